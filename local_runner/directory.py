@@ -8,7 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class Nodes:
     """``host:port`` by ``{task}-{rank}:{port}``, as JOBGROUP_ENDPOINTS has it."""
     machine: str
     """The host name of the runner's machine."""
+    states: dict[str, str] = field(default_factory=dict)
+    """The state of each node as the runner last knew it, by ``{task}-{rank}``."""
 
     @property
     def is_here(self) -> bool:
@@ -70,6 +72,12 @@ def record_nodes(run: Run) -> None:
         raise ConfigurationError(
             f"the run directory {run.run_dir} cannot be written: {error}; make room there"
         ) from error
+
+
+def record_states(run: Run, states: dict[str, str]) -> None:
+    """Write the states of the run's nodes into nodes.json, unless it cannot be written."""
+    with contextlib.suppress(OSError):
+        write_object(run.run_dir / FILE, read_object(run.run_dir / FILE) | {"states": states})
 
 
 def read_nodes(run_dir: Path) -> Nodes | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from services.run_page.activity import in_words
 from services.run_page.components import health_of
 
 REQUEST_SECONDS = 3.0
@@ -17,10 +18,14 @@ SILENT = "silent"
 
 @dataclass(frozen=True)
 class TrainerStatus:
-    """The trainer's phase and number of steps, from its /stats."""
+    """The trainer's phase, number of steps and activity, from its /stats."""
 
     phase: str
     total_steps: int
+    doing: str = ""
+    """The activity in words."""
+    since: float = 0.0
+    """When it began, in seconds since 1970."""
 
 
 def client(token: str | None = None) -> httpx.AsyncClient:
@@ -52,4 +57,5 @@ async def trainer_status(http: httpx.AsyncClient, address: str) -> TrainerStatus
     except httpx.HTTPError:
         return None
     stats = response.json()
-    return TrainerStatus(stats["phase"], stats["total_steps"])
+    activity = stats["activity"]
+    return TrainerStatus(stats["phase"], stats["total_steps"], in_words(activity), activity["since"])

@@ -122,6 +122,7 @@ async def _watch(run: Run, view: View) -> None:
 
     metrics = GrowingFile(run.run_dir / "metrics.jsonl", from_end=True)
     since = time.time()
+    recorded: dict[str, str] = {}
     tokens = (task.environment.get("JOBGROUP_TOKEN") for task in run.group.tasks if task.name == Task.TRAINER)
     trainer = nodes.trainer_address(run.addresses.endpoints)
     async with health.client(next(tokens, None)) as http:
@@ -137,6 +138,9 @@ async def _watch(run: Run, view: View) -> None:
             for step in steps:
                 view.step(step)
             await asyncio.gather(*(ask(task.name, rank) for task in run.group.tasks for rank in range(task.num_nodes)))
-            if trainer is not None and (status := await health.trainer_status(http, trainer)) is not None:
-                view.trainer(status)
+            if trainer is not None:
+                view.trainer(await health.trainer_status(http, trainer))
+            if view.states != recorded:
+                recorded = view.states
+                directory.record_states(run, recorded)
             await asyncio.sleep(POLL_SECONDS)

@@ -21,9 +21,10 @@ from local_runner.health import TrainerStatus
 from local_runner.learning import advice, failed
 from local_runner.nodes import health_address, trainer_address
 from local_runner.progress import GrowingFile, mean_rewards, new_steps
-from local_runner.run_state import RUNNING, state_of
+from local_runner.run_state import RUNNING, last_error, state_of
 from local_runner.summary import outcome_rows, reward_change
-from local_runner.view import STYLES, duration, last_error
+from local_runner.supervisor import State
+from local_runner.view import STYLES, duration
 from services.run_page.directory import first_failure, read_object
 from services.run_page.rewards import first_and_last
 
@@ -39,9 +40,10 @@ async def show(console: Console, run_dir: Path, token: str | None) -> None:
     addresses = nodes.endpoints if nodes is not None and nodes.is_here and is_running else {}
     logs = sorted((run_dir / "logs").glob("*.log"))
     page = trainer_address(addresses)
+    states = nodes.states if nodes is not None else {}
     async with health.client(token) as http:
         trainer = None if page is None else await health.trainer_status(http, page)
-        rows = await asyncio.gather(*(_node(http, addresses, log) for log in logs))
+        rows = await asyncio.gather(*(_node(http, addresses, log, states.get(log.stem, "")) for log in logs))
     line = Text.assemble(("run ", "dim"), (run_dir.name, "bold"), "  ", (state, STYLES.get(state, "yellow")))
     console.print(line.append(f", {trainer.phase}") if trainer else line)
     figures = Table.grid(padding=(0, 2))
@@ -67,10 +69,17 @@ def _table(rows: Sequence[tuple[str, Text, str, Text]], *, is_running: bool) -> 
     return table if table.row_count else None
 
 
-async def _node(http: httpx.AsyncClient, addresses: Mapping[str, str], log: Path) -> tuple[str, Text, str, Text]:
-    """Return the name of the log's node, its state if it is asked, its address, and its last error."""
+async def _node(
+    http: httpx.AsyncClient, addresses: Mapping[str, str], log: Path, recorded: str
+) -> tuple[str, Text, str, Text]:
+    """Return the name of the log's node, its state if it is asked, its address, and its last error.
+
+    An unreachable node has the state that the runner ``recorded``: one that runs and was never up is starting.
+    """
     address = health_address(addresses, log.stem)
     state = NOT_ASKED if address is None else await health.state(http, address)
+    if state == health.SILENT and recorded not in ("", health.UP):
+        state = "starting" if recorded == State.RUNNING else recorded
     style = STYLES.get(state, "dim" if address is None else "yellow")
     if state == health.BUSY and address == trainer_address(addresses):
         state = _busy_trainer(log.parents[1] / "metrics.jsonl")
@@ -88,7 +97,7 @@ def _busy_trainer(metrics: Path) -> str:
 def _figures(run_dir: Path, trainer: TrainerStatus | None, *, is_running: bool) -> list[tuple[str, str]]:
     """Return the figures of a run with their labels."""
     steps = new_steps(GrowingFile(run_dir / "metrics.jsonl"))
-    rows = []
+    rows = [("now", trainer.doing)] if trainer else []
     if steps:
         last, total = steps[-1].step, trainer.total_steps if trainer else 0
         rows.append(("steps", f"{last} of {total}" if total else str(last)))

@@ -102,4 +102,4 @@ def _accuracy(summary: dict[str, Any], when: str) -> tuple[str, str]:
     # Summaries of earlier releases have no interval.
     interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
     count = "" if prompts is None else f"{prompts} "
-    return f"accuracy {when}, {count}held-out prompt{'s'[: prompts != 1]}", f"{value:.3f}{interval}"
+    return f"accuracy {when}, {count}held-out prompt{'' if prompts == 1 else 's'}", f"{value:.3f}{interval}"

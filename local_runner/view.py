@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+import time
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
@@ -15,10 +15,13 @@ from rich.text import Text
 from local_runner.commands import shown_path
 from local_runner.environment import Run
 from local_runner.learning import EARLY_STEPS, advice, failed
-from local_runner.nodes import trainer_address
+from local_runner.nodes import health_address, trainer_address
 from local_runner.progress import Step
+from local_runner.run_state import last_error, lines_since_start
 from local_runner.spec import TaskSpec
-from local_runner.supervisor import START_MARK, State
+from local_runner.supervisor import State
+from services.core.endpoints import Task
+from services.run_page.activity import Teller, in_words
 
 if TYPE_CHECKING:
     from local_runner.health import TrainerStatus
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 TAIL_LINES = 15
 PACE_SECONDS = 86_400
 """The time left is estimated from the steps within this time."""
+
+STARTING = (State.WAITING, State.RUNNING, State.RESTARTING)
+"""The states of a node that has not answered since its start."""
 
 STYLES = {
     **dict.fromkeys(("up", "running", "ended", "succeeded"), "green"),
@@ -49,6 +55,10 @@ class View:
         self._explained: dict[str, str] = {}
         self._first_steps: list[Step] = []
         self._failure = ""
+        self._changed = time.time()
+        """When a node last changed its state."""
+        self._doing = ""
+        self._teller = Teller()
         columns = (
             BarColumn(),
             MofNCompleteColumn(),
@@ -65,7 +75,8 @@ class View:
         self._console.print(f"run {self._run.run_id}, logs in {logs}", highlight=False, soft_wrap=True)
         page = trainer_address(self._run.addresses.endpoints)
         if page is not None:
-            self._console.print(f"run page http://{page} once the trainer is up", highlight=False, soft_wrap=True)
+            where = f"run page http://{page}, from when ppo-trainer-0 is up until the run ends"
+            self._console.print(where, highlight=False, soft_wrap=True)
         if self._live is not None:
             self._live.start()
         return self
@@ -79,6 +90,7 @@ class View:
         """Show the new state of a node, or with ``rank`` None of a whole task."""
         for own_rank in range(task.num_nodes) if rank is None else [rank]:
             self._states[task.name, own_rank] = state.value
+        self._changed = time.time()
         name = task.name if rank is None else f"{task.name}-{rank}"
         self._say(f"{name} {state.value}, {why}", STYLES.get(state.value, ""))
         if state is State.FAILED and rank is not None:
@@ -88,6 +100,7 @@ class View:
         """Show that a node answered, if it has not since its start."""
         if self._states[task, rank] == State.RUNNING:
             self._states[task, rank] = "up"
+            self._changed = time.time()
             self._say(f"{task}-{rank} up", "green")
 
     def step(self, step: Step) -> None:
@@ -111,10 +124,30 @@ class View:
             self._say(f"an answer failed: {text}", "red")
         self._failure = text or self._failure
 
-    def trainer(self, status: TrainerStatus) -> None:
-        """Show the trainer's status."""
-        self._total_steps = status.total_steps
-        self._progress.update(self._steps, total=status.total_steps or None, phase=status.phase)
+    @property
+    def states(self) -> dict[str, str]:
+        """The state of each node by ``{task}-{rank}``."""
+        return {f"{task}-{rank}": state for (task, rank), state in self._states.items()}
+
+    def trainer(self, status: TrainerStatus | None) -> None:
+        """Show the trainer's status, or which nodes are not up while the trainer is not; None if it did not answer."""
+        if status is not None:
+            self._total_steps = status.total_steps
+            self._progress.update(self._steps, total=status.total_steps or None, phase=status.phase)
+            self._doing, since = status.doing, status.since
+        elif self._states[Task.TRAINER, 0] in STARTING:
+            nodes = {node: state for node, state in self.states.items() if self._is_asked(node)}
+            missing = ", ".join(node for node, state in nodes.items() if state in STARTING)
+            done = f"{list(nodes.values()).count('up')} of {len(nodes)} up"
+            activity = {"what": f"waiting for {missing}", "done": done, "since": self._changed, "until": None}
+            self._doing, since = in_words(activity), self._changed
+        else:
+            return  # a trainer at work may be too busy to answer
+        if self._live is None and self._teller.is_due(since, is_early=not self._first_steps):
+            self._say(self._doing, "dim")
+
+    def _is_asked(self, node: str) -> bool:
+        return health_address(self._run.addresses.endpoints, node) is not None
 
     def lost_watcher(self, watcher: asyncio.Task[None]) -> None:
         """Say that a task which watched the run for this view ended with an error."""
@@ -143,19 +176,7 @@ class View:
         for (task, rank), state in self._states.items():
             styled = Text(state, STYLES.get(state, ""))
             table.add_row(f"{task}-{rank}", styled, self._run.addresses.hosts[task][rank])
-        return Group(Text(), table, self._progress)
-
-
-def lines_since_start(log: Path) -> list[str]:
-    """Return the lines of a node's log since the node's last start."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    start = max((number for number, line in enumerate(lines) if line.startswith(START_MARK)), default=-1)
-    return lines[start + 1 :]
-
-
-def last_error(log: Path) -> str | None:
-    """Return the line in which a node named the error that ended it; None if its last start logged none."""
-    return next((line for line in reversed(lines_since_start(log)) if line.startswith("error: ")), None)
+        return Group(Text(), table, self._progress, Text(self._doing, "dim", no_wrap=True, overflow="ellipsis"))
 
 
 def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:

@@ -16,7 +16,7 @@ import typer
 from fastapi import FastAPI
 
 from local_runner.directory import find_directory, find_run
-from local_runner.run_state import state_of
+from local_runner.run_state import error_of, state_of
 from services.core import logs
 from services.core.errors import exit_code_of
 from services.core.settings import Settings
@@ -34,7 +34,8 @@ def create_view_app(settings: Settings, runs: list[RunDirectory]) -> FastAPI:
         yield
 
     app = create_service_app("run-view", settings=settings, lifespan=lifespan, public=PUBLIC, description=__doc__ or "")
-    add_run_page(app, lambda: runs, state_of, now=None, asks_token=settings.token is not None)
+    asks_token = settings.token is not None
+    add_run_page(app, lambda: runs, state_of, now=None, asks_token=asks_token, error_of=error_of)
     return app
 
 

@@ -70,7 +70,7 @@ class TrainingLoop:
             DiskFullError: the run directory's disk is full; the newest whole checkpoint is in place.
         """
         try:
-            self.status.phase = "publish"
+            self.status.begin("publish", "writing the first policy version")
             # The version is written before the wait for workers, because an engine that starts may wait for it.
             self.team.write_policy(self.state.policy_version)
             self.services.wait_for_workers()
@@ -95,7 +95,7 @@ class TrainingLoop:
         """Take one training step, numbered as in README.md; return False when the training prompts are used up."""
         settings, services, state, started = self.settings, self.services, self.state, time.perf_counter()
         batch = Batch(settings)
-        self.status.phase = "generate"
+        self.status.begin("generate", f"generating completions for step {state.step + 1}")
         if settings.mode is Mode.ASYNC:
             services.lease_groups(batch, state.policy_version)  # 1 to 4: collectors have taken them
         else:
@@ -108,7 +108,7 @@ class TrainingLoop:
         services.draw_replayed(batch, state.step, state.policy_version)  # 5. replay
         services.free_engines_memory()
 
-        self.status.phase = "train"
+        self.status.begin("train", f"training step {state.step + 1}")
         groups = batch.trained = self.training_groups(batch)  # 6. advantages
         update = self.update(groups)  # 7. update
         # The weights are those of the next step, and so is the state from here on, whichever service is lost.
@@ -167,9 +167,10 @@ class TrainingLoop:
 
     def publish(self, batch: Batch) -> dict[str, float]:
         """Make the rollout workers serve the policy, and return the metrics of it."""
-        self.status.phase = "publish"
-        metrics = self.publication.publish(self.state.policy_version, batch)
-        self.status.policy_version = self.state.policy_version
+        version = self.state.policy_version
+        self.status.begin("publish", f"publishing policy version {version} to the rollout workers")
+        metrics = self.publication.publish(version, batch)
+        self.status.policy_version = version
         return metrics
 
     def evaluate(self, *, is_last: bool = False) -> dict[str, float]:
@@ -179,7 +180,8 @@ class TrainingLoop:
         """
         if not self.settings.eval_prompts:
             return {}
-        self.status.phase = "evaluate"
+        when = f"after step {self.state.step}" if self.state.step else "before the first step"
+        self.status.begin("evaluate", f"evaluating {when}")
         try:
             metrics = self.services.evaluate()
         except ConfigurationError as error:
@@ -207,7 +209,7 @@ class TrainingLoop:
 
     def save_checkpoint(self, *, wait: bool = False) -> None:
         """Start a checkpoint of the last completed step; ``wait`` until it is in place."""
-        self.status.phase = "save"
+        self.status.begin("save", f"saving a checkpoint of step {self.state.step}")
         self.checkpoints.save(wait=wait)
 
     @property

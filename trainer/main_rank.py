@@ -20,6 +20,7 @@ from services.http.client import RequestRefusedError
 from services.protocol.base import ComponentRecord
 from services.protocol.groups import Group
 from services.protocol.prompts import Cursor, DataStats, Prompt
+from services.run_page.activity import Activity
 from trainer.collector import Collector
 from trainer.config import Mode, TrainerSettings
 from trainer.publishing.workers import put_workers_to_sleep
@@ -44,12 +45,16 @@ STATS_SECONDS = 10.0
 class MainRank:
     """The services of a run as its driver calls them."""
 
-    def __init__(self, settings: TrainerSettings, thread: ServiceThread, clients: Clients) -> None:
+    def __init__(
+        self, settings: TrainerSettings, thread: ServiceThread, clients: Clients, activity: Activity | None = None
+    ) -> None:
+        """Wrap the clients; ``activity`` is told what the methods wait for."""
         self.settings = settings
         self.thread = thread
         self.clients = clients
         self.maker = group_maker(settings, clients)
         self.evaluator = Evaluator(settings, clients)
+        self.activity = self.maker.activity = self.evaluator.maker.activity = activity or Activity()
         self.success_rates = SuccessRates(clients.data, settings.batch_size)
         self.fresh_queue = FreshQueue(settings, clients.data, clients.replay, self.maker.judge)
         self.cursor = Cursor()
@@ -59,7 +64,9 @@ class MainRank:
 
     @classmethod
     @contextmanager
-    def connected(cls, settings: TrainerSettings, thread: ServiceThread, vocab_size: int) -> Iterator[Self]:
+    def connected(
+        cls, settings: TrainerSettings, thread: ServiceThread, vocab_size: int, activity: Activity | None = None
+    ) -> Iterator[Self]:
         """Connect to the services; within it all but the rollout workers have been healthy.
 
         Raises:
@@ -67,11 +74,11 @@ class MainRank:
             NeverReadyError: one of them did not become healthy within the deadline of the start.
         """
         clients = Clients.of(settings, vocab_size)
-        main = cls(settings, thread, clients)
+        main = cls(settings, thread, clients, activity)
         thread.call(clients.open())
         try:
             try:
-                thread.call(clients.wait_healthy(settings.start_deadline_seconds), interruptible=True)
+                thread.call(clients.wait_healthy(settings.start_deadline_seconds, main.activity), interruptible=True)
             except DependencyLostError as error:
                 raise NeverReadyError(str(error)) from error
             yield main
@@ -138,6 +145,8 @@ class MainRank:
             ConfigurationError, DependencyLostError: see FreshQueue.lease.
         """
         started = time.perf_counter()
+        wanted = f"waiting for {self.settings.batch_size} groups from the collectors"
+        self.activity.begin(wanted, lambda: f"{len(batch.groups)} there")
         self._patiently(self.fresh_queue.lease(batch, policy_version))
         batch.seconds["wait"] = time.perf_counter() - started
 
@@ -211,10 +220,13 @@ class MainRank:
 
     async def _wait_for_workers(self, deadline_seconds: float) -> None:
         workers: list[str] = []
+        wanted = self.settings.min_workers
+        what = f"waiting for {wanted} rollout worker{'s' if wanted > 1 else ''}"
+        self.activity.begin(what, lambda: f"{len(workers)} there", deadline_seconds)
         reason = "the router did not answer"
         try:
             async with asyncio.timeout(deadline_seconds), RouterAdmin(token=self.settings.token) as router:
-                while len(workers) < self.settings.min_workers:
+                while len(workers) < wanted:
                     await asyncio.sleep(WORKER_POLL_SECONDS)
                     # Each retry is a warning in the log, but the router of a healthy start is late.
                     if not await router.is_healthy():
@@ -226,6 +238,6 @@ class MainRank:
                         reason = str(error)
         except TimeoutError:
             raise NeverReadyError(
-                f"rollout-server: not {self.settings.min_workers} workers (MIN_WORKERS) behind the router after "
+                f"rollout-server: not {wanted} workers (MIN_WORKERS) behind the router after "
                 f"{deadline_seconds:g} s: {reason}; see the rollout-server's log"
             ) from None

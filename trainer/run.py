@@ -15,7 +15,7 @@ import transformers
 
 from services.core import hub, logs, memory, processors
 from services.core.endpoints import Task
-from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError, exit_code_of, say_error
+from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError, exit_code_of, own_error, say_error
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
 from services.protocol.prompts import DataStats
@@ -35,7 +35,7 @@ from trainer.model.ranks import PeerLostError, Ranks, join_ranks
 from trainer.preflight.preflight import preflight
 from trainer.publishing import make_publisher
 from trainer.reporting.run_files import RunFiles
-from trainer.reporting.status import RunStatus, listen_for_status, serve_status
+from trainer.reporting.status import RunStatus, listen_for_status, log_activity, serve_status
 from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.team import ENDINGS, Team, TrainingDivergedError
 
@@ -120,11 +120,13 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         status = RunStatus()
         thread = stack.enter_context(ServiceThread(stop)) if ranks.is_main else None
         _open_page(settings, ranks, thread, status)
+        status.begin("starting", f"loading {settings.model_name}")
         policy = load_policy(settings, ranks)
         log.info(
             "policy loaded", model=settings.model_name, parameters=count_parameters(policy), ranks=ranks.world_size
         )
-        services, data = _connect(settings, ranks, thread, policy.config.vocab_size, stack)
+        services, data = _connect(settings, ranks, thread, policy.config.vocab_size, stack, status)
+        status.begin("starting", "preparing the first step")
         total_steps = settings.total_steps(data.train_prompts)
         if total_steps < settings.max_steps:
             log.warning("the data end before MAX_STEPS", steps=total_steps, training_prompts=data.train_prompts)
@@ -151,12 +153,18 @@ def _open_page(settings: TrainerSettings, ranks: Ranks, thread: ServiceThread | 
     def serve() -> None:
         assert thread is not None, "only rank 0 has a page"
         thread.start(serve_status(settings, status, listen_for_status()))
+        thread.start(log_activity(status))
 
     ranks.on_main(serve, ConfigurationError)
 
 
 def _connect(
-    settings: TrainerSettings, ranks: Ranks, thread: ServiceThread | None, vocab_size: int, stack: ExitStack
+    settings: TrainerSettings,
+    ranks: Ranks,
+    thread: ServiceThread | None,
+    vocab_size: int,
+    stack: ExitStack,
+    status: RunStatus,
 ) -> tuple[MainRank | None, DataStats]:
     """Connect rank 0 to the services until ``stack`` ends; return the connections, None elsewhere, and the data."""
     services: MainRank | None = None
@@ -164,7 +172,7 @@ def _connect(
     def connect() -> dict[str, Any]:
         nonlocal services
         assert thread is not None, "only rank 0 connects"
-        services = stack.enter_context(MainRank.connected(settings, thread, vocab_size))
+        services = stack.enter_context(MainRank.connected(settings, thread, vocab_size, status.activity))
         return services.describe_data().model_dump()
 
     data = DataStats.model_validate(ranks.on_main(connect, *ENDINGS))
@@ -185,13 +193,13 @@ def _drive(settings: TrainerSettings, services: MainRank, team: Team, status: Ru
     with closing(files):
         try:
             TrainingLoop(settings, services, team, files, status, state, team.learner.total_steps).run()
-            status.phase = "save"
+            status.begin("save", "saving the model")
             team.save_model()
         except Exception as error:
-            _write_summary(files, _summary(settings, team, state, data, _status_of(error)))
+            _write_summary(files, _summary(settings, team, state, data, error))
             raise
-        _write_summary(files, _summary(settings, team, state, data, "succeeded"))
-    status.phase = "finished"
+        _write_summary(files, _summary(settings, team, state, data, None))
+    status.begin("finished", "finished")
     log.info("finished", steps=state.step, model=str(settings.run_dir / "model"))
 
 
@@ -203,15 +211,21 @@ def _write_summary(files: RunFiles, summary: dict[str, Any]) -> None:
         log.error("no summary", status=summary["status"], reason=str(error))
 
 
-def _status_of(error: Exception) -> str:
-    return "interrupted" if isinstance(error, InterruptedCallError) else "failed"
+def outcome_of(error: Exception | None) -> dict[str, str | None]:
+    """Return a summary's ``status`` and, of a run that failed, its ``error``; ``error`` is that which ended the run."""
+    if error is None or isinstance(error, InterruptedCallError):
+        return {"status": "succeeded" if error is None else "interrupted", "error": None}
+    return {"status": "failed", "error": str(error) if isinstance(error, ENDINGS) else own_error(error)}
 
 
-def _summary(settings: TrainerSettings, team: Team, state: RunState, data: DataStats, status: str) -> dict[str, Any]:
+def _summary(
+    settings: TrainerSettings, team: Team, state: RunState, data: DataStats, error: Exception | None
+) -> dict[str, Any]:
+    """Return the content of summary.json; ``error`` ended the run."""
     compute = team.learner.policy.compute
     assert compute is not None
     return {
-        "status": status,
+        **outcome_of(error),
         "steps": state.step,
         "seconds": state.seconds,
         **first_and_last(state.rewards),
@@ -219,6 +233,7 @@ def _summary(settings: TrainerSettings, team: Team, state: RunState, data: DataS
         **{
             f"accuracy_after{part}": getattr(state, f"last_accuracy{part}") if state.step else None for part in ACCURACY
         },
+        "eval_reward_before": state.eval_reward_before,
         "accuracy_after_step": state.evaluated_step if state.step else None,
         "evaluation_error": state.evaluation_error,
         "model": settings.model_name,

@@ -34,7 +34,7 @@ HEADERS = {
 GZIP_BYTES = 4096
 
 Now = Callable[[], dict[str, Any]]
-"""Returns a live run's phase, step, total_steps, policy_version and components, and accuracy_before once known."""
+"""Returns a live run's phase, activity, step, total_steps, policy_version, components, and the fields of step 0."""
 
 
 class RunGroupsQuery(GroupsQuery):
@@ -46,9 +46,10 @@ class RunGroupsQuery(GroupsQuery):
 
 @dataclass(frozen=True)
 class RunWithState(RunOverview):
-    """A run with its state, such as ``running`` or ``succeeded``."""
+    """A run with its state, such as ``running`` or ``succeeded``, and why it failed."""
 
     state: str
+    error: str | None
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def add_run_page(
     *,
     now: Now | None,
     asks_token: bool,
+    error_of: Callable[[Path], str | None] = lambda _: None,
 ) -> None:
     """Add the page at ``/`` and its routes at ``/api/``.
 
@@ -75,18 +77,25 @@ def add_run_page(
         state_of: returns the state of the run in a directory.
         now: returns the state of the live run; None without one.
         asks_token: whether the page asks for the token.
+        error_of: returns why the run in a directory failed; None for one that did not.
     """
     _add_page(app, asks_token=asks_token)
-    _add_runs(app, runs, state_of, now)
+    _add_runs(app, runs, state_of, error_of, now)
     _add_steps(app, runs)
     app.add_middleware(GZipMiddleware, minimum_size=GZIP_BYTES, compresslevel=3)
 
 
 def _add_runs(
-    app: FastAPI, runs: Callable[[], list[RunDirectory]], state_of: Callable[[Path], str], now: Now | None
+    app: FastAPI,
+    runs: Callable[[], list[RunDirectory]],
+    state_of: Callable[[Path], str],
+    error_of: Callable[[Path], str | None],
+    now: Now | None,
 ) -> None:
     def overviews() -> list[RunWithState]:
-        return [RunWithState(**vars(run.overview()), state=state_of(run.path)) for run in runs()]
+        return [
+            RunWithState(**vars(run.overview()), state=state_of(run.path), error=error_of(run.path)) for run in runs()
+        ]
 
     @app.get("/api/runs", response_model=RunsReply, tags=["run page"])
     async def get_runs() -> Response:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from local_runner import spec
+from local_runner.directory import read_nodes
 from local_runner.run_state import state_of
 from tests.local_runner.runner import HEADER, OUTPUT, Runner, is_running, run, task
-from tests.waiting import wait_until
+from tests.waiting import bytes_in, wait_until
 
 DONE = task("ppo-trainer", "exit 0")
 
@@ -467,7 +468,8 @@ http.server.HTTPServer((host, int(port)), Handler).serve_forever()
 def test_steps_are_printed_as_they_end(tmp_path):
     (tmp_path / "server.py").write_text(SERVER)
     command = """
-        python server.py ppo-trainer 8004 '{"phase": "train", "step": 0, "total_steps": 3}' &
+        python server.py ppo-trainer 8004 '{"phase": "train", "step": 0, "total_steps": 3, "activity": {
+          "what": "training step 1", "done": "", "since": 1, "until": null}}' &
         until [ -e asked-stats ]; do sleep 0.01; done
         for step in 1 2 3; do
           echo '{"step": '$step', "reward_mean": 0.'$step', "loss": 0.01, "seconds_generate": 1.5}' \\
@@ -534,6 +536,26 @@ def test_it_says_when_a_component_is_up(tmp_path, hosts):
     )
     assert ended.exit_code == 0, ended.output
     assert "reward-server-0 up" in ended.output
+
+
+def test_it_records_which_components_are_up(tmp_path):
+    """``scripts.status`` tells a component that starts from one that fell silent by this record."""
+    (tmp_path / "server.py").write_text(SERVER)
+    runner = Runner(
+        tmp_path,
+        task("ppo-trainer", "until [ -e over ]; do sleep 0.05; done"),
+        task("reward-server", "exec python server.py reward-server 8002 {}"),
+        task("data-server", "exec sleep 600"),
+    )
+    states = {"ppo-trainer-0": "running", "reward-server-0": "up", "data-server-0": "running"}
+
+    def recorded():
+        nodes = read_nodes(runner.run_dir)
+        return nodes is not None and nodes.states == states
+
+    wait_until(recorded, "the states", progress=lambda: bytes_in(tmp_path))
+    (tmp_path / "over").touch()
+    assert runner.end().exit_code == 0
 
 
 def test_a_dry_run_shows_what_would_run_and_runs_nothing(tmp_path):

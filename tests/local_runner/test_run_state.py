@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from local_runner import directory
-from local_runner.run_state import state_of
+from local_runner.run_state import error_of, last_error, state_of
 
 HERE = {"pid": 1, "started": 0.0, "endpoints": {}, "machine": socket.gethostname()}
 ELSEWHERE = HERE | {"machine": "another-machine"}
@@ -51,6 +51,42 @@ def make(run: Path, *, days: float = 0, **files: object) -> Path:
 def test_a_run_without_a_live_runner(tmp_path, nodes, runner, summary, days, state):
     status = summary and {"status": summary}
     assert state_of(make(tmp_path / "run", days=days, nodes=nodes, runner=runner, summary=status)) == state
+
+
+def test_a_failed_run_has_the_error_of_the_node_that_failed(tmp_path):
+    failed = FAILED | {"reason": "ppo-trainer failed with exit code 78"}
+    summary = {"status": "failed", "error": "of the summary"}
+    run = make(tmp_path / "run", nodes=HERE, runner=failed, summary=summary)
+    assert error_of(run) == "ppo-trainer failed with exit code 78: of the summary"
+    (run / "logs").mkdir()
+    for node, said in (("data-server-0", "another"), ("ppo-trainer-0", "of the node")):
+        (run / "logs" / f"{node}.log").write_text(f"=== one ===\nerror: older\n=== two ===\nerror: {said}\nlast line\n")
+    assert error_of(run) == "ppo-trainer failed with exit code 78: of the node"
+    (run / "logs/ppo-trainer-0.log").write_text("=== one ===\nTraceback\n")
+    (run / "summary.json").unlink()
+    assert error_of(run) == "ppo-trainer failed with exit code 78; see logs/ppo-trainer-0.log"
+
+
+@pytest.mark.parametrize(
+    ("runner", "summary", "error"),
+    [
+        (None, {"status": "failed", "error": "no worker"}, "no worker"),
+        (None, {"status": "failed"}, None),  # of an earlier release
+        (None, None, None),
+        (DONE, {"status": "failed", "error": "of an earlier attempt"}, None),
+        (STOPPED, {"status": "interrupted", "error": None}, None),
+        ({"exit_code": "?"}, None, None),
+        ([1], None, None),
+    ],
+)
+def test_other_runs_have_the_error_of_their_summary_or_none(tmp_path, runner, summary, error):
+    assert error_of(make(tmp_path / "run", nodes=HERE, runner=runner, summary=summary)) == error
+
+
+def test_the_last_error_is_found_in_a_long_log(tmp_path):
+    log = tmp_path / "long.log"
+    log.write_text("=== start ===\n" + "noise\n" * 200_000 + "error: the reason\n")
+    assert last_error(log) == "error: the reason"
 
 
 def test_a_live_runner_counts_more_than_what_an_earlier_attempt_left(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 from local_runner import health, status
 from local_runner.directory import write_object
 from services.run_page.directory import FIRST_FAILURE
+from tests.fake_service import fake_service
 from tests.ports import free_port
 
 
@@ -27,13 +29,17 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def shown(run_dir: Path, trainer: int, reward: int) -> dict[str, list[str]]:
-    """Return the words after the name of each component, with the components at ports of this machine."""
+def shown(run_dir: Path, trainer: int, reward: int, **states: str) -> dict[str, list[str]]:
+    """Return the words after the name of each component, with the components at ports of this machine.
+
+    ``states`` are what the runner recorded, by task.
+    """
     nodes = {
         "pid": os.getpid(),
         "started": psutil.Process().create_time(),
         "machine": socket.gethostname(),
         "endpoints": {"ppo-trainer-0:8004": f"127.0.0.1:{trainer}", "reward-server-0:8002": f"127.0.0.1:{reward}"},
+        "states": {f"{task.replace('_', '-')}-0": state for task, state in states.items()},
     }
     write_object(run_dir / "nodes.json", nodes)
     console = Console(file=io.StringIO(), width=200)
@@ -53,6 +59,23 @@ def test_a_trainer_that_listens_and_does_not_answer_is_busy_and_one_that_is_gone
         told = shown(running, port, free_port())
         assert told["ppo-trainer-0"][:-1] == ["busy", "for", "2h05m", "since", "step", "4"]
         assert told["reward-server-0"][:-1] == ["silent"]
+
+
+def test_a_component_that_was_never_up_is_starting_and_one_that_ended_says_so(running):
+    gone = free_port(), free_port()
+    told = shown(running, *gone, ppo_trainer="running", reward_server="up")
+    assert (told["ppo-trainer-0"][0], told["reward-server-0"][0]) == ("starting", "silent")
+    told = shown(running, *gone, ppo_trainer="restarting", reward_server="failed")
+    assert (told["ppo-trainer-0"][0], told["reward-server-0"][0]) == ("restarting", "failed")
+
+
+def test_a_run_says_what_it_waits_for(running):
+    activity = {"what": "waiting for 2 rollout workers", "done": "1 there", "since": time.time() - 12, "until": 1e9}
+    stats = {"phase": "publish", "total_steps": 10, "activity": activity}
+    with fake_service({"GET /stats": lambda _: stats, "GET /health": lambda _: 200}) as trainer:
+        told = shown(running, trainer.endpoint.port, free_port())
+    until = time.strftime("%H:%M:%S", time.localtime(1e9))
+    assert re.fullmatch(rf"waiting for 2 rollout workers, 1 there, for 1\d s, until {until}", " ".join(told["now"]))
 
 
 def test_a_run_that_is_over_says_what_came_of_it_and_which_component_named_an_error(running):

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ from local_runner import summary
 from local_runner.commands import Launch, next_commands
 from local_runner.environment import Run
 from local_runner.health import TrainerStatus
+from local_runner.nodes import Addresses
 from local_runner.progress import Step
 from local_runner.spec import TaskSpec
+from local_runner.supervisor import State
 from local_runner.view import View, describe
+from services.run_page import activity
 from services.run_page.rewards import first_and_last
 from tests.local_runner.test_environment import run_of
 
@@ -52,6 +56,55 @@ def test_the_view_has_step_reward_phase_and_time_left():
     assert max(map(len, said.splitlines())) <= 80
 
 
+WAIT = "waiting for 2 rollout workers, 1 there, until 08:31:10"
+
+
+def waiting(seconds: float) -> TrainerStatus:
+    return TrainerStatus("publish", 3, WAIT, time.time() - seconds)
+
+
+def test_a_wait_of_ten_seconds_is_printed_and_again_after_ten_more(monkeypatch):
+    console = Console(file=io.StringIO(), width=80)
+    with View(run_of(TaskSpec("ppo-trainer", "")), console, live=False) as shown:
+        shown.trainer(waiting(9))
+        assert WAIT not in printed(console)
+        for _ in range(5):
+            shown.trainer(waiting(11))
+        assert printed(console).count(WAIT) == 1
+        monkeypatch.setattr(activity, "TELL_SECONDS", 0.0)
+        shown.trainer(waiting(22))
+        assert printed(console).count(WAIT) == 2
+        shown.step(STEP)
+        shown.trainer(waiting(33))
+        assert printed(console).count(WAIT) == 2, "steps come less often than such lines would"
+
+
+def test_before_the_trainer_answers_it_says_which_components_are_missing(monkeypatch):
+    monkeypatch.setattr(activity, "TELL_SECONDS", 0.0)
+    tasks = [TaskSpec(name, "") for name in ("ppo-trainer", "reward-server", "data-server")]
+    run = run_of(*tasks)
+    ports = {"ppo-trainer-0:8004": "t:1", "reward-server-0:8002": "r:1", "data-server-0:8000": "d:1"}
+    run = Run(run.group, run.run_id, run.shared_dir, Addresses(run.addresses.hosts, ports), run.gpus, run.mark)
+    console = Console(file=io.StringIO(), width=80)
+    with View(run, console, live=False) as shown:
+        for task in tasks:
+            shown.state(task, 0, State.RUNNING, "pid 1")
+        shown.up("data-server", 0)
+        shown.trainer(None)
+        assert "waiting for ppo-trainer-0, reward-server-0, 1 of 3 up, for 0 s" in printed(console)
+        shown.up("ppo-trainer", 0)
+        before = printed(console)
+        shown.trainer(None)
+        assert printed(console) == before, "a trainer at work may be too busy to answer"
+
+
+def test_the_live_view_says_what_the_run_waits_for():
+    console = terminal(80)
+    with View(run_of(TaskSpec("ppo-trainer", "")), console, live=True) as shown:
+        shown.trainer(waiting(1))
+    assert WAIT in printed(console).rpartition("component")[2]
+
+
 def test_a_steps_line_stays_whole_in_a_file():
     console = Console(file=io.StringIO(), width=80)
     with View(run_of(TaskSpec("ppo-trainer", "")), console, live=False) as shown:
@@ -80,6 +133,11 @@ def test_accuracies_have_their_interval_and_their_prompts():
         ("accuracy before", "not measured"),
         ("accuracy after, 20 held-out prompts", "1.000 (0.839 to 1.000)"),
     ]
+
+
+def test_an_accuracy_over_one_prompt_says_so():
+    [_, (after, _)] = summary.outcome_rows({}, {"accuracy_after": 1.0, "accuracy_after_prompts": 1})
+    assert after == "accuracy after, 1 held-out prompt"
 
 
 def test_the_end_of_a_run_says_which_rows_were_left_out():

@@ -64,6 +64,8 @@ class RunState(BaseModel):
     """The ends of its 95% interval."""
     accuracy_before_prompts: int | None = None
     """The prompts that it is over."""
+    eval_reward_before: float | None = None
+    """The mean reward of their greedy answers."""
     best_accuracy: float | None = None
     best_step: int | None = None
     """The step of the best accuracy; its checkpoint is kept."""

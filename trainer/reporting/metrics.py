@@ -58,6 +58,8 @@ _EPISODES = "Tokens sampled for episodes since the run began, by where they are;
 MEASURES: tuple[Measure, ...] = (
     Measure("reward_mean", "trainer_reward_mean", "Mean reward of the step's completions."),
     Measure("reward_std", "trainer_reward_std", "Standard deviation of the step's rewards."),
+    Measure("reward_q10", "trainer_reward_q10", "The reward that 10% of the step's completions are below."),
+    Measure("reward_q90", "trainer_reward_q90", "The reward that 90% of the step's completions are below."),
     Measure("accuracy", "trainer_accuracy_ratio", "Greedy pass@1 on held-out prompts, at the newest evaluation."),
     Measure("accuracy_stderr", "trainer_accuracy_stderr_ratio", "Standard error of the newest accuracy (binomial)."),
     Measure("accuracy_low", "trainer_accuracy_low_ratio", "Lower end of its 95% interval (Wilson's score interval)."),

@@ -15,16 +15,20 @@ import uvicorn
 from fastapi import FastAPI
 
 from services.core.endpoints import STATUS_PORT, Task, bind_address
+from services.core.logs import get_logger
 from services.http.app import create_service_app
 from services.http.connections import server_config
 from services.http.server import listen
+from services.run_page.activity import Activity, Teller, in_words
 from services.run_page.components import SERVICES, ComponentMonitor
 from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC, add_run_page
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import Rollout, TrainerSettings
 
-BEFORE = {"accuracy_before", "accuracy_before_low", "accuracy_before_high"}
+log = get_logger(__name__)
+
+BEFORE = {"accuracy_before", "accuracy_before_low", "accuracy_before_high", "eval_reward_before"}
 """The fields of the run's state that the page shows as step 0."""
 
 
@@ -39,14 +43,21 @@ class RunStatus:
     state: RunState | None = None
     """The state of the run, with the accuracy before training; None until it is known."""
     metrics: dict[str, float] = field(default_factory=dict)
+    activity: Activity = field(default_factory=Activity)
+
+    def begin(self, phase: str, what: str) -> None:
+        """Enter a phase; ``what`` says in words what the run does in it."""
+        self.phase = phase
+        self.activity.begin(what)
 
     def position(self) -> dict[str, Any]:
-        """Return the phase, the steps and the policy version."""
+        """Return the phase, the steps, the policy version and the activity."""
         return {
             "phase": self.phase,
             "step": self.step,
             "total_steps": self.total_steps,
             "policy_version": self.policy_version,
+            "activity": self.activity.shown(),
             **(self.state.model_dump(include=BEFORE) if self.state is not None else {}),
         }
 
@@ -84,6 +95,15 @@ def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
     )
     add_run_page(app, lambda: runs, state_of, now=now, asks_token=settings.token is not None)
     return app
+
+
+async def log_activity(status: RunStatus) -> None:
+    """Log an activity that goes on, at intervals, until cancelled."""
+    teller = Teller()
+    while True:
+        await asyncio.sleep(1.0)
+        if teller.is_due(status.activity.since, is_early=not status.metrics):
+            log.info(in_words(status.activity.shown()))
 
 
 def listen_for_status() -> socket.socket:

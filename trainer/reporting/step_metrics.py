@@ -10,6 +10,7 @@ from collections import Counter as Count
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from services.protocol.groups import Experience, FinishReason, Group
@@ -93,6 +94,7 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, flo
     if rewards:
         metrics["reward_mean"] = statistics.fmean(rewards)
         metrics["reward_std"] = statistics.pstdev(rewards)
+        metrics["reward_q10"], metrics["reward_q90"] = map(float, np.quantile(rewards, (0.1, 0.9)))
     return (
         metrics
         | _episode_metrics(groups)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
@@ -15,6 +14,7 @@ from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
 from services.programs import Program
+from services.run_page.activity import Activity
 from services.weights.adapter_files import ADAPTER_NAME
 from trainer.config import SELF, Rollout, TrainerSettings
 from trainer.rollouts.opponent import Opponent
@@ -79,15 +79,18 @@ class Clients:
         if self.relay is not None:
             await self._stack.enter_async_context(self.relay)
 
-    async def wait_healthy(self, deadline_seconds: float) -> None:
-        """Wait until all services but the rollout workers are healthy, and the opponent answers.
+    async def wait_healthy(self, deadline_seconds: float, activity: Activity | None = None) -> None:
+        """Wait until all services but the rollout workers are healthy, and the opponent answers; tell ``activity``.
 
         Raises:
             ConfigurationError: the opponent refuses.
             DependencyLostError: one of them is not within ``deadline_seconds``.
         """
         awaited = (*self.services, *([self.opponent] if self.opponent else []))
-        await asyncio.gather(*(service.wait_healthy(deadline_seconds) for service in awaited))
+        names = ", ".join(getattr(client, "task", "opponent") for client in awaited)
+        activity = activity or Activity()
+        activity.begin(f"waiting for {names}", seconds=deadline_seconds)
+        await activity.gather((service.wait_healthy(deadline_seconds) for service in awaited), "healthy")
 
     async def close(self) -> None:
         """Close the clients."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -95,9 +94,10 @@ class Evaluator:
         """Answer each prompt ``n`` times."""
         self.maker.failed_in_a_row = 0
         seeds = [derive_seed(self.settings.seed, "evaluation", prompt.id) for prompt in prompts]
-        groups = await asyncio.gather(
-            *(self.maker.sample_group(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True))
-        )
+        answers = [
+            self.maker.sample_group(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        groups = await self.maker.activity.gather(answers, "held-out prompts answered")
         if prompts and not any(groups):
             failure = self.maker.all_failed()
             if len(prompts) >= LEAST_FAILURES or isinstance(failure, DependencyLostError):
@@ -192,6 +192,7 @@ def note_accuracy(settings: TrainerSettings, state: RunState, metrics: Mapping[s
         state.accuracy_before = accuracy
         state.accuracy_before_low, state.accuracy_before_high = state.last_accuracy_low, state.last_accuracy_high
         state.accuracy_before_prompts = state.last_accuracy_prompts
+        state.eval_reward_before = metrics.get("eval_reward")
     if accuracy is not None and accuracy > (state.best_accuracy or 0.0):
         state.best_accuracy, state.best_step = accuracy, state.step or None
         log.info("best so far", step=state.step, accuracy=describe_accuracy(metrics))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from services.http.client import RequestRefusedError
 from services.protocol.groups import Completion, Experience, Group, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
+from services.run_page.activity import Activity
 from services.run_page.directory import FIRST_FAILURE
 from trainer.config import TrainerSettings
 
@@ -57,6 +57,8 @@ class GroupMaker:
         """Prompts whose every answer failed since the last prompt with another answer."""
         self.last_failure: Exception | None = None
         self._has_told = False
+        self.activity = Activity()
+        """Told how many prompts are answered."""
 
     async def make_groups(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Generate and score the groups of ``prompts``, all at once; a prompt without a completion gets no group.
@@ -64,7 +66,7 @@ class GroupMaker:
         Raises:
             ConfigurationError, DependencyLostError: too many prompts in a row failed; see ``check``.
         """
-        made = await asyncio.gather(*map(self.make_group, prompts))
+        made = await self.activity.gather(map(self.make_group, prompts), "prompts answered")
         groups = [group for group in made if group is not None]
         self.judge(groups)
         return groups

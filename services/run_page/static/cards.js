@@ -2,7 +2,10 @@
 
 import { answers, figures, meanReward } from "./answers.js";
 import { h, marked } from "./dom.js";
-import { count, number } from "./format.js";
+import { count, number, some } from "./format.js";
+
+/** The advantages that are 0 where the reward is the group's mean. */
+export const BY_MEAN = new Set(["grpo", "dr_grpo", "rloo", "batch_std", "reinforce_baseline"]);
 
 /**
  * Returns the card of a group with ``needle`` marked. Its buttons call ``follow(group)`` to show the prompt over the steps,
@@ -11,7 +14,7 @@ import { count, number } from "./format.js";
 export function card(group, needle, follow, open) {
   const mean = meanReward(group);
   const others = group.groups_of_prompt - 1;
-  const link = h("button", { type: "button", class: "link", onclick: () => follow(group) }, `Follow this prompt (${count(others + 1)} groups)`);
+  const link = h("button", { type: "button", class: "link", onclick: () => follow(group) }, `Follow this prompt (${some(others + 1, "group")})`);
   return h(
     "article",
     { class: "card group", "aria-label": `${group.group_id ? `group ${group.group_id}` : "evaluation"} of step ${group.step}` },
@@ -56,17 +59,18 @@ export function strip(group) {
 export function completions(group, needle, open) {
   const all = answers(group);
   const mean = all.length > 1 ? meanReward(group) : null;
-  return all.map((records, place) => answer(records, mean, needle, () => open(group, place)));
+  const even = `equal to the group's mean${BY_MEAN.has(group.advantage) ? ": not trained on" : ""}`;
+  return all.map((records, place) => answer(records, mean, even, needle, () => open(group, place)));
 }
 
-/** Returns an answer and its comparison with ``mean``, the group's mean reward (null for a single answer). */
-function answer(records, mean, needle, open) {
+/** Returns an answer and its comparison with ``mean``, the group's mean reward (null for a single answer); ``even`` is said of one as good. */
+function answer(records, mean, even, needle, open) {
   const record = records.at(-1);
   const result = record.result ?? {};
   const sum = (name) => records.reduce((total, { [name]: value }) => total + value, 0);
   const isScored = record.reward !== null && record.reward !== undefined;
   const side = !isScored ? "none" : mean === null ? "alone" : Math.sign(record.reward - mean);
-  const [word, look] = { none: ["not scored", "bad"], 1: ["▲ above the group's mean", "above"], "-1": ["▼ below the group's mean", "below"], 0: ["as the group's mean", "even"], alone: ["", "even"] }[side];
+  const [word, look] = { none: ["not scored", "bad"], 1: ["▲ above the group's mean", "above"], "-1": ["▼ below the group's mean", "below"], 0: [even, "even"], alone: ["", "even"] }[side];
   const components = Object.entries(result.components ?? {});
   const facts = [
     ["answer read", result.extracted],
@@ -77,7 +81,7 @@ function answer(records, mean, needle, open) {
     ...figures(records),
     ["tokens", record.tokens === undefined ? null : count(sum("tokens"))],
     ["trained tokens", (record.trained_tokens ?? record.tokens) === record.tokens ? null : count(sum("trained_tokens"))],
-    ["policy version", record.policy_version],
+    ["sampled by", record.policy_version === undefined ? null : `policy version ${count(record.policy_version)}`],
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
   return h(
     "div",

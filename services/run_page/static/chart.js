@@ -16,7 +16,7 @@ const MOST_TOLD = 12;
 const MOST_SPREADS = 3;
 
 export class Chart {
-  /** ``spec``: id, title, unit, stacked, markers. ``update`` gives the lines. */
+  /** ``spec``: id, title, unit, note, stacked, markers. ``update`` gives the lines. */
   constructor(spec, view) {
     this.spec = spec;
     this.view = view;
@@ -33,6 +33,7 @@ export class Chart {
       "figure",
       { id: `plot-${spec.id}`, class: "card" },
       caption(spec.title, this.unit),
+      spec.note ? h("p", { class: "note" }, spec.note) : null,
       this.legend,
       this.frame,
       this.spoken,

@@ -3,7 +3,7 @@
 import { runColor } from "./colors.js";
 import { differences, equals, settingsOf } from "./differences.js";
 import { h, setText } from "./dom.js";
-import { count, date, duration } from "./format.js";
+import { count, date, duration, some } from "./format.js";
 import { change, interval } from "./summary.js";
 
 const CHOSEN_AT_FIRST = 8;
@@ -144,7 +144,7 @@ export class Comparison {
     const shown = listed.filter((run) => run.slot !== null).length;
     this.all.checked = listed.length > 0 && shown === listed.length;
     this.all.indeterminate = shown > 0 && shown < listed.length;
-    setText(this.state, `${count(listed.length)} of ${count(this.runs.length)} runs, ${count(shown)} in the plots`);
+    setText(this.state, `${count(listed.length)} of ${some(this.runs.length, "run")}, ${count(shown)} in the plots`);
   }
 
   updateRow(run) {
@@ -154,10 +154,11 @@ export class Comparison {
     swatch.style.setProperty("--swatch", run.slot === null ? "transparent" : runColor(run.slot));
     const same = this.equals.get(run) ?? [];
     const equal = same.length > 1 ? `same settings as ${count(same.length)} others` : same.length ? `same settings as ${same[0].name}` : "";
-    setText(note, [...run.damage, equal].filter(Boolean).join("; "));
+    setText(note, [run.isOver && run.error, ...run.damage, equal].filter(Boolean).join("; "));
     for (const [n, cell] of cells.entries()) {
       const { value, show } = this.columns[n + 1];
       setText(cell, show ? show(run) : value(run));
+      if (this.columns[n + 1].title === "state") cell.className = run.state === "failed" ? "failed" : "";
     }
   }
 

@@ -8,6 +8,11 @@ const LOOKS = { healthy: "good", starting: "fair", draining: "fair", asking: "fa
 /** Returns the style of a state. */
 export const look = (state) => LOOKS[state] ?? "bad";
 
+/** Returns the state of a component; before the first step, one that has not answered yet is starting. */
+export function stateOf({ state, seconds_since_answer: answered }, { step }) {
+  return state === "silent" && answered === null && step === 0 ? "starting" : state;
+}
+
 /** Shows ``now``, the reply of api/now. */
 export function showComponents(now) {
   const trainer = {

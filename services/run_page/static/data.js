@@ -29,15 +29,16 @@ export class RunData {
     this.settings = overview.components["ppo-trainer"]?.settings ?? {};
     this.summary = overview.summary;
     this.state = overview.state;
+    this.error = overview.error;
     this.takeBefore(overview.summary);
     this.placeAfter();
   }
 
   /** Takes the accuracy before training, from a live run's state or a summary, as the row of step 0. */
-  takeBefore({ accuracy_before: accuracy, accuracy_before_low: low, accuracy_before_high: high }) {
+  takeBefore({ accuracy_before: accuracy, accuracy_before_low: low, accuracy_before_high: high, eval_reward_before: reward }) {
     if (accuracy === null || accuracy === undefined) return;
     const ends = [low, high].some((end) => end === null || end === undefined) ? {} : { accuracy_low: low, accuracy_high: high };
-    this.before = { step: 0, accuracy, ...ends };
+    this.before = { step: 0, accuracy, ...ends, ...(reward === null || reward === undefined ? {} : { eval_reward: reward }) };
     this.placeBefore();
   }
 
@@ -151,6 +152,12 @@ export class RunData {
     if (!column) return null;
     for (let i = column.length - 1; i >= 0; i--) if (column[i] !== null) return column[i];
     return null;
+  }
+
+  /** Returns the lowest and highest reward of any completion; null without counts of rewards. */
+  get rewardRange() {
+    const rewards = [...this.rewardCounts.values()].flatMap((counts) => counts.map(([reward]) => reward));
+    return rewards.length ? [Math.min(...rewards), Math.max(...rewards)] : null;
   }
 
   /** Returns the mean of the newest ``count`` values of a column. */

@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { meanReward } from "./answers.js";
 import { completions, question, strip } from "./cards.js";
 import { h, show } from "./dom.js";
-import { count, number } from "./format.js";
+import { count, number, some } from "./format.js";
 
 const PAGE = 20;
 
@@ -55,6 +55,7 @@ export class Followed {
       const isFirst = !this.groups.length;
       const known = new Set(this.groups.map((group) => group.number));
       const added = found.filter((group) => !known.has(group.number));
+      for (const group of added) group.advantage = this.prompt.advantage;
       if (isFirst || before !== null) this.before = next;
       if (!added.length) return;
       this.groups = [...this.groups, ...added].sort((a, b) => a.number - b.number);
@@ -70,7 +71,7 @@ export class Followed {
     const means = [...new Set([first, last])].map((group) => number(meanReward(group))).join(" → ");
     this.head.replaceChildren(
       ...question(this.prompt, "").filter(Boolean),
-      h("p", { role: "status" }, `${count(this.groups.length)} groups, steps ${count(first.step)} to ${count(last.step)}: mean reward ${means}`),
+      h("p", { role: "status" }, `${some(this.groups.length, "group")}, steps ${count(first.step)} to ${count(last.step)}: mean reward ${means}`),
     );
     this.columns.replaceChildren(...this.groups.map((group) => column(group, this.openAnswer)));
   }

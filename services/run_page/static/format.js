@@ -25,6 +25,11 @@ export function count(value) {
   return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en");
 }
 
+/** Returns a number of things: 1 prompt, 12 prompts. */
+export function some(value, thing) {
+  return `${count(value)} ${thing}${value === 1 ? "" : "s"}`;
+}
+
 /** Returns the labels of an axis: all with as many decimals as neighbouring values need to differ. */
 export function tickLabels(values) {
   if (values.length < 2) return values.map((value) => number(value));

@@ -69,7 +69,9 @@ export class Histogram {
     const runs = this.runs.filter((run) => run.counts.length);
     const rewards = [...new Set(runs.flatMap((run) => run.counts.map(([reward]) => reward)))].sort((a, b) => a - b);
     const amounts = runs.flatMap((run) => run.counts.map(([, amount]) => amount));
-    const [low, high] = bounds([rewards], null, 0) ?? [0, 1];
+    const [lowest, highest] = bounds([rewards], null, 0) ?? [0, 1];
+    // Around a single reward, most rewards lie between 0 and 1.
+    const [low, high] = lowest < highest ? [lowest, highest] : [Math.min(0, lowest), Math.max(1, highest)];
     const nearest = Math.min(...rewards.slice(1).map((reward, i) => reward - rewards[i]), high - low);
     // On either side, several runs' columns take up to half of their share of the way to the next reward.
     const room = Math.max(0.12 * (high - low), runs.length > 1 ? (FILLED / 2 + 0.02) * nearest : 0) || 0.5;

@@ -2,7 +2,7 @@
 
 import { TokenError, UnreachableError, forgetToken, get, hasToken, keepToken } from "./api.js";
 import { Comparison } from "./comparison.js";
-import { look, showComponents } from "./components.js";
+import { look, showComponents, stateOf } from "./components.js";
 import { RunData } from "./data.js";
 import { byId, h, setText, show } from "./dom.js";
 import { clock, count, duration, number } from "./format.js";
@@ -84,7 +84,10 @@ async function poll() {
   try {
     if (page.turns++ % OVERVIEW_EVERY === 0) await readOverview();
     page.now = page.isLive ? await get("api/now") : null;
-    if (page.now) page.runs[0].takeBefore(page.now);
+    if (page.now) {
+      page.now.components.forEach((component) => (component.state = stateOf(component, page.now)));
+      page.runs[0].takeBefore(page.now);
+    }
     draw();
     // The table has the outcome of a run that ended; its metrics are read for its curves only.
     const isWanted = (run) => page.isLive || (run.isBehind && (run.slot !== null || !run.summary.status || !run.isOver));
@@ -213,6 +216,9 @@ function showHeader(runs, now) {
     const took = ended && run.summary.seconds ? `, ${duration(run.summary.seconds)} of training` : "";
     setText(byId("progress-text"), `step ${count(step)} of ${count(total)}${took}${left}`);
   }
+  const error = isOne && run.isOver ? (run.error ?? "") : "";
+  setText(byId("error"), error);
+  show(byId("error"), error !== "");
   const damage = isOne ? run.damage.join("; ") : "";
   setText(byId("damage"), damage);
   show(byId("damage"), damage !== "");

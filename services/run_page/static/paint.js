@@ -7,6 +7,7 @@ import { decimate, ticks } from "./series.js";
 const MARGIN = { left: 52, right: 10, top: 8, bottom: 22 };
 const FONT = "11px system-ui, sans-serif";
 const CAP = 4;
+const GAP = 8;
 
 /** The mapping of values to pixels on a canvas of ``width`` by ``height``: ``range`` of x, ``heights`` of y. */
 export class Plane {
@@ -50,7 +51,7 @@ export function paintAxes(context, plane, { name, label, whole = false, wholeHei
   context.fillStyle = color("--muted");
   context.textAlign = "right";
   context.textBaseline = "middle";
-  const heights = ticks(...plane.heights, 5, wholeHeights);
+  const heights = ticks(...plane.heights, 5, wholeHeights, true);
   const labels = tickLabels(heights);
   for (const [i, value] of heights.entries()) {
     const y = Math.round(plane.y(value)) + 0.5;
@@ -59,9 +60,11 @@ export function paintAxes(context, plane, { name, label, whole = false, wholeHei
   }
   context.textBaseline = "top";
   const below = plane.height - plane.bottom + 6;
-  context.fillText(name, plane.left - 12, below);
   const xs = ticks(...plane.range, Math.max(2, Math.floor(plane.plotWidth / 50)), whole);
   const names = label ? xs.map(label) : tickLabels(xs);
+  // The name ends before the first label, and begins at the edge at the latest.
+  const free = xs.length ? plane.x(xs[0]) - context.measureText(names[0]).width / 2 - GAP : plane.left;
+  context.fillText(name, Math.max(Math.min(plane.left - 12, free), context.measureText(name).width), below);
   for (const [i, value] of xs.entries()) {
     context.textAlign = plane.x(value) > plane.left + plane.plotWidth - 14 ? "right" : "center";
     context.fillText(names[i], Math.min(plane.x(value), plane.left + plane.plotWidth), below);
@@ -72,7 +75,7 @@ export function paintAxes(context, plane, { name, label, whole = false, wholeHei
 export function within(context, plane, paint) {
   context.save();
   context.beginPath();
-  context.rect(plane.left - 4, plane.top - 4, plane.plotWidth + 8, plane.plotHeight + 8);
+  context.rect(plane.left - 6, plane.top - 6, plane.plotWidth + 12, plane.plotHeight + 12);
   context.clip();
   paint();
   context.restore();
@@ -91,7 +94,8 @@ export function paintLine(context, plane, series, ys, { alpha = 1, width = 1.7, 
   context.stroke();
   context.setLineDash([]);
   if (markers || points.length < 30) {
-    for (const [x, y] of points) disc(context, plane.x(x), plane.y(y), markers ? 3 : 2);
+    const radius = points.length === 1 ? 5 : markers ? 3 : 2;
+    for (const [x, y] of points) disc(context, plane.x(x), plane.y(y), radius);
   }
   context.globalAlpha = 1;
 }

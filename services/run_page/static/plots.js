@@ -4,10 +4,10 @@ import { Chart } from "./chart.js";
 import { runColor, seriesColor, valueOf } from "./colors.js";
 import { byId, h, setText, show } from "./dom.js";
 import { saveCsv } from "./download.js";
-import { clock, count } from "./format.js";
+import { clock, count, number, some } from "./format.js";
 import { Histogram } from "./histogram.js";
-import { bounds } from "./series.js";
-import { PLOTS, plotOf } from "./specs.js";
+import { bounds, spread } from "./series.js";
+import { GROUPS, PLOTS, plotOf } from "./specs.js";
 import { View } from "./view.js";
 
 const NOT_PLOTTED = new Set(["step", "time", "policy_version"]);
@@ -21,20 +21,26 @@ export class Plots {
     this.runs = [];
     this.charts = new Map(PLOTS.map((spec) => [spec.id, new Chart(spec, this.view)]));
     this.histogram = new Histogram(() => this.histogram.update(this.shown(), this.cursorStep()));
-    this.grid = h("div", { class: "grid" }, [...this.charts.values()].map((chart) => chart.element));
-    // Beside the curve of the mean reward.
-    this.charts.get("reward").element.after(this.histogram.element);
+    this.groups = GROUPS.map(({ title, plots }) => {
+      const grid = h("div", { class: "grid" });
+      const element = h("section", { "aria-label": title ?? "Most important" }, title && h("h2", null, title), grid);
+      return { isFirst: title === null, element, grid, charts: plots.map(({ id }) => this.charts.get(id)) };
+    });
+    this.constantNames = h("summary");
+    this.constantGrid = h("div", { class: "grid" });
+    this.constant = h("details", { id: "constant" }, this.constantNames, this.constantGrid);
     this.more = h("div", { class: "grid" });
     this.others = h("details", null, h("summary", null, "Further metrics"), this.more);
     this.where = h("span", { class: "muted", id: "cursor" });
     this.reset = h("button", { type: "button", hidden: true, onclick: () => this.view.set({ range: null }) }, "Whole run");
     this.empty = h("p", { class: "muted", id: "no-curves" });
-    byId("plots").replaceChildren(h("div", { id: "summary" }), this.controls(), this.empty, this.grid, this.others);
+    this.head = this.controls();
+    byId("plots").replaceChildren(h("div", { id: "summary" }), this.head, this.empty, ...this.groups.map(({ element }) => element), this.constant, this.others);
     this.view.addEventListener("view", () => this.redraw());
     this.view.addEventListener("emphasis", () => this.charts.forEach((chart) => chart.paintBase()));
     this.view.addEventListener("cursor", () => this.moveCursor());
     byId("plots").addEventListener("choose", () => this.view.cursor !== null && this.chooseCursor());
-    this.others.addEventListener("toggle", () => this.redraw());
+    for (const folded of [this.constant, this.others]) folded.addEventListener("toggle", () => this.redraw());
   }
 
   controls() {
@@ -74,12 +80,16 @@ export class Plots {
     this.runs = runs;
     const shown = this.shown();
     for (const run of shown) run.color = valueOf(runColor(run.slot));
-    show(this.empty, !shown.length);
-    setText(this.empty, runs.some((run) => run.isShown) || !runs.length ? "No step yet." : "No run of the table above is ticked.");
+    // A single run without a step says in its summary why.
+    const isUnticked = runs.length > 0 && !runs.some((run) => run.isShown);
+    show(this.empty, !shown.length && runs.length !== 1);
+    show(this.head, shown.length > 0);
+    setText(this.empty, isUnticked ? "No run of the table above is ticked." : "No step yet.");
     const xs = new Map(shown.map((run) => [run, run.xs(this.view.axis)]));
     this.view.extent = bounds([...xs.values()], null, 0);
     const used = new Set(NOT_PLOTTED);
-    for (const spec of PLOTS) this.place(spec, shown, xs, this.grid, used);
+    for (const spec of PLOTS) this.place(spec, shown, xs, null, used);
+    this.arrange(shown);
     const rest = new Set(shown.flatMap((run) => [...run.columns.keys()]).filter((name) => !used.has(name)));
     for (const name of [...rest].sort()) {
       this.place(plotOf(name), shown, xs, this.more, used);
@@ -90,9 +100,9 @@ export class Plots {
 
   place(spec, runs, xs, parent, used) {
     const compares = this.runs.length > 1;
-    for (const [source, , spread] of spec.series) {
+    for (const [source, , around] of spec.series) {
       for (const run of runs) {
-        for (const name of names(run, source)) for (const metric of [name, `${name}_stderr`, spread?.(name)].flat()) used.add(metric);
+        for (const name of names(run, source)) for (const metric of [name, `${name}_stderr`, around?.(name), spec.within].flat()) used.add(metric);
       }
     }
     if (compares && spec.compared) used.add(spec.compared[0][0]);
@@ -104,10 +114,32 @@ export class Plots {
     if (!chart) {
       chart = new Chart(spec, this.view);
       this.charts.set(spec.id, chart);
-      parent.append(chart.element);
+      parent?.append(chart.element);
     }
-    chart.spec = { ...spec, stacked: spec.stacked && !compares, isPartial: compares && Boolean(spec.compared) };
+    const isCut = spec.within && !lines.some((line) => line.isQuantile);
+    const band = isCut ? { spread: "band: standard deviation, within the rewards that occurred" } : {};
+    chart.spec = { ...spec, ...band, stacked: spec.stacked && !compares, isPartial: compares && Boolean(spec.compared) };
     chart.update(lines);
+  }
+
+  /** Puts the plots with data into their groups, and those outside the first group whose values never change into a fold. */
+  arrange(runs) {
+    const hasSteps = runs.some((run) => run.steps > 1);
+    const folded = [];
+    for (const { isFirst, element, grid, charts } of this.groups) {
+      const used = charts.filter((chart) => !chart.element.hidden);
+      const open = used.filter((chart) => isFirst || !hasSteps || !isConstant(chart.lines));
+      folded.push(...used.filter((chart) => !open.includes(chart)));
+      const elements = open.map((chart) => chart.element);
+      // Beside the curve of the mean reward.
+      if (isFirst) elements.splice(1, 0, this.histogram.element);
+      fill(grid, elements);
+      show(element, open.length > 0);
+    }
+    fill(this.constantGrid, folded.map((chart) => chart.element));
+    const names = folded.map(({ spec, lines }) => `${spec.title} ${[...new Set(lines.map(({ ys }) => number(ys.find((y) => y !== null))))].join(" and ")}`);
+    setText(this.constantNames, `${some(folded.length, "plot")} without a change: ${names.join(", ")}`);
+    show(this.constant, folded.length > 0);
   }
 
   lines(spec, run, xs, compares) {
@@ -123,9 +155,9 @@ export class Plots {
           ? { color: run.color, dash: DASHES[place % DASHES.length] }
           : { color: seriesColor(place), dash: [] };
         const entry = { key: own, label: own, ...look, color: compares ? "var(--muted)" : look.color };
-        const [spread, ends] = extents(run, around?.(name));
+        const extent = extents(run, around?.(name), spec.within, ys);
         const full = compares ? `${run.name}${place ? `: ${own}` : ""}` : own;
-        lines.push({ label: full, run: run.name, xs, ys: values, spread, ends, entry, ...look });
+        lines.push({ label: full, run: run.name, xs, ys: values, ...extent, entry, ...look });
       }
     }
     return lines;
@@ -177,9 +209,31 @@ function columns(run, source) {
   return names(run, source).flatMap((name) => (run.column(name) ? [{ name, ys: run.column(name) }] : []));
 }
 
-/** Returns the columns of a band: [distance, null] for one metric, [null, [low, high]] for two, null for what is missing. */
-function extents(run, metrics) {
-  if (!Array.isArray(metrics)) return [metrics ? run.column(metrics) : null, null];
+/**
+ * Returns the columns of a band around ``ys``: ``spread``, a distance, for one metric, or ``ends``, low and high, for two.
+ * In a run that lacks these two, the distance ``within`` gives the ends, cut at the lowest and the highest reward.
+ */
+function extents(run, metrics, within, ys) {
+  if (!Array.isArray(metrics)) return { spread: metrics ? run.column(metrics) : null, ends: null };
   const ends = metrics.map((metric) => run.column(metric));
-  return [null, ends.every(Boolean) ? ends : null];
+  if (ends.every(Boolean)) return { spread: null, ends, isQuantile: true };
+  const [around, range] = [within && run.column(within), run.rewardRange];
+  if (!around || !range) return { spread: null, ends: null };
+  const { lower, upper } = spread(ys, around);
+  const cut = (value) => (value === null ? null : Math.min(range[1], Math.max(range[0], value)));
+  return { spread: null, ends: [lower.map(cut), upper.map(cut)] };
+}
+
+/** Returns whether each series has one value only, the same in all runs. */
+function isConstant(lines) {
+  const values = new Map();
+  for (const { entry, ys } of lines) {
+    for (const y of ys) if (y !== null) values.set(entry.key, (values.get(entry.key) ?? new Set()).add(y));
+  }
+  return [...values.values()].every((distinct) => distinct.size === 1);
+}
+
+/** Makes ``elements`` the children of ``parent``; moves nothing if they are. */
+function fill(parent, elements) {
+  if (elements.length !== parent.childElementCount || elements.some((element, n) => element !== parent.children[n])) parent.replaceChildren(...elements);
 }

@@ -1,7 +1,7 @@
 // The dialog that shows one answer whole: an episode as a conversation with its branches, and any answer's tokens.
 
 import { get } from "./api.js";
-import { answers, figures } from "./answers.js";
+import { answers, figures, meanReward } from "./answers.js";
 import { conversation } from "./conversation.js";
 import { h } from "./dom.js";
 import { count, number } from "./format.js";
@@ -61,7 +61,7 @@ export class Reader {
     const isEpisode = record.episode !== undefined || record.messages?.length;
     this.head.replaceChildren(
       h("h2", { id: "reader-title" }, `${isEpisode ? "Episode" : "Completion"} ${count((record.episode ?? place) + 1)}${where}`),
-      h("p", null, "reward ", h("b", null, number(record.reward)), h("span", { class: "muted" }, ` · ${facts(records).join(" · ")}`)),
+      h("p", null, "reward ", h("b", null, number(record.reward)), h("span", { class: "muted" }, facts(records).map((fact) => ` · ${fact}`))),
       records.length > 1 ? choice("branches", records.map((_, n) => button(n ? `Branch ${n}` : "Main line", n === branch, { branch: n }))) : "",
       record.messages?.length && record.spans
         ? choice("form", [button("Conversation", !showsTokens, { showsTokens: false }), button("Tokens", showsTokens, { showsTokens: true })])
@@ -75,7 +75,10 @@ export class Reader {
   tokens(record) {
     if (!record.spans) return h("p", null, "The tokens of this answer are not in the file; it has only a part of each step's.");
     if (!this.isLoaded) return h("p", { class: "muted" }, "Loading …");
-    return tokens(this.group.rendered_prompt ?? "", record.spans, largestAdvantage(this.group.completions));
+    const isMean = record.reward !== null && record.reward === meanReward(this.group);
+    const isEqual = answers(this.group).every(([first]) => first.reward === record.reward);
+    const why = isEqual ? ": all rewards of the group are equal" : isMean ? ": the reward is the group's mean" : "";
+    return tokens(this.group.rendered_prompt ?? "", record.spans, largestAdvantage(this.group.completions), why);
   }
 }
 

@@ -1,14 +1,15 @@
 // The browser of samples: groups, newest first, with their completions side by side; or one prompt over the steps.
 
 import { get } from "./api.js";
-import { card } from "./cards.js";
+import { BY_MEAN, card } from "./cards.js";
 import { byId, h, setText, show } from "./dom.js";
 import { save, saveCsv } from "./download.js";
 import { Followed } from "./followed.js";
-import { count } from "./format.js";
+import { count, some } from "./format.js";
 import { Reader } from "./reader.js";
 
 const PAGE = 6;
+const advantageOf = (run) => run.settings.advantage ?? "grpo";
 
 export class Samples {
   /** Calls ``fail`` with the error of a request. */
@@ -21,7 +22,9 @@ export class Samples {
     this.fresh = h("button", { type: "button", hidden: true, onclick: () => this.start() }, "Show the newest");
     this.form = this.makeForm();
     this.groups = [];
-    this.browser = h("div", null, this.form, this.fresh, this.list, this.state, this.older);
+    const all = h("button", { type: "button", class: "link", onclick: () => this.showAll() }, "Show all groups");
+    this.why = h("p", { id: "only-mixed" }, "Only groups whose rewards differ: where all rewards are equal, GRPO has nothing to learn from. ", all);
+    this.browser = h("div", null, this.form, this.why, this.fresh, this.list, this.state, this.older);
     this.reader = new Reader(fail);
     this.open = (group, place) => this.reader.open(this.run.value, this.source.value, group, place);
     this.followed = new Followed(fail, () => this.follow(null), this.open);
@@ -38,12 +41,12 @@ export class Samples {
       { class: "controls", id: "samples-form", onsubmit: (event) => event.preventDefault() },
       this.run,
       h("label", null, "From ", this.source),
-      field("Text", { name: "text", type: "search", placeholder: "in prompts and completions", size: 24 }),
+      field("Text", { name: "text", type: "search", placeholder: "in prompts and completions", size: 28 }),
       field("Steps", { name: "step_from", type: "number", min: 0, placeholder: "first", class: "short" }),
       field("to", { name: "step_to", type: "number", min: 0, placeholder: "last", class: "short" }),
       field("Reward", { name: "reward_from", type: "number", step: "any", placeholder: "lowest", class: "short" }),
       field("to", { name: "reward_to", type: "number", step: "any", placeholder: "highest", class: "short" }),
-      h("label", null, "Groups ", h("select", { name: "spread" }, h("option", { value: "any" }, "all"), h("option", { value: "mixed" }, "whose rewards differ"), h("option", { value: "equal" }, "whose rewards are equal"))),
+      h("label", null, "Groups ", h("select", { name: "spread" }, h("option", { value: "any" }, "all"), h("option", { value: "mixed", selected: true }, "whose rewards differ"), h("option", { value: "equal" }, "whose rewards are equal"))),
       h("label", null, h("input", { type: "checkbox", name: "recurring", value: "true" }), "of prompts sampled more than once"),
       h("button", { type: "reset", onclick: () => setTimeout(() => this.start()) }, "Clear"),
     );
@@ -76,7 +79,7 @@ export class Samples {
   /** Returns the shown completions as lines of samples.jsonl, without their tokens. */
   records() {
     const groups = this.followed.isOpen ? this.followed.groups : this.groups;
-    return groups.flatMap(({ number, prompt_key, groups_of_prompt, completions, ...shared }) =>
+    return groups.flatMap(({ number, prompt_key, groups_of_prompt, advantage, completions, ...shared }) =>
       completions.map(({ spans, ...completion }) => ({ ...shared, ...completion })),
     );
   }
@@ -96,12 +99,19 @@ export class Samples {
       this.run.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
     }
     show(this.run, names.length > 1);
+    if (!this.hasStarted && runs.some((run) => !BY_MEAN.has(advantageOf(run)))) this.form.elements.spread.value = "any";
+  }
+
+  showAll() {
+    this.form.elements.spread.value = "any";
+    this.start();
   }
 
   /** Shows the samples of one step. */
   choose(step) {
     this.follow(null);
     this.form.reset();
+    this.form.elements.spread.value = "any";
     this.form.elements.step_from.value = this.form.elements.step_to.value = String(step);
     this.start();
   }
@@ -114,7 +124,7 @@ export class Samples {
       const { total } = await get("api/groups", { run: this.run.value, source: this.source.value, limit: 1, before: 0 });
       const newer = total - this.total;
       show(this.fresh, newer > 0);
-      setText(this.fresh, `Show ${count(newer)} newer groups`);
+      setText(this.fresh, `Show ${some(newer, "newer group")}`);
     } catch (error) {
       this.fail(error);
     }
@@ -132,6 +142,9 @@ export class Samples {
   async search(before) {
     const turn = ++this.search_;
     const query = Object.fromEntries(new FormData(this.form));
+    // An evaluation has one completion of each prompt.
+    if (query.source === "evaluation") query.spread = "any";
+    show(this.why, query.spread === "mixed");
     let wanted = PAGE;
     show(this.older, false);
     try {
@@ -141,6 +154,8 @@ export class Samples {
         this.total = reply.total;
         before = reply.before;
         wanted -= reply.groups.length;
+        const run = this.runs.find(({ name }) => name === query.run);
+        for (const group of reply.groups) group.advantage = advantageOf(run);
         this.groups.push(...reply.groups);
         this.list.append(...reply.groups.map((group) => card(group, query.text, (chosen) => this.follow(chosen), this.open)));
         setText(this.state, this.describe(reply, wanted > 0 && before !== null));
@@ -153,7 +168,7 @@ export class Samples {
   }
 
   describe(reply, goesOn) {
-    const groups = `${count(this.groups.length)} groups`;
+    const groups = some(this.groups.length, "group");
     const step = count(reply.searched_to_step);
     if (!reply.total) return "No samples yet.";
     if (goesOn) return `${groups}; searching, at step ${step} …`;

@@ -103,12 +103,15 @@ export function nearest(sorted, value) {
   return value - sorted[at - 1] < sorted[at] - value ? sorted[at - 1] : sorted[at];
 }
 
-/** Returns about ``count`` round numbers between low and high. */
-export function ticks(low, high, count, whole = false) {
+/** Returns about ``count`` round numbers between low and high; with ``toEnds``, more of them if they leave a quarter free at an end. */
+export function ticks(low, high, count, whole = false, toEnds = false) {
   const raw = (high - low) / count;
   if (!(raw > 0)) return [low];
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = Math.max(whole ? 1 : 0, [1, 2, 5, 10].map((factor) => factor * power).find((s) => s >= raw));
+  const steps = [0.5, 1, 2, 5, 10].map((factor) => factor * power);
+  const place = steps.findIndex((s) => s >= raw);
+  const rest = (s) => Math.max(high - s * Math.floor(high / s), s * Math.ceil(low / s) - low);
+  const step = Math.max(whole ? 1 : 0, steps[toEnds && rest(steps[place]) > (high - low) / 4 ? place - 1 : place]);
   const values = [];
   for (let n = Math.ceil(low / step); n * step <= high; n++) values.push(n * step);
   return values;

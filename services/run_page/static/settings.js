@@ -9,6 +9,7 @@ export class Settings {
     const box = () => h("input", { type: "checkbox", onchange: () => this.draw() });
     this.filter = h("input", { type: "search", size: 20, placeholder: "name or value", oninput: () => this.draw() });
     this.onlyChanged = box();
+    this.onlyChanged.checked = true;
     this.onlyDifferent = box();
     this.different = h("label", { hidden: true }, this.onlyDifferent, " only what differs");
     this.table = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "settings by component" });
@@ -35,8 +36,8 @@ export class Settings {
   }
 
   draw() {
-    const bodies = parts(this.runs).map(({ title, rows }) => {
-      const shown = rows.filter((row) => this.isShown(row));
+    const bodies = parts(this.runs).map(({ title, rows, isOfSettings }) => {
+      const shown = rows.filter((row) => this.isShown(row, isOfSettings));
       if (!shown.length) return null;
       const head = h("tr", null, h("th", { scope: "rowgroup", colspan: this.runs.length + 1 }, title));
       return h("tbody", null, head, shown.map(drawn));
@@ -46,9 +47,9 @@ export class Settings {
     this.table.replaceChildren(h("table", { class: "settings" }, [heads, ...bodies].filter((part) => part !== null)));
   }
 
-  isShown({ name, cells }) {
+  isShown({ name, cells }, isOfSettings) {
     const needle = this.filter.value.toLowerCase();
-    if (this.onlyChanged.checked && !cells.some((cell) => cell.isChanged)) return false;
+    if (isOfSettings && this.onlyChanged.checked && !cells.some((cell) => cell.isChanged) && !differ(cells)) return false;
     if (this.onlyDifferent.checked && this.runs.length > 1 && !differ(cells)) return false;
     return [name, ...cells.map((cell) => cell.text)].some((value) => value.toLowerCase().includes(needle));
   }
@@ -58,14 +59,15 @@ export class Settings {
 function parts(runs) {
   const components = union(runs.map((run) => run.components));
   return [
-    { title: "Outcome", rows: rowsOf(runs, outcome).filter(({ cells }) => cells.some((cell) => cell.text)) },
     ...components.map((name) => ({
       title: `Settings of ${name}`,
+      isOfSettings: true,
       rows: rowsOf(runs, (run) => run.components[name]?.settings, (run) => run.components[name]?.changed).map((row) => ({
         ...row,
         name: row.name.toUpperCase(),
       })),
     })),
+    { title: "Outcome", rows: rowsOf(runs, outcome).filter(({ cells }) => cells.some((cell) => cell.text)) },
     ...components.map((name) => ({
       title: `Versions in ${name}`,
       rows: rowsOf(runs, ({ components: { [name]: component } }) => component && versions(component)),
@@ -76,7 +78,8 @@ function parts(runs) {
 /** Returns a run's state and what its summary says beside the state. */
 function outcome({ state, summary }) {
   const { status, ended, ...rest } = summary;
-  return { state, ...rounded(rest), ended: ended && date(ended) };
+  const values = { state, ...rounded(rest), ended: ended && date(ended) };
+  return Object.fromEntries(Object.entries(values).map(([name, value]) => [name.replaceAll("_", " "), value]));
 }
 
 /** Returns the values with four significant digits for fractions, and large numbers whole. */

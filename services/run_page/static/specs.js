@@ -11,35 +11,91 @@ const without = (start) => (metric) => metric.replace(start, "");
 // A series is [metric, label, spread]: the metric is a name, a pattern of names, or computed from others; `spread` returns
 // the names of the metrics that are the ends of a band, or the name of the one that is the distance of both from the
 // series. `spread` of the plot says what the band is. Several runs show `compared` instead; `name` labels metrics found by
-// a pattern. Where a step lacks a metric but has `sparse`, the metric is 0.
-export const PLOTS = [
+// a pattern. Where a step lacks a metric but has `sparse`, the metric is 0. `note` says what the plot shows and what is
+// good. `within` is the metric of a distance that stands for a band in runs that lack it, cut at the rewards that occur.
+
+const FIRST = [
   {
     id: "reward",
     title: "Reward",
     unit: "mean over completions",
-    spread: "band: standard deviation",
-    series: [["reward_mean", "reward", () => "reward_std"]],
+    note: "Should rise. Single steps vary with their prompts: look at the trend.",
+    spread: "band: from the 10% to the 90% quantile",
+    within: "reward_std",
+    series: [["reward_mean", "reward", () => ["reward_q10", "reward_q90"]]],
   },
   {
     id: "accuracy",
     title: "Accuracy",
     unit: "share of held-out prompts",
+    note: "Should rise with the reward. If only the reward rises, the model learns the training prompts or a flaw of the reward.",
     spread: "bars: 95% interval",
     markers: true,
     series: [["accuracy", "greedy pass@1", ends], [/^avg_at_\d+$/, null, ends], [/^pass_at_\d+$/, null, ends]],
     name: (metric) => metric.replace("_at_", "@"),
   },
   {
+    id: "lengths",
+    title: "Completion length",
+    unit: "tokens",
+    note: "May move as the model learns. Bad: up to the limit with more truncation, or down to almost nothing.",
+    series: [["length_mean", "mean"], ["length_max", "longest"]],
+  },
+  {
+    id: "entropy",
+    title: "Entropy",
+    unit: "nats a token",
+    note: "How open the choice of the next token is. Falls as the model gets surer; near 0 it tries nothing new and stops learning.",
+    series: [["entropy", "fresh groups"], ["replay_entropy", "replayed groups"]],
+  },
+  {
+    id: "kl",
+    title: "KL divergence",
+    unit: "nats a token",
+    note: "How far the policy is from the behaviour policy, which sampled the completions (good: near 0, steady), and from the reference, the model before training (grows slowly).",
+    series: [
+      ["kl_behaviour", "behaviour policy to policy"],
+      ["kl_reference", "policy to reference"],
+      ["replay_kl_behaviour", "replayed, behaviour policy to policy"],
+      ["replay_kl_reference", "replayed, policy to reference"],
+    ],
+  },
+  {
+    id: "seconds",
+    title: "Time by phase",
+    unit: "seconds a step",
+    note: "Less is better. The largest area is the phase to speed up.",
+    stacked: true,
+    series: [/wait/, /generate/, /reward/, /score/, /store/, /train/, /publish/, /evaluate/].map((p) => [
+      new RegExp(`^seconds_(?!step)${p.source}$`),
+    ]),
+    compared: [["seconds_step", "step"]],
+    name: without("seconds_"),
+  },
+];
+
+const ANSWERS = [
+  {
     id: "reward-parts",
     title: "Parts of the reward",
     unit: "mean over completions, before weights",
+    note: "Which function the reward comes from. One that rises while another falls may be too heavy.",
     series: [[/^reward_part_/]],
     name: without("reward_part_"),
+  },
+  {
+    id: "evaluation",
+    title: "Reward of evaluations",
+    unit: "mean over held-out prompts",
+    note: "Should rise; the first point is before training.",
+    markers: true,
+    series: [["eval_reward", "greedy"]],
   },
   {
     id: "environment",
     title: "Figures of the environment",
     unit: "mean over episodes",
+    note: "What the environment itself counts, such as the share of legal moves.",
     series: [[/^environment_/]],
     name: without("environment_"),
   },
@@ -47,6 +103,7 @@ export const PLOTS = [
     id: "evaluated-environment",
     title: "Figures of the environment on held-out seeds",
     unit: "mean over greedy episodes",
+    note: "The same figures for seeds that are not trained on.",
     markers: true,
     series: [[/^eval_environment_/]],
     name: without("eval_environment_"),
@@ -55,114 +112,22 @@ export const PLOTS = [
     id: "wins",
     title: "Games won",
     unit: "share of games, by the seat of the policy",
+    note: "Against the model itself, about half is right; against another opponent it should rise.",
     series: [[/^win_rate_seat_/]],
     name: without("win_rate_"),
   },
-  { id: "loss", title: "Loss", unit: "of an update, no unit", series: [["loss"]] },
   {
-    id: "kl",
-    title: "KL divergence",
-    unit: "nats a token",
-    series: [
-      ["kl_behaviour", "to the behaviour policy"],
-      ["kl_reference", "to the reference"],
-      ["replay_kl_behaviour", "replayed, to the behaviour policy"],
-      ["replay_kl_reference", "replayed, to the reference"],
-    ],
+    id: "truncation",
+    title: "Truncated completions",
+    unit: "share of completions",
+    note: "Cut off at MAX_NEW_TOKENS, mostly before the answer. Good: near 0.",
+    series: [["truncation_rate", "truncated"]],
   },
-  {
-    id: "entropy",
-    title: "Entropy",
-    unit: "nats a token",
-    series: [["entropy", "fresh groups"], ["replay_entropy", "replayed groups"]],
-  },
-  { id: "lengths", title: "Completion length", unit: "tokens", series: [["length_mean", "mean"], ["length_max", "longest"]] },
-  {
-    id: "seconds",
-    title: "Time by phase",
-    unit: "seconds a step",
-    stacked: true,
-    series: [/wait/, /generate/, /reward/, /score/, /store/, /train/, /publish/, /evaluate/].map((p) => [
-      new RegExp(`^seconds_(?!step)${p.source}$`),
-    ]),
-    compared: [["seconds_step", "step"]],
-    name: without("seconds_"),
-  },
-  {
-    id: "throughput",
-    title: "Throughput",
-    unit: "tokens a second",
-    series: [
-      [perSecond("completion_tokens", "seconds_generate"), "generated, while generating"],
-      [perSecond("completion_tokens", "seconds_step"), "generated, over the whole step"],
-      ["trained_tokens_per_second", "trained, while training"],
-    ],
-  },
-  {
-    id: "tokens",
-    title: "Tokens in each step",
-    unit: "number of tokens",
-    series: [["completion_tokens", "of completions"], ["prompt_tokens", "of prompts"], ["trained_tokens", "trained"]],
-    compared: [["trained_tokens", "trained"]],
-  },
-  {
-    id: "clipped",
-    title: "Clipped tokens",
-    unit: "share of tokens",
-    series: [
-      ["clip_fraction_low", "below"],
-      ["clip_fraction_high", "above"],
-      ["replay_clip_fraction_low", "replayed, below"],
-      ["replay_clip_fraction_high", "replayed, above"],
-    ],
-  },
-  {
-    id: "ratio",
-    title: "Probability ratio",
-    unit: "new policy to old, extremes of tokens",
-    series: [
-      ["ratio_max", "largest"],
-      ["ratio_min", "smallest"],
-      ["replay_ratio_max", "replayed, largest"],
-      ["replay_ratio_min", "replayed, smallest"],
-    ],
-  },
-  {
-    id: "weight",
-    title: "Importance weight",
-    unit: "mean over tokens",
-    series: [["importance_weight", "fresh groups"], ["replay_importance_weight", "replayed groups"]],
-  },
-  {
-    id: "gradient",
-    title: "Gradient norm",
-    unit: "before clipping",
-    series: [["grad_norm", "fresh groups"], ["replay_grad_norm", "replayed groups"]],
-  },
-  { id: "staleness", title: "Staleness", unit: "policy versions", series: [["staleness_mean", "mean"], ["staleness_max", "largest"]] },
-  { id: "turns", title: "Turns of an episode", unit: "calls of the model", series: [["turns_mean", "mean"], ["turns_max", "most"]] },
-  {
-    id: "tool-calls",
-    title: "Tool calls and branches",
-    unit: "number an episode, mean",
-    series: [["tool_calls_mean", "tool calls"], ["branches_mean", "branches"]],
-  },
-  { id: "parsed", title: "Tool calls that parse", unit: "share of tool calls", series: [["tool_calls_parsed", "parsed"]] },
-  {
-    id: "failed",
-    title: "Failed episodes",
-    unit: "number without a reward, by reason",
-    whole: true,
-    sparse: "episodes_failed",
-    series: [["episodes_failed", "all"], [/^episodes_failed_/]],
-    compared: [["episodes_failed", "all"]],
-    name: without("episodes_failed_"),
-  },
-  { id: "truncation", title: "Truncated completions", unit: "share of completions", series: [["truncation_rate", "truncated"]] },
   {
     id: "groups",
     title: "Groups in each step",
     unit: "number of groups, by what became of them",
+    note: "Only a group whose rewards differ teaches something. Bad: most have equal rewards, because prompts are too easy or too hard.",
     whole: true,
     series: [
       ["groups", "fresh"],
@@ -174,37 +139,164 @@ export const PLOTS = [
     compared: [["zero_variance_groups", "fresh, all rewards equal"]],
   },
   {
+    id: "failed",
+    title: "Failed episodes",
+    unit: "number without a reward, by reason",
+    note: "Good: 0. The samples have the reason of each.",
+    whole: true,
+    sparse: "episodes_failed",
+    series: [["episodes_failed", "all"], [/^episodes_failed_/]],
+    compared: [["episodes_failed", "all"]],
+    name: without("episodes_failed_"),
+  },
+  {
     id: "lost",
     title: "Left out in each step",
     unit: "number of completions or updates",
+    note: "Good: 0.",
     whole: true,
     series: [["unscorable", "completions not scorable"], ["updates_skipped", "updates not finite"]],
-  },
-  {
-    id: "evaluation",
-    title: "Reward of evaluations",
-    unit: "mean over held-out prompts",
-    markers: true,
-    series: [["eval_reward", "greedy"]],
   },
   {
     id: "evaluated",
     title: "Held-out prompts in each evaluation",
     unit: "number of prompts",
+    note: "Should be the same at each evaluation, with none left out.",
     whole: true,
     markers: true,
     series: [["eval_prompts", "asked"], ["eval_over_limit", "over the verifier's limits"], ["eval_left_out", "left out"]],
   },
-  { id: "learning-rate", title: "Learning rate", unit: "of the optimizer", series: [["learning_rate", "learning rate"]] },
+  {
+    id: "turns",
+    title: "Turns of an episode",
+    unit: "calls of the model",
+    note: "Bad: up to AGENT_MAX_TURNS, where episodes fail.",
+    series: [["turns_mean", "mean"], ["turns_max", "most"]],
+  },
+  {
+    id: "tool-calls",
+    title: "Tool calls and branches",
+    unit: "number an episode, mean",
+    note: "A branch is a conversation that the agent began anew from an earlier message.",
+    series: [["tool_calls_mean", "tool calls"], ["branches_mean", "branches"]],
+  },
+  {
+    id: "parsed",
+    title: "Tool calls that parse",
+    unit: "share of tool calls",
+    note: "Good: near 1.",
+    series: [["tool_calls_parsed", "parsed"]],
+  },
+];
+
+const UPDATES = [
+  {
+    id: "loss",
+    title: "Loss",
+    unit: "of an update, no unit",
+    note: "Need not fall: its level says nothing about how good the model is. Bad: sudden peaks.",
+    series: [["loss"]],
+  },
+  {
+    id: "gradient",
+    title: "Gradient norm",
+    unit: "before clipping",
+    note: "Good: steady. Peaks come before a collapse; a lower LEARNING_RATE helps. 0: nothing was learned.",
+    series: [["grad_norm", "fresh groups"], ["replay_grad_norm", "replayed groups"]],
+  },
+  {
+    id: "ratio",
+    title: "Probability ratio",
+    unit: "new policy to old, extremes of tokens",
+    note: "How much likelier the policy makes a token than the one that sampled it. Good: around 1; far from it, samples are too old or updates too large.",
+    series: [
+      ["ratio_max", "largest"],
+      ["ratio_min", "smallest"],
+      ["replay_ratio_max", "replayed, largest"],
+      ["replay_ratio_min", "replayed, smallest"],
+    ],
+  },
+  {
+    id: "clipped",
+    title: "Clipped tokens",
+    unit: "share of tokens",
+    note: "Tokens without a gradient because their ratio is beyond the clip. Good: a few percent at most.",
+    series: [
+      ["clip_fraction_low", "below"],
+      ["clip_fraction_high", "above"],
+      ["replay_clip_fraction_low", "replayed, below"],
+      ["replay_clip_fraction_high", "replayed, above"],
+    ],
+  },
+  {
+    id: "weight",
+    title: "Importance weight",
+    unit: "mean over tokens",
+    note: "The factor that corrects for tokens sampled by an older policy or another engine. Good: near 1.",
+    series: [["importance_weight", "fresh groups"], ["replay_importance_weight", "replayed groups"]],
+  },
+  {
+    id: "staleness",
+    title: "Staleness",
+    unit: "policy versions",
+    note: "How many versions older than the trained policy the one is that sampled. 0 without MODE=async; less is better.",
+    series: [["staleness_mean", "mean"], ["staleness_max", "largest"]],
+  },
+  {
+    id: "learning-rate",
+    title: "Learning rate",
+    unit: "of the optimizer",
+    note: "Follows its schedule.",
+    series: [["learning_rate", "learning rate"]],
+  },
+];
+
+const SPEED = [
+  {
+    id: "throughput",
+    title: "Throughput",
+    unit: "tokens a second",
+    note: "More is better.",
+    series: [
+      [perSecond("completion_tokens", "seconds_generate"), "generated, while generating"],
+      [perSecond("completion_tokens", "seconds_step"), "generated, over the whole step"],
+      ["trained_tokens_per_second", "trained, while training"],
+    ],
+    compared: [[perSecond("completion_tokens", "seconds_step"), "generated, over the whole step"]],
+  },
+  {
+    id: "tokens",
+    title: "Tokens in each step",
+    unit: "number of tokens",
+    note: "Trained tokens are fewer where groups have equal rewards.",
+    series: [["completion_tokens", "of completions"], ["prompt_tokens", "of prompts"], ["trained_tokens", "trained"]],
+    compared: [["trained_tokens", "trained"]],
+  },
   {
     id: "workers",
     title: "Rollout workers",
     unit: "number that serve the newest policy",
+    note: "Fewer than there are engines: one was lost or is behind.",
     whole: true,
     series: [["workers", "workers"]],
   },
-  { id: "memory", title: "Peak memory", unit: "GB, trainer's rank 0", series: [[billions("peak_memory_bytes"), "peak"]] },
+  {
+    id: "memory",
+    title: "Peak memory",
+    unit: "GB, trainer's rank 0",
+    note: "Should not grow from step to step for long.",
+    series: [[billions("peak_memory_bytes"), "peak"]],
+  },
 ];
+
+/** The groups of plots, the most important ones first. */
+export const GROUPS = [
+  { title: null, plots: FIRST },
+  { title: "Answers and rewards", plots: ANSWERS },
+  { title: "Updates", plots: UPDATES },
+  { title: "Speed and size", plots: SPEED },
+];
+export const PLOTS = GROUPS.flatMap(({ plots }) => plots);
 
 // Units of metrics without a plot above, by patterns of their names.
 const UNITS = [

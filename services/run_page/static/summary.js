@@ -1,23 +1,65 @@
 // The summary of one run above its plots: tiles with its numbers.
 
 import { h } from "./dom.js";
-import { count, duration, number } from "./format.js";
+import { clock, count, duration, number, some } from "./format.js";
 
-/** Returns the tiles for one run. */
+const NOTHING = number(null);
+const EARLY_STEPS = 3;
+const LOOK = "Look at the completions and their rewards (Samples on the run page)";
+
+/** Returns the summary of one run: what it does before its first step, else its tiles, and what it cannot learn from. */
 export function summarise(run, now) {
+  if (!run.steps && !now?.step) return waiting(run, now);
+  const nothing = nothingLearned(run);
+  return h("div", null, nothing ? h("p", { class: "advice fair", role: "status" }, nothing) : null, tiles(run, now));
+}
+
+/** Returns what a run without a step does, for how long and until when. */
+function waiting(run, now) {
+  if (!now) return h("p", { class: "muted" }, run.isOver ? "The run ended before its first step." : "No step yet.");
+  const { what, done, since, until } = now.activity;
+  const here = now.components.filter(({ state }) => state === "healthy").length;
+  const facts = [done, `for ${duration(Date.now() / 1000 - since)}`, until && `until ${clock(until)}`].filter(Boolean);
+  return h(
+    "div",
+    { class: "card waiting", role: "status" },
+    h("p", null, h("strong", null, `${what[0].toUpperCase()}${what.slice(1)}`), `: ${facts.join(", ")}.`),
+    h("p", { class: "muted" }, `${count(here)} of ${some(now.components.length, "component")} healthy. The plots come with the first step.`),
+  );
+}
+
+/** Returns why none of the steps changed the model, in the words of local_runner/learning.py; null if one did, or early. */
+function nothingLearned(run) {
+  const trained = run.column("trained_tokens")?.filter((_, row) => run.column("step")[row] > 0) ?? [];
+  if (trained.length < (run.isOver ? 1 : EARLY_STEPS) || trained.some((tokens) => tokens !== 0)) return null;
+  const counts = [...run.rewardCounts.values()].flat();
+  const total = `${count(counts.reduce((sum, [, amount]) => sum + amount, 0))} completions`;
+  const [what, remedy] = !counts.length
+    ? ["no completion could be scored", LOOK]
+    : counts.every(([reward]) => reward === 0)
+      ? [`none of ${total} got a reward; all have 0`, `${LOOK}, try the reward function on a right answer, and ask in the prompt for the form that it reads`]
+      : [`within each prompt's group, all rewards are equal (${total})`, `${LOOK}: the prompts may be too easy or too hard, or the reward may not tell answers apart`];
+  const steps = trained.length > 1 ? `in ${count(trained.length)} steps` : "in the step";
+  return `The model has learned nothing ${steps}: ${what}.${run.failed ? "" : ` ${remedy}.`}`;
+}
+
+function tiles(run, now) {
   const averaged = run.rewardSteps > 1 ? `${run.rewardSteps} steps` : "step";
-  const tiles = [
-    ["Reward", change(run.rewards), `first to newest ${averaged}${run.failed ? `, without ${count(run.failed)} failed completions` : ""}`],
+  const truncated = run.recent("truncation_rate", 5);
+  const speed = rate(run, "completion_tokens", "seconds_step");
+  const staleness = run.last("staleness_max");
+  const facts = [
+    ["Reward", change(run.rewards), `first to newest ${averaged}${run.failed ? `, without ${some(run.failed, "failed completion")}` : ""}`],
     ["Accuracy", change(run.accuracies), [interval(run.accuracyInterval), "held-out, greedy"].filter(Boolean).join(", ")],
     ["Step", duration(run.recent("seconds_step", 5)), "mean of the newest 5"],
-    ["Generated", `${number(rate(run, "completion_tokens", "seconds_step"))}/s`, "tokens, over whole steps"],
-    ["Policy version", count(now?.policy_version ?? run.last("policy_version")), `staleness ${number(run.last("staleness_max"))}`],
-    ["Length", number(run.recent("length_mean", 5)), `tokens, ${number(100 * (run.recent("truncation_rate", 5) ?? NaN))}% truncated`],
-  ];
+    ["Generated", speed === null ? NOTHING : `${number(speed)}/s`, "tokens, over whole steps"],
+    ["Policy version", count(now?.policy_version ?? run.last("policy_version")), completionsOf(staleness)],
+    ["Length", number(run.recent("length_mean", 5)), `tokens${truncated === null ? "" : `, ${number(100 * truncated)}% truncated`}`],
+  ].filter(([, value]) => value !== NOTHING);
   return h(
     "dl",
     { class: "tiles" },
-    tiles.map(([name, value, note]) =>
+    facts.map(([name, value, note]) =>
       h("div", { class: "card" }, h("dt", null, name), h("dd", null, value, " ", h("span", { class: "muted" }, note))),
     ),
   );
@@ -31,7 +73,12 @@ export function change([first, last]) {
 /** Returns an accuracy's 95% interval and its number of prompts as text, without what is not known. */
 export function interval({ low, high, prompts }) {
   const ends = low === null || high === null ? "" : `${number(low)} to ${number(high)}`;
-  return [ends, prompts === null ? "" : `${count(prompts)} prompts`].filter(Boolean).join(", ");
+  return [ends, prompts === null ? "" : `${some(prompts, "prompt")}`].filter(Boolean).join(", ");
+}
+
+function completionsOf(staleness) {
+  if (staleness === null) return "";
+  return staleness ? `completions up to ${some(staleness, "version")} older` : "completions by the policy in training";
 }
 
 function rate(run, tokens, seconds) {

@@ -6,7 +6,7 @@ import { count, number } from "./format.js";
 const LEGEND = [
   ["plus", "likelier: advantage above 0"],
   ["minus", "less likely: advantage below 0"],
-  ["zero", "advantage 0"],
+  ["zero", "advantage 0: neither"],
   ["untrained", "sampled, not trained on"],
   ["context", "context: read only"],
 ];
@@ -19,9 +19,9 @@ export function largestAdvantage(records) {
 
 /**
  * Returns a sequence's ``prompt`` and ``spans``, with a legend and a line that tells of the token under the mouse or the
- * cursor. An advantage of size ``largest`` has the strongest colour.
+ * cursor. An advantage of size ``largest`` has the strongest colour; ``why`` is said of an advantage of 0.
  */
-export function tokens(prompt, spans, largest) {
+export function tokens(prompt, spans, largest, why) {
   const told = h("p", { class: "told", role: "status" }, "Point at a token, or move with the arrow keys.");
   const facts = new Map();
   const text = h("pre", { class: "tokens", tabindex: "0", role: "group", "aria-label": "tokens" }, h("span", { class: "context" }, prompt));
@@ -46,7 +46,7 @@ export function tokens(prompt, spans, largest) {
     elements[cursor]?.classList.remove("at");
     cursor = to;
     elements[cursor].classList.add("at");
-    setText(told, describe(facts.get(elements[cursor]), elements.length));
+    setText(told, describe(facts.get(elements[cursor]), elements.length, why));
   };
   text.addEventListener("pointerover", ({ target }) => facts.has(target) && move(elements.indexOf(target)));
   text.addEventListener("keydown", (event) => {
@@ -72,8 +72,8 @@ function token(word, advantage, largest) {
   return element;
 }
 
-function describe({ word, advantage, version, logprob, number: place }, total) {
+function describe({ word, advantage, version, logprob, number: place }, total, why) {
   const likely = `probability ${number(Math.exp(logprob))} (log ${number(logprob)})`;
-  const trained = advantage === null ? "not trained on" : `advantage ${number(advantage)}`;
+  const trained = advantage === null ? "not trained on" : `advantage ${number(advantage)}${advantage ? "" : why}`;
   return `${count(place)} of ${count(total)} sampled tokens: ${JSON.stringify(word)}, ${likely}, ${trained}, policy version ${count(version)}`;
 }

@@ -6,6 +6,7 @@ from playwright.sync_api import expect
 from tests.browser import PHONE, chromium, hidden_focus, violations_of
 from tests.services.run_page.runs import append, episodes, group, write_run
 from tests.services.run_page.serving import view
+from tests.services.run_page.test_first_look import WAITING, failed, started
 from tests.services.run_page.test_page import NOW, live
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here; install it or name it in CHROMIUM")
@@ -30,10 +31,15 @@ def test_every_part_of_a_runs_page_is_accessible(open_page, run, scheme):
     canvas.press("End")
     expect(page.locator("#plot-reward .tip")).to_be_visible()
     assert violations_of(page) == []
+    page.locator("#constant > summary").click()
+    expect(page.locator("#plot-learning-rate")).to_be_visible()
+    assert violations_of(page) == []
     page.get_by_role("link", name="Settings").click()
-    expect(page.locator("#settings")).to_contain_text("LEARNING_RATE")
+    expect(page.locator("#settings")).to_contain_text("REWARD_FN")
     assert violations_of(page) == []
     page.get_by_role("link", name="Samples").click()
+    assert violations_of(page) == []
+    page.get_by_role("button", name="Show all groups").click()
     page.get_by_placeholder("in prompts").fill("plus")
     expect(page.locator("mark").first).to_be_visible()
     assert violations_of(page) == []
@@ -45,6 +51,7 @@ def test_every_part_of_a_runs_page_is_accessible(open_page, run, scheme):
 @both
 def test_an_episode_is_accessible(open_page, run, scheme):
     page = open_page(view(run), "/#samples", color_scheme=scheme)
+    page.get_by_role("button", name="Show all groups").click()
     page.get_by_role("button", name="Whole conversation").first.click()
     expect(page.locator("#reader .message").first).to_be_visible()
     assert violations_of(page) == []
@@ -74,6 +81,16 @@ def test_a_comparison_is_accessible(open_page, tmp_path, run, scheme):
     page.get_by_label("show other").uncheck()
     assert violations_of(page) == []
     page.get_by_role("link", name="Settings").click()
+    assert violations_of(page) == []
+
+
+@both
+def test_a_run_without_a_step_is_accessible(open_page, tmp_path, scheme):
+    page = open_page(live(started(tmp_path), WAITING), color_scheme=scheme)
+    expect(page.locator(".waiting")).to_be_visible()
+    assert violations_of(page) == []
+    page = open_page(view(failed(tmp_path / "failed")), color_scheme=scheme)
+    expect(page.locator("#error")).to_be_visible()
     assert violations_of(page) == []
 
 

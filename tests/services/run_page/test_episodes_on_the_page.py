@@ -21,6 +21,13 @@ def run(tmp_path):
     return path
 
 
+def samples(open_page, run, **options):
+    """The page's samples, those of groups with equal rewards included."""
+    page = open_page(view(run), "/#samples", **options)
+    page.get_by_role("button", name="Show all groups").click()
+    return page
+
+
 def opened(page, place=0):
     """The dialog after a press on an episode's button."""
     page.locator("article.group").first.locator(".completion").nth(place).get_by_role("button").press("Enter")
@@ -28,7 +35,7 @@ def opened(page, place=0):
 
 
 def test_an_episode_of_several_branches_is_one_answer(open_page, run):
-    page = open_page(view(run), "/#samples")
+    page = samples(open_page, run)
     card = page.locator("article.group").first
     expect(card.locator(".completion")).to_have_count(2)
     expect(card.locator(".strip i")).to_have_count(2)
@@ -41,7 +48,7 @@ def test_an_episode_of_several_branches_is_one_answer(open_page, run):
 
 
 def test_a_conversation_has_speakers_tool_calls_and_results(open_page, run):
-    reader = opened(open_page(view(run), "/#samples"))
+    reader = opened(samples(open_page, run))
     messages = reader.locator(".message")
     expect(messages.locator("h3")).to_have_text(["User", "Model", "Result of calculate", "Model"])
     expect(messages.nth(1).locator(".call")).to_have_text(
@@ -52,7 +59,7 @@ def test_a_conversation_has_speakers_tool_calls_and_results(open_page, run):
 
 
 def test_a_branch_folds_away_what_it_shares(open_page, run):
-    reader = opened(open_page(view(run), "/#samples"))
+    reader = opened(samples(open_page, run))
     branch = reader.get_by_role("button", name="Branch 1")
     branch.press("Enter")
     expect(branch).to_have_attribute("aria-pressed", "true")
@@ -76,7 +83,7 @@ def test_an_episode_opens_where_its_last_answer_is(open_page, run):
 
 
 def test_tokens_are_coloured_by_mask_and_advantage_and_tell_their_numbers(open_page, run):
-    page = open_page(view(run), "/#samples")
+    page = samples(open_page, run)
     reader = opened(page)
     reader.get_by_role("button", name="Tokens").press("Enter")
     tokens = reader.locator(".tokens .token")
@@ -102,7 +109,7 @@ def test_tokens_are_coloured_by_mask_and_advantage_and_tell_their_numbers(open_p
 
 
 def test_a_failed_episode_says_why_and_has_tokens_without_advantage(open_page, run):
-    page = open_page(view(run), "/#samples")
+    page = samples(open_page, run)
     reader = opened(page, 1)
     expect(reader).to_contain_text("the verifier stumbled")
     reader.get_by_role("button", name="Tokens").click()
@@ -114,7 +121,7 @@ def test_a_failed_episode_says_why_and_has_tokens_without_advantage(open_page, r
 def test_a_completion_has_its_tokens_and_one_without_them_no_button(open_page, run):
     spans = [{"version": 4, "tokens": ["99", "!"], "logprobs": [-0.1, -0.2], "advantages": -0.5}]
     append(run / "samples.jsonl", group(5, 8, rewards=[0.0], spans=spans) + group(5, 9, rewards=[1.0]))
-    page = open_page(view(run), "/#samples")
+    page = samples(open_page, run)
     cards = page.locator("article.group")
     expect(cards.nth(0).locator(".completion").get_by_role("button")).to_have_count(0)
     cards.nth(1).get_by_role("button", name="Its tokens").click()
@@ -126,7 +133,7 @@ def test_a_completion_has_its_tokens_and_one_without_them_no_button(open_page, r
 def test_an_answer_beyond_the_tokens_that_a_step_writes_says_so(open_page, run):
     records = [{name: value for name, value in record.items() if name != "spans"} for record in episodes(6, 7)]
     append(run / "samples.jsonl", episodes(6, 7)[:1] + records[1:])
-    reader = opened(open_page(view(run), "/#samples"))
+    reader = opened(samples(open_page, run))
     reader.get_by_role("button", name="Tokens").click()
     expect(reader.locator(".tokens")).to_be_visible()
     reader.get_by_role("button", name="Branch 1").click()
@@ -134,7 +141,7 @@ def test_an_answer_beyond_the_tokens_that_a_step_writes_says_so(open_page, run):
 
 
 def test_saved_samples_have_conversations_and_no_tokens(open_page, run):
-    page = open_page(view(run), "/#samples")
+    page = samples(open_page, run)
     page.get_by_placeholder("first").fill("4")
     expect(page.locator("article.group")).to_have_count(1)
     with page.expect_download() as download:
@@ -150,7 +157,7 @@ def test_what_models_and_tools_wrote_stays_text(open_page, run):
     said = [{"role": hostile, "content": hostile}, {"role": "assistant", "sampled": True, "tool_calls": calls}]
     spans = [{"text": hostile}, {"version": 1, "tokens": [hostile], "logprobs": [-1], "advantages": 1}]
     append(run / "samples.jsonl", group(9, 9, rewards=[1.0], episode=0, messages=said, spans=spans))
-    page = open_page(view(run), "/#samples")
+    page = samples(open_page, run)
     reader = opened(page)
     expect(reader.locator(".message").first).to_contain_text(hostile)
     reader.get_by_role("button", name="Tokens").click()
@@ -160,7 +167,7 @@ def test_what_models_and_tools_wrote_stays_text(open_page, run):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_an_episode_is_readable_in_light_and_dark_and_fits_a_phone(open_page, run, scheme):
-    page = open_page(view(run), "/#samples", viewport=PHONE, has_touch=True, is_mobile=True, color_scheme=scheme)
+    page = samples(open_page, run, viewport=PHONE, has_touch=True, is_mobile=True, color_scheme=scheme)
     reader = opened(page)
     for selector in (".of-model h3", ".call", ".choices [aria-pressed=true]"):
         assert contrast(reader.locator(selector).first) >= 4.5, selector
@@ -182,6 +189,7 @@ def test_turns_tool_calls_and_failures_are_plots(open_page, run):
         )
         append(run / "metrics.jsonl", [metrics(step) | told])
     page = open_page(view(run))
+    page.locator("#constant > summary").click()
     said = {
         "turns": "step 5: mean 2.5, most 4.",
         "tool-calls": "step 5: tool calls 1.5, branches 0.25.",

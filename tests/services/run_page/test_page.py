@@ -25,6 +25,7 @@ NOW = {
     "total_steps": 100,
     "policy_version": 3,
     "accuracy_before": 0.25,
+    "activity": {"what": "training step 4", "done": "", "since": 1_700_000_000.0, "until": None},
     "components": [
         {"name": "reward-server", "url": "http://r:8002", "state": "healthy", "figures": {"waiting": 12}}
         | {"detail": None, "policy_version": None, "seconds_since_answer": 0.1},
@@ -58,7 +59,7 @@ def test_a_run_opens_with_its_plots(open_page, tmp_path):
     page = open_page(view(write_run(tmp_path / "grpo-1", 40)))
     expect(page).to_have_title(re.compile(r"step 40 · grpo-1"))
     expect(page.locator("#state")).to_have_text("succeeded")
-    for plot in ("reward", "accuracy", "loss", "kl", "entropy", "lengths", "seconds", "throughput"):
+    for plot in ("reward", "accuracy", "lengths", "entropy", "kl", "seconds", "loss", "groups"):
         expect(page.locator(f"#plot-{plot} canvas.top")).to_be_visible()
     page.get_by_text("Further metrics").click()
     expect(page.locator("#plot-metric-lovely_metric")).to_be_visible()
@@ -104,7 +105,7 @@ def test_rewards_have_their_spread_their_parts_and_a_histogram_of_a_chosen_step(
     append(run / "metrics.jsonl", [metrics(41) | {"reward_counts": [[0.25, 7]]}])
     page = open_page(view(run))
     expect(page.locator("#plot-reward canvas.top")).to_have_attribute(
-        "aria-label", re.compile(r"reward 0\.\d+ ± 0\.4\.")
+        "aria-label", re.compile(r"reward 0\.\d+ \(0\.\d+ to 0\.\d+\)\.")
     )
     parts = re.compile(r"step 41: math 0\.\d+, my_rewards:brevity 0\.5\.")
     expect(page.locator("#plot-reward-parts canvas.top")).to_have_attribute("aria-label", parts)
@@ -231,6 +232,8 @@ def test_samples_are_searched_and_filtered(open_page, tmp_path):
     form.get_by_role("button", name="Clear").click()
     form.get_by_placeholder("first").fill("5")
     form.get_by_placeholder("last").fill("6")
+    expect(page.locator("article.group")).to_have_count(2)
+    page.get_by_role("button", name="Show all groups").click()
     expect(page.locator("article.group")).to_have_count(4)
     form.get_by_placeholder("highest").fill("0.6")
     expect(page.locator("article.group")).to_have_count(2)
@@ -240,6 +243,7 @@ def test_a_prompt_is_followed_over_the_steps_at_which_it_was_sampled(open_page, 
     run = write_run(tmp_path / "run", 40)
     append(run / "samples.jsonl", group(41, 7, rewards=[0.0, 1.0]) + group(42, 7, rewards=[1.0, 1.0]))
     page = open_page(view(run), "/#samples")
+    page.get_by_role("button", name="Show all groups").click()
     page.get_by_label("of prompts sampled more than once").check()
     expect(page.locator("article.group")).to_have_count(3)
     page.get_by_role("button", name="Follow this prompt (3 groups)").first.click()
@@ -270,6 +274,7 @@ def test_metrics_samples_and_plots_are_saved_as_files(open_page, tmp_path):
     for plot, name in (("Reward", "reward"), ("Rewards of one step", "rewards-of-step-40")):
         assert saved(page, f"Save {plot} as a picture", f"{name}.png").startswith(b"\x89PNG")
     page.get_by_role("link", name="Samples").click()
+    page.get_by_role("button", name="Show all groups").click()
     page.get_by_placeholder("first").fill("41")
     expect(page.locator("article.group")).to_have_count(1)
     [line] = saved(page, "Save shown as JSONL", "run-training-samples.jsonl").splitlines()
@@ -304,8 +309,10 @@ def test_what_a_model_wrote_stays_text(open_page, tmp_path):
     page.get_by_text("Further metrics").click()
     expect(page.locator("figure").filter(has_text=HOSTILE[1])).to_be_visible()
     page.get_by_role("link", name="Settings").click()
+    page.get_by_label("only what is not the default").uncheck()
     expect(page.locator("#settings")).to_contain_text(HOSTILE[0])
     page.get_by_role("link", name="Samples").click()
+    page.get_by_role("button", name="Show all groups").click()
     for text in HOSTILE[:3]:
         expect(page.locator(".completion pre").filter(has_text=text)).to_be_visible()
     assert page.evaluate("window.hacked") is None
@@ -362,11 +369,12 @@ def test_several_runs_are_compared(open_page, tmp_path):
     move_cursor(page, "reward", "End")
     expect(page.locator("#plot-reward .tip")).not_to_contain_text("fast")
     page.get_by_role("link", name="Settings").click()
+    page.get_by_label("only what is not the default").uncheck()
     expect(page.locator("#settings")).to_contain_text("LEARNING_RATE")
     page.get_by_label("only what differs").check()
     expect(page.locator("#settings")).not_to_contain_text("LEARNING_RATE")
     differing = page.locator("#settings tr.differs")
-    expect(differing).to_have_text(["accuracy_before0.10.6", "REWARD_FNmathexact_match"])
+    expect(differing).to_have_text(["REWARD_FNmathexact_match", "accuracy before0.10.6"])
     expect(differing.locator(".changed")).to_have_text("exact_match")
 
 

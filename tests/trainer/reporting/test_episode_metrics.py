@@ -25,6 +25,19 @@ def group(**told: Any) -> Group:
     return Group.model_validate(fields | told)
 
 
+def test_a_batch_tells_between_which_rewards_most_completions_are() -> None:
+    rewards = [0.0] * 2 + [0.25] * 7 + [1.0] * 2
+    made = [group(experiences=[EXPERIENCE | {"result": {"reward": reward}} for reward in rewards])]
+    metrics = group_metrics(made, policy_version=1)
+    assert (metrics["reward_q10"], metrics["reward_q90"]) == (0.0, 1.0)
+    one = group_metrics([group()], policy_version=1)
+    assert (one["reward_q10"], one["reward_q90"]) == (1.0, 1.0)
+    nothing = group_metrics(
+        [group(experiences=[EXPERIENCE | {"result": {"reward": None, "status": "error"}}])], policy_version=1
+    )
+    assert "reward_q10" not in nothing
+
+
 def test_a_batch_tells_of_its_episodes() -> None:
     calling = {"turns": 4, "tool_calls": 2, "unparsed_tool_calls": 1, "branches": 1}
     made = [

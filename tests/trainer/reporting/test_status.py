@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import socket
 from pathlib import Path
 
 import pytest
+import structlog
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.prompts import Cursor
+from services.run_page import activity
+from tests.waiting import eventually
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
 from trainer.model.ranks import Ranks
-from trainer.reporting.status import RunStatus
-from trainer.run import StopSignal, train
+from trainer.reporting.status import RunStatus, log_activity
+from trainer.rollouts.evaluate import note_accuracy
+from trainer.run import StopSignal, outcome_of, train
+from trainer.service_thread import InterruptedCallError
 
 
 def test_the_accuracy_before_training_is_told_as_soon_as_it_is_known() -> None:
@@ -24,6 +31,45 @@ def test_the_accuracy_before_training_is_told_as_soon_as_it_is_known() -> None:
     assert status.position()["accuracy_before"] is None
     state.accuracy_before = 0.5
     assert status.position()["accuracy_before"] == 0.5
+
+
+def test_the_reward_before_training_is_told_with_the_accuracy() -> None:
+    state = RunState(model_type="qwen2", parameters=1, cursor=Cursor())
+    metrics = {"accuracy": 0.5, "accuracy_low": 0.1, "accuracy_high": 0.9, "eval_prompts": 4.0, "eval_left_out": 0.0}
+    metrics["eval_reward"] = 0.75
+    note_accuracy(TrainerSettings.load(), state, metrics)
+    assert RunStatus(state=state).position()["eval_reward_before"] == 0.75
+    state.step = 1
+    note_accuracy(TrainerSettings.load(), state, metrics | {"eval_reward": 0.9})
+    assert RunStatus(state=state).position()["eval_reward_before"] == 0.75
+
+
+async def test_an_activity_that_goes_on_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "TELL_SECONDS", 0.0)
+    status = RunStatus()
+    status.begin("publish", "waiting for a worker")
+    with structlog.testing.capture_logs() as lines:
+        logging = asyncio.create_task(log_activity(status))
+        await eventually(lambda: len(lines) > 1, "two lines")
+        status.metrics = {"reward_mean": 1.0}  # after a step, a minute must pass
+        told = len(lines)
+        await asyncio.sleep(2.5)
+        logging.cancel()
+    assert all(re.fullmatch(r"waiting for a worker, for \d s", line["event"]) for line in lines)
+    assert len(lines) == told
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (None, "succeeded", None),
+        (InterruptedCallError(), "interrupted", None),
+        (DependencyLostError("reward-server: no answer"), "failed", "reward-server: no answer"),
+        (ZeroDivisionError("of a step"), "failed", "ZeroDivisionError: of a step"),
+    ],
+)
+def test_a_summary_says_why_the_run_failed(error: Exception | None, status: str, said: str | None) -> None:
+    assert outcome_of(error) == {"status": status, "error": said}
 
 
 def test_a_run_whose_page_has_no_port_ends_with_the_reason(

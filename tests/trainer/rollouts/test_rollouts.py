@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from services.clients.data import DataClient
 from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
+from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.prompts import Cursor
 from services.run_page.directory import FIRST_FAILURE
@@ -172,6 +174,61 @@ def test_groups_of_many_tokens_are_stored_by_several_requests(
     assert services.steps(batch_size=5).next() == [0, 1, 2, 3, 4]
     sent = services.replay.asked("POST /groups")
     assert [[group["position"] for group in request["groups"]] for request in sent] == [[0, 1], [2, 3], [4]]
+
+
+# What the run waits for
+
+
+def test_it_says_how_many_workers_are_there_and_until_when_it_waits(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+    main = MainRank(
+        services.settings(min_workers=2, service_deadline_seconds=60, engine_start_seconds=60),
+        services.thread,
+        services.clients,
+    )
+
+    def workers(_: dict[str, Any]) -> dict[str, Any]:
+        seen.append(main.activity.shown())
+        count = min(len(seen) - 1, 2)
+        return {"workers": [{"id": f"{n}", "url": f"http://w{n}", "is_healthy": True} for n in range(count)]}
+
+    with fake_service({"GET /health": lambda _: {}, "GET /workers": workers}) as router:
+        address = f"{router.endpoint.host}:{router.endpoint.port}"
+        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
+        main.wait_for_workers()
+    assert [(told["what"], told["done"]) for told in seen] == [
+        ("waiting for 2 rollout workers", f"{count} there") for count in (0, 0, 1)
+    ]
+    assert seen[0]["until"] == pytest.approx(seen[0]["since"] + main.settings.start_deadline_seconds)
+
+
+def test_it_says_how_many_prompts_are_answered(services: Services) -> None:
+    main = MainRank(services.settings(eval_prompts=10), services.thread, services.clients)
+    told: list[str] = []
+
+    def rewards(request: dict[str, Any]) -> dict[str, Any]:
+        told.append(main.activity.shown()["done"])
+        return alternate_rewards(request)
+
+    services.rewards.routes["POST /batch_reward"] = rewards
+    main.evaluate()
+    assert told[0] == "0 of 10 held-out prompts answered"
+    assert main.activity.shown()["done"] == "10 of 10 held-out prompts answered"
+    main.generate_and_score(main.fetch_prompts(4), Batch(main.settings))
+    assert main.activity.shown()["done"] == "4 of 4 prompts answered"
+
+
+def test_it_says_which_services_it_waits_for(services: Services) -> None:
+    main = MainRank(services.settings(), services.thread, services.clients)
+    for fake in (services.data, services.rewards):
+        fake.routes["GET /health"] = lambda _: {}
+    with pytest.raises(DependencyLostError, match="replay-buffer"):
+        services.thread.call(services.clients.wait_healthy(1.0, main.activity))
+    told = main.activity.shown()
+    assert told["what"] == "waiting for data-server, reward-server, replay-buffer"
+    assert told["done"] == "2 of 3 healthy"
 
 
 # A prompt that cannot be generated
