@@ -115,7 +115,7 @@ class Gateway:
             asked = CreateSessionRequest.model_validate_json(request)
             session = Session(asked, created, bool(finished), reward, reason)
             for (record,) in records:
-                session.tree.restore(orjson.loads(record))
+                session.restore(orjson.loads(record))
         except (ValueError, TypeError, LookupError) as error:  # among them what orjson and pydantic raise
             detail = f"session {session_id} is damaged in {self.settings.directory}: {first_line(error)}; delete it"
             raise ProblemError(500, detail) from error

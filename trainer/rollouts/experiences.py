@@ -89,7 +89,7 @@ def _turns(episode: Episode, sequence: TraceSequence, context: int) -> list[Turn
     calls = [turn.call for turn in sequence.turns]
     return [
         TurnReward(
-            number=turn.call,
+            number=turn.place,
             start=turn.start + context,
             end=turn.end + context,
             reward=math.fsum(rewards[turn.call : following]),
