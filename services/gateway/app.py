@@ -23,7 +23,7 @@ def create_app(settings: GatewaySettings, *, own_process: bool = False) -> FastA
 
     In a process of its ``own`` it loads transformers without torch.
     """
-    gateway = Gateway(settings, own_process=own_process)
+    gateway = Gateway(settings, lambda error: app.state.lifecycle.fail(error), own_process=own_process)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

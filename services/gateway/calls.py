@@ -103,7 +103,8 @@ class Calls:
             session.repeated += 1
         session.attach(name, request.digest, asker)
         try:
-            return session.tree.calls.get(name) or await asyncio.shield(session.in_flight[name])
+            recorded = session.tree.calls.get(name)
+            return await asyncio.shield(session.in_flight[name]) if recorded is None else recorded
         except asyncio.CancelledError:
             session.detach(name, asker)
             raise

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -84,7 +85,7 @@ async def test_a_replaced_database_answers_507(gateway: StartGateway, tmp_path: 
         assert (status, "took the place" in detail) == (507, True)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("odd"), MemoryError(), sqlite3.DatabaseError("malformed")])
+@pytest.mark.parametrize("error", [RuntimeError("odd"), MemoryError(), sqlite3.InternalError("odd")])
 async def test_any_other_error_answers_500_and_the_next_call_goes_on(
     gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -102,7 +103,7 @@ async def test_any_other_error_answers_500_and_the_next_call_goes_on(
 
 
 async def test_a_write_that_cannot_be_executed_costs_the_others_nothing(tmp_path: Path) -> None:
-    made = Store(tmp_path)
+    made = Store(tmp_path, MagicMock())
     await made.open()
     rows = [("s", "x", 1), ("s", "too large", 2**70), ("s", "y", 2), ("s", object(), 3)]
     writes = [made.write((INSERT, row)) for row in rows]
@@ -135,5 +136,5 @@ async def test_a_second_gateway_is_refused_and_the_first_one_goes_on(
     async with gateway(answers=["Hi."]) as running:
         path = await running.open()
         with pytest.raises(DependencyLostError, match="another process uses"):
-            await Store(tmp_path / "gateway").open()
+            await Store(tmp_path / "gateway", MagicMock()).open()
         assert (await post(running, path, said(1)))[0] == 200
