@@ -16,9 +16,15 @@ from services.gateway.requests import ChatRequest
 from services.gateway.tree import Call, Tree
 from services.http.disconnect import has_left
 from services.http.problems import ProblemError
-from services.protocol.sessions import AGAIN, REQUEST_MARK, CreateSessionRequest, SessionReply, SessionStatus, Trace
-
-END_BEFORE = "end the agent's loop before, or catch this error and return a reward"
+from services.protocol.sessions import (
+    AGAIN,
+    END_BEFORE,
+    REQUEST_MARK,
+    CreateSessionRequest,
+    SessionReply,
+    SessionStatus,
+    Trace,
+)
 
 
 class Asker:

@@ -65,6 +65,8 @@ class RewardRequest(StrictModel):
     reason: str | None = None
 
 
+END_BEFORE = "end the agent's loop before, or catch this error and return a reward"
+"""What the refusal of a call over a session's limit advises an agent."""
 REQUEST_MARK = "X-Request-Mark"
 """A header by which PatientTransport marks agents' requests: the same mark in all attempts to send a request, and in no
 other request. From the second attempt on, AGAIN follows it."""
