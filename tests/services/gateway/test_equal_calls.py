@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import sqlite3
 import ssl
@@ -28,7 +29,7 @@ from services.gateway.calls import Calls
 from services.gateway.sessions import Session
 from services.gateway.tree import Call
 from services.relay import Relay
-from tests.services.conftest import Serving
+from tests.services.conftest import REPOSITORY, Serving
 from tests.services.gateway.conftest import ADD, Running, StartGateway
 from tests.services.gateway.fake_engine import FakeEngine, running
 from tests.services.gateway.test_gateway_process import seeded, start
@@ -390,6 +391,34 @@ async def test_a_program_that_leaves_the_relay_finds_its_answer_when_it_asks_aga
             url = f"{running.client.base_url}/sessions/s/v1"
             said: Any = await relay(SimpleNamespace(), base_url=url, api_key="s", http_client=client)  # type: ignore[arg-type]
         assert said == ["1", "2"]
+
+
+async def test_the_guides_voter_is_five_samples_that_count_against_the_limit(gateway: StartGateway) -> None:
+    [code] = re.findall(
+        r"```python my_voter.py\n(.*?)```", (REPOSITORY / "docs/guides/agent.md").read_text(), re.DOTALL
+    )
+    voter: dict[str, Any] = {}
+    exec(code, voter)
+    scored: list[str] = []
+
+    async def score(answer: str) -> float:
+        scored.append(answer)
+        return 1.0
+
+    async with gateway(answers=["7", "8", "7", "7", "8"]) as running:
+        example = SimpleNamespace(prompt="3+4=", model="m", score=score)
+        for limit in (5, 4):
+            await running.open(f"s{limit}", max_turns=limit)
+            url = f"{running.client.base_url}/sessions/s{limit}/v1"
+            vote = voter["solve"](example, base_url=url, api_key="any", http_client=running.client)
+            if limit == 5:
+                assert await vote == 1.0
+            else:
+                with pytest.raises(openai.RateLimitError, match="AGENT_MAX_TURNS"):
+                    await vote
+            trace = await running.finish(f"s{limit}")
+            assert (trace["turns"], {turn["place"] for s in trace["sequences"] for turn in s["turns"]}) == (limit, {0})
+        assert scored == ["7"]
 
 
 async def test_a_forced_call_is_the_models_choice_where_the_setting_says_so(gateway: StartGateway) -> None:
