@@ -137,15 +137,13 @@ class Session:
                 return name
         if not asker.may_repeat:
             return None
-        equal = [(name, handover) for name, handover in self.handovers.items() if name.startswith(digest)]
-        repeated = next(((name, handover) for name, handover in equal if handover.is_abandoned), None)
-        if repeated is None and asker.is_retry:
-            unjoined = (found for found in equal if found[0] in self.in_flight and not found[1].is_joined)
-            repeated = next(unjoined, None)
-        if repeated is None:
-            return None
-        repeated[1].is_joined = True
-        return repeated[0]
+        equal = {name: handover for name, handover in self.handovers.items() if name.startswith(digest)}
+        found = next((name for name in equal if equal[name].is_abandoned), None)
+        if found is None and asker.is_retry:
+            found = next((name for name in equal if name in self.in_flight and not equal[name].is_joined), None)
+        if found is not None:
+            equal[found].is_joined = True
+        return found
 
     def begin(self, digest: str) -> str:
         """Return the name of a new call."""

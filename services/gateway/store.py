@@ -75,7 +75,7 @@ class Store:
     begin and end a transaction, because each turn of a busy event loop takes as long as a commit.
     """
 
-    def __init__(self, directory: Path, on_damage: Callable[[Exception], None]) -> None:
+    def __init__(self, directory: Path, on_damage: Callable[[Exception], None] = lambda _: None) -> None:
         """Make the store; ``on_damage`` gets the error that must end the process, once the file is found damaged."""
         self._directory = directory
         self._on_damage = on_damage

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -103,7 +102,7 @@ async def test_any_other_error_answers_500_and_the_next_call_goes_on(
 
 
 async def test_a_write_that_cannot_be_executed_costs_the_others_nothing(tmp_path: Path) -> None:
-    made = Store(tmp_path, MagicMock())
+    made = Store(tmp_path)
     await made.open()
     rows = [("s", "x", 1), ("s", "too large", 2**70), ("s", "y", 2), ("s", object(), 3)]
     writes = [made.write((INSERT, row)) for row in rows]
@@ -136,5 +135,5 @@ async def test_a_second_gateway_is_refused_and_the_first_one_goes_on(
     async with gateway(answers=["Hi."]) as running:
         path = await running.open()
         with pytest.raises(DependencyLostError, match="another process uses"):
-            await Store(tmp_path / "gateway", MagicMock()).open()
+            await Store(tmp_path / "gateway").open()
         assert (await post(running, path, said(1)))[0] == 200
