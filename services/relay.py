@@ -20,6 +20,7 @@ from starlette.background import BackgroundTask
 
 from services.agents import Example
 from services.http.connections import server_config
+from services.http.disconnect import ended_before_client_left
 from services.programs import Program, privilege_drop
 
 _OF_ONE_CONNECTION = frozenset({"connection", "content-encoding", "content-length", "host", "transfer-encoding"})
@@ -95,9 +96,12 @@ class Relay:
         target.sent.add(sent)
         sent.add_done_callback(target.sent.discard)
         try:
+            if not await ended_before_client_left(request, sent):
+                # Closes the connection to the gateway, which gives its reply to the program's next attempt.
+                sent.cancel()
             reply = await sent
         except asyncio.CancelledError:
-            return Response("the episode has ended", 502)
+            return Response("the episode has ended, or the program has left", 502)
         except httpx.TransportError as error:
             return Response(f"{type(error).__name__}: {error}", 502)
         kept = {k: v for k, v in reply.headers.items() if k not in _OF_ONE_CONNECTION}

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 from services.core.endpoints import Endpoint
 
 Route = Callable[[dict[str, Any]], Any]
-"""Returns the reply to a request's JSON or query; an integer is a status without a body."""
+"""Returns the reply to a request's JSON or query; an integer is a status without a body, a tuple a status with one."""
 
 
 @dataclass
@@ -45,7 +45,9 @@ def fake_service(routes: dict[str, Route]) -> Iterator[FakeService]:
             service.requests.append((name, request))
             route = service.routes.get(name)
             reply = 404 if route is None else route(request)
-            status, content = (reply, {"detail": "as the test says"}) if isinstance(reply, int) else (200, reply)
+            if not isinstance(reply, tuple):
+                reply = (reply, {"detail": "as the test says"}) if isinstance(reply, int) else (200, reply)
+            status, content = reply
             encoded = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")

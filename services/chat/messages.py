@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from services.chat.tool_calls import parse_arguments
 from services.http.problems import ProblemError
+
+
+def _check_options(options: dict[str, Any]) -> dict[str, Any]:
+    if "chat_template" in options:
+        raise ValueError("a template is a program, which could run for ever; leave chat_template out")
+    return options
+
+
+TemplateOptions = Annotated[dict[str, Any], AfterValidator(_check_options)]
+"""A request's arguments of the model's chat template, without another template."""
 
 
 def for_template(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,11 @@ from services.gateway.api import Api
 from services.gateway.gateway import Gateway
 from services.gateway.messages_api import MESSAGES
 from services.gateway.replies import CHAT
+from services.gateway.requests import unforced
 from services.gateway.responses_api import RESPONSES
-from services.gateway.sessions import Session, refuse
+from services.gateway.sessions import Asker, Session, refuse
 from services.http.app import JsonResponse
+from services.http.disconnect import has_left
 from services.http.json_body import JsonRequest, JsonRoute, is_json
 from services.http.problems import ProblemError
 
@@ -86,8 +88,26 @@ class DirectCalls:
             await self._app(scope, partial(_received, await request.body()), send)
             return
         endpoint, scope["route"] = self._routes[call["path"]]  # The route is a label of the metrics.
-        response: Response = await endpoint(body, await self._find(request, call["id"]))
+        response: Response = await endpoint(request, body, await self._find(request, call["id"]))
         await response(scope, receive, send)
+
+
+class Reply(Response):
+    """A reply to an agent, which tells when the connection has taken it whole."""
+
+    def __init__(self, content: bytes, media_type: str, on_taken: Callable[[], None]) -> None:
+        super().__init__(content, media_type=media_type)
+        self._on_taken = on_taken
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the reply."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        # The server waits with the second part until the connection has taken the first one.
+        for part in (self.body, b""):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        if not has_left(receive):
+            self._on_taken()
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def _json_object(request: JsonRequest) -> dict[str, Any] | None:
@@ -114,12 +134,14 @@ def _router(gateway: Gateway, session_of: Callable[..., Awaitable[Session]]) -> 
     router = APIRouter(route_class=JsonRoute, tags=["agents"])
     asked = Depends(session_of)
 
-    async def answer(api: Api, session: Session, body: dict[str, Any]) -> Response:
-        request = api.request(body, session)
-        reply = await gateway.calls.complete(session, request, api)
+    async def answer(api: Api, session: Session, body: dict[str, Any], http: Request) -> Response:
+        is_auto = gateway.settings.forced_tool_calls == "auto"
+        request = api.request(unforced(body) if is_auto else body, session)
+        call = await gateway.calls.complete(session, request, api, Asker(http))
+        on_taken = partial(session.hand_over, call.name)
         if not request.stream:
-            return JsonResponse(reply)
-        return Response(b"".join(api.stream(reply, request)), media_type="text/event-stream")
+            return Reply(orjson.dumps(call.reply), "application/json", on_taken)
+        return Reply(b"".join(api.stream(call.reply, request)), "text/event-stream", on_taken)
 
     @router.get("/models")
     async def get_models(_session: Session = asked) -> Response:
@@ -127,25 +149,25 @@ def _router(gateway: Gateway, session_of: Callable[..., Awaitable[Session]]) -> 
         return JsonResponse(gateway.models())
 
     @router.post(CHAT.path)
-    async def post_chat(body: dict[str, Any], session: Session = asked) -> Response:
+    async def post_chat(http: Request, body: dict[str, Any], session: Session = asked) -> Response:
         """Answer a conversation, as OpenAI's chat completions have it."""
-        return await answer(CHAT, session, body)
+        return await answer(CHAT, session, body, http)
 
     @router.post(MESSAGES.path)
-    async def post_messages(body: dict[str, Any], session: Session = asked) -> Response:
+    async def post_messages(http: Request, body: dict[str, Any], session: Session = asked) -> Response:
         """Answer a conversation, as Anthropic's Messages API has it."""
-        return await answer(MESSAGES, session, body)
+        return await answer(MESSAGES, session, body, http)
 
     @router.post(f"{MESSAGES.path}/count_tokens")
-    async def post_count_tokens(body: dict[str, Any], session: Session = asked) -> Response:
+    async def post_count_tokens(_http: Request, body: dict[str, Any], session: Session = asked) -> Response:
         """Return the number of tokens of a conversation's prompt."""
         session.check_open()
         return JsonResponse({"input_tokens": await gateway.calls.count(session, MESSAGES.request(body, session))})
 
     @router.post(RESPONSES.path)
-    async def post_responses(body: dict[str, Any], session: Session = asked) -> Response:
+    async def post_responses(http: Request, body: dict[str, Any], session: Session = asked) -> Response:
         """Answer a conversation, as OpenAI's Responses API has it."""
-        return await answer(RESPONSES, session, body)
+        return await answer(RESPONSES, session, body, http)
 
     @router.get(f"{RESPONSES.path}/{{response_id}}")
     async def get_response(response_id: str, session: Session = asked) -> Response:

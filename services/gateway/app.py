@@ -14,13 +14,16 @@ from services.gateway.settings import GatewaySettings
 from services.http.app import create_service_app, model_response
 from services.protocol.sessions import CreateSessionRequest, RewardRequest, SessionReply, Trace
 
+MAX_BODY_BYTES = 8 * 2**20
+"""More than the text of a million tokens. Encoding a text takes time and memory in proportion to its length."""
+
 
 def create_app(settings: GatewaySettings, *, own_process: bool = False) -> FastAPI:
     """Return the gateway's application; it loads tokenizer and sessions once it runs.
 
     In a process of its ``own`` it loads transformers without torch.
     """
-    gateway = Gateway(settings, own_process=own_process)
+    gateway = Gateway(settings, lambda error: app.state.lifecycle.fail(error), own_process=own_process)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -34,6 +37,7 @@ def create_app(settings: GatewaySettings, *, own_process: bool = False) -> FastA
         stats=gateway.stats,
         description=__doc__ or "",
         own_keys=AGENT_PATHS,
+        max_body_bytes=MAX_BODY_BYTES,
     )
     _add_session_routes(app, gateway)
     add_agent_routes(app, gateway)

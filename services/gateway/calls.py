@@ -1,4 +1,21 @@
-"""Calls of agents: answered by the engines, on disk before their reply is sent."""
+"""Calls of agents: answered by the engines, on disk before their reply is sent.
+
+A call is a pair of digest and number. The number is the lowest one that no other call of the digest has, recorded or in
+flight, so equal requests are as many samples. The call's name is the digest, and for other numbers than 0 the number
+behind it. Seeds, ids and the places in the record are made of names. A request repeats an earlier call, and gets its
+bytes, only if
+
+1. it has a key of an earlier request with the same body in its session: the ``Idempotency-Key`` of the client, or the
+   mark that PatientTransport keeps over its attempts. Keys are recorded.
+2. it has no ``Idempotency-Key``, its client counts it as a retry (``x-stainless-retry-count``) or counts no retries at
+   all (curl), and an equal call was abandoned: all of its connections closed before one of them had taken the whole
+   reply. It gets the call that was abandoned first, and no other request gets that one. If there is none, a counted
+   retry joins the oldest equal call in flight that no retry has joined, since its connection may not be closed yet.
+   (A client that counts no retries and whose request PatientTransport sends again repeats none: its call was lost.)
+
+Everything else is a new call, within the limits of the session. Which replies were taken is written with the session's
+next record. After a crash the others count as abandoned, since an old reply does less harm than a sample too many.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +37,7 @@ from services.gateway.engine import EngineClient
 from services.gateway.prompts import PromptMaker
 from services.gateway.replies import add_turns, reply_of
 from services.gateway.requests import ChatRequest
-from services.gateway.sessions import Session, refuse
+from services.gateway.sessions import Asker, Session, refuse
 from services.gateway.settings import GatewaySettings
 from services.gateway.tree import Call
 from services.http.client import RequestRefusedError
@@ -54,9 +71,9 @@ class Calls:
             ConfigurationError: they cannot be used.
         """
         model = settings.model_name
-        self.prompts = PromptMaker(load_tokenizer(model), settings.chat_template_args)
         self.vocabulary = vocabulary_size(model, "MODEL_NAME")
         self.context = settings.engine_context_length or context_length(model, "MODEL_NAME")
+        self.prompts = PromptMaker(load_tokenizer(model), settings.chat_template_args, self.context)
         self._model = model
         self._account = account
         self._engine = EngineClient(settings.token)
@@ -65,42 +82,59 @@ class Calls:
         """Close the connections to the engines."""
         await self._engine.close()
 
-    async def complete(self, session: Session, request: ChatRequest, api: Api) -> dict[str, Any]:
-        """Return the reply to a request, as ``api`` has it.
+    async def complete(self, session: Session, request: ChatRequest, api: Api, asker: Asker) -> Call:
+        """Return the call that answers a request: a new one, or the earlier one that the request repeats.
 
-        A request that was answered before gets the same reply again, and a request that is being answered waits for
-        that reply. The call goes on if its client leaves, so that the client can ask again.
+        The call goes on if its client leaves, so that the client can ask again. Its reply is as ``api`` has it.
 
         Raises:
             ProblemError: 400, the request cannot be answered; 409, the session is finished; 429, a limit is reached;
                 507, the disk is full.
         """
+        if asker.may_repeat and session.in_flight:
+            # The event loop may have read this request before the end of the connection of the first attempt.
+            await asyncio.sleep(0)
         session.check_open()
-        if (answered := session.tree.calls.get(request.digest)) is not None:
+        name = session.earlier(request.digest, asker)
+        if name is None:
+            name = self._begin(session, request, api)
+        else:
             REPEATED.inc()
-            return answered.reply
-        task = session.in_flight.get(request.digest)
-        if task is None:
+            session.repeated += 1
+        session.attach(name, request.digest, asker)
+        try:
+            recorded = session.tree.calls.get(name)
+            return await asyncio.shield(session.in_flight[name]) if recorded is None else recorded
+        except asyncio.CancelledError:
+            session.detach(name, asker)
+            raise
+
+    def _begin(self, session: Session, request: ChatRequest, api: Api) -> str:
+        """Begin a new call and return its name; raises ProblemError, 429, if a limit is reached."""
+        try:
+            limit = session.admit(request)
+        except ProblemError as error:
+            REFUSED.labels(error.members["error"]["code"]).inc()
+            raise
+        name = session.begin(request.digest)
+
+        async def call() -> Call:
             try:
-                limit = session.admit(request)
-            except ProblemError as error:
-                REFUSED.labels(error.members["error"]["code"]).inc()
+                return await self._call(session, request, limit, api, name)
+            except BaseException:
+                session.forget(name)
                 raise
+            finally:
+                # Not in a callback of the task: in the turn before that, a recorded call would count twice.
+                del session.in_flight[name]
+                session.reserved_tokens -= limit * request.n
 
-            async def call() -> dict[str, Any]:
-                try:
-                    return await self._call(session, request, limit, api)
-                finally:
-                    # Not in a callback of the task: in the turn before that, a recorded call would count twice.
-                    del session.in_flight[request.digest]
-                    session.reserved_tokens -= limit * request.n
-
-            task = asyncio.create_task(call())
-            session.in_flight[request.digest] = task
-            session.reserved_tokens += limit * request.n
-            # A call whose client left has nobody else to ask for its error.
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(task)
+        task = asyncio.create_task(call())
+        session.in_flight[name] = task
+        session.reserved_tokens += limit * request.n
+        # A call whose client left has nobody else to ask for its error.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return name
 
     async def count(self, session: Session, request: ChatRequest) -> int:
         """Return the number of tokens of the prompt that a request would have.
@@ -109,14 +143,14 @@ class Calls:
             ProblemError: 400, the conversation is not readable.
         """
         messages = request.fitted()
-        call = await self._place(session, request, messages, request.keys(messages))
+        call = await self._place(session, request, messages, request.keys(messages), request.digest)
         return len(call.prompt_ids)
 
-    async def _call(self, session: Session, request: ChatRequest, limit: int, api: Api) -> dict[str, Any]:
-        """Sample, record and return the reply to a new request; each choice has ``limit`` tokens at most."""
+    async def _call(self, session: Session, request: ChatRequest, limit: int, api: Api, name: str) -> Call:
+        """Sample, record and return a new call; each choice has ``limit`` tokens at most."""
         messages = request.fitted()
         keys = request.keys(messages)
-        call = await self._place(session, request, messages, keys)
+        call = await self._place(session, request, messages, keys, name)
         prompt_ids = call.prompt_ids
         room = self.context - len(prompt_ids)
         if room < 1:
@@ -127,15 +161,15 @@ class Calls:
         if max(prompt_ids) >= self.vocabulary:
             raise ProblemError(400, f"token {max(prompt_ids)} is outside the model's {self.vocabulary} tokens")
         call.sampling["max_new_tokens"] = min(limit, room)
-        completions = await self._sample(session, request, call.sampling, prompt_ids)
+        completions = await self._sample(session, request, call, prompt_ids)
         add_turns(call, completions, request, keys[-1], self.prompts)
         completion = reply_of(call, request, self._model, len(prompt_ids), self.prompts)
         call.reply = api.reply(completion, request)
         await self._record(session, call)
-        return call.reply
+        return call
 
     async def _place(
-        self, session: Session, request: ChatRequest, messages: list[dict[str, Any]], keys: Sequence[bytes]
+        self, session: Session, request: ChatRequest, messages: list[dict[str, Any]], keys: Sequence[bytes], name: str
     ) -> Call:
         """Return the call, without turns, at its place in the tree."""
         asked = session.request
@@ -148,13 +182,13 @@ class Calls:
             held = messages[known - 1]
             suffix = await self.prompts.suffix(held, turn.completion, messages[known:], tools, options)
             if suffix is not None:
-                return Call(request.digest, turn, suffix, request.messages[known:], sampling, {})
+                return Call(name, turn, suffix, request.messages[known:], sampling, {})
             BROKEN.inc()
         whole = await self.prompts.whole(messages, tools, options)
-        return Call(request.digest, None, whole, request.messages, sampling, {})
+        return Call(name, None, whole, request.messages, sampling, {})
 
     async def _sample(
-        self, session: Session, request: ChatRequest, sampling: dict[str, Any], prompt_ids: list[int]
+        self, session: Session, request: ChatRequest, call: Call, prompt_ids: list[int]
     ) -> list[Completion]:
         """Return a completion for each choice.
 
@@ -163,14 +197,14 @@ class Calls:
         """
 
         async def choice(index: int) -> Completion | Exception:
-            rid = f"{request.digest}-{derive_seed(session.id):x}-{index}"
+            rid = f"{call.name}-{derive_seed(session.id):x}-{index}"
             seed = session.request.seed
-            seeded = {} if seed is None else {"sampling_seed": derive_seed(seed, request.digest, index)}
+            seeded = {} if seed is None else {"sampling_seed": derive_seed(seed, call.name, index)}
             try:
                 return await self._engine.sample(
                     session.id,
                     prompt_ids,
-                    {**sampling, **seeded},
+                    {**call.sampling, **seeded},
                     rid,
                     session.seconds_left,
                     lambda tokens: lose("aborted", tokens),
@@ -206,7 +240,9 @@ class Calls:
             if session.is_finished:
                 await self._account.lose("finished", call.sampled_tokens)
                 session.check_open()
-            await self._account.record(call.sampled_tokens, (_INSERT_CALL, (session.id, orjson.dumps(call.record()))))
+            record = session.record(call)
+            await self._account.record(call.sampled_tokens, (_INSERT_CALL, (session.id, orjson.dumps(record))))
+            del session.delivered[: len(record["delivered"])]
             branches = session.tree.branches
             session.tree.add(call)
         CALLS.inc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any, Self
 
 import orjson
@@ -55,10 +56,11 @@ class Gateway:
 
     calls: Calls
 
-    def __init__(self, settings: GatewaySettings, *, own_process: bool) -> None:
+    def __init__(self, settings: GatewaySettings, on_damage: Callable[[Exception], None], *, own_process: bool) -> None:
+        """Make the gateway; ``on_damage`` gets the error that must end the process, once the database is damaged."""
         self.settings = settings
         self._own_process = own_process
-        self._store = Store(settings.directory)
+        self._store = Store(settings.directory, on_damage)
         self._account = Account(self._store)
         self._sessions: dict[str, Session] = {}
         self._created = int(time.time())
@@ -68,7 +70,8 @@ class Gateway:
         """Load the tokenizer and the open sessions.
 
         Raises:
-            ConfigurationError: the model's tokenizer or configuration, or the sessions' directory, cannot be used.
+            ConfigurationError: the model's tokenizer or configuration, or the sessions' directory, cannot be used, or
+                the database is damaged.
             DependencyLostError: another process uses the directory.
         """
         self.calls = await in_background(self._load_model)
@@ -115,7 +118,7 @@ class Gateway:
             asked = CreateSessionRequest.model_validate_json(request)
             session = Session(asked, created, bool(finished), reward, reason)
             for (record,) in records:
-                session.tree.restore(orjson.loads(record))
+                session.restore(orjson.loads(record))
         except (ValueError, TypeError, LookupError) as error:  # among them what orjson and pydantic raise
             detail = f"session {session_id} is damaged in {self.settings.directory}: {first_line(error)}; delete it"
             raise ProblemError(500, detail) from error

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 import orjson
 
 from services.chat import tool_calls
 from services.chat.codec import TextCodec
 from services.chat.tool_calls import ToolCall
+from services.gateway.sessions import refuse
 from services.http.problems import ProblemError
 from services.protocol.groups import Completion, FinishReason
 
@@ -38,11 +39,21 @@ _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 
 
 class PromptMaker:
-    """A maker of prompts by a tokenizer's chat template, with its arguments where a request does not give them."""
+    """A maker of prompts by a tokenizer's chat template, with its arguments where a request does not give them.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_args: Mapping[str, Any] | None = None) -> None:
+    Texts that cannot fit into ``context`` tokens are refused.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_args: Mapping[str, Any] | None = None,
+        context: int = sys.maxsize,
+    ) -> None:
         self._tokenizer = tokenizer
         self._codec = TextCodec(tokenizer)
+        self._context = context
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._template_args = dict(template_args or {})
         added = tokenizer.added_tokens_decoder
         self._special = {*tokenizer.all_special_ids, *(token for token, content in added.items() if content.special)}
@@ -61,9 +72,10 @@ class PromptMaker:
         if self._tokenizer.chat_template is None:
             raise ProblemError(400, "this model has no chat template")
         try:
-            return await self._encode(self._render(messages, tools, options, adds_generation_prompt=True))
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            text = self._render(messages, tools, options, adds_generation_prompt=True)
+        except Exception as error:  # A template can raise anything.
             raise ProblemError(400, f"the model's chat template does not take this conversation: {error}") from error
+        return await self._encode(text)
 
     async def suffix(
         self,
@@ -96,7 +108,7 @@ class PromptMaker:
                 if len(self._independent) == MAX_SHAPES:
                     self._independent.clear()
                 self._independent.add(shape)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError):
+        except Exception:  # noqa: BLE001  # ``whole`` finds the reason.
             return None
         suffix = await self._encode(close + continuation)
         has_end = completion.finish_reason is FinishReason.STOP and completion.completion_ids[-1] in self._special
@@ -146,7 +158,14 @@ class PromptMaker:
         return rendered
 
     async def _encode(self, text: str) -> list[int]:
-        """Return the text's tokens. A thread encodes a long text, without the interpreter, while other calls go on."""
+        """Return the text's tokens. A thread encodes a long text, without the interpreter, while other calls go on.
+
+        Raises:
+            ProblemError: 400, the text cannot fit, however long its tokens; to encode it could take minutes and GBs.
+        """
+        if len(text) > (self._context + 1) * self._longest_token:
+            detail = f"the conversation has {len(text):,} characters; the context length is {self._context:,} tokens"
+            refuse(400, f"{detail}: shorten the longest message", "context_length_exceeded")
         encode = self._codec.encode
         return encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text)
 

@@ -40,7 +40,7 @@ def reply_of(call: Call, request: ChatRequest, model: str, prompt_tokens: int, p
     ]
     sampled = call.sampled_tokens
     return {
-        "id": f"chatcmpl-{call.digest}",
+        "id": f"chatcmpl-{call.name}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": request.model or model,
@@ -94,7 +94,7 @@ def _message(
     if calls:
         # The ids follow from the request, so that a call that is sampled again after a crash has the same.
         named = (
-            dataclasses.replace(found, id=f"call_{request.digest[:20]}_{len(call.turns)}_{number}")
+            dataclasses.replace(found, id=f"call_{call.name[:20]}{call.name[32:]}_{len(call.turns)}_{number}")
             for number, found in enumerate(calls)
         )
         message["tool_calls"] = [found.as_openai() for found in named]

@@ -10,12 +10,14 @@ from typing import Any, Literal, Self, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
-from services.chat.messages import for_template
+from services.chat.messages import TemplateOptions, for_template
 from services.http.problems import ProblemError, printable
 
 MAX_CHOICES = 128
 _EXACT = 2**53
 """Integers below this are exact in every JSON library."""
+_FORCED = frozenset({"required", "any", "function", "tool", "custom", "allowed_tools"})
+"""The values of ``tool_choice``, or their types, that force a call or bound the choice, in the three APIs."""
 # Not orjson, which refuses integers beyond 64 bits; models write such arguments.
 _CANONICAL = json.JSONEncoder(sort_keys=True)
 
@@ -49,7 +51,7 @@ class ChatRequest(BaseModel):
     logprobs: bool = False
     top_logprobs: Literal[0] = 0
     response_format: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     _api: str = PrivateAttr()
@@ -172,8 +174,19 @@ def check_tool_choice(choice: Any) -> Any:
         ValueError: it forces a call.
     """
     if choice not in ("auto", "none"):
-        raise ValueError("a call of a tool cannot be forced here; allowed are 'auto' and 'none'")
+        raise ValueError(
+            "a call of a tool cannot be forced here; allowed are 'auto' and 'none'. Send 'auto' and take an answer "
+            "without a call, too, or set FORCED_TOOL_CALLS=auto, by which the gateway reads a forced call as 'auto'"
+        )
     return choice
+
+
+def unforced(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a body of any API without a ``tool_choice`` that forces a call."""
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    is_forced = isinstance(kind, str) and kind in _FORCED
+    return {name: value for name, value in body.items() if name != "tool_choice"} if is_forced else body
 
 
 def must_be_absent(value: Any) -> Any:

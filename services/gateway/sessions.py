@@ -6,14 +6,59 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NoReturn
 
-from services.gateway.requests import ChatRequest
-from services.gateway.tree import Tree
-from services.http.problems import ProblemError
-from services.protocol.sessions import CreateSessionRequest, SessionReply, SessionStatus, Trace
+from fastapi import Request
+from starlette.types import Receive
 
-END_BEFORE = "end the agent's loop before, or catch this error and return a reward"
+from services.gateway.requests import ChatRequest
+from services.gateway.tree import Call, Tree
+from services.http.disconnect import has_left
+from services.http.problems import ProblemError
+from services.protocol.sessions import (
+    AGAIN,
+    END_BEFORE,
+    REQUEST_MARK,
+    CreateSessionRequest,
+    SessionReply,
+    SessionStatus,
+    Trace,
+)
+
+
+class Asker:
+    """The connection of a request, and what its headers say of earlier attempts to send the request."""
+
+    def __init__(self, http: Request) -> None:
+        headers = http.headers
+        key = headers.get("idempotency-key")
+        mark, again, _ = headers.get(REQUEST_MARK, "").partition(AGAIN)
+        self.receive: Receive = http.receive
+        self.keys = [given for given in (key, mark) if given]
+        self.is_retry = headers.get("x-stainless-retry-count", "").strip("0").isdecimal()
+        """The clients of OpenAI, Anthropic and others count their retries."""
+        counts_retries = any(name.startswith("x-stainless-") for name in headers)
+        # No record has the mark of an attempt that was lost with its call.
+        self.may_repeat = not key and (self.is_retry or not (counts_retries or again))
+        """Whether it may repeat an abandoned request, unless a call has one of its keys."""
+
+
+@dataclass(eq=False)
+class Handover:
+    """A call whose reply no connection has taken whole yet."""
+
+    keys: list[str] = field(default_factory=list)
+    """The keys of the requests for it."""
+    connections: list[Receive] = field(default_factory=list)
+    """The connections that wait, or waited, for the reply."""
+    is_joined: bool = False
+    """Whether a retry has joined the call."""
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether all its connections are closed."""
+        return all(map(has_left, self.connections))
 
 
 @dataclass
@@ -33,8 +78,16 @@ class Session:
     tree: Tree = field(default_factory=Tree)
     lost: Counter[str] = field(default_factory=Counter)
     """Sampled tokens that the tree lacks, by reason."""
-    in_flight: dict[str, asyncio.Task[dict[str, Any]]] = field(default_factory=dict)
-    """The calls that are being answered, by digest."""
+    in_flight: dict[str, asyncio.Task[Call]] = field(default_factory=dict)
+    """The calls that are being answered, by name."""
+    handovers: dict[str, Handover] = field(default_factory=dict)
+    """Those, and calls whose reply may not have arrived, by name, the oldest first."""
+    delivered: list[str] = field(default_factory=list)
+    """The calls whose replies were taken whole since the last record."""
+    known: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Names of calls by digest and key."""
+    repeated: int = 0
+    """The requests that got the reply of an earlier call."""
     reserved_tokens: int = 0
     """The most tokens that the calls in flight may sample."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -77,6 +130,65 @@ class Session:
             self._refuse(f"has sampled its {limits.max_tokens} tokens (AGENT_MAX_TOKENS); {END_BEFORE}", "max_tokens")
         return min(limits.max_turn_tokens, left, call.max_tokens or left)
 
+    def earlier(self, digest: str, asker: Asker) -> str | None:
+        """Return the name of the call that a request repeats, None if it is a new call; ``calls`` has the rules."""
+        for key in asker.keys:
+            if name := self.known.get((digest, key)):
+                return name
+        if not asker.may_repeat:
+            return None
+        equal = {name: handover for name, handover in self.handovers.items() if name.startswith(digest)}
+        found = next((name for name in equal if equal[name].is_abandoned), None)
+        if found is None and asker.is_retry:
+            found = next((name for name in equal if name in self.in_flight and not equal[name].is_joined), None)
+        if found is not None:
+            equal[found].is_joined = True
+        return found
+
+    def begin(self, digest: str) -> str:
+        """Return the name of a new call."""
+        names = (f"{digest}-{number}" if number else digest for number in count())
+        name = next(name for name in names if name not in self.tree.calls and name not in self.in_flight)
+        self.handovers[name] = Handover()
+        return name
+
+    def attach(self, name: str, digest: str, asker: Asker) -> None:
+        """Let a request wait for the reply of a call."""
+        self.known.update({(digest, key): name for key in asker.keys})
+        if handover := self.handovers.get(name):
+            handover.keys += asker.keys
+            handover.connections.append(asker.receive)
+
+    def detach(self, name: str, asker: Asker) -> None:
+        """Note that a request no longer waits."""
+        if handover := self.handovers.get(name):
+            handover.connections.remove(asker.receive)
+
+    def hand_over(self, name: str) -> None:
+        """Note that a connection has taken the reply of a call whole."""
+        if self.handovers.pop(name, None) is not None:
+            self.delivered.append(name)
+
+    def forget(self, name: str) -> None:
+        """Forget a call that failed."""
+        del self.handovers[name]
+        self.known = {key: known for key, known in self.known.items() if known != name}
+
+    def record(self, call: Call) -> dict[str, Any]:
+        """Return a call with what has changed in the session since the last record, as plain data for ``restore``."""
+        changed = {"keys": self.handovers[call.name].keys, "delivered": [*self.delivered], "repeated": self.repeated}
+        return call.record() | changed
+
+    def restore(self, record: dict[str, Any]) -> None:
+        """Add a call from its record; its reply may not have arrived, unless a later record says so."""
+        name = self.tree.restore(record).name
+        digest, _, _ = name.partition("-")
+        self.handovers[name] = Handover()
+        self.known.update({(digest, key): name for key in record.get("keys", ())})
+        for delivered in record.get("delivered", ()):
+            self.handovers.pop(delivered, None)
+        self.repeated = record.get("repeated", 0)
+
     def refuse_late(self, why: str = "") -> NoReturn:
         """Raise ProblemError, 429, because the deadline has passed."""
         seconds = f"{self.request.deadline_seconds:g}"
@@ -115,6 +227,7 @@ class Session:
             unparsed_tool_calls=sum(turn.unparsed_calls for turn in turns),
             branches=self.tree.branches,
             other_api_calls=sum(call.reply.get("object") != "chat.completion" for call in self.tree.calls.values()),
+            calls_repeated=self.repeated,
             lost_tokens=dict(self.lost),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -22,6 +23,9 @@ class GatewaySettings(Settings):
     chat_template_args: JsonObject = Field(default_factory=dict)
     """Arguments of the chat template as a JSON object, such as `{"enable_thinking": false}`. A request's own
     `chat_template_kwargs` win."""
+    forced_tool_calls: Literal["refuse", "auto"] = "refuse"
+    """What happens to a request that forces a tool call (`tool_choice` is `required`, `any` or a tool), because engines
+    cannot promise one: `refuse` answers 400; `auto` lets the model choose, for libraries that take any answer."""
     engine_context_length: int | None = Field(None, ge=16)
     """Longest prompt and completion together, in tokens; default the model's."""
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.core import files
+from services.core import databases, files
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.http.problems import ProblemError
@@ -75,8 +75,10 @@ class Store:
     begin and end a transaction, because each turn of a busy event loop takes as long as a commit.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, on_damage: Callable[[Exception], None] = lambda _: None) -> None:
+        """Make the store; ``on_damage`` gets the error that must end the process, once the file is found damaged."""
         self._directory = directory
+        self._on_damage = on_damage
         self._thread = ThreadPoolExecutor(1, "gateway-store")
         self._file = directory / "gateway.sqlite"
         self._waiting: deque[Write | Use] = deque()
@@ -88,7 +90,7 @@ class Store:
         """Open the database, or create it.
 
         Raises:
-            ConfigurationError: the directory cannot be used.
+            ConfigurationError: the directory cannot be used, or the database is damaged.
             DependencyLostError: another process uses it.
         """
         await self.run(self._open)
@@ -110,7 +112,11 @@ class Store:
         await done
 
     async def read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Return the rows of a query."""
+        """Return the rows of a query.
+
+        Raises:
+            ConfigurationError: the database is damaged.
+        """
         return await self.run(lambda: self._db.execute(query, values).fetchall())
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -154,7 +160,14 @@ class Store:
     def _end_use(self, use: Use, result: Any, error: Exception | None) -> None:
         self._is_in_use = False
         self._begin()
-        _settle(use.done, result, error)
+        _settle(use.done, result, None if error is None else self._damage(error) or error)
+
+    def _damage(self, error: Exception) -> ConfigurationError | None:
+        """Return the error that ends the process, and report it, if ``error`` says that the file is damaged."""
+        found = databases.damage(error, self._file, "the open episodes are lost, and their prompts are played anew")
+        if found is not None:
+            self._on_damage(found)
+        return found
 
     def _commit(self, batch: Sequence[Write]) -> None:
         """Execute the statements of a batch, and let the thread commit them."""
@@ -177,7 +190,7 @@ class Store:
         if error is not None and len(batch) > 1:
             self._waiting.extendleft(Write(write.statements, write.done, is_alone=True) for write in reversed(batch))
         else:
-            refusal = None if error is None else self._refusal(error)
+            refusal = None if error is None else self._damage(error) or self._refusal(error)
             for write in batch:
                 _settle(write.done, None, refusal)
         self._begin()
@@ -205,13 +218,17 @@ class Store:
                 "PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; "
                 f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT"
             )
+            # Open sessions take some MB, which are read in no time.
+            [(found,)] = self._db.execute("PRAGMA integrity_check(1)")
+            if found != "ok":
+                raise sqlite3.DatabaseError(" ".join(found.split()))
             self._inodes = self._find_inodes()
         except (OSError, sqlite3.Error) as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
                 raise DependencyLostError(
                     f"another process uses {str(self._directory)!r}; end it, or give this one another GATEWAY_DIR"
                 ) from error
-            raise ConfigurationError(
+            raise self._damage(error) or ConfigurationError(
                 f"GATEWAY_DIR {str(self._directory)!r} cannot be used: {error}; give a directory on a disk of this "
                 f"machine that can be written"
             ) from error

@@ -47,7 +47,8 @@ class Turn:
 class Call:
     """A request of the agent that was answered; its ``turns`` are the choices of the reply."""
 
-    digest: str
+    name: str
+    """The request's digest, and its number among the calls of that digest where this is not 0."""
     parent: Turn | None
     """The held turn that the request continues; None where it begins a conversation."""
     added_ids: list[int]
@@ -70,7 +71,7 @@ class Call:
 
     def record(self) -> dict[str, Any]:
         """Return the call as plain data, from which ``restored`` makes it again."""
-        parent = None if self.parent is None else [self.parent.call.digest, self.parent.call.turns.index(self.parent)]
+        parent = None if self.parent is None else [self.parent.call.name, self.parent.call.turns.index(self.parent)]
         turns = [
             {
                 "completion": turn.completion.model_dump(mode="json"),
@@ -80,7 +81,7 @@ class Call:
             }
             for turn in self.turns
         ]
-        fields = ("digest", "added_ids", "messages", "sampling", "reply")
+        fields = ("name", "added_ids", "messages", "sampling", "reply")
         return {name: getattr(self, name) for name in fields} | {"parent": parent, "turns": turns}
 
 
@@ -89,7 +90,7 @@ class Tree:
     """All calls of an episode."""
 
     calls: dict[str, Call] = field(default_factory=dict)
-    """By digest, in the order in which they were answered."""
+    """By name, in the order in which they were answered."""
     beginnings: list[Call] = field(default_factory=list)
     _turns: dict[bytes, Turn] = field(default_factory=dict)
 
@@ -106,16 +107,17 @@ class Tree:
 
     def add(self, call: Call) -> None:
         """Add a call that was answered."""
-        self.calls[call.digest] = call
+        self.calls[call.name] = call
         (self.beginnings if call.parent is None else call.parent.calls).append(call)
         for turn in call.turns:
             self._turns.setdefault(turn.key, turn)
 
-    def restore(self, record: dict[str, Any]) -> None:
-        """Add a call from its record, in the order in which the calls were answered."""
+    def restore(self, record: dict[str, Any]) -> Call:
+        """Add a call from its record, in the order in which the calls were answered, and return it."""
         parent = None if record["parent"] is None else self.calls[record["parent"][0]].turns[record["parent"][1]]
-        fields = ("digest", "added_ids", "messages", "sampling", "reply")
-        call = Call(parent=parent, **{name: record[name] for name in fields})
+        fields = ("added_ids", "messages", "sampling", "reply")
+        # Before calls had numbers, each was the only one of its digest.
+        call = Call(record.get("name") or record["digest"], parent, **{name: record[name] for name in fields})
         call.turns = [
             Turn(
                 call,
@@ -127,6 +129,7 @@ class Tree:
             for turn in record["turns"]
         ]
         self.add(call)
+        return call
 
     def deepest(self, keys: Sequence[bytes]) -> tuple[Turn | None, int]:
         """Return the deepest turn that a conversation continues, and the number of its messages up to that turn.
@@ -155,7 +158,10 @@ class Tree:
         Tokens that nobody sampled have the policy version of the turn after them.
         """
         trained: set[Turn] = set()
-        numbers = {call: number for number, call in enumerate(self.calls.values())}
+        places: dict[tuple[Turn | None, tuple[int, ...]], int] = {}
+        numbers: dict[Call, tuple[int, int]] = {}
+        for number, call in enumerate(self.calls.values()):
+            numbers[call] = number, places.setdefault((call.parent, tuple(call.added_ids)), len(places))
         return [_sequence(path, trained, numbers) for path in self.paths()]
 
 
@@ -164,7 +170,7 @@ def _choices(calls: Iterable[Call]) -> list[Turn]:
     return [turn for call in calls for turn in call.turns][::-1]
 
 
-def _sequence(path: list[Turn], trained: set[Turn], numbers: Mapping[Call, int]) -> TraceSequence:
+def _sequence(path: list[Turn], trained: set[Turn], numbers: Mapping[Call, tuple[int, int]]) -> TraceSequence:
     ids: list[int] = []
     logprobs: list[float] = []
     mask: list[bool] = []
@@ -182,7 +188,8 @@ def _sequence(path: list[Turn], trained: set[Turn], numbers: Mapping[Call, int])
             spans.append(VersionSpan(version=span.version, start=start, end=first + span.end))
             start = first + span.end
         if turn not in trained and completion.completion_ids:
-            turns.append(TurnSpan(call=numbers[turn.call], start=first, end=len(ids)))
+            call, place = numbers[turn.call]
+            turns.append(TurnSpan(call=call, place=place, start=first, end=len(ids)))
         trained.add(turn)
     last = path[-1]
     return TraceSequence(

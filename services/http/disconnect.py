@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 
 async def ended_before_client_left(request: Request, work: asyncio.Future[Any]) -> bool:
@@ -16,6 +17,19 @@ async def ended_before_client_left(request: Request, work: asyncio.Future[Any]) 
     finally:
         gone.cancel()
     return work.done()
+
+
+def has_left(receive: Receive) -> bool:
+    """Return at once whether the client of a request, whose body was received, has closed its connection."""
+    coming = receive()
+    try:
+        # Runs until it would wait. To wait in a task, and cancel that, would take several turns of the event loop.
+        coming.send(None)  # type: ignore[attr-defined]
+    except StopIteration as came:
+        return bool(came.value["type"] == "http.disconnect")
+    finally:
+        coming.close()  # type: ignore[attr-defined]
+    return False
 
 
 async def _disconnection(request: Request) -> None:

@@ -34,9 +34,9 @@ class EpisodeFigures(WireModel):
     """The size and shape of an episode.
 
     ``turns`` counts the calls of the model, and ``branches`` those that did not continue a held conversation, the first
-    one excepted. ``tool_calls`` counts the tool calls that could be parsed. ``other_api_calls`` counts the calls by
-    another API than chat completions. ``figures`` has an environment's named numbers, as means over the episode's
-    actions.
+    one excepted. ``calls_repeated`` counts the requests that repeated an earlier call and got its reply. ``tool_calls``
+    counts the tool calls that could be parsed. ``other_api_calls`` counts the calls by another API than chat
+    completions. ``figures`` has an environment's named numbers, as means over the episode's actions.
     """
 
     turns: Count = 0
@@ -44,4 +44,5 @@ class EpisodeFigures(WireModel):
     unparsed_tool_calls: Count = 0
     branches: Count = 0
     other_api_calls: Count = Field(default=0, exclude_if=lambda calls: not calls)
+    calls_repeated: Count = 0
     figures: dict[str, Finite] = Field(default_factory=dict, exclude_if=lambda figures: not figures)

@@ -149,9 +149,10 @@ class RewardResult(WireModel):
 class TurnReward(WireModel):
     """A turn of an episode: completion tokens ``start`` to ``end`` (exclusive), and the reward that follows them.
 
-    ``number`` counts the model's turns in the episode from 0 on, in the order in which they were taken. ``reward`` is
-    that of the turn and of those after it that other sequences have, up to this sequence's next turn. So the rewards of
-    a sequence's turns from one on sum to what the episode earned from that turn on.
+    ``number`` counts the model's turns in the episode from 0 on, in the order in which they were taken; several samples
+    of one turn have the same number. ``reward`` is that of the turn and of those after it that other sequences have, up
+    to this sequence's next turn. So the rewards of a sequence's turns from one on sum to what the episode earned from
+    that turn on.
     """
 
     number: Count

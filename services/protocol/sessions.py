@@ -65,10 +65,22 @@ class RewardRequest(StrictModel):
     reason: str | None = None
 
 
+END_BEFORE = "end the agent's loop before, or catch this error and return a reward"
+"""What the refusal of a call over a session's limit advises an agent."""
+REQUEST_MARK = "X-Request-Mark"
+"""A header by which PatientTransport marks agents' requests: the same mark in all attempts to send a request, and in no
+other request. From the second attempt on, AGAIN follows it."""
+AGAIN = ";again"
+
+
 class TurnSpan(WireModel):
-    """The tokens ``start`` to ``end`` (exclusive) of a sequence, sampled by call ``call`` of the episode, from 0 on."""
+    """The tokens ``start`` to ``end`` (exclusive) of a sequence, sampled by call ``call`` of the episode, from 0 on.
+
+    Calls with the same prompt have the same ``place``, as the choices of one call do: each samples the same turn anew.
+    """
 
     call: Count
+    place: Count = Field(default_factory=lambda fields: fields["call"])
     start: Count
     end: Count
 

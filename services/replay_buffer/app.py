@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -39,6 +40,7 @@ from services.protocol.replay import (
     UpdatePrioritiesRequest,
 )
 from services.replay_buffer.admission import Admission
+from services.replay_buffer.database import damage
 from services.replay_buffer.fresh_queue import FreshQueue
 from services.replay_buffer.settings import ReplaySettings
 from services.replay_buffer.snapshots import Snapshots
@@ -68,27 +70,48 @@ class Buffer:
     snapshots: Snapshots
     admission: Admission
 
-    def __init__(self) -> None:
+    def __init__(self, on_damage: Callable[[Exception], None]) -> None:
+        """Make the buffer; ``on_damage`` gets the error that must end the process, once the database is damaged."""
         self.changed = asyncio.Event()
+        self._on_damage = on_damage
         self._thread = ThreadPoolExecutor(1, "replay-buffer")
 
     def open(self, settings: ReplaySettings, clock: Callable[[], float]) -> None:
-        """Open the database and load the indices; raise as Store does."""
-        self.store = Store(settings, clock=clock)
-        self.queue = FreshQueue(self.store)
-        self.snapshots = Snapshots(self.store)
-        self.admission = Admission(is_restart=self.store.database.newest_sequence > 0)
-        self.measure()
+        """Open the database and load the indices; raise as Store does, or as ``run``."""
+        self._directory = settings.directory
+        with self._ended_by_damage():
+            self.store = Store(settings, clock=clock)
+            self.queue = FreshQueue(self.store)
+            self.snapshots = Snapshots(self.store)
+            self.admission = Admission(is_restart=self.store.database.newest_sequence > 0)
+            self.measure()
+
+    @contextmanager
+    def _ended_by_damage(self) -> Iterator[None]:
+        """End the process if the block finds the database damaged."""
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            found = damage(error, self._directory)
+            if found is None:
+                raise
+            self._on_damage(found)
+            raise found from error
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run ``work`` after everything that was asked for before it, and set the gauges."""
+        """Run ``work`` after everything that was asked for before it, and set the gauges.
+
+        Raises:
+            ConfigurationError: the database is damaged.
+        """
 
         def measured() -> T:
             result = work()
             self.measure()
             return result
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, measured)
+        with self._ended_by_damage():
+            return await asyncio.get_running_loop().run_in_executor(self._thread, measured)
 
     def close(self) -> None:
         """Finish everything that was asked for and close the database."""
@@ -139,7 +162,7 @@ class Buffer:
 
 def create_app(settings: ReplaySettings, *, clock: Callable[[], float] = time.time) -> FastAPI:
     """Return the replay buffer's application."""
-    buffer = Buffer()
+    buffer = Buffer(lambda error: app.state.lifecycle.fail(error))
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

@@ -10,13 +10,16 @@ SQLite's planner would otherwise read all rows of snapshot 0.
 from __future__ import annotations
 
 import sqlite3
+import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from services.core import files
+from services.core import databases, files
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.problems import ProblemError
+from services.replay_buffer.packing import unpack
 
 _SCHEMA = """
 -- A group as packing.py writes it, or the JSON of an experience without tokens. A sequence number is never used again.
@@ -70,6 +73,8 @@ CREATE TABLE IF NOT EXISTS leases (
 # A process that is just ending still holds the lock, and a network disk holds that of a dead machine for a while.
 LOCK_SECONDS = 20.0
 
+_FILE = "replay-buffer.sqlite"
+
 # A group takes several pages of SQLite's default of 4 KiB; larger pages make fewer of them.
 _PAGE_BYTES = 16 * 2**10
 
@@ -84,16 +89,14 @@ class Database(sqlite3.Connection):
         transactions, but the death of the process undoes none. The file may grow to ``max_bytes``.
 
         Raises:
-            ConfigurationError: the directory cannot be used.
+            ConfigurationError: the directory cannot be used, or the file is damaged.
             DependencyLostError: another process uses it.
         """
         self._directory = directory
         self._max_bytes = max_bytes
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            super().__init__(
-                directory / "replay-buffer.sqlite", timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
-            )
+            super().__init__(directory / _FILE, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
             # The exclusive lock needs no shared memory, which network disks lack. Deleted contents need no overwriting.
             self.executescript(
                 f"PRAGMA page_size = {_PAGE_BYTES}; PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; "
@@ -105,7 +108,7 @@ class Database(sqlite3.Connection):
                 raise DependencyLostError(
                     f"another process uses {str(directory)!r}; end it, or give this one another REPLAY_DIR"
                 ) from error
-            raise ConfigurationError(
+            raise damage(error, directory) or ConfigurationError(
                 f"REPLAY_DIR {str(directory)!r} cannot be used: {error}; give a directory on a disk of this machine "
                 f"that can be written"
             ) from error
@@ -155,7 +158,23 @@ class Database(sqlite3.Connection):
         found = (self.execute("SELECT data FROM contents WHERE sequence = ?", (number,)) for number in sequences)
         return [row[0] for cursor in found for row in cursor]
 
+    def groups(self, sequences: Iterable[int]) -> list[dict[str, Any]]:
+        """Return groups in their wire form, leaving out groups that are gone.
+
+        Raises:
+            sqlite3.DatabaseError: the contents of one are damaged.
+        """
+        try:
+            return [unpack(data) for data in self.contents(sequences)]
+        except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise sqlite3.DatabaseError(f"a group in it cannot be read ({error!r})") from error
+
     def _says_disk_full(self, error: sqlite3.Error) -> bool:
         """Return whether the disk is used up: SQLite says so, or a write failed while hardly anything is free."""
         primary = getattr(error, "sqlite_errorcode", 0) & 0xFF
         return primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and files.is_full(self._directory))
+
+
+def damage(error: BaseException, directory: Path) -> ConfigurationError | None:
+    """Return the error that ends the process if ``error`` says that the file is damaged, None otherwise."""
+    return databases.damage(error, directory / _FILE, "the groups in it are lost, and the run goes on without them")

@@ -11,7 +11,6 @@ import orjson
 from services.http.problems import ProblemError
 from services.protocol.groups import Group
 from services.protocol.replay import AcknowledgeReply, AcknowledgeRequest, AddGroupsReply, LeaseRequest
-from services.replay_buffer.packing import unpack
 from services.replay_buffer.store import Record, Store
 
 # Far more groups than a trainer may be behind; producers that are refused wait and try again.
@@ -160,7 +159,7 @@ class FreshQueue:
     def _reply(self, lease_id: str | None, sequences: Sequence[int], dropped: int) -> bytes:
         reply = {
             "lease_id": lease_id,
-            "groups": [unpack(data) for data in self._db.contents(sequences)],
+            "groups": self._db.groups(sequences),
             "dropped_stale": dropped,
             "waiting": self.counts()[0],
         }

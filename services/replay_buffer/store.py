@@ -22,7 +22,7 @@ from services.protocol.replay import (
     UpdatePrioritiesReply,
 )
 from services.replay_buffer.database import Database
-from services.replay_buffer.packing import pack, unpack
+from services.replay_buffer.packing import pack
 from services.replay_buffer.priorities import PriorityIndex
 from services.replay_buffer.settings import ReplaySettings
 
@@ -147,10 +147,9 @@ class Store:
                 exclude=exclude,
             )
         self.counts["sampled"] += len(draws)
-        contents = self.database.contents(draw.sequence for draw in draws)
         groups = [
-            {"group": unpack(data), "priority": draw.priority, "probability": draw.probability, "weight": draw.weight}
-            for draw, data in zip(draws, contents, strict=True)
+            {"group": group, "priority": draw.priority, "probability": draw.probability, "weight": draw.weight}
+            for draw, group in zip(draws, self.database.groups(draw.sequence for draw in draws), strict=True)
         ]
         return orjson.dumps({"groups": groups}, option=orjson.OPT_SERIALIZE_NUMPY)
 

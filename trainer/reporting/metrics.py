@@ -95,6 +95,11 @@ MEASURES: tuple[Measure, ...] = (
     Measure("turns_mean", "trainer_turns_mean", "Mean number of the model's turns in an agent's episode."),
     Measure("turns_max", "trainer_turns_max", "Most turns of the model in an episode."),
     Measure("branches_mean", "trainer_branches_mean", "Mean number of branches of an episode."),
+    Measure(
+        "episode_calls_repeated",
+        "trainer_episode_calls_repeated_total",
+        "Requests of agents that got the reply of an earlier call, because they repeated it.",
+    ),
     Measure("tool_calls_mean", "trainer_tool_calls_mean", "Mean number of tool calls in an episode."),
     Measure("tool_calls_parsed", "trainer_tool_calls_parsed_ratio", "Share of the tool calls that could be parsed."),
     Measure("completions", "trainer_completions_total", "Completions of fresh groups."),

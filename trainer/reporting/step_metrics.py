@@ -123,6 +123,7 @@ def _episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "turns_max": float(max(f.turns for f in figures)),
         "tool_calls_mean": written / len(figures),
         "branches_mean": statistics.fmean(f.branches for f in figures),
+        "episode_calls_repeated": float(sum(f.calls_repeated for f in figures)),
         "episodes_failed": float(failed.total()),
         **{f"episodes_failed_{reason}": float(count) for reason, count in failed.items()},
     }

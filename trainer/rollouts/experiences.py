@@ -81,18 +81,22 @@ def _turns(episode: Episode, sequence: TraceSequence, context: int) -> list[Turn
     """Return a sequence's turns with their rewards, ``context`` tokens further on; None where the episode has none.
 
     The episode's reward is the sum of all: the last call has what the agent gave for the episode beyond its turns.
+    Calls at one place have the rewards of all calls there, as the choices of one call have its reward.
     """
     rewards = list(episode.turn_rewards)
     if not rewards or not sequence.turns or episode.result.reward is None:
         return None
     rewards[-1] += episode.result.reward - math.fsum(rewards)
-    calls = [turn.call for turn in sequence.turns]
+    firsts: dict[int, int] = {}
+    for turn in sorted((t for s in episode.trace.sequences for t in s.turns), key=lambda turn: turn.call):
+        firsts.setdefault(turn.place, turn.call)
+    calls = [firsts[turn.place] for turn in sequence.turns]
     return [
         TurnReward(
-            number=turn.call,
+            number=turn.place,
             start=turn.start + context,
             end=turn.end + context,
-            reward=math.fsum(rewards[turn.call : following]),
+            reward=math.fsum(rewards[first:following]),
         )
-        for turn, following in zip(sequence.turns, [*calls[1:], len(rewards)], strict=True)
+        for turn, first, following in zip(sequence.turns, calls, [*calls[1:], len(rewards)], strict=True)
     ]

@@ -17,10 +17,13 @@ from services.clients.environment_episode import EnvironmentFailedError, Episode
 from services.core.errors import DependencyLostError
 from services.http.client import RequestRefusedError, problem_detail
 from services.protocol.evaluation import ActionKind, State, StateKind, StepStatus
+from services.protocol.sessions import END_BEFORE
 
 Ask = Callable[[list[dict[str, Any]]], Awaitable[str]]
 """Returns a model's answer to a conversation."""
 
+TRUNCATE_BEFORE = "end the episode before with truncated=True, set ENVIRONMENT_MAX_STEPS, or raise this setting"
+"""What takes the place of END_BEFORE, because an environment has no loop of its own."""
 COMMON_FAILURES = (EpisodeLostError, DependencyLostError, RequestRefusedError, AgentFailedError)
 """Failures of the game itself, which are the same for each seat. Any other is the failure of one seat's model."""
 
@@ -106,7 +109,8 @@ class Game:
             headers = {"Authorization": f"Bearer {api_key}"}
             reply = await http_client.post(f"{base_url}/chat/completions", json=body, headers=headers)
             if reply.is_error:
-                raise httpx.HTTPStatusError(problem_detail(reply), request=reply.request, response=reply)
+                detail = problem_detail(reply).replace(END_BEFORE, TRUNCATE_BEFORE)
+                raise httpx.HTTPStatusError(detail, request=reply.request, response=reply)
             return reply.json()["choices"][0]["message"]["content"] or ""
 
         try:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+import uuid
 
 import httpx
+
+from services.protocol.sessions import AGAIN, REQUEST_MARK
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 2.0
@@ -15,7 +18,9 @@ _LOST = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 
 
 class PatientTransport(httpx.AsyncHTTPTransport):
-    """A transport that sends a request again while nobody answers it, since the gateway answers a call only once.
+    """A transport that sends a request again while nobody answers it.
+
+    All attempts have the same mark, by which the gateway knows them from another request with the same body.
 
     The client of OpenAI's package gives up after three attempts and two seconds, in which no gateway restarts. An
     answer is passed on once it is whole.
@@ -30,6 +35,7 @@ class PatientTransport(httpx.AsyncHTTPTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the answer to a request; without one in time, the last one, or raise the last error."""
+        mark = request.headers[REQUEST_MARK] = uuid.uuid4().hex
         end, pause = time.monotonic() + self._seconds, FIRST_PAUSE_SECONDS
         while True:
             may_repeat = isinstance(request.stream, httpx.ByteStream) and time.monotonic() < end
@@ -43,6 +49,7 @@ class PatientTransport(httpx.AsyncHTTPTransport):
                 if response.status_code not in _AWAY or not may_repeat:
                     self.is_lost |= response.status_code in _AWAY
                     return response
+            request.headers[REQUEST_MARK] = mark + AGAIN
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import jinja2
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from transformers import PreTrainedTokenizerBase
 
-from services.chat.messages import for_template
+from services.chat.messages import TemplateOptions, for_template
 from services.embedded_engine.http.requests import SamplingParams
 from services.http.problems import ProblemError
 
@@ -58,7 +57,7 @@ class ChatRequest(OpenAIRequest):
     tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
@@ -92,7 +91,7 @@ class ChatRequest(OpenAIRequest):
                 return_dict=False,
                 **self.chat_template_kwargs,
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:  # A template can raise anything.
             raise ProblemError(400, f"the model's chat template does not take this conversation: {error}") from error
         return ids
 

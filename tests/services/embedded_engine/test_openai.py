@@ -273,8 +273,10 @@ async def test_an_agent_calls_its_tool_and_answers(connect: Callable[[], Any]) -
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text parts"),
         ({"messages": [{"content": "3"}]}, "role"),
         ({"temperature": -1}, "temperature"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "{{ 1/0 }}"}}}, "leave chat_template out"),
+        ({"extra_body": {"chat_template_kwargs": {"add_generation_prompt": 1}}}, "does not take this conversation"),
     ],
-    ids=["forced call", "penalty", "format", "picture", "role", "temperature"],
+    ids=["forced call", "penalty", "format", "picture", "role", "temperature", "template", "argument"],
 )
 async def test_what_cannot_be_honoured_is_refused(
     connect: Callable[[], Any], fields: dict[str, Any], reason: str

@@ -44,10 +44,11 @@ def test_anthropic_sync(service: Service) -> None:
     assert (text.text, use.name, use.input) == ("I add.", "add", {"a": 12, "b": 30})
     result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "42"}]}
     messages += [first.to_param(), {"role": "user", "content": [result]}]
-    with client.messages.stream(messages=messages, **asked) as stream:
+    key = {"Idempotency-Key": "second"}
+    with client.messages.stream(messages=messages, extra_headers=key, **asked) as stream:
         assert "".join(stream.text_stream) == "It is 42."
         final = stream.get_final_message()
-    again = client.messages.create(messages=messages, **asked)
+    again = client.messages.create(messages=messages, extra_headers=key, **asked)
     assert final.model_dump() == again.model_dump()
     assert again.stop_reason == "end_turn"
     messages += [final.to_param(), {"role": "user", "content": THANKS}]
@@ -106,11 +107,12 @@ def test_openai_responses_sync(service: Service) -> None:
     assert call.type == "function_call"
     assert json.loads(call.arguments) == {"a": 12, "b": 30}
     items += [*first.output, {"type": "function_call_output", "call_id": call.call_id, "output": "42"}]
-    with client.responses.stream(input=items, **asked) as stream:
+    key = {"Idempotency-Key": "second"}
+    with client.responses.stream(input=items, extra_headers=key, **asked) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
     assert "".join(deltas) == final.output_text == "It is 42."
-    again = client.responses.create(input=items, **asked)
+    again = client.responses.create(input=items, extra_headers=key, **asked)
     assert again.id == final.id
     assert again.usage == final.usage
     items += [*final.output, {"role": "user", "content": THANKS}]

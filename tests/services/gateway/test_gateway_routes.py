@@ -17,6 +17,7 @@ from tests.services.gateway.conftest import ADD, StartGateway
 from tests.waiting import eventually
 
 HELLO = [{"role": "user", "content": "Hello"}]
+KEY = {"Idempotency-Key": "one"}
 
 
 def error_of(reply: Any) -> tuple[int, str]:
@@ -146,23 +147,24 @@ async def test_keys(gateway: StartGateway) -> None:
             assert reply.status_code == status, (url, key, reply.text)
         listed = await running.client.get("/v1/models", headers={"x-api-key": "mine", "Authorization": ""})
         assert listed.json()["data"][0]["max_model_len"] == 4096
-        assert len(running.engine.requests) == 1
+        assert len(running.engine.requests) == 3
 
 
-async def test_a_repeated_request_gets_the_same_bytes_also_after_a_restart(gateway: StartGateway) -> None:
+async def test_a_request_with_the_same_key_gets_the_same_bytes_also_after_a_restart(gateway: StartGateway) -> None:
     body = {"messages": HELLO, "n": 2, "tools": [ADD]}
     seen, prompts, traces = set(), [], []
     for _ in range(2):
         async with gateway(answers=['<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "B"]) as running:
             path = await running.open(seed=1)
-            replies = await asyncio.gather(*(running.client.post(path, json=body) for _ in range(3)))
-            seen |= {reply.content for reply in replies}
-            streamed = await running.client.post(path, json={**body, "stream": True})
+            posts = (running.client.post(path, json=body, headers=KEY) for _ in range(3))
+            seen |= {reply.content for reply in await asyncio.gather(*posts)}
+            streamed = await running.client.post(path, json={**body, "stream": True}, headers=KEY)
             assert streamed.text.endswith("data: [DONE]\n\n")
             prompts += running.engine.prompts()
             traces.append((await running.client.get("/sessions/s/trace")).json())
     assert len(seen) == 1
     assert len(prompts) == 2  # one for each choice, all in the gateway's first life
+    assert [trace.pop("calls_repeated") for trace in traces] == [3, 6], "a restart forgets one after the last record"
     assert traces[0] == traces[1]
     assert [len(trace["sequences"]) for trace in traces] == [2, 2]
 

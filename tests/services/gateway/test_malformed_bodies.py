@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
 
+from services.chat.codec import TextCodec
 from tests.services.gateway.conftest import ADD, StartGateway
 
+HELLO = [{"role": "user", "content": "Hello"}]
 FUNCTION = ADD["function"]
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 BODIES: dict[str, dict[str, Any]] = {
@@ -29,6 +33,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "max_tokens": 5,
         "stream": True,
         "stream_options": {"include_usage": True},
+        "chat_template_kwargs": {"enable_thinking": False},
     },
     "messages": {
         "model": "m",
@@ -70,6 +75,14 @@ BODIES: dict[str, dict[str, Any]] = {
     },
 }
 ODD: list[Any] = [None, True, 0, -1, 1.5, 10**30, "", "odd", [], [[]], {}, {"type": "odd"}, [None], ["odd"], [{}]]
+ODD += [
+    {"chat_template": "{{ 1/0 }}"},
+    {"tokenize": True},
+    {"continue_final_message": True},
+    "\x00",
+    -(2**63),
+    {"": {}},
+]
 
 
 def replaced(body: dict[str, Any], draw: random.Random) -> dict[str, Any]:
@@ -94,7 +107,7 @@ async def test_malformed_bodies_are_answered_or_refused(gateway: StartGateway, a
         url = f"/sessions/s/v1/{api}"
         assert (await running.client.post(url, json=BODIES[api])).status_code == 200
         seen = {}
-        for _ in range(250):
+        for _ in range(735):
             body = replaced(BODIES[api], draw)
             reply = await running.client.post(url, json=body)
             assert reply.status_code in (200, 400), (body, reply.text)
@@ -102,6 +115,46 @@ async def test_malformed_bodies_are_answered_or_refused(gateway: StartGateway, a
         assert seen.keys() == {200, 400}
         refused = await running.client.post(url, json=BODIES[api], headers={"Content-Length": str(10**12)})
         assert (refused.status_code, "send" in refused.json()["error"]["message"]) == (413, True), refused.text
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [LOOPS, "{{ 1/0 }}"])
+async def test_a_chat_template_of_the_requests_own_is_refused(gateway: StartGateway, template: str) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        body = {"messages": HELLO, "chat_template_kwargs": {"chat_template": template}}
+        refused = await running.client.post(path, json=body)
+        assert (refused.status_code, "leave chat_template out" in refused.json()["detail"]) == (400, True)
+
+
+async def test_whatever_the_models_template_raises_refuses_the_call(
+    gateway: StartGateway, models: Any, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(models("qwen2.5"), directory)
+    (directory / "chat_template.jinja").write_text("{{ 1 // (messages | length - 2) }}")
+    async with gateway(directory, answers=["Hi."]) as running:
+        path = await running.open()
+        assert (await running.client.post(path, json={"messages": HELLO})).status_code == 200
+        refused = await running.client.post(path, json={"messages": 2 * HELLO})
+        assert (refused.status_code, "chat template" in refused.json()["detail"]) == (400, True), refused.text
+
+
+async def test_a_message_that_cannot_fit_is_refused_before_it_is_encoded(
+    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        first = [*HELLO, await running.chat(path, HELLO)]
+        monkeypatch.setattr(TextCodec, "encode", None)
+        for before in ([], first):
+            for characters, status in ((5_000_000, 400), (20_000_000, 413)):
+                messages = [*before, {"role": "user", "content": "x " * (characters // 2)}]
+                refused = await running.client.post(path, json={"messages": messages})
+                assert refused.status_code == status, refused.text
+                assert status == 413 or refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

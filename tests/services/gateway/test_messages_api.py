@@ -12,11 +12,12 @@ from tests.services.gateway.test_gateway_routes import HELLO
 
 TOOL = {"name": "add", "description": "Adds two numbers.", "input_schema": ADD["function"]["parameters"]}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2.0}}\n</tool_call>'
+KEY = {"Idempotency-Key": "one"}
 
 
-async def post(running: Running, body: dict[str, Any], session: str = "s") -> Any:
+async def post(running: Running, body: dict[str, Any], session: str = "s", **headers: str) -> Any:
     asked = {"model": "m", "max_tokens": 50, **body}
-    return await running.client.post("/v1/messages", json=asked, headers={"x-api-key": session})
+    return await running.client.post("/v1/messages", json=asked, headers={"x-api-key": session, **headers})
 
 
 async def test_a_conversation_of_chat_completions_goes_on_in_messages_and_back(gateway: StartGateway) -> None:
@@ -158,19 +159,20 @@ async def test_why_a_turn_ended(
         assert unparsed == (CALL not in answer and "tools" in fields)
 
 
-async def test_a_repeated_request_gets_the_same_bytes_also_after_a_restart(gateway: StartGateway) -> None:
+async def test_a_request_with_the_same_key_gets_the_same_bytes_also_after_a_restart(gateway: StartGateway) -> None:
     body = {"messages": HELLO, "tools": [TOOL], "max_tokens": 500}
     huge = '<tool_call>{"name": "add", "arguments": {"a": 123456789012345678901234567890, "b": 1.0}}</tool_call>'
     seen, streams, prompts = set(), set(), []
     for _ in range(2):
         async with gateway(answers=[huge, "Done."]) as running:
             await running.open(seed=1)
-            replies = [await post(running, body) for _ in range(2)]
-            streams.add((await post(running, {**body, "stream": True})).content)
+            replies = [await post(running, body, **KEY) for _ in range(2)]
+            streams.add((await post(running, {**body, "stream": True}, **KEY)).content)
             seen |= {reply.content for reply in replies}
             messages = [*HELLO, {"role": "assistant", "content": replies[0].json()["content"]}]
             messages.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "?"}]})
-            assert (await post(running, {**body, "messages": messages})).json()["content"][0]["text"] == "Done."
+            done = await post(running, {**body, "messages": messages}, **KEY)
+            assert done.json()["content"][0]["text"] == "Done."
             prompts += running.engine.prompts()
             trace = (await running.client.get("/sessions/s/trace")).json()
     assert (len(seen), len(streams), len(prompts)) == (1, 1, 2)

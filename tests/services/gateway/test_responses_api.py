@@ -9,10 +9,12 @@ from tests.services.gateway.test_gateway_routes import HELLO
 
 TOOL = {"type": "function", "strict": True, **ADD["function"]}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+KEY = {"Idempotency-Key": "one"}
 
 
-async def post(running: Running, body: dict[str, Any], session: str = "s") -> Any:
-    return await running.client.post(f"/sessions/{session}/v1/responses", json={"model": "m", **body})
+async def post(running: Running, body: dict[str, Any], session: str = "s", **headers: str) -> Any:
+    url = f"/sessions/{session}/v1/responses"
+    return await running.client.post(url, json={"model": "m", **body}, headers=headers)
 
 
 async def test_a_conversation_of_chat_completions_goes_on_in_responses(gateway: StartGateway) -> None:
@@ -82,19 +84,20 @@ async def test_items_render_as_the_template_has_them(gateway: StartGateway) -> N
         assert running.engine.prompts()[1] == running.whole(wanted)
 
 
-async def test_a_repeated_request_gets_the_same_bytes_also_after_a_restart(gateway: StartGateway) -> None:
+async def test_a_request_with_the_same_key_gets_the_same_bytes_also_after_a_restart(gateway: StartGateway) -> None:
     body = {"input": HELLO, "tools": [TOOL], "metadata": {"run": "1"}, "store": False}
     seen, streams, prompts = set(), set(), []
     for _ in range(2):
         async with gateway(answers=["I add." + CALL, "Done."]) as running:
             await running.open(seed=1)
-            replies = [await post(running, body) for _ in range(2)]
-            streams.add((await post(running, {**body, "stream": True, "stream_options": {}})).content)
+            replies = [await post(running, body, **KEY) for _ in range(2)]
+            streams.add((await post(running, {**body, "stream": True, "stream_options": {}}, **KEY)).content)
             said = replies[0].json()
             fetched = await running.client.get(f"/v1/responses/{said['id']}", headers={"Authorization": "Bearer s"})
             seen |= {reply.content for reply in [*replies, fetched]}
             output = {"type": "function_call_output", "call_id": said["output"][1]["call_id"], "output": "3"}
-            done = await post(running, {"input": [output], "tools": [TOOL], "previous_response_id": said["id"]})
+            following = {"input": [output], "tools": [TOOL], "previous_response_id": said["id"]}
+            done = await post(running, following, **KEY)
             assert done.json()["output"][0]["content"][0]["text"] == "Done."
             prompts += running.engine.prompts()
     assert (len(seen), len(streams), len(prompts)) == (1, 1, 2)

@@ -28,9 +28,10 @@ def said(number: int, length: int = 5) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": f"{number} " + "long " * length}]}
 
 
-async def post(running: Running, path: str, body: dict[str, Any]) -> tuple[int, str]:
+async def post(running: Running, path: str, body: dict[str, Any], key: str = "") -> tuple[int, str]:
     """Return the status of the reply, and its detail if it is a refusal."""
-    reply = await asyncio.wait_for(running.client.post(path, json=body), SECONDS)
+    headers = {"Idempotency-Key": key} if key else None
+    reply = await asyncio.wait_for(running.client.post(path, json=body, headers=headers), SECONDS)
     return reply.status_code, reply.json().get("detail", "")
 
 
@@ -50,13 +51,13 @@ async def test_a_full_disk_answers_507_and_what_was_acknowledged_is_there(
 ) -> None:
     async with gateway(answers=["Hi."]) as running:
         path = await running.open()
-        assert (await post(running, path, said(0)))[0] == 200
+        assert (await post(running, path, said(0), "first"))[0] == 200
         with full_disk(tmp_path / "gateway/gateway.sqlite-wal"):
             bodies = [said(number, length=200) for number in range(1, 5)]
             replies = await asyncio.gather(*(post(running, path, body) for body in bodies))
             assert {status for status, _ in replies} == {507}
             assert "free" in replies[0][1]
-            assert (await post(running, path, said(0)))[0] == 200
+            assert (await post(running, path, said(0), "first"))[0] == 200
         assert (await post(running, path, bodies[0]))[0] == 200
         before = (await running.client.get("/sessions/s/trace")).json()
     async with gateway(answers=["Hi."]) as running:
@@ -83,7 +84,7 @@ async def test_a_replaced_database_answers_507(gateway: StartGateway, tmp_path: 
         assert (status, "took the place" in detail) == (507, True)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("odd"), MemoryError(), sqlite3.DatabaseError("malformed")])
+@pytest.mark.parametrize("error", [RuntimeError("odd"), MemoryError(), sqlite3.InternalError("odd")])
 async def test_any_other_error_answers_500_and_the_next_call_goes_on(
     gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

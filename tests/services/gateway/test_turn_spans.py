@@ -27,6 +27,19 @@ def spans(tree: Tree) -> list[list[tuple[int, list[int]]]]:
     return [[(t.call, s.completion_ids[t.start : t.end]) for t in s.turns] for s in tree.sequences()]
 
 
+def test_calls_with_one_prompt_have_one_place_as_choices_have() -> None:
+    tree = Tree()
+    votes = [call(tree, None, [1, 2], [10 + number])[0] for number in range(3)]
+    call(tree, None, [1, 3], [20])
+    [choice, _] = call(tree, votes[1], [4], [30], [31])
+    call(tree, votes[1], [4], [32])
+    call(tree, votes[2], [4], [33])
+    call(tree, choice, [5], [40])
+    places = {tuple(s.completion_ids[t.start : t.end]): t.place for s in tree.sequences() for t in s.turns}
+    assert [places[10,], places[11,], places[12,], places[20,]] == [0, 0, 0, 1]
+    assert [places[30,], places[31,], places[32,], places[33,], places[40,]] == [2, 2, 2, 3, 4]
+
+
 def test_the_turns_of_a_conversation_are_its_calls_in_order() -> None:
     tree = Tree()
     [first] = call(tree, None, [1, 2], [10, 11])

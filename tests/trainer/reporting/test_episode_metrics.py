@@ -39,14 +39,18 @@ def test_a_batch_tells_between_which_rewards_most_completions_are() -> None:
 
 
 def test_a_batch_tells_of_its_episodes() -> None:
-    calling = {"turns": 4, "tool_calls": 2, "unparsed_tool_calls": 1, "branches": 1}
+    calling = {"turns": 4, "tool_calls": 2, "unparsed_tool_calls": 1, "branches": 1, "calls_repeated": 2}
     made = [
         group(episode_figures={0: {"turns": 1}, 1: calling}, episodes_failed={"limit": 1}),
-        group(episode_figures={0: {"turns": 4}, 1: {"turns": 3}}, episodes_failed={"timeout": 2, "limit": 1}),
+        group(
+            episode_figures={0: {"turns": 4, "calls_repeated": 1}, 1: {"turns": 3}},
+            episodes_failed={"timeout": 2, "limit": 1},
+        ),
     ]
     metrics = group_metrics(made, policy_version=1)
     named = ("turns_mean", "turns_max", "tool_calls_mean", "tool_calls_parsed", "branches_mean", "episodes_failed")
     assert [metrics[name] for name in named] == [3.0, 4.0, 0.75, pytest.approx(2 / 3), 0.25, 4.0]
+    assert metrics["episode_calls_repeated"] == 3
     assert (metrics["episodes_failed_limit"], metrics["episodes_failed_timeout"]) == (2.0, 2.0)
     assert "tool_calls_parsed" not in group_metrics(made[1:], policy_version=1), "no share of nothing"
     assert not group_metrics([group()], policy_version=1).keys() & {*named, "episodes_failed_limit"}

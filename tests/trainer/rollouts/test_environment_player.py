@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from transformers import Qwen3Config
@@ -22,8 +24,12 @@ from services.clients.rollout import RolloutClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
+from services.gateway.requests import ChatRequest
+from services.gateway.sessions import Session
+from services.http.problems import ProblemError
 from services.protocol.groups import Group, RewardStatus
 from services.protocol.prompts import Prompt
+from services.protocol.sessions import CreateSessionRequest
 from tests.fake_service import fake_service
 from tests.services.clients.test_environment import address_of
 from tests.services.run_page.serving import served_ready
@@ -90,6 +96,29 @@ def find_secret(messages: list[dict[str, Any]]) -> str:
         value = int(guess["content"])
         low, high = (value + 1, high) if answer["content"] == "Higher." else (low, value - 1)
     return str((low + high) // 2)
+
+
+@pytest.mark.parametrize(
+    ("limit", "setting"),
+    [
+        ({"max_turns": 1}, "AGENT_MAX_TURNS"),
+        ({"max_tokens": 1}, "AGENT_MAX_TOKENS"),
+        ({"deadline_seconds": 1e-9}, "AGENT_SECONDS"),
+    ],
+)
+def test_an_episode_over_a_limit_says_what_its_environment_can_do(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, limit: dict[str, Any], setting: str
+) -> None:
+    session = Session(CreateSessionRequest(id="s", **limit), time.time())
+    session.in_flight, session.reserved_tokens = MagicMock(__len__=lambda _: 1), 1
+    with pytest.raises(ProblemError) as refused:
+        session.admit(ChatRequest.of({"messages": [{"role": "user", "content": "50"}]}))
+    monkeypatch.setattr(stage.gateway, "complete", lambda *_: (429, {"detail": refused.value.detail}))
+    maker = stage.maker()
+    assert stage.thread.call(maker.make_group(PROMPT)) is None
+    told = str(maker.last_failure)
+    assert setting in told
+    assert told.endswith("end the episode before with truncated=True, set ENVIRONMENT_MAX_STEPS, or raise this setting")
 
 
 def test_the_model_plays_the_episode_of_the_prompts_seed(stage: Stage) -> None:

@@ -23,8 +23,9 @@ from services.clients.rollout import RolloutClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.programs import Program
 from services.protocol.episodes import EpisodeFigures, Message
-from services.protocol.groups import Group, RewardStatus
+from services.protocol.groups import Group, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
+from services.protocol.sessions import Trace
 from services.relay import Relay
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, fake_service
@@ -34,6 +35,7 @@ from trainer.main_rank import MainRank
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.episodes import EpisodeMaker, group_maker
 from trainer.rollouts.evaluate import Evaluator
+from trainer.rollouts.experiences import Episode, experiences_of
 from trainer.rollouts.groups import LEAST_FAILURES
 from trainer.service_thread import ServiceThread
 
@@ -248,6 +250,31 @@ def test_a_sequence_that_ends_has_the_rewards_of_later_sequences_in_its_last_tur
     earned = [[(t.number, t.reward) for t in e.turns or ()] for e in group.episodes[0]]
     assert earned == [[(0, 7.0)], [(1, 6.0)], [(2, 4.0)]]
     assert [e.turns[0].start for e in group.episodes[0] if e.turns] == [1, 6, 7], "behind what the prompts do not share"
+
+
+def test_parallel_calls_are_one_turn_to_the_formula_as_choices_are() -> None:
+    """Three votes on one prompt, and the turn after one of them: 4 calls, 2 turns."""
+
+    def sequence(*turns: dict[str, int]) -> dict[str, Any]:
+        n = turns[-1]["end"]
+        numbers = {"completion_ids": [7] * n, "logprobs": [-1.0] * n, "loss_mask": [True] * n, "prompt_ids": [1]}
+        span = {"version": 1, "start": 0, "end": n}
+        return {**numbers, "policy_versions": [span], "finish_reason": "stop", "turns": list(turns)}
+
+    votes = [{"call": number, "place": 0, "start": 0, "end": 2} for number in range(3)]
+    sequences = [
+        sequence(votes[0]),
+        sequence(votes[1], {"call": 3, "place": 1, "start": 2, "end": 5}),
+        sequence(votes[2]),
+    ]
+    trace = Trace.model_validate(
+        {"id": "s", "group_id": "g", "index": 0, "reward": 1.0, "reason": None, "sequences": sequences}
+        | {"turns": 4, "sampled_tokens": 9}
+    )
+    episode = Episode(trace, RewardResult(reward=1.0), None, turn_rewards=[0.25, 0.25, 0.0, 0.5])
+    _, experiences = experiences_of([episode])
+    earned = [[(turn.number, turn.reward) for turn in e.turns or ()] for e in experiences]
+    assert earned == [[(0, 1.0)], [(0, 0.5), (1, 0.5)], [(0, 1.0)]]
 
 
 def test_rewards_that_are_not_one_a_turn_make_an_episode_fail(stage: Stage) -> None:

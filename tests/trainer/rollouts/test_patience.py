@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from services.protocol.sessions import AGAIN, REQUEST_MARK
 from tests.ports import free_port
 from trainer.rollouts import patience
 from trainer.rollouts.patience import PatientTransport
@@ -26,11 +27,13 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def server(replies: list[bytes], port: int = 0) -> AsyncIterator[int]:
-    """Answer each request with the next of ``replies``, and close its connection."""
+async def server(replies: list[bytes], port: int = 0, marks: list[str] | None = None) -> AsyncIterator[int]:
+    """Answer each request with the next of ``replies``, and close its connection; add the requests' ``marks``."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
+        if marks is not None:
+            marks.append(head.decode().split(f"{REQUEST_MARK}: ")[1].split("\r\n")[0])
         await reader.readexactly(int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0]))
         writer.write(replies.pop(0))
         writer.close()
@@ -51,6 +54,15 @@ async def test_a_request_is_sent_again_until_its_answer_is_whole() -> None:
     async with server(replies) as port:
         assert await ask(port) == (200, "whole")
     assert not replies
+
+
+async def test_the_attempts_of_a_request_have_one_mark_and_equal_requests_have_others() -> None:
+    marks: list[str] = []
+    async with server([AWAY, b"", WHOLE, WHOLE], marks=marks) as port:
+        assert [await ask(port), await ask(port)] == [(200, "whole")] * 2
+    first, other = marks[0], marks[3]
+    assert marks == [first, first + AGAIN, first + AGAIN, other]
+    assert first != other
 
 
 async def test_a_server_that_starts_late_is_waited_for() -> None:

@@ -1,0 +1,438 @@
+"""Equal requests: as many samples as calls, and the earlier bytes for a request whose reply did not arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import sqlite3
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import orjson
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from services.core.seeds import derive_seed
+from services.gateway.agent_routes import Reply
+from services.gateway.calls import Calls
+from services.gateway.sessions import Session
+from services.gateway.tree import Call
+from services.relay import Relay
+from tests.services.conftest import REPOSITORY, Serving
+from tests.services.gateway.conftest import ADD, Running, StartGateway
+from tests.services.gateway.fake_engine import FakeEngine, running
+from tests.services.gateway.test_gateway_process import seeded, start
+from tests.waiting import IDLE_SECONDS, eventually, wait_ready
+from trainer.rollouts.patience import PatientTransport
+
+CHAT = "/sessions/s/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Vote."}]}
+RETRY = {"X-Stainless-Retry-Count": "1"}
+FIRST = {"X-Stainless-Retry-Count": "0"}
+
+
+@pytest.fixture
+def serving() -> Serving:
+    """Serve an application on a port of this machine, because these tests are about connections."""
+
+    @asynccontextmanager
+    async def serve(app: FastAPI, *, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+        assert token is None
+        async with app.router.lifespan_context(app):
+            await wait_ready(app)
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
+                server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+                task = asyncio.create_task(server.serve(sockets=[listener]))
+                url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+                async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=IDLE_SECONDS) as client:
+                    yield client
+                server.should_exit = True
+                await task
+
+    return serve
+
+
+def numbered(running: Running) -> None:
+    """Let the engine answer each request with the number of the request."""
+    running.engine.answer = lambda _request: running.tokenizer.encode(f"{len(running.engine.requests)}")
+
+
+async def are_repeated(running: Running, times: int) -> None:
+    """Wait until that many requests have repeated a call of the session."""
+
+    async def are() -> bool:
+        trace = (await running.client.get("/sessions/s/trace")).json()
+        return int(trace["calls_repeated"]) >= times
+
+    await eventually(are, f"{times} repeated calls")
+
+
+async def post(running: Running, body: dict[str, Any] = BODY, **headers: str) -> httpx.Response:
+    return await running.client.post(CHAT, json=body, headers=headers)
+
+
+def text(reply: httpx.Response) -> str:
+    """Return the text of a reply's first choice."""
+    content: str = reply.json()["choices"][0]["message"]["content"]
+    return content
+
+
+async def leave(running: Running) -> None:
+    """Ask an engine that does not answer, and close the connection."""
+    running.engine.may_answer.clear()
+    asked = len(running.engine.requests)
+    url = running.client.base_url
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    content = json.dumps(BODY).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nX-Stainless-Retry-Count: 0\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    await eventually(lambda: len(running.engine.requests) > asked, every=0.01)
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_five_equal_requests_are_five_samples_with_ids_of_their_own(gateway: StartGateway) -> None:
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    async with gateway(answers=[text]) as running:
+        await running.open(seed=5)
+        url = f"{running.client.base_url}/sessions/s/v1"
+        client = openai.AsyncOpenAI(base_url=url, api_key="any", http_client=running.client)
+        tools: Any = [ADD]
+        votes = [await client.chat.completions.create(**BODY, tools=tools) for _ in range(5)]
+        digest = votes[0].id.removeprefix("chatcmpl-")
+        assert [vote.id for vote in votes] == [f"chatcmpl-{digest}{end}" for end in ("", "-1", "-2", "-3", "-4")]
+        calls = [call.id for vote in votes for call in vote.choices[0].message.tool_calls or ()]
+        assert (len(set(calls)), calls[0]) == (5, f"call_{digest[:20]}_0_0")
+        asked = running.engine.requests
+        seeds = [request["sampling_params"]["sampling_seed"] for request in asked]
+        assert seeds[0] == derive_seed(5, digest, 0), "seeded runs keep their tokens"
+        assert (len(set(seeds)), len({request["rid"] for request in asked})) == (5, 5)
+        trace = await running.finish()
+        assert (trace["turns"], len(trace["sequences"]), trace["calls_repeated"]) == (5, 5, 0)
+
+
+async def test_eight_equal_requests_in_parallel_are_eight_samples(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        numbered(running)
+        replies = await asyncio.gather(*(running.client.post(path, json=BODY) for _ in range(8)))
+        texts = {reply.json()["choices"][0]["message"]["content"] for reply in replies}
+        assert texts == {str(number) for number in range(1, 9)}
+        assert len({reply.json()["id"] for reply in replies}) == 8
+
+
+async def test_an_agent_that_goes_back_and_asks_again_meets_its_limit(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open(max_turns=6)
+        statuses = [(await running.client.post(path, json=BODY)).status_code for _ in range(9)]
+        assert statuses == [200] * 6 + [429] * 3
+
+
+async def test_eight_in_parallel_are_the_same_eight_samples_when_the_gateway_is_killed(
+    models: Any, start_service: Any, tmp_path: Path
+) -> None:
+    async def vote(where: Path, kills: int) -> tuple[list[str], dict[str, Any]]:
+        """Return the answers to eight equal requests, sorted, and the trace."""
+        service = start(start_service, models("qwen2.5"), engine, where)
+        await asyncio.to_thread(service.wait_healthy)
+        transport = PatientTransport(ssl.create_default_context(), IDLE_SECONDS)
+        async with httpx.AsyncClient(transport=transport, base_url=service.url, timeout=IDLE_SECONDS) as client:
+            await client.post("/sessions", json={"id": "s", "seed": 7})
+
+            async def are_recorded(calls: int) -> bool:
+                return (await client.get("/sessions/s")).json()["turns"] >= calls
+
+            asked = asyncio.gather(*(client.post(CHAT, json=BODY) for _ in range(8)))
+            for _ in range(kills):
+                await eventually(partial(are_recorded, 3))
+                service.kill()
+                service = start(start_service, models("qwen2.5"), engine, where, service.port)
+                await asyncio.to_thread(service.wait_healthy)
+            replies = [reply.json() for reply in await asked]
+            trace = (await client.post("/sessions/s/finish")).json()
+        service.end()
+        assert len({reply["id"] for reply in replies}) == 8
+        return sorted(reply["choices"][0]["message"]["content"] for reply in replies), trace
+
+    def slower_and_slower(request: dict[str, Any]) -> list[int]:
+        engine.seconds = 0.2 * (len(engine.requests) % 8)
+        return seeded(request)
+
+    async with running(FakeEngine(slower_and_slower)) as engine:
+        wanted, undisturbed = await vote(tmp_path / "undisturbed", 0)
+        found, trace = await vote(tmp_path / "killed", 1)
+    assert found == wanted
+    assert trace["turns"] == undisturbed["turns"] == 8
+
+
+async def test_two_retries_of_openais_client_get_two_replies(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        await running.open()
+        numbered(running)
+        running.engine.may_answer.clear()
+        url = f"{running.client.base_url}/sessions/s/v1"
+        client = openai.AsyncOpenAI(base_url=url, api_key="any", timeout=0.3, max_retries=200)
+        asked = [asyncio.create_task(client.chat.completions.create(**BODY)) for _ in range(2)]
+        await are_repeated(running, 2)
+        running.engine.may_answer.set()
+        replies = await asyncio.gather(*asked)
+        assert {reply.choices[0].message.content for reply in replies} == {"1", "2"}
+        assert len(running.engine.requests) == 2
+
+
+async def test_a_retry_joins_the_oldest_call_that_no_retry_has_joined(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        await running.open()
+        numbered(running)
+        running.engine.may_answer.clear()
+        asked = []
+        for headers, calls, repetitions in [(FIRST, 1, 0), (FIRST, 2, 0), (RETRY, 2, 1), (RETRY, 2, 2), (RETRY, 3, 2)]:
+            asked.append(asyncio.create_task(post(running, **headers)))
+            await eventually(lambda calls=calls: len(running.engine.requests) == calls, every=0.01)
+            await are_repeated(running, repetitions)
+        running.engine.may_answer.set()
+        assert [text(reply) for reply in await asyncio.gather(*asked)] == ["1", "2", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("headers", [{}, RETRY], ids=["curl", "retry"])
+async def test_an_abandoned_call_answers_the_next_request_once(gateway: StartGateway, headers: dict[str, str]) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        await running.open()
+        numbered(running)
+        for _ in range(2):
+            await leave(running)
+        running.engine.may_answer.set()
+        assert [text(await post(running, **new)) for new in (FIRST, {"Idempotency-Key": "new"})] == ["3", "4"]
+        assert [text(await post(running, **headers)) for _ in range(3)] == ["1", "2", "5"]
+        assert (await running.finish())["calls_repeated"] == 2
+
+
+async def test_curl_that_is_cut_between_record_and_reply_gets_the_same_bytes(
+    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Calls._record
+    recorded, may_reply = asyncio.Event(), asyncio.Event()
+    sessions: list[Session] = []
+
+    async def held(calls: Calls, session: Session, call: Call) -> None:
+        await record(calls, session, call)
+        sessions.append(session)
+        recorded.set()
+        await may_reply.wait()
+
+    monkeypatch.setattr(Calls, "_record", held)
+
+    async def curl(running: Running) -> asyncio.subprocess.Process:
+        command = ["curl", "--silent", "--json", json.dumps(BODY), f"{running.client.base_url}{CHAT}"]
+        return await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+
+    async with gateway(answers=["Hi."]) as running:
+        await running.open()
+        numbered(running)
+        cut = await curl(running)
+        await recorded.wait()
+        cut.kill()
+        await cut.wait()
+        [session] = sessions
+        await eventually(lambda: all(handover.is_abandoned for handover in session.handovers.values()))
+        may_reply.set()
+        await eventually(lambda: not session.in_flight)
+        again, another = [await (await curl(running)).communicate() for _ in range(2)]
+        assert again[0] == orjson.dumps(next(iter(session.tree.calls.values())).reply)
+        assert len(running.engine.requests) == 2
+        assert orjson.loads(another[0])["choices"][0]["message"]["content"] == "2"
+
+
+async def test_a_call_whose_request_was_cancelled_goes_to_the_next_one(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        await running.open()
+        numbered(running)
+        running.engine.may_answer.clear()
+        asked = asyncio.create_task(post(running))
+        await eventually(lambda: running.engine.requests, every=0.01)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        running.engine.may_answer.set()
+        assert [text(await post(running)), text(await post(running))] == ["1", "2"]
+
+
+@pytest.mark.parametrize("parts", [0, 1, 2])
+async def test_a_reply_is_taken_once_its_last_byte_is_sent(parts: int) -> None:
+    """The connection closes when it has taken ``parts`` of two messages."""
+    taken: list[bool] = []
+    sent: list[dict[str, Any]] = []
+    waiting = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        if len(sent) <= parts:
+            await waiting.wait()
+        return {"type": "http.disconnect"}
+
+    reply = Reply(b"content", "text/event-stream", lambda: taken.append(True))
+    open_to_the_end = asyncio.Event().wait
+    await reply({"type": "http"}, receive, send)
+    assert not taken
+    await reply({"type": "http"}, open_to_the_end, send)
+    assert taken == [True]
+    assert b"".join(message.get("body", b"") for message in sent) == 2 * b"content"
+
+
+async def test_a_key_is_one_call_for_equal_bodies_only(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        await running.open()
+        numbered(running)
+        other = {**BODY, "user": "another"}
+        marked = {"X-Request-Mark": "one"}
+        said = [
+            text(await post(running, **marked)),
+            text(await post(running, **marked, **RETRY)),
+            text(await post(running, **{"Idempotency-Key": "a"})),
+            text(await post(running, **{"Idempotency-Key": "a"}, **FIRST)),
+            text(await post(running, other, **{"Idempotency-Key": "a"})),
+            text(await post(running, **{"Idempotency-Key": "b"}, **RETRY)),
+        ]
+        assert said == ["1", "1", "2", "2", "3", "4"]
+
+
+async def test_a_call_that_failed_gives_its_number_and_its_key_to_the_next(gateway: StartGateway) -> None:
+    key = {"Idempotency-Key": "one"}
+    async with gateway(answers=["Hi."]) as running:
+        await running.open()
+        running.engine.troubles = [400]
+        assert (await post(running, **key)).status_code == 400
+        replies = [await post(running, **key), await post(running)]
+        assert [reply.json()["id"].count("-") for reply in replies] == [1, 2]
+        assert (await running.finish())["turns"] == 2
+
+
+async def test_after_a_restart_a_reply_counts_as_taken_if_a_later_record_says_so(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        await running.open()
+        numbered(running)
+        assert [text(await post(running)) for _ in range(3)] == ["1", "2", "3"]
+    async with gateway(answers=["Hi."]) as running:
+        numbered(running)
+        assert [text(await post(running)) for _ in range(2)] == ["3", "1"], "the last reply may not have arrived"
+        trace = await running.finish()
+        assert (trace["turns"], trace["calls_repeated"]) == (4, 1)
+
+
+async def test_a_directory_from_before_calls_had_numbers_is_read(gateway: StartGateway, tmp_path: Path) -> None:
+    later = [*BODY["messages"], {"role": "assistant", "content": "1"}, {"role": "user", "content": "Why?"}]
+    async with gateway(answers=["Hi."]) as running:
+        await running.open(seed=1)
+        numbered(running)
+        first = await post(running)
+        await post(running, {**BODY, "messages": later})
+        before = (await running.client.get("/sessions/s/trace")).json()
+    with closing(sqlite3.connect(tmp_path / "gateway/gateway.sqlite")) as database, database:
+        for number, record in database.execute("SELECT number, record FROM calls").fetchall():
+            fields = orjson.loads(record)
+            old = {"digest": fields.pop("name")} | fields
+            for name in ("keys", "delivered", "repeated"):
+                del old[name]
+            database.execute("UPDATE calls SET record = ? WHERE number = ?", (orjson.dumps(old), number))
+    async with gateway(answers=["Hi."]) as running:
+        numbered(running)
+        assert (await running.client.get("/sessions/s/trace")).json() == before
+        assert (await post(running)).content == first.content, "its delivery is in doubt"
+        assert (await post(running)).json()["id"] == f"{first.json()['id']}-1"
+
+
+async def test_each_of_two_samples_of_responses_is_continued_by_its_id(gateway: StartGateway) -> None:
+    async with gateway(answers=["red", "blue", "Thanks."]) as running:
+        await running.open()
+        asked = {"model": "m", "input": "A colour?"}
+        url = "/sessions/s/v1/responses"
+        first, second = [(await running.client.post(url, json=asked)).json() for _ in range(2)]
+        assert first["output"][0]["id"] != second["output"][0]["id"]
+        for said in (second, first):
+            following = {"model": "m", "input": "Why?", "previous_response_id": said["id"]}
+            assert (await running.client.post(url, json=following)).status_code == 200
+            assert (await running.client.get(f"{url}/{said['id']}")).json() == said
+        trace = await running.finish()
+        conversations = [[message["content"] for message in s["messages"]] for s in trace["sequences"]]
+        assert conversations == [["A colour?", colour, "Why?", "Thanks."] for colour in ("red", "blue")]
+
+
+async def test_a_program_that_leaves_the_relay_finds_its_answer_when_it_asks_again(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        await running.open()
+        numbered(running)
+        running.engine.may_answer.clear()
+
+        async def program(_example: Any, *, base_url: str, **_: Any) -> list[str]:
+            async with httpx.AsyncClient(trust_env=False) as client:
+                url = f"{base_url}/chat/completions"
+                with pytest.raises(httpx.ReadTimeout):
+                    await client.post(url, json=BODY, timeout=1.0)
+                asked = asyncio.create_task(client.post(url, json=BODY, timeout=IDLE_SECONDS))
+                await are_repeated(running, 1)
+                running.engine.may_answer.set()
+                return [text(await asked), text(await client.post(url, json=BODY))]
+
+        transport = PatientTransport(ssl.create_default_context(), IDLE_SECONDS)
+        async with httpx.AsyncClient(transport=transport) as client, Relay(program) as relay:  # type: ignore[arg-type]
+            url = f"{running.client.base_url}/sessions/s/v1"
+            said: Any = await relay(SimpleNamespace(), base_url=url, api_key="s", http_client=client)  # type: ignore[arg-type]
+        assert said == ["1", "2"]
+
+
+async def test_the_guides_voter_is_five_samples_that_count_against_the_limit(gateway: StartGateway) -> None:
+    [code] = re.findall(
+        r"```python my_voter.py\n(.*?)```", (REPOSITORY / "docs/guides/agent.md").read_text(), re.DOTALL
+    )
+    voter: dict[str, Any] = {}
+    exec(code, voter)
+    scored: list[str] = []
+
+    async def score(answer: str) -> float:
+        scored.append(answer)
+        return 1.0
+
+    async with gateway(answers=["7", "8", "7", "7", "8"]) as running:
+        example = SimpleNamespace(prompt="3+4=", model="m", score=score)
+        for limit in (5, 4):
+            await running.open(f"s{limit}", max_turns=limit)
+            url = f"{running.client.base_url}/sessions/s{limit}/v1"
+            vote = voter["solve"](example, base_url=url, api_key="any", http_client=running.client)
+            if limit == 5:
+                assert await vote == 1.0
+            else:
+                with pytest.raises(openai.RateLimitError, match="AGENT_MAX_TURNS"):
+                    await vote
+            trace = await running.finish(f"s{limit}")
+            assert (trace["turns"], {turn["place"] for s in trace["sequences"] for turn in s["turns"]}) == (limit, {0})
+        assert scored == ["7"]
+
+
+async def test_a_forced_call_is_the_models_choice_where_the_setting_says_so(gateway: StartGateway) -> None:
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", {**BODY, "tools": [ADD], "tool_choice": "required"}),
+        ("responses", {"model": "m", "input": "Add.", "tool_choice": {"type": "function", "name": "add"}}),
+        ("messages", {**BODY, "max_tokens": 5, "tool_choice": {"type": "any"}}),
+    ]
+    for setting, status in (("auto", 200), ("refuse", 400)):
+        async with gateway(answers=["Hi."], forced_tool_calls=setting) as running:
+            await running.open(setting)
+            for path, body in bodies:
+                reply = await running.client.post(f"/sessions/{setting}/v1/{path}", json=body)
+                assert reply.status_code == status, reply.text
+                assert status == 200 or "FORCED_TOOL_CALLS=auto" in reply.text
+            odd = {**bodies[0][1], "tool_choice": "odd"}
+            assert (await running.client.post(f"/sessions/{setting}/v1/chat/completions", json=odd)).status_code == 400
