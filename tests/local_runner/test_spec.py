@@ -98,7 +98,7 @@ def test_an_invalid_job_group_is_refused(tmp_path, old, new, said):
 
 
 def test_nodes_of_an_unknown_task_are_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"given for \['trainer'\]"):
+    with pytest.raises(ConfigurationError, match=r"given for trainer; the nearest is ppo-trainer; the tasks of"):
         load(tmp_path, GROUP, num_nodes={"trainer": 1})
 
 
