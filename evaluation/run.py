@@ -128,11 +128,7 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
     with open_store(directory, identity) as store:
         if store.samples:
             say(f"{directory} has {len(store.samples)} samples already")
-        if origin.endpoints and not schedulers.in_job_group():
-            # Refused before a reward-server is started in vain.
-            urls = [parse_url(url, is_api=True).url for url in origin.endpoints]
-            async with ServerPool(urls, _connector(plan, checkpoint), places=1) as endpoints:
-                await endpoints.wait_ready(schedulers.START_SECONDS)
+        await _check_endpoints(plan, checkpoint)
         async with (
             schedulers.servers_for(plan, checkpoint.model, directory, say) as started,
             ServerPool(
@@ -147,11 +143,7 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
             await run_until_first_ends(pool.wait_ready(started.start_seconds), started.watch())
             await run_until_first_ends(rewards.wait_healthy(servers.LOST_SECONDS), started.watch())
             scorer: Score = partial(score, rewards)
-            workflow: Workflow = SingleTurn(settings, at_once=1 if origin.is_foreign else AT_ONCE)
-            if plan.agent is not None and agent is not None:
-                is_program = isinstance(plan.agent, Program)
-                places = asyncio.Semaphore(programs_at_once() if is_program else EPISODES_AT_ONCE)
-                workflow = AgentWorkflow(agent, settings, scorer, checkpoint.model, places)
+            workflow = _workflow(plan, checkpoint, agent, scorer)
             questions = settings.eval_session_questions
             evaluation = Evaluation(found.prompts, settings.eval_samples, workflow, pool, scorer, store, questions)
             with View(console, checkpoint.name, pool) as view:
@@ -172,6 +164,22 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
                 not_given=sorted({name for server in pool.servers.values() for name in server.shortcomings}),
                 identity=identity,
             )
+
+
+async def _check_endpoints(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Refuse endpoints that do not serve the model, before a reward-server is started in vain."""
+    if plan.origin.endpoints and not schedulers.in_job_group():
+        urls = [parse_url(url, is_api=True).url for url in plan.origin.endpoints]
+        async with ServerPool(urls, _connector(plan, checkpoint), places=1) as endpoints:
+            await endpoints.wait_ready(schedulers.START_SECONDS)
+
+
+def _workflow(plan: Plan, checkpoint: Checkpoint, agent: Agent | None, scorer: Score) -> Workflow:
+    """Return the way to answer a prompt: a single turn, or an episode of the agent."""
+    if plan.agent is None or agent is None:
+        return SingleTurn(plan.settings, at_once=1 if plan.origin.is_foreign else AT_ONCE)
+    places = asyncio.Semaphore(programs_at_once() if isinstance(plan.agent, Program) else EPISODES_AT_ONCE)
+    return AgentWorkflow(agent, plan.settings, scorer, checkpoint.model, places)
 
 
 def _connector(plan: Plan, checkpoint: Checkpoint) -> Callable[[str], Server]:

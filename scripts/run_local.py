@@ -105,14 +105,7 @@ def main(
                 gpus=gpus.visible(),
                 mark=f"run-{uuid.uuid4().hex}",
             )
-            unchecked = _check(planned)
-            plan = Plan(planned, is_dry_run=dry_run)
-            if dry_run:
-                plan.show(console, unchecked)
-            if dry_run and commands:
-                run.show_nodes(console, planned)
-            for caution in plan.cautions():
-                console.print(f"note: {caution}", style="yellow", soft_wrap=True, highlight=False)
+            _check_and_show(planned, console, dry_run=dry_run, commands=commands)
             if dry_run:
                 raise typer.Exit
             secrets = list(overrides.secrets)
@@ -128,6 +121,18 @@ def main(
         print(f"run_local: {told}", file=sys.stderr)
         raise typer.Exit(EXIT_CONFIGURATION) from error
     raise typer.Exit(code)
+
+
+def _check_and_show(planned: Run, console: Console, *, dry_run: bool, commands: bool) -> None:
+    """Check the run, and print its plan if this is a dry run, its commands if asked for, and its cautions."""
+    unchecked = _check(planned)
+    plan = Plan(planned, is_dry_run=dry_run)
+    if dry_run:
+        plan.show(console, unchecked)
+    if dry_run and commands:
+        run.show_nodes(console, planned)
+    for caution in plan.cautions():
+        console.print(f"note: {caution}", style="yellow", soft_wrap=True, highlight=False)
 
 
 def _job_group(

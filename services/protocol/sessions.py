@@ -66,7 +66,7 @@ class RewardRequest(StrictModel):
 
 
 END_BEFORE = "end the agent's loop before, or catch this error and return a reward"
-"""What the refusal of a call over a session's limit advises an agent."""
+"""The advice to an agent in the refusal of a call over a session's limit."""
 REQUEST_MARK = "X-Request-Mark"
 """A header by which PatientTransport marks agents' requests: the same mark in all attempts to send a request, and in no
 other request. From the second attempt on, AGAIN follows it."""

@@ -35,7 +35,7 @@ _RESERVE_BYTES = 2**20
 """Memory that is freed when the limit is reached, so that the process can still end in an orderly way."""
 _MAX_REASON = 300
 _NO_MEMORY = ("failed to map segment", os.strerror(errno.ENOMEM))
-"""What the errors say of a library that the limit leaves no room for; an import turns them into errors of any type."""
+"""Parts of the errors of a library that the limit leaves no room for; an import turns them into errors of any type."""
 _BATCHED = {"prompt": "prompts", "response": "completions"}
 """The parameters of a reward function of TRL's form, which takes lists and returns a list."""
 

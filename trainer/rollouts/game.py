@@ -23,7 +23,7 @@ Ask = Callable[[list[dict[str, Any]]], Awaitable[str]]
 """Returns a model's answer to a conversation."""
 
 TRUNCATE_BEFORE = "end the episode before with truncated=True, set ENVIRONMENT_MAX_STEPS, or raise this setting"
-"""What takes the place of END_BEFORE, because an environment has no loop of its own."""
+"""The advice in place of END_BEFORE, because an environment has no loop of its own."""
 COMMON_FAILURES = (EpisodeLostError, DependencyLostError, RequestRefusedError, AgentFailedError)
 """Failures of the game itself, which are the same for each seat. Any other is the failure of one seat's model."""
 
