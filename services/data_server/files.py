@@ -60,9 +60,10 @@ def check_file(variable: str, path: Path) -> None:
     try:
         with path.open("rb") as file:
             first = file.read(1)
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"{where} is not a file, seen from {Path.cwd()}; give the path of one") from error
     except OSError as error:
-        reason = "is not a file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise ConfigurationError(f"{where} {reason}, seen from {Path.cwd()}; give the path of one") from error
+        raise ConfigurationError(f"{where} cannot be read ({error.strerror}); give a file that can be") from error
     if path.suffix not in FILE_TYPES:
         allowed = f"{where}: allowed are files that end in {' or '.join(FILE_TYPES)}"
         raise ConfigurationError(f"{allowed}; {_remedy(path, first)}" if path.suffix in _READ else allowed)

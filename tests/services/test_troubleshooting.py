@@ -98,7 +98,7 @@ DATA, REWARD, ROLLOUT, TRAINER = (
     "trainer",
 )
 MISTAKES = [
-    (DATA, {"DATASET": "no-such-file.jsonl"}, "... is not a file with rows, seen from ..."),
+    (DATA, {"DATASET": "no-such-file.jsonl"}, "... is not a file, seen from ..."),
     (DATA, {"DATASET": "rows.jsonl", "PROMPT_COLUMN": "ask"}, "... is ..., which ... lacks; it has ..."),
     (REWARD, {"REWARD_FN": "no_such_module:reward"}, "REWARD_FN ... cannot be loaded"),
     (REWARD, {"REWARD_FN": "maths"}, "... is no reward; allowed are ..."),

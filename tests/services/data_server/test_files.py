@@ -52,7 +52,7 @@ def test_the_command_of_the_refusal_makes_a_file_that_is_read(
     [
         ("missing.csv", "DATASET 'missing.csv' is not a file, seen from {here}; give the path of one"),
         ("rows.txt", "DATASET 'rows.txt': allowed are files that end in .jsonl or .parquet"),
-        ("folder.jsonl", "DATASET 'folder.jsonl' cannot be read (Is a directory), seen from {here}"),
+        ("folder.jsonl", "DATASET 'folder.jsonl' cannot be read (Is a directory); give a file that can be"),
     ],
 )
 def test_what_is_no_file_of_rows_is_not_taken_for_a_dataset_of_the_hub(
