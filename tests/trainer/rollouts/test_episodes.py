@@ -259,7 +259,8 @@ def test_parallel_calls_are_one_turn_to_the_formula_as_choices_are() -> None:
         n = turns[-1]["end"]
         numbers = {"completion_ids": [7] * n, "logprobs": [-1.0] * n, "loss_mask": [True] * n, "prompt_ids": [1]}
         span = {"version": 1, "start": 0, "end": n}
-        return {**numbers, "policy_versions": [span], "finish_reason": "stop", "turns": list(turns)}
+        said = [{"role": "assistant", "content": "7", "sampled": True}]
+        return {**numbers, "policy_versions": [span], "finish_reason": "stop", "turns": list(turns), "messages": said}
 
     votes = [{"call": number, "place": 0, "start": 0, "end": 2} for number in range(3)]
     sequences = [
