@@ -233,7 +233,8 @@ function isConstant(lines) {
   return [...values.values()].every((distinct) => distinct.size === 1);
 }
 
-/** Makes ``elements`` the children of ``parent``; moves nothing if they are. */
+/** Makes ``elements`` the children of ``parent``; moves only those that are elsewhere, because a plot that moves loses the focus. */
 function fill(parent, elements) {
-  if (elements.length !== parent.childElementCount || elements.some((element, n) => element !== parent.children[n])) parent.replaceChildren(...elements);
+  for (const [n, element] of elements.entries()) if (parent.children[n] !== element) parent.insertBefore(element, parent.children[n] ?? null);
+  while (parent.childElementCount > elements.length) parent.lastElementChild.remove();
 }

@@ -75,7 +75,7 @@ def test_an_episode_opens_where_its_last_answer_is(open_page, run):
     first, second, wrong = episodes(5, 100)
     second["messages"][-1] = second["messages"][-1] | {"is_last": True}
     append(run / "samples.jsonl", [first, second, wrong])
-    reader = opened(open_page(view(run), "/#samples"))
+    reader = opened(samples(open_page, run))
     expect(reader.get_by_role("button", name="Branch 1")).to_have_attribute("aria-pressed", "true")
     expect(reader.locator(".message:visible h3")).to_have_text(["User", "Model last answer"])
     reader.get_by_role("button", name="Main line").click()

@@ -149,6 +149,17 @@ def test_the_most_important_plots_come_first_and_constant_ones_are_folded(open_p
     expect(page.locator("#plot-learning-rate")).to_be_visible()
 
 
+def test_a_plot_that_starts_to_change_joins_the_others_and_the_focus_stays(open_page, tmp_path):
+    run = write_run(tmp_path / "run", 3, ended=False)
+    page = open_page(live(run, NOW))
+    move_cursor(page, "loss", "Home")
+    expect(page.locator("#plot-gradient")).to_be_hidden()
+    append(run / "metrics.jsonl", [metrics(4) | {"grad_norm": 2.5, "clip_fraction_high": 0.5}])
+    expect(page.locator("#plot-gradient")).to_be_visible()
+    expect(page.locator("#plot-loss canvas.top")).to_be_focused()
+    expect(page.locator("#cursor")).to_contain_text("step 1,")
+
+
 def test_every_plot_says_what_it_shows_and_what_is_good(open_page, tmp_path):
     page = open_page(view(write_run(tmp_path / "run", 40)))
     expect(page.locator("#plot-kl .note")).to_contain_text("behaviour policy, which sampled the completions")

@@ -51,6 +51,7 @@ def live(run, now):
 def move_cursor(page: Page, plot: str, key: str) -> None:
     """Press a key on a plot once its data are there, because a key that comes before them moves nothing."""
     canvas = page.locator(f"#plot-{plot} canvas.top")
+    expect(canvas).to_be_visible()
     expect(canvas).to_have_attribute("aria-label", re.compile(r"\ds?: "))
     canvas.press(key)
 
