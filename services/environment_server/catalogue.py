@@ -97,8 +97,8 @@ async def open_with_trial(
         opened = open_environment(settings.environment, settings.environment_text_turns)
         make = await stack.enter_async_context(opened)
         return make, await in_background(make)
-    # Environments are other people's code and may raise anything when they are made.
-    except Exception as error:
+    # Environments are other people's code and may raise anything when they are made, SystemExit included.
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(
             f"{variable} is {settings.environment!r}, which cannot be made: {why_failed(error)}; give another, or "
             "module:Class with the module on PYTHONPATH or in the working directory"
