@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -215,13 +215,11 @@ class _LoopThread:
             self._runner.close()
 
 
-def _begin_task(
-    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any
-) -> asyncio.Task[Any]:
+def _begin_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
     """Return a task; one that another task began has the attribute ``root``, the first task of them all."""
-    task: Any = asyncio.Task(coroutine, loop=loop, **options)
+    task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **options)
     if (parent := asyncio.current_task(loop)) is not None:
-        task.root = getattr(parent, "root", parent)
+        task.root = getattr(parent, "root", parent)  # type: ignore[attr-defined]
     return task
 
 
