@@ -48,7 +48,7 @@ class FunctionPolicy(Policy):
             json.dumps(actions, allow_nan=False, ensure_ascii=False).encode()
         except ValueError as error:  # also of what JSON does not have, such as NaN, infinities and numbers of numpy
             raise PolicyFailedError(
-                f"{self._target} gave {given!r:.100}; needed is a list with an int, finite float, str or list for each state"
+                f"{self._target} gave {given!r:.100}; needed is a list with an int, finite float, str or list a state"
             ) from error
         if len(actions) != len(states):
             raise PolicyFailedError(f"{self._target} gave {len(actions)} actions for {len(states)} states")

@@ -214,6 +214,27 @@ class Loops(Conversation):
         sys.exit("closed")
 
 
+class Parrot(Plain):
+    """An environment of texts that repeats the action and ends at "bye"."""
+
+    observation_space = spaces.Text(100)
+    action_space = spaces.Text(5, charset="abcdefghijklmnopqrstuvwxyz")
+    deterministic = True
+
+    def reset(self, *, seed=None, options=None):
+        return f"Seed {seed}. Say something.", {}
+
+    def step(self, action):
+        return f"{action}!", float(action == "bye"), action == "bye", False, {}
+
+
+class Mute(Parrot):
+    """An environment whose actions are texts, and its observations are not."""
+
+    action_space = spaces.Text(5)
+    observation_space = spaces.Box(0, 1, (1,))
+
+
 class Unmakeable(Conversation):
     """A conversation that ends the process where it is made."""
 
@@ -244,7 +265,7 @@ class Exiting(Plain):
         sys.exit("closed")
 
 
-for kind in (Plain, Broken, Sleepy, Unborn, Unshaped, Composed, Several, HostileFunctions, Exiting):
+for kind in (Plain, Broken, Sleepy, Unborn, Unshaped, Composed, Several, HostileFunctions, Exiting, Parrot, Mute):
     gymnasium.register(f"Odd/{kind.__name__}-v0", entry_point=kind)
 
 
