@@ -317,3 +317,18 @@ class Dice(Choosy):
     async def reset(self, seed):
         self._messages = [{"role": "user", "content": f"Process {os.getpid()}. Yes or no?"}]
         return self._messages
+
+
+class Leaving(Choosy):
+    """A deterministic question that ends its process at the answer of one seed in nine."""
+
+    deterministic = True
+
+    async def reset(self, seed):
+        self.seed = seed
+        return await super().reset(seed)
+
+    async def step(self, action):
+        if self.seed % 9 == 0:
+            sys.exit(1)
+        return await super().step(action)
