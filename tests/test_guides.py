@@ -247,7 +247,14 @@ def test_what_a_page_shows_must_have_been_printed() -> None:
 # Variables of other programs, placeholders of pages, and states of SkyPilot.
 NO_SETTINGS = {"HF_TOKEN", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
 NO_SETTINGS |= {"EPISODE", "ADD", "MY_THRESHOLD", "JOB_ID", "NOT_READY", "FAILED_NO_RESOURCE", "FAILED_SETUP"}
-NO_SETTINGS |= {"PIP_FIND_LINKS", "PIP_NO_INDEX", "MY_SHARPNESS", "LOSS_FUNCTIONS", "ADVANTAGE_FUNCTIONS"}
+NO_SETTINGS |= {
+    "PIP_FIND_LINKS",
+    "PIP_NO_INDEX",
+    "MY_SHARPNESS",
+    "GRPO_REWARD_FD",
+    "LOSS_FUNCTIONS",
+    "ADVANTAGE_FUNCTIONS",
+}
 
 
 def known_variables() -> set[str]:

@@ -68,7 +68,6 @@ class Server:
         settings = self.settings
         async with AsyncExitStack() as stack:
             make, trial = await open_with_trial(settings, stack)
-            trial.close()
             self.tasks = make if isinstance(make, Tasks) else None
             info = describe(settings.environment, make, trial, settings.environment_max_steps)
             if info.seats > 1 and settings.eval_head_endpoint is not None:
@@ -77,7 +76,8 @@ class Server:
                     "leave out EVAL_HEAD_ENDPOINT"
                 )
             self.table = EpisodeTable(info, make, settings.environment_step_seconds)
-            stack.callback(self.table.drop_idle, 0.0)
+            stack.push_async_callback(self.table.end)
+            self.table.release(trial)
             self.sessions = Sessions(self.table, self.tasks, getattr(self.tasks or trial, "tools", ()))
             stack.callback(asyncio.create_task(self._sweep()).cancel)
             if settings.eval_head_endpoint is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,7 +12,7 @@ from types import ModuleType
 
 import gymnasium
 
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, NeverReadyError
 from services.core.tasks import in_background
 from services.environment_server.environments import Conversation, Tasks, why_failed
 from services.environment_server.guessing import GuessingGame
@@ -26,25 +27,22 @@ MakeEnvironment = Callable[[], Environment]
 
 
 @asynccontextmanager
-async def open_environment(name: str, turns: int) -> AsyncIterator[MakeEnvironment]:
+async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[MakeEnvironment]:
     """Load the data of an environment, and yield a function that makes it for one episode, in any thread.
-
-    Args:
-        name: a gymnasium id, ``module:Id``, ``module:Class`` for a Conversation, ``gsm8k``, ``guessing``, ``nim``, or
-            ``openenv+http://host:port`` for an OpenEnv server.
-        turns: answers that a built-in text environment allows.
 
     Raises:
         ImportError: there is no such module.
-        ConfigurationError: the environment's data cannot be loaded, its server does not answer, or the module has no
+        ConfigurationError: the environment's data cannot be loaded, its server is none of OpenEnv, or the module has no
             such class.
+        NeverReadyError: its server does not answer.
     """
+    name, turns = settings.environment, settings.environment_text_turns
     if name == "guessing":
         yield partial(GuessingGame, turns)
     elif name == "nim":
         yield Nim
     elif name.startswith(PREFIX):
-        yield await open_server(name)
+        yield await open_server(name, settings.service_deadline_seconds)
     elif name == "gsm8k":
         # Needs the packages of data-server and reward-server, which the other environments do without.
         from services.environment_server import gsm8k
@@ -53,6 +51,9 @@ async def open_environment(name: str, turns: int) -> AsyncIterator[MakeEnvironme
             yield gsm8k.QuestionTasks(questions, turns)
     else:
         module, _, attribute = name.partition(":")
+        if name.isidentifier() and importlib.util.find_spec(name) is not None:
+            classes = _names_in(importlib.import_module(name)) or ["MyEnvironment"]
+            raise ConfigurationError(f"{name} is a module; name its class, too, as in {name}:{classes[0]}")
         found = _conversation_of(importlib.import_module(module), attribute) if attribute else None
         yield found or partial(GymnasiumEnvironment, name)
 
@@ -73,14 +74,20 @@ def _conversation_of(module: ModuleType, attribute: str) -> type[Conversation] |
         raise ConfigurationError(
             f"{module.__name__}:{attribute} is no subclass of Conversation, and no id registered with gymnasium"
         )
+    names = ", ".join(_names_in(module)) or "none"
+    raise ConfigurationError(f"module {module.__name__} has no class {attribute}; it has {names}")
+
+
+def _names_in(module: ModuleType) -> list[str]:
+    """Return the names of a module's Conversations, and the ids that it has registered with gymnasium."""
     classes = inspect.getmembers(module, lambda member: inspect.isclass(member) and issubclass(member, Conversation))
     names = [name for name, member in classes if member.__module__ == module.__name__]
-    names += [
-        spec_id
-        for spec_id, entry in registered.items()
-        if module.__name__ == (entry.partition(":")[0] if isinstance(entry, str) else entry.__module__)
+    return names + [
+        spec.id
+        for spec in gymnasium.registry.values()
+        if module.__name__
+        == (spec.entry_point.partition(":")[0] if isinstance(spec.entry_point, str) else spec.entry_point.__module__)
     ]
-    raise ConfigurationError(f"module {module.__name__} has no class {attribute}; it has {', '.join(names) or 'none'}")
 
 
 async def open_with_trial(
@@ -92,13 +99,15 @@ async def open_with_trial(
 
     Raises:
         ConfigurationError: it cannot be loaded or made.
+        NeverReadyError: it is on a server that does not answer.
     """
     try:
-        opened = open_environment(settings.environment, settings.environment_text_turns)
-        make = await stack.enter_async_context(opened)
+        make = await stack.enter_async_context(open_environment(settings))
         return make, await in_background(make)
-    # Environments are other people's code and may raise anything when they are made.
-    except Exception as error:
+    except NeverReadyError:
+        raise
+    # Environments are other people's code and may raise anything when they are made, SystemExit included.
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(
             f"{variable} is {settings.environment!r}, which cannot be made: {why_failed(error)}; give another, or "
             "module:Class with the module on PYTHONPATH or in the working directory"

@@ -26,10 +26,11 @@ class EnvironmentHungError(EnvironmentBrokenError):
     """A reset or step that takes too long and is still running in its thread."""
 
 
-def why_failed(error: Exception) -> str:
+def why_failed(error: BaseException) -> str:
     """Return why an environment failed; an error that code of the user's own raised has its type and its place."""
     is_ours = isinstance(error, ActionRefusedError | EnvironmentBrokenError | ConfigurationError | DependencyLostError)
-    return str(error) if is_ours else own_error(error)
+    text = str(error) if is_ours else own_error(error)
+    return text.encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Conversation(ABC):
         """
 
     def close(self) -> None:  # noqa: B027  # most conversations hold nothing
-        """Release what the conversation holds, such as files. Called in a thread of its own."""
+        """Release what the conversation holds, such as files; in a thread of its own, unless it is a coroutine."""
 
 
 class Tasks(ABC):

@@ -11,14 +11,13 @@ from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import Counter, Gauge
-from pydantic import ValidationError
+from pydantic import BaseModel
 
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.core.tasks import start_in_background
 from services.environment_server.catalogue import Environment, MakeEnvironment
 from services.environment_server.environments import (
     ActionRefusedError,
@@ -140,7 +139,7 @@ class EpisodeTable:
         if len(starts) < len(seeds):
             for seed, start in zip(seeds, found, strict=True):
                 if seed in made and not isinstance(start, EnvironmentHungError):
-                    _release(made[seed])
+                    self.release(made[seed])
             error = next(start for start in found if isinstance(start, Exception))
             is_away = isinstance(error, DependencyLostError)
             raise ProblemError(
@@ -159,8 +158,8 @@ class EpisodeTable:
             return state
         seat = 0 if self.info.seats > 1 else None
         try:
-            return EpisodeStart(episode=secrets.token_hex(8), seed=seed, state=state, seat=seat)
-        except ValidationError:
+            return _written(EpisodeStart(episode=secrets.token_hex(8), seed=seed, state=state, seat=seat))
+        except ValueError:
             return EnvironmentBrokenError(f"the environment gave {state!r:.60} as its first state")
 
     async def step(self, items: Sequence[StepItem]) -> list[StepResult]:
@@ -221,7 +220,7 @@ class EpisodeTable:
             members |= {"state": outcome.state, "reward": outcome.reward, "figures": dict(outcome.figures)}
             if self.info.seats > 1:
                 members |= {"seat": outcome.seat, "rewards": list(outcome.rewards)}
-            return episode.result(status, **members)
+            return _written(episode.result(status, **members))
         except EnvironmentBrokenError as error:
             return error
         # Environments are other people's code and may give anything.
@@ -233,7 +232,7 @@ class EpisodeTable:
         """Record a step's result or error in its episode."""
         episode.used = time.monotonic()
         if isinstance(found, ActionRefusedError):
-            return episode.result(StepStatus.REFUSED, detail=str(found))
+            return episode.result(StepStatus.REFUSED, detail=why_failed(found))
         if isinstance(found, Exception):
             told, has_failed = why_failed(found), not isinstance(found, DependencyLostError)
             log.warning("episode lost", steps=episode.steps, error=told)
@@ -257,7 +256,17 @@ class EpisodeTable:
         del self.active[episode.id]
         self._count(how)
         if release:
-            _release(episode.environment)
+            self.release(episode.environment)
+
+    def release(self, environment: Environment) -> None:
+        """Close an environment; nothing waits for that, because it may take long."""
+        if type(environment).close is not Conversation.close:  # That one holds nothing.
+            self._runner.release(environment.close)
+
+    async def end(self) -> None:
+        """Drop all episodes that nobody steps, and stop what they run on."""
+        self.drop_idle(0.0)
+        await self._runner.stop()
 
     async def close(self, episode_ids: Sequence[str]) -> int:
         """End episodes early and return how many there were. An episode that is being stepped ends after the step."""
@@ -306,16 +315,10 @@ class EpisodeTable:
         )
 
 
-def _release(environment: Environment) -> None:
-    """Close an environment in a thread, because closing may take long."""
-    if type(environment).close is Conversation.close:
-        return  # It holds nothing.
+Written = TypeVar("Written", bound=BaseModel)
 
-    def close() -> None:
-        try:
-            environment.close()
-        # Environments are other people's code and may raise anything; this episode is over in any case.
-        except Exception as error:  # noqa: BLE001
-            log.warning("an environment failed to close", error=repr(error))
 
-    start_in_background(close)
+def _written(model: Written) -> Written:
+    """Return ``model``; raise ValueError if a text in it is no UTF-8, or a value is of no type of JSON's."""
+    model.__pydantic_serializer__.to_json(model)
+    return model

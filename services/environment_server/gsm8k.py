@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from services.environment_server.calculator import CalculationError, calculate
 from services.environment_server.environments import Conversation, EnvironmentBrokenError, Tasks, Tool, Transition
 from services.environment_server.guessing import text_of
 from services.protocol.evaluation import Action, State
+from services.protocol.groups import RewardResult
 from services.protocol.rewards import RewardItem
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import Scorer
@@ -35,10 +37,16 @@ _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions by split, the held-out ones first, and the scorer of their answers."""
+    """The questions by split, the held-out ones first, and the scorer of their answers with its event loop."""
 
     rows: Mapping[str, sources.Rows]
     scorer: Scorer
+    loop: asyncio.AbstractEventLoop
+
+    async def score(self, item: RewardItem) -> RewardResult:
+        """Return the score of an answer, on any event loop."""
+        scoring = asyncio.run_coroutine_threadsafe(self.scorer.score([item]), self.loop)
+        return (await asyncio.wrap_future(scoring))[0]
 
 
 @asynccontextmanager
@@ -53,7 +61,8 @@ async def open_questions() -> AsyncIterator[Questions]:
     pool = WorkerPool(rewards)
     await pool.start()
     try:
-        yield Questions({"test": source.test, "train": source.train}, Scorer(rewards, pool))
+        rows = {"test": source.test, "train": source.train}
+        yield Questions(rows, Scorer(rewards, pool), asyncio.get_running_loop())
     finally:
         await pool.stop()
 
@@ -61,9 +70,9 @@ async def open_questions() -> AsyncIterator[Questions]:
 class QuestionWithCalculator(Conversation):
     """One question. The first message without a call of the calculator is the answer, which ends the episode."""
 
-    def __init__(self, question: sources.Row, scorer: Scorer, turns: int) -> None:
-        self._question = question
-        self._scorer = scorer
+    def __init__(self, questions: Questions, split: str, index: int, turns: int) -> None:
+        self._question = questions.rows[split].take([index])[0]
+        self._questions = questions
         self._left = turns
         self._messages: list[dict[str, str]] = []
 
@@ -88,7 +97,7 @@ class QuestionWithCalculator(Conversation):
     async def _score(self, text: str) -> float:
         question = self._question
         item = RewardItem(prompt=question.question, response=text, ground_truth=question.ground_truth)
-        result = (await self._scorer.score([item]))[0]
+        result = await self._questions.score(item)
         if result.reward is None:
             # Never 0, because an answer that could not be scored may be right.
             raise EnvironmentBrokenError(f"the answer could not be scored: {result.reason}")
@@ -110,8 +119,7 @@ class QuestionTasks(Tasks):
 
     def make(self, split: str, index: int) -> QuestionWithCalculator:
         """See Tasks."""
-        question = self._questions.rows[split].take([index])[0]
-        return QuestionWithCalculator(question, self._questions.scorer, self._turns)
+        return QuestionWithCalculator(self._questions, split, index, self._turns)
 
     def describe(self, split: str, index: int) -> dict[str, Any]:
         """See Tasks."""

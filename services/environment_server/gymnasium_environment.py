@@ -1,4 +1,4 @@
-"""Environments of gymnasium: observations as numbers, actions as an index or numbers."""
+"""Environments of gymnasium: observations as numbers, actions as an index or numbers; or texts, as a conversation."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Discrete, Text
 from gymnasium.wrappers import FlattenObservation
 
 from services.core.errors import ConfigurationError
-from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError, Transition
+from services.environment_server.environments import (
+    ActionRefusedError,
+    Conversation,
+    EnvironmentBrokenError,
+    Transition,
+)
 from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
 
 
 class GymnasiumEnvironment:
     """One episode's environment of gymnasium. Its calls block while they compute.
 
-    A Box of observations keeps its shape; observations of any other space are flattened to a vector. ``deterministic``
-    and ``version`` are attributes of the environment's class, as in Conversation.
+    A Box of observations keeps its shape; observations of any other space are flattened to a vector. Where observations
+    and actions are Text, the states are the messages so far. ``deterministic`` and ``version`` are attributes of the
+    environment's class, as in Conversation.
     """
 
     def __init__(self, environment_id: str) -> None:
@@ -35,15 +41,20 @@ class GymnasiumEnvironment:
             self._environment: gymnasium.Env[Any, Any] = gymnasium.make(environment_id, disable_env_checker=True)
         except gymnasium.error.Error as error:
             raise ConfigurationError(str(error).rstrip(".")) from error
-        if not isinstance(self._environment.observation_space, Box):
+        spaces = self._environment.observation_space, self._environment.action_space
+        self._messages: list[dict[str, str]] | None = [] if all(isinstance(space, Text) for space in spaces) else None
+        if not isinstance(spaces[0], Box) and self._messages is None:
             self._environment = FlattenObservation(self._environment)
         # Kept, because a wrapped environment asks every wrapper for its space.
         observations, actions = self._environment.observation_space, self._environment.action_space
         self._actions = actions
-        if not isinstance(observations, Box):
-            raise ConfigurationError(f"its observations, {observations}, have no fixed number of numbers")
         self.deterministic = bool(getattr(self._environment.unwrapped, "deterministic", False))
         self.version = str(getattr(self._environment.unwrapped, "version", ""))
+        if self._messages is not None:
+            self.state_spec, self.action_spec = Conversation.state_spec, Conversation.action_spec
+            return
+        if not isinstance(observations, Box):
+            raise ConfigurationError(f"its observations, {observations}, have no fixed number of numbers")
         self.state_spec = StateSpec(kind=StateKind.NUMBERS, shape=list(observations.shape))
         if isinstance(actions, Discrete):
             self._count, self._start = int(actions.n), int(actions.start)
@@ -51,12 +62,15 @@ class GymnasiumEnvironment:
         elif isinstance(actions, Box):
             self.action_spec = ActionSpec(kind=ActionKind.NUMBERS, shape=list(actions.shape))
         else:
-            raise ConfigurationError(f"its actions, {actions}, are neither an index nor numbers")
+            raise ConfigurationError(
+                f"its actions, {actions}, are neither an index nor numbers; an environment of text has spaces Text "
+                "for observations and for actions, or is a Conversation"
+            )
 
     def reset(self, seed: int) -> State:
         """Begin the episode and return its first state. The same seed begins the same episode."""
         observation, _ = self._environment.reset(seed=seed)
-        return _encoded(observation)
+        return self._state_of(observation)
 
     def step(self, action: Action) -> Transition:
         """Take an action. Numbers beyond a Box's bounds are clipped to them.
@@ -70,11 +84,20 @@ class GymnasiumEnvironment:
         value = float(reward)
         if not math.isfinite(value):
             raise EnvironmentBrokenError(f"the environment gave the reward {value}")
-        return Transition(_encoded(observation), value, bool(terminated), bool(truncated))
+        if self._messages is not None:
+            self._messages.append({"role": "assistant", "content": str(action)})
+        return Transition(self._state_of(observation), value, bool(terminated), bool(truncated))
 
     def close(self) -> None:
         """Close the environment."""
         self._environment.close()
+
+    def _state_of(self, observation: Any) -> State:
+        """Return an observation as JSON has it; a text as the last message."""
+        if self._messages is None:
+            return _encoded(observation)
+        self._messages.append({"role": "user", "content": str(observation)})
+        return list(self._messages)
 
     def _decoded(self, action: Action) -> Any:
         """Return an action as the environment takes it."""
@@ -83,6 +106,10 @@ class GymnasiumEnvironment:
             if type(action) is not int or not 0 <= action - self._start < self._count:
                 raise _refusal(action, space)
             return np.int64(action)
+        if isinstance(space, Text):
+            if action not in space:
+                raise _refusal(action, space)
+            return action
         try:
             array = np.asarray(action)
         except ValueError as error:  # lists of different lengths

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import time
 from functools import partial
 from typing import Any
 
 import httpx
 import orjson
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import WebSocketException
+from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
+from services.core.logs import get_logger
 from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError, Transition
 from services.environment_server.openenv_schema import Forms, NotAnActionError, messages_of
 from services.protocol.evaluation import Action, State
@@ -21,6 +24,10 @@ PREFIX = "openenv+"
 CONNECT_SECONDS = 10.0
 MAX_FRAME_BYTES = 100 * 2**20
 """As OpenEnv's own client allows."""
+RETRY_SECONDS = 5.0
+"""Pause before a server that has not answered is asked again."""
+
+log = get_logger(__name__)
 
 
 class OpenEnvEnvironment:
@@ -55,7 +62,9 @@ class OpenEnvEnvironment:
             raise DependencyLostError(f"{address} does not answer: {error}") from error
         frame = await self._ask("reset", {"seed": seed})
         if frame["type"] == "error":
-            raise DependencyLostError(f"{self._url} begins no episode: {_error_of(frame)}")
+            is_full = frame["data"].get("code") == "CAPACITY_REACHED"
+            advice = "; raise max_concurrent_envs there, or begin fewer episodes at once" if is_full else ""
+            raise DependencyLostError(f"{self._url} begins no episode: {_error_of(frame)}{advice}")
         observation = _observation_of(frame["data"])
         if self._forms.state_field is not None:
             return self._numbers(observation)
@@ -135,7 +144,9 @@ class OpenEnvEnvironment:
         """Send a message and return the frame that answers it, which has a type and data."""
         assert self._socket is not None
         try:
-            await self._socket.send(orjson.dumps({"type": kind, "data": data}).decode())
+            # After the server has closed the socket, its reason may still be there to be received.
+            with contextlib.suppress(ConnectionClosed):
+                await self._socket.send(orjson.dumps({"type": kind, "data": data}).decode())
             frame = orjson.loads(await self._socket.recv())
         except WebSocketException as error:
             raise DependencyLostError(f"the socket to {self._url} broke: {error}") from error
@@ -146,18 +157,15 @@ class OpenEnvEnvironment:
         return frame
 
 
-async def open_server(name: str) -> partial[OpenEnvEnvironment]:
+async def open_server(name: str, seconds: float) -> partial[OpenEnvEnvironment]:
     """Return a function that makes an environment on the server ``openenv+http://host:port``.
 
     Raises:
-        ConfigurationError: no OpenEnv server answers there; the message has the answer.
+        NeverReadyError: nothing answers there within ``seconds``.
+        ConfigurationError: the answer is no OpenEnv server's; the message has it.
     """
     url = name.removeprefix(PREFIX).rstrip("/")
-    try:
-        async with httpx.AsyncClient(timeout=CONNECT_SECONDS, trust_env=False) as client:
-            response = await client.get(f"{url}/schema")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigurationError(f"{url}/schema does not answer: {error!r}") from error
+    response = await _ask_for_schema(url, seconds)
     try:
         if response.status_code != 200:
             raise ValueError(f"status {response.status_code}")
@@ -165,6 +173,30 @@ async def open_server(name: str) -> partial[OpenEnvEnvironment]:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{url}/schema is no OpenEnv server's: {error!r}: {response.text[:200]}") from error
     return partial(OpenEnvEnvironment, url, forms)
+
+
+async def _ask_for_schema(url: str, seconds: float) -> httpx.Response:
+    """Return the answer to GET ``url``/schema, and wait for a server that has not started yet."""
+    end = time.monotonic() + seconds
+    async with httpx.AsyncClient(timeout=CONNECT_SECONDS, trust_env=False) as client:
+        while True:
+            try:
+                response = await client.get(f"{url}/schema")
+                if response.status_code < 500:
+                    return response
+                answer = f"status {response.status_code}"
+            except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+                raise ConfigurationError(f"{url} is no address of a server: {error}") from error
+            except httpx.HTTPError as error:
+                answer = repr(error)
+            left = end - time.monotonic()
+            if left <= 0:
+                raise NeverReadyError(
+                    f"{url}/schema did not answer within SERVICE_DEADLINE_SECONDS={seconds:g}: {answer}; start the "
+                    "server, or correct the address"
+                )
+            log.info("waiting for an OpenEnv server to start", url=url, seconds_left=round(left), answer=answer)
+            await asyncio.sleep(min(RETRY_SECONDS, left))
 
 
 def _observation_of(result: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,12 @@ class EnvironmentSettings(Settings):
         description="Answers that a built-in text environment allows before the episode is truncated.",
     )
 
+    service_deadline_seconds: float = Field(
+        default=300,
+        gt=0,
+        description="Time that an OpenEnv server may take to answer when this server starts.",
+    )
+
     eval_head_endpoint: AnyHttpUrl | None = Field(
         default=None,
         description="Address of an evaluation head, `http://host:8080`. When set, this server plays episodes of its "

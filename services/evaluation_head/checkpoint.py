@@ -77,7 +77,7 @@ class Loaded:
         return (best.squeeze(-1) + self.spec.action.start).tolist(), logprobs.squeeze(-1).tolist(), finite
 
 
-def save_policy(module: torch.nn.Module, path: Path, state: StateSpec, action: ActionSpec) -> None:
+def save_policy(module: torch.nn.Module, path: Path | str, state: StateSpec, action: ActionSpec) -> None:
     """Write ``module`` to ``path``, whole or not at all.
 
     Args:
@@ -97,17 +97,17 @@ def save_policy(module: torch.nn.Module, path: Path, state: StateSpec, action: A
         if list(output.shape) != [2, *spec.output_shape]:
             raise ValueError(f"the module gives {list(output.shape)} for 2 states; needed is {[2, *spec.output_shape]}")
         exported = torch.export.export(module, (example,), dynamic_shapes=({0: Dim("batch", min=1, max=MAX_BATCH)},))
-    content = io.BytesIO()
+    path, content = Path(path), io.BytesIO()
     torch.export.save(exported, content, extra_files={_SPEC: spec.model_dump_json()})
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, content.getvalue())
 
 
 def publish_policy(
-    module: torch.nn.Module, directory: Path, version: int, state: StateSpec, action: ActionSpec
+    module: torch.nn.Module, directory: Path | str, version: int, state: StateSpec, action: ActionSpec
 ) -> Path:
     """Write ``module`` as ``version`` below ``directory``, where a running head finds it; return the file."""
-    store = PolicyStore(directory)
+    store = PolicyStore(Path(directory))
     save_policy(module, store.begin(version) / FILE_NAME, state, action)
     return store.commit(version) / FILE_NAME
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,21 +42,25 @@ class FunctionPolicy(Policy):
     async def act(self, states: Sequence[State], *, logprobs: bool = False) -> list[Decision]:
         """See Policy."""
         async with self._one_at_a_time:
-            try:
-                given = await in_background(lambda: self._function(list(states)))
-            # Anybody's function may raise anything.
-            except Exception as error:
-                raise PolicyFailedError(f"{self._target} raised {type(error).__name__}: {error}") from error
+            given = await in_background(lambda: self._call(list(states)))
         try:
             actions = _ACTIONS.validate_python(to_jsonable_python(given))
-        except ValueError as error:  # also of what JSON does not have, such as numbers of numpy
+            json.dumps(actions, allow_nan=False, ensure_ascii=False).encode()
+        except ValueError as error:  # also of what JSON does not have, such as NaN, infinities and numbers of numpy
             raise PolicyFailedError(
-                f"{self._target} gave {given!r:.100}; needed is a list with an int, float, str or list for each state"
+                f"{self._target} gave {given!r:.100}; needed is a list with an int, finite float, str or list a state"
             ) from error
         if len(actions) != len(states):
             raise PolicyFailedError(f"{self._target} gave {len(actions)} actions for {len(states)} states")
         self._states += len(states)
         return [Decision(action, None) for action in actions]
+
+    def _call(self, states: list[State]) -> Sequence[Action]:
+        try:
+            return self._function(states)
+        # Anybody's function may raise anything, also a SystemExit, which must not end the head.
+        except BaseException as error:
+            raise PolicyFailedError(f"{self._target} raised {type(error).__name__}: {error}") from error
 
     async def refresh(self) -> None:
         """Do nothing, because a function has one version."""

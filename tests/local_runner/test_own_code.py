@@ -129,7 +129,7 @@ def test_what_is_not_there_is_refused_with_its_setting(here, env, said):
             "ENVIRONMENT is 'my_game:Empty', which cannot be made: TypeError",
         ),
         ("environment", ["ENVIRONMENT=my_game:Door"], "module my_game has no class Door; it has Doors, Empty; give"),
-        ("environment", ["ENVIRONMENT=my_game"], "Environment `my_game` doesn't exist; give another, or module:Class"),
+        ("environment", ["ENVIRONMENT=my_game"], "my_game is a module; name its class, too, as in my_game:Doors"),
         (
             "environment",
             ["ENVIRONMENT=nothing"],

@@ -99,7 +99,7 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, flo
         metrics
         | _episode_metrics(groups)
         | environment_figures(groups)
-        | _win_rates(episodes)
+        | _win_rates(groups)
         | _reward_parts([sequences[0] for sequences in episodes])
     )
 
@@ -140,12 +140,13 @@ def environment_figures(groups: Sequence[Group]) -> dict[str, float]:
     return {f"environment_{name}": statistics.fmean(values) for name, values in found.items()}
 
 
-def _win_rates(episodes: Sequence[Sequence[Experience]]) -> dict[str, float]:
-    """Return the share of games that each seat won, those with a positive return; nothing without games."""
+def _win_rates(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the share of games that each seat won, whether it acted or not; nothing without games."""
     won: defaultdict[int, list[bool]] = defaultdict(list)
-    for first, *_ in episodes:
-        if first.seat is not None and first.reward is not None:
-            won[first.seat].append(first.reward > 0)
+    for group in groups:
+        for episode in (group.episode_figures or {}).values():
+            if episode.seat is not None and episode.won is not None:
+                won[episode.seat].append(episode.won)
     return {f"win_rate_seat_{seat}": statistics.fmean(games) for seat, games in sorted(won.items())}
 
 

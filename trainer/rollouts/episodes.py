@@ -117,9 +117,12 @@ class EpisodeMaker(GroupMaker):
         self.failed_in_a_row = 0
         told = {"episodes_failed": dict(self._failed), "failure_examples": self._examples}
         self._failed, self._examples = Tally(), {}
-        names = set(EpisodeFigures.model_fields) - {"figures"}
+        names = set(EpisodeFigures.model_fields) - {"figures", "seat", "won"}
         figures = {
-            e.trace.index: EpisodeFigures(**e.trace.model_dump(include=names), figures=e.figures) for e in episodes
+            e.trace.index: EpisodeFigures(
+                **e.trace.model_dump(include=names), figures=e.figures, seat=e.seat, won=e.has_won
+            )
+            for e in episodes
         }
         group = self.group(prompt, prompt_ids, experiences)
         return group.model_copy(update={"episode_figures": figures, **told})

@@ -32,6 +32,11 @@ class Episode:
     seat: int | None = None
     """The seat of a game; None where there is one seat."""
 
+    @property
+    def has_won(self) -> bool | None:
+        """Whether the seat's rewards sum to more than 0; None without seats or rewards."""
+        return None if self.seat is None or self.result.reward is None else self.result.reward > 0
+
 
 def experiences_of(episodes: Sequence[Episode]) -> tuple[list[int], list[Experience]]:
     """Return the prompt that all sequences of the episodes share, and the sequences as experiences that continue it.

@@ -72,6 +72,8 @@ function drawPlots() {
       const entry = { key, label, color: seriesColor(n), dash: [] };
       return { label, color: entry.color, dash: [], xs, ys: points.map((point) => point[key] ?? null), entry };
     });
+    // Nothing makes requests of a head that plays by itself, for one.
+    show(charts[i].element, lines.some(({ ys }) => ys.some((y) => y !== null)));
     charts[i].update(lines);
   });
 }

@@ -34,7 +34,7 @@ export function showServers(table, servers) {
   const rows = servers.map((server) => ({
     key: server.name,
     cells: [
-      server.name,
+      noted(server.name, server.detail ?? server.url),
       pill(server.state, LOOKS[server.state]),
       server.mode,
       server.environment ?? "–",
@@ -44,13 +44,12 @@ export function showServers(table, servers) {
       count(server.lost),
       count(number(server.returns.mean)),
       count(number(server.states)),
-      count(server.usage ? `${number(server.usage.cores, 2)} cores` : "–"),
+      count(server.usage?.cores.toFixed(2) ?? "–"),
       count(server.usage ? `${number(server.usage.memory_bytes)}B` : "–"),
       count(duration(server.seconds_since_heard)),
-      wide(server.detail ?? server.url ?? ""),
     ],
   }));
-  const names = ["server", "state", "mode", "environment", "policy", ">active", ">finished", ">lost", ">mean return", ">states", ">processor", ">memory", ">heard", "detail"];
+  const names = ["server", "state", "mode", "environment", "policy", ">active", ">finished", ">lost", ">mean return", ">states", ">cores", ">memory", ">heard"];
   fill(table, names, rows, "No server has come yet. Set EVAL_HEAD_ENDPOINT on an environment server, or let the head discover one.");
 }
 
@@ -89,11 +88,12 @@ export function showPolicies(table, policies) {
 
 const pill = (text, look) => h("span", { class: `pill ${look ?? "fair"}` }, text);
 const count = (value) => ({ className: "number", value: String(value) });
+const noted = (name, note) => ({ className: "named", value: h("div", null, name, note && note !== `http://${name}` ? h("span", { class: "note" }, note) : "") });
 const wide = (value) => ({ className: "wide", value });
 
 function fill(table, names, rows, none) {
   // An unchanged table is left alone, so that a selection or a screen reader keeps its place.
-  const signature = JSON.stringify(rows.map(({ cells }) => cells.map((cell) => cell?.value ?? cell?.textContent ?? cell)));
+  const signature = JSON.stringify(rows.map(({ cells }) => cells.map((cell) => cell?.value?.textContent ?? cell?.value ?? cell?.textContent ?? cell)));
   if (table.dataset.signature === signature) return;
   table.dataset.signature = signature;
   const head = h("tr", null, names.map((name) => h("th", { scope: "col", class: name.startsWith(">") ? "number" : null }, name.replace(">", ""))));

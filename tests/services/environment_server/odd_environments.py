@@ -1,8 +1,11 @@
 """Environments that misbehave: ``ENVIRONMENT=tests.services.environment_server.odd_environments:Odd/Sleepy-v0``."""
 
 import asyncio
+import contextlib
 import os
+import sys
 import threading
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -132,7 +135,137 @@ class Holding(Conversation):
         Holding.held -= 1
 
 
-for kind in (Plain, Broken, Sleepy, Unborn, Unshaped, Composed, Several):
+def harm(what):
+    """Do what only hostile or careless code does."""
+    if what == "exit":
+        sys.exit("enough")
+    if what == "interrupt":
+        raise KeyboardInterrupt
+    if what == "cancel":
+        raise asyncio.CancelledError
+    if what == "block":
+        HANGING.set()
+        RELEASE.wait(IDLE_SECONDS)
+    if what == "spin":
+        while True:
+            pass
+
+
+class Hostile(Conversation):
+    """A conversation that does harm where it is told to: in a step as the action says, in a reset by seeds 1 to 3."""
+
+    async def reset(self, seed):
+        harm({1: "exit", 2: "interrupt", 3: "cancel"}.get(seed))
+        self.messages = [{"role": "user", "content": "go"}]
+        return list(self.messages)
+
+    async def step(self, action):
+        where, _, what = action.partition(" ")
+        if where == "task":
+            await asyncio.gather(asyncio.create_task(self.harm(what)), asyncio.sleep(0))
+        if where == "wait":
+            await asyncio.sleep(float(what))
+        if where == "deaf":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(float(what))
+            while not RELEASE.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.01)
+        if where == "error":
+            raise ValueError("caf\udce9")
+        if where == "refuse":
+            raise ActionRefusedError("caf\udce9")
+        harm(what if where == "step" else None)
+        content = {"surrogate": "caf\udce9", "object": object()}.get(action, action)
+        self.messages.append({"role": "user", "content": content})
+        return Transition(list(self.messages), 1.0)
+
+    async def harm(self, what):
+        harm(what)
+
+
+class HostileFunctions(Plain):
+    """The same with plain functions: actions 1 to 3 do harm in a step, seeds 1 to 3 in a reset."""
+
+    def reset(self, *, seed=None, options=None):
+        harm({1: "exit", 2: "interrupt", 3: "cancel"}.get(seed))
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        harm({1: "exit", 2: "interrupt", 3: "cancel"}.get(action))
+        return super().step(action)
+
+
+class Loops(Conversation):
+    """A conversation whose step says whether it runs on the event loop of the reset; it closes as a coroutine."""
+
+    closed_on: ClassVar = []
+
+    async def reset(self, seed):
+        self.loop = asyncio.get_running_loop()
+        return [{"role": "user", "content": "go"}]
+
+    async def step(self, action):
+        same = asyncio.get_running_loop() is self.loop
+        return Transition([{"role": "user", "content": str(same)}], 1.0, terminated=action == "end")
+
+    async def close(self):
+        Loops.closed_on.append(asyncio.get_running_loop() is getattr(self, "loop", None))
+        sys.exit("closed")
+
+
+class Parrot(Plain):
+    """An environment of texts that repeats the action and ends at "bye"."""
+
+    observation_space = spaces.Text(100)
+    action_space = spaces.Text(5, charset="abcdefghijklmnopqrstuvwxyz")
+    deterministic = True
+
+    def reset(self, *, seed=None, options=None):
+        return f"Seed {seed}. Say something.", {}
+
+    def step(self, action):
+        return f"{action}!", float(action == "bye"), action == "bye", False, {}
+
+
+class Mute(Parrot):
+    """An environment whose actions are texts, and its observations are not."""
+
+    action_space = spaces.Text(5)
+    observation_space = spaces.Box(0, 1, (1,))
+
+
+class Unmakeable(Conversation):
+    """A conversation that ends the process where it is made."""
+
+    def __init__(self):
+        sys.exit("not this way")
+
+    async def reset(self, seed):
+        """Never called."""
+
+    async def step(self, action):
+        """Never called."""
+
+
+class Unwritable(Hostile):
+    """A conversation whose first state is no UTF-8."""
+
+    async def reset(self, seed):
+        return [{"role": "user", "content": "caf\udce9"}]
+
+
+class Exiting(Plain):
+    """An environment that ends the process where it is closed."""
+
+    closed = threading.Event()
+
+    def close(self):
+        Exiting.closed.set()
+        sys.exit("closed")
+
+
+for kind in (Plain, Broken, Sleepy, Unborn, Unshaped, Composed, Several, HostileFunctions, Exiting, Parrot, Mute):
     gymnasium.register(f"Odd/{kind.__name__}-v0", entry_point=kind)
 
 
@@ -184,3 +317,18 @@ class Dice(Choosy):
     async def reset(self, seed):
         self._messages = [{"role": "user", "content": f"Process {os.getpid()}. Yes or no?"}]
         return self._messages
+
+
+class Leaving(Choosy):
+    """A deterministic question that ends its process at the answer of one seed in nine."""
+
+    deterministic = True
+
+    async def reset(self, seed):
+        self.seed = seed
+        return await super().reset(seed)
+
+    async def step(self, action):
+        if self.seed % 9 == 0:
+            sys.exit(1)
+        return await super().step(action)

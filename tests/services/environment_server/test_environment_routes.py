@@ -132,6 +132,25 @@ async def test_composed_states_are_flattened(serving: Any, app: Any) -> None:
         assert (result["state"], result["reward"]) == ([0.0, 1.0, 0.0, 0.0, 0.0], 1.0)
 
 
+async def test_an_environment_of_texts_is_a_conversation(serving: Any, app: Any) -> None:
+    async with serving(app(environment=f"{ODD}Parrot-v0")) as client:
+        reply = (await client.post("/reset", json={"seed": 7})).json()
+        assert reply["environment"]["state"] == {"kind": "messages", "shape": []}
+        assert (reply["environment"]["action"]["kind"], reply["environment"]["deterministic"]) == ("text", True)
+        [start] = reply["episodes"]
+        first = {"role": "user", "content": "Seed 7. Say something."}
+        assert start["state"] == [first]
+        episode = start["episode"]
+        for refused in ("Hi there", 5, ["a"]):
+            [result] = await take(client, (episode, 0, refused))
+            assert (result["status"], "Text(1, 5" in result["detail"]) == ("refused", True)
+        [result] = await take(client, (episode, 0, "hello"))
+        said = [first, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "hello!"}]
+        assert (result["status"], result["state"]) == ("running", said)
+        [result] = await take(client, (episode, 1, "bye"))
+        assert (result["status"], result["reward"], len(result["state"])) == ("terminated", 1.0, 5)
+
+
 async def test_a_step_asked_for_again_while_it_is_taken_is_taken_once(serving: Any, app: Any) -> None:
     odd_environments.RELEASE.clear()
     async with serving(app(environment=f"{ODD}Sleepy-v0")) as client:
@@ -233,6 +252,7 @@ async def test_a_server_with_too_many_hanging_environments_is_unhealthy(
         ("no_such_module:Game-v0", "no_such_module"),
         (f"{ODD}Unshaped-v0", "observations"),
         (f"{ODD}Several-v0", "neither an index nor numbers"),
+        (f"{ODD}Mute-v0", "or is a Conversation"),
     ],
 )
 async def test_a_server_whose_environment_is_unavailable_does_not_start(

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
-from services.core.errors import EXIT_CONFIGURATION, DependencyLostError
+from services.core.errors import EXIT_CONFIGURATION, EXIT_FAILED, DependencyLostError
 from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError, Transition
 from services.environment_server.openenv_environment import OpenEnvEnvironment
 from services.environment_server.openenv_schema import Forms, NotAnActionError, messages_of
-from tests.services.run_page.serving import served_ready
+from tests.ports import free_port
+from tests.services.run_page.serving import served, served_ready
+from tests.waiting import IDLE_SECONDS, wait_until
 
 MOVE = {
     "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}, "metadata": {"type": "object"}},
@@ -188,10 +194,59 @@ def test_a_single_field_that_is_no_text_is_the_answers_json() -> None:
     assert orjson.dumps(forms.action_schema).decode() in forms.rules()[0]["content"]
 
 
-async def test_a_server_that_does_not_answer_ends_with_78_and_its_answer(start_service: Any, app: Any) -> None:
-    refused = start_service("services.environment_server", ENVIRONMENT="openenv+http://127.0.0.1:9", healthy=False)
-    assert refused.process.wait(120) == EXIT_CONFIGURATION
-    assert "does not answer" in refused.log
+def test_a_server_that_starts_later_is_waited_for(start_service: Any, app: Any) -> None:
+    port = free_port()
+    name = f"openenv+http://127.0.0.1:{port}"
+    waits = start_service("services.environment_server", ENVIRONMENT=name, healthy=False)
+    wait_until(lambda: "waiting for an OpenEnv server to start" in waits.log, "it waits")
+    with served(app(environment="guessing"), port):
+        wait_until(lambda: httpx.get(f"{waits.url}/health", trust_env=False).status_code == 200, "it is healthy")
+
+
+def test_a_server_that_never_starts_ends_the_start(start_service: Any) -> None:
+    refused = start_service(
+        "services.environment_server",
+        ENVIRONMENT="openenv+http://127.0.0.1:9",
+        SERVICE_DEADLINE_SECONDS="1",
+        healthy=False,
+    )
+    assert refused.process.wait(IDLE_SECONDS) == EXIT_FAILED
+    assert "did not answer within SERVICE_DEADLINE_SECONDS=1" in refused.log
+    assert "start the server" in refused.log
+
+
+async def test_a_reason_that_the_server_gives_before_it_closes_is_told() -> None:
+    reason = error("CAPACITY_REACHED")
+    async with closing_at_once(json.dumps(reason).encode()) as url:
+        environment = OpenEnvEnvironment(url, Forms.of({"action": SAY, "observation": {}}))
+        with pytest.raises(DependencyLostError, match=r"CAPACITY_REACHED: not so.*raise max_concurrent_envs"):
+            await environment.reset(1)
+
+
+@asynccontextmanager
+async def closing_at_once(message: bytes) -> AsyncIterator[str]:
+    """A server that accepts a WebSocket, sends ``message`` and closes, all in the same packet."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = (await reader.readuntil(b"\r\n\r\n")).decode()
+        [key] = re.findall(r"(?i)^sec-websocket-key: *(\S+)", asked, re.MULTILINE)
+        digest = hashlib.sha1(f"{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11".encode()).digest()
+        writer.write(
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            + b"Sec-WebSocket-Accept: %s\r\n\r\n" % base64.b64encode(digest)
+            + b"\x81%c%s" % (len(message), message)
+            + b"\x88\x02\x03\xe8"
+        )
+        await writer.drain()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_an_answer_that_is_no_openenv_servers_ends_with_78(start_service: Any, app: Any) -> None:
     data_server = start_service("services.data_server", DATASET="arithmetic")
     other = start_service("services.environment_server", ENVIRONMENT=f"openenv+{data_server.url}", healthy=False)
     assert other.process.wait(120) == EXIT_CONFIGURATION

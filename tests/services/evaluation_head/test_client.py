@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,10 @@ async def test_a_function_and_a_policy_of_another_head_are_policies(head: Any, s
         ("fail", "ZeroDivisionError"),
         ("say_numpy", "gave array([0, 1])"),
         ("say_nothing", "gave [None, None]"),
+        ("say_nan", "gave [0.5, nan]"),
+        ("say_infinity", "gave [[0.5], [[-inf]]]"),
+        ("leave", "raised SystemExit: enough"),
+        ("say_no_text", r"gave ['a', '\udce9']"),
     ],
 )
 async def test_a_function_that_fails_is_a_policy_that_failed(head: Any, serving: Any, function: str, says: str) -> None:
@@ -157,3 +162,19 @@ def say_numpy(states: list[Any]) -> Any:
 
 def say_nothing(states: list[Any]) -> list[None]:
     return [None for _ in states]
+
+
+def say_nan(states: list[Any]) -> list[float]:
+    return [0.5, math.nan]
+
+
+def say_infinity(states: list[Any]) -> list[Any]:
+    return [[0.5], [[-math.inf]]]
+
+
+def say_no_text(states: list[Any]) -> list[str]:
+    return ["a", "\udce9"]
+
+
+def leave(states: list[Any]) -> list[int]:
+    sys.exit("enough")

@@ -90,8 +90,8 @@ def test_numbers_move_while_the_head_plays(open_page: Any, play: Any) -> None:
     expect(row).to_contain_text("connected")
     expect(row).to_contain_text("driven")
     expect(row).to_contain_text("CartPole-v1")
-    # Processor and memory of the server.
-    expect(row).to_contain_text(re.compile(r"cores\s*[\d.]+[MG]B"))
+    # The cores that the server uses, and its memory.
+    expect(row).to_contain_text(re.compile(r"\d\.\d\d[\d.]+[MG]B"))
     expect(tile(page, "active episodes")).to_have_text("4")
     expect(tile(page, "mean return")).to_have_text(re.compile(r"\d"))
     expect(tile(page, "states a second")).not_to_have_text("0")
@@ -105,6 +105,21 @@ def test_numbers_move_while_the_head_plays(open_page: Any, play: Any) -> None:
     expect(row.locator("td span.pill.good")).to_have_text("connected")
     expect(page.locator("td.pill")).to_have_count(0)
     assert not is_wider_than_window(page)
+    # The whole table is there, without scrolling, and a plot without values is not.
+    assert page.evaluate(
+        "document.querySelector('#servers').offsetWidth <= document.querySelector('.scroll').clientWidth"
+    )
+    expect(page.locator("#plot-latency")).to_be_hidden()
+    assert httpx.post(f"{url}/evaluate", json={"state": [0, 0, 0, 0]}, trust_env=False, timeout=60).status_code == 200
+    expect(page.locator("#plot-latency canvas.top")).to_have_attribute("aria-label", re.compile(r"median [\d.]"))
+
+
+@needs_browser
+def test_the_table_says_why_a_server_is_not_there_below_its_name(open_page: Any, head: Any) -> None:
+    with served(head(game_server_addresses="127.0.0.1:9")) as url:
+        row = open_page(url).locator("#servers [data-name='127.0.0.1:9']")
+        expect(row).to_contain_text("unreachable")
+        expect(row.locator("td").first.locator(".note")).to_contain_text("did not answer")
 
 
 @needs_browser

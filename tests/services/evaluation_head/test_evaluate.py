@@ -256,6 +256,14 @@ async def test_a_head_without_policies_or_with_bad_ones_does_not_start(serving: 
                 pass
 
 
+def test_a_policy_is_published_below_a_directory_that_is_a_text(tmp_path: Path) -> None:
+    module, form = policies.Times(1.0), (policies.PAIR, policies.NUMBERS)
+    published = checkpoint.publish_policy(module, str(tmp_path / "all"), 1, *form)
+    checkpoint.save_policy(module, str(tmp_path / "one.pt2"), *form)
+    found = [checkpoint.find(tmp_path / name) for name in ("all", "one.pt2")]
+    assert [(source.version, source.file) for source in found] == [(1, published), (None, tmp_path / "one.pt2")]
+
+
 @pytest.mark.parametrize("text", ["nameless", "=x", "a=x a=y", "a b=x", "$=x"])
 def test_policies_are_named(head: Any, text: str) -> None:
     with pytest.raises(ValueError, match="head_policies"):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import httpx
 import pytest
 from transformers import Qwen3Config
 
@@ -32,10 +33,14 @@ from services.protocol.prompts import Prompt
 from services.protocol.sessions import CreateSessionRequest
 from tests.fake_service import fake_service
 from tests.services.clients.test_environment import address_of
+from tests.services.conftest import StartService
+from tests.services.conftest import start_service as start_service  # a fixture
+from tests.services.conftest import start_service_once as start_service_once  # a fixture
 from tests.services.run_page.serving import served_ready
 from tests.skypilot_facts import ROOT
 from tests.trainer.rollouts.fake_gateway import FakeGateway, ids
 from tests.trainer.tiny import SHAPE, save_model
+from tests.waiting import IDLE_SECONDS
 from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.config import TrainerSettings
 from trainer.model.learner import Learner
@@ -70,6 +75,13 @@ class Stage:
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     name = getattr(request, "param", "guessing")
     settings = EnvironmentSettings(environment=name, environment_text_turns=3, environment_server_name="a")
+    with served_ready(create_app(settings)) as url, stage_of(url) as stage:
+        yield stage
+
+
+@contextmanager
+def stage_of(*environment_servers: str) -> Iterator[Stage]:
+    """A stage with environment-servers at these URLs."""
     gateway = FakeGateway(lambda messages: "50")
     with ExitStack() as stack:
         data, rewards, replay, rollouts, served = (
@@ -81,7 +93,7 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
             ReplayClient(replay.endpoint),
             RolloutClient(rollouts.endpoint, vocab_size=1000),
             GatewayClient(served.endpoint, deadline=30),
-            EnvironmentClient([address_of(stack.enter_context(served_ready(create_app(settings))))], deadline=5),
+            EnvironmentClient([address_of(url) for url in environment_servers], deadline=5),
         )
         thread = stack.enter_context(ServiceThread())
         thread.call(clients.open())
@@ -202,6 +214,27 @@ def test_an_environment_whose_every_episode_fails_ends_the_run_for_good(stage: S
     assert stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES)) == []
     with pytest.raises(ConfigurationError, match=said.replace("(", r"\(").replace(")", r"\)")):
         stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+
+
+def test_servers_outlive_an_environment_that_exits_at_some_seeds(start_service: StartService) -> None:
+    servers = [
+        start_service("services.environment_server", ENVIRONMENT=f"{ODD}Leaving", ENVIRONMENT_SERVER_NAME=name)
+        for name in ("a", "b")
+    ]
+    with stage_of(*(server.url for server in servers)) as stage:
+        stage.gateway.says = lambda _: "yes"
+        prompts = [PROMPT.model_copy(update={"ground_truth": str(seed), "position": seed}) for seed in range(27)]
+        maker = stage.maker(batch_size=27)
+        groups = stage.thread.call(maker.make_groups(prompts))
+        assert [group.ground_truth for group in groups] == [str(seed) for seed in range(27) if seed % 9]
+        assert all(group.rewards == [1.0, 1.0] for group in groups)
+        assert "SystemExit: 1 (" in str(maker.last_failure)
+        begun = [
+            httpx.get(f"{server.url}/stats", trust_env=False, timeout=IDLE_SECONDS).json()["episodes"]
+            for server in servers
+        ]
+        assert all(counts["terminated"] and counts["lost"] for counts in begun)
+        assert [server.process.poll() for server in servers] == [None, None]
 
 
 @pytest.mark.parametrize("stage", ["CartPole-v1"], indirect=True)

@@ -27,6 +27,7 @@ from services.embedded_engine.settings import EngineSettings
 from services.environment_server.app import create_app
 from services.environment_server.nim import NAMES, draw_heaps
 from services.environment_server.settings import EnvironmentSettings
+from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
@@ -127,6 +128,15 @@ def test_the_metrics_have_the_figures_of_the_environment_and_the_wins_of_each_se
     group = stage.group(prompt_of(seed_won_by(1)))
     assert group is not None
     assert 0 < group_metrics([group], 1)["environment_legal_moves"] < 1
+
+
+def test_a_game_counts_for_a_seat_that_never_acted(stage: Stage) -> None:
+    stage.gateway.says = lambda _: "hm"
+    group = stage.group(prompt_of(3))
+    assert group is not None
+    assert {experience.seat for experience in group.experiences} == {0}
+    metrics = group_metrics([Group.model_validate_json(group.model_dump_json())], 1)
+    assert (metrics["win_rate_seat_0"], metrics["win_rate_seat_1"]) == (0.0, 1.0)
 
 
 def test_an_evaluation_has_the_figures_of_greedy_games(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
