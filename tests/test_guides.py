@@ -240,6 +240,17 @@ def test_the_guides_agent_is_that_of_the_demo() -> None:
     assert shown == (ROOT / "evaluation/multiplying_agent.py").read_text()
 
 
+def test_no_guide_overwrites_the_file_of_another() -> None:
+    """A reader follows one guide after the other in one folder."""
+    texts: dict[str, dict[str, str]] = {}
+    for page in PAGES:
+        for block in blocks(page):
+            if block.file is not None:
+                texts.setdefault(block.file, {})[page] = block.text
+    assert len(texts) > 8
+    assert {file: sorted(pages) for file, pages in texts.items() if len(set(pages.values())) > 1} == {}
+
+
 def test_what_a_page_shows_must_have_been_printed() -> None:
     assert missing('{"reward":...,"status":"scored"\nstep 2/2\n', '{"reward":0.5,"status":"scored"}\n') == ["step 2/2"]
 
