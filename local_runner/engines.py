@@ -10,6 +10,7 @@ from local_runner.spec import TaskSpec
 from local_runner.variables import all_settings, load_settings
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
+from services.core.files import check_model_directory
 from services.rollout_server.settings import EngineKind, RolloutSettings
 
 
@@ -35,6 +36,7 @@ def check(run: Run) -> None:
         from services.rollout_server.model_files import read_config
         from services.rollout_server.placement import check_given_sizes
 
+        check_model_directory(settings.model_name)
         config = read_config(settings.model_name) if Path(settings.model_name).is_dir() else None
         try:
             check_given_sizes(settings, n_gpus, config)

@@ -71,6 +71,10 @@ class Command(TyperCommand):
             if setting is not None and name not in known:
                 value = value or ("VALUE" if following.startswith("-") else following)
                 ctx.fail(f"No such option: {name}; give the setting as --env {setting}={value}")
+        # A name alone takes the value of the environment, and only a job group's file may stand behind it.
+        for word, name, value in zip(args, args[1:], [*args[2:], "-"], strict=False):
+            if word == "--env" and "=" not in name and not value.startswith("-") and not Path(value).suffix:
+                ctx.fail(f"{value} is no job group's file; write --env {name}={value} if it is a value")
         return super().parse_args(ctx, args)
 
 
@@ -92,8 +96,6 @@ def main(
     """Run the tasks of a job group as processes on this machine. The exit code is that of its primary task."""
     console = Console(file=standard_output())
     try:
-        if not path.suffix and (bare := [name for name in env or [] if "=" not in name]):
-            raise ConfigurationError(f"{path} is no job group's file; write --env {bare[-1]}={path} if it is a value")
         path = spec.find(path)
         group, overrides = _job_group(path, env or [], env_file or [], secret or [], num_nodes or [], small=small)
         with nodes.allocate(group, own_hosts=own_hosts) as addresses:

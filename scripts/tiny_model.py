@@ -98,6 +98,7 @@ def warm_up(
     """
     import torch
 
+    torch.set_num_threads(1)  # A second thread would only wait for the first.
     everything = questions()
     draw = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)

@@ -231,10 +231,11 @@ def _summary(
         **first_and_last(state.rewards),
         **{f"accuracy_before{part}": getattr(state, f"accuracy_before{part}") for part in ACCURACY},
         **{
-            f"accuracy_after{part}": getattr(state, f"last_accuracy{part}") if state.step else None for part in ACCURACY
+            f"accuracy_after{part}": getattr(state, f"last_accuracy{part}") if state.evaluated_step else None
+            for part in ACCURACY
         },
         "eval_reward_before": state.eval_reward_before,
-        "accuracy_after_step": state.evaluated_step if state.step else None,
+        "accuracy_after_step": state.evaluated_step or None,
         "evaluation_error": state.evaluation_error,
         "model": settings.model_name,
         "dataset": data.source,

@@ -15,8 +15,11 @@ def find_attribute(module: str, name: str) -> Any:
 
     Raises:
         AttributeError: it has none; the message has the nearest name.
+        ModuleNotFoundError: there is no such module, or the name is that of a file.
         Exception: the module cannot be imported.
     """
+    if module.endswith(".py"):
+        raise ModuleNotFoundError(f"{module} is a file; give its module: {module.removesuffix('.py')}:{name}")
     found = importlib.import_module(module)
     if not hasattr(found, name) and (near := difflib.get_close_matches(name, dir(found), 1)):
         raise AttributeError(f"module {module!r} has no attribute {name!r}, the nearest is {near[0]}")

@@ -34,8 +34,13 @@ def choose(names: Sequence[str], where: str, settings: DataSettings) -> dict[str
     Raises:
         ConfigurationError: the dataset lacks a column.
     """
+    question = _choose(names, where, "PROMPT_COLUMN", settings.prompt_column, _QUESTION)
+    if list(names) == [question] and settings.ground_truth_column is None:
+        raise ConfigurationError(
+            f"{where} has no column besides {question!r}; add one with the answers, such as 'answer'"
+        )
     chosen = {
-        "question": _choose(names, where, "PROMPT_COLUMN", settings.prompt_column, _QUESTION),
+        "question": question,
         "answer": _choose(names, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _ANSWER),
     }
     return chosen | ({CATEGORY: CATEGORY} if CATEGORY in names else {})

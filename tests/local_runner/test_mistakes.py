@@ -33,6 +33,8 @@ def told(*arguments: str, cwd: Path = ROOT) -> str:
         (["--env", "MAX_STEPS=3", "--seed", "--dry-run"], "give the setting as --env SEED=VALUE"),
         (["--num-node", "ppo-trainer=1"], "No such option: --num-node"),
         (["--env", "MAX_STEPS=1", "MAX_STEPS", "3"], "unexpected extra argument"),
+        (["jobgroup.yaml", "--env", "MAX_STEPS", "3"], "write --env MAX_STEPS=3 if it is a value"),
+        (["--env", "MAX_STEPS", "3"], "write --env MAX_STEPS=3 if it is a value"),
         (["--env-file", "dem.env"], "there is no --env-file dem.env; the nearest is demo.env"),
         (["3"], "there is no file 3; this project has"),
         (["3"], "a setting is given as --env NAME=VALUE"),

@@ -172,12 +172,6 @@ def test_more_workers_than_engines_are_refused(here: Path, options: list[str], e
     assert told in done.stderr
 
 
-def test_a_value_behind_a_name_is_not_taken_for_a_file(here: Path) -> None:
-    done = planned(here, "3", "--env", "MAX_STEPS")
-    assert done.returncode == 78
-    assert done.stderr == "run_local: 3 is no job group's file; write --env MAX_STEPS=3 if it is a value\n"
-
-
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The hub, which has one model and no dataset."""
