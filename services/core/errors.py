@@ -55,9 +55,9 @@ def own_error(error: BaseException, most: int | None = None) -> str:
     text = " ".join(str(error).split())[:most]
     told = f"{type(error).__name__}: {text}" if text else type(error).__name__
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        # A module that is run has the name __main__, but keeps its own in its spec.
-        named = getattr(frame.f_globals.get("__spec__"), "name", None)
-        code, module = frame.f_code, named or frame.f_globals.get("__name__", "")
+        # A program started by its name, such as the check of REWARD_FN, is called __main__, except in its __spec__.
+        spec = frame.f_globals.get("__spec__")
+        code, module = frame.f_code, spec.name if spec else frame.f_globals.get("__name__", "")
         if not module.startswith(_COMPONENTS) and not any(part in code.co_filename for part in _INSTALLED):
             return f"{told} ({code.co_filename}, line {line}, in {code.co_qualname})"
     return told
