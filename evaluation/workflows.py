@@ -105,13 +105,12 @@ class AgentWorkflow:
     async def _episode(self, server: Server, prompt: Prompt, kind: Kind, index: int, history: Messages) -> Sample:
         settings, recording = self.settings, Recording()
         forced: dict[str, Any] = {"temperature": 0.0}
+        seed = None
         if kind is Kind.SAMPLED:
             forced = {"temperature": settings.temperature, "top_p": settings.top_p}
-        is_seeded = kind is Kind.SAMPLED and server.takes_seeds
-        seed = seed_of(settings.seed, prompt, kind, index) if is_seeded else None
-        transport = RecordingTransport(
-            server.http, settings, forced | server.forced, seed, recording, server.limit_name
-        )
+            seed = seed_of(settings.seed, prompt, kind, index) if server.takes_seeds else None
+        forced |= server.forced
+        transport = RecordingTransport(server.http, settings, forced, seed, recording, server.limit_name)
         example = Example(**dict(prompt), model=self.model, history=list(history), scorer=self.score)
         started = time.monotonic()
         async with httpx.AsyncClient(transport=transport, timeout=server.http.timeout) as http_client:

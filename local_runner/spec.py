@@ -101,10 +101,10 @@ def load(path: Path, overrides: Overrides | None = None) -> JobGroup:
         raise ConfigurationError(f"{path}: the tasks need names of their own, got {names}")
     if unknown := set(overrides.num_nodes) - set(names):
         near = "".join(nearest(name, names) for name in sorted(unknown))
-        told = (
-            f"node counts were given for {', '.join(sorted(unknown))}{near}; the tasks of {path} are {', '.join(names)}"
+        given = ", ".join(sorted(unknown))
+        raise ConfigurationError(
+            f"node counts were given for {given}{near}; the tasks of {path} are {', '.join(names)}"
         )
-        raise ConfigurationError(told)
     primary = header.get("primary_tasks") or names
     if unknown := set(primary) - set(names):
         raise ConfigurationError(f"{path}: primary_tasks names {sorted(unknown)}; the tasks are {names}")
@@ -117,10 +117,10 @@ def load(path: Path, overrides: Overrides | None = None) -> JobGroup:
     )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], which: str = "nearest") -> str:
     """Return words that name the nearest of the ``known`` names; empty if none is near."""
     found = difflib.get_close_matches(name, list(known), 1)
-    return f"; the nearest is {found[0]}" if found else ""
+    return f"; the {which} is {found[0]}" if found else ""
 
 
 def assignments(pairs: Sequence[str], option: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from local_runner.environment import Run, node_environment
 from local_runner.settings_classes import READERS, Reader
-from local_runner.spec import JobGroup, TaskSpec
+from local_runner.spec import JobGroup, TaskSpec, nearest
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
 
@@ -57,9 +57,10 @@ def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str,
         if name in declared or _is_foreign(name, readers):
             continue
         if name.upper() not in readers:
+            near = nearest(name.upper(), {*readers, *declared}, "nearest setting")
             problems.append(
-                f"{name} is read by no component{_nearest(name, {*readers, *declared})}. If your own code reads it, "
-                "declare it under `envs` of its task in the job group's file"
+                f"{name} is read by no component{near}. If your own code reads it, declare it under "
+                "`envs` of its task in the job group's file"
             )
         elif name in options and not tasks.intersection(readers[name.upper()]):
             owners = " and ".join(readers[name.upper()])
@@ -133,11 +134,6 @@ def setting_like(name: str) -> str | None:
         one for one in sorted(settings) if f"_{name}_" in f"_{one}_" and (one.startswith(name) or one.endswith(name))
     ]
     return next(iter(difflib.get_close_matches(name, like, 1, 0.0)), None)
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name.upper(), known, 1)
-    return f"; the nearest setting is {found[0]}" if found else ""
 
 
 @contextlib.contextmanager

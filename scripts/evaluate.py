@@ -21,7 +21,7 @@ from evaluation import schedulers
 from evaluation.allocation import Allocation, parse_allocation
 from evaluation.plan import Origin, Plan
 from evaluation.run import evaluate
-from evaluation.samples import SAMPLES, Sample
+from evaluation.samples import SAMPLES, SampleStore
 from evaluation.settings import MATH_AGENT, Api, Backend, EvaluationSettings, SchedulerName, WorkflowName
 from evaluation.signals import run_until_signal
 from evaluation.workflows import ScoringLostError
@@ -183,7 +183,9 @@ def main(
 def _show_samples(output: Path) -> None:
     """Print the conversations below ``output`` with their figures and rewards."""
     for path in output.rglob(SAMPLES):
-        for sample in map(Sample.model_validate_json, path.read_text().splitlines()):
+        with path.open("rb+") as file:
+            samples = SampleStore(file).samples.values()
+        for sample in samples:
             answered = {"role": "assistant", "content": sample.completion}
             for message in sample.messages or [{"role": "user", "content": sample.prompt}, answered]:
                 calls = [call["function"] for call in message.get("tool_calls") or []]

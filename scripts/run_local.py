@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import uuid
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,7 +66,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line."""
         known = {"--help", *(option for one in self.params for option in (*one.opts, *one.secondary_opts))}
-        for word, following in zip(args, [*args[1:], "-"], strict=True):
+        for word, following in pairwise([*args, "-"]):
             name, _, value = word.partition("=")
             setting = variables.setting_like(name[2:].replace("-", "_")) if re.match(r"--[a-z]", name) else None
             if setting is not None and name not in known:
@@ -127,7 +128,11 @@ def main(
 
 def _check_and_show(planned: Run, console: Console, *, dry_run: bool, commands: bool) -> None:
     """Check the run, and print its plan if this is a dry run, its commands if asked for, and its cautions."""
-    unchecked = _check(planned)
+    environment.check_gpus(planned)
+    variables.check_values(planned)
+    engines.check(planned)
+    own_code.check(planned)
+    unchecked = own_code.unchecked_models(planned)
     plan = Plan(planned, is_dry_run=dry_run)
     if dry_run:
         plan.show(console, unchecked)
@@ -148,15 +153,6 @@ def _job_group(
     variables.check_names(group, options | secrets, from_files)
     environment.check_mounts(group)
     return group, overrides
-
-
-def _check(planned: Run) -> list[str]:
-    """Check a run before anything starts, and return the models that were not looked for on the hub."""
-    environment.check_gpus(planned)
-    variables.check_values(planned)
-    engines.check(planned)
-    own_code.check(planned)
-    return own_code.unchecked_models(planned)
 
 
 if __name__ == "__main__":

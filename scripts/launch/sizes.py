@@ -81,18 +81,14 @@ def parse_gpus(text: str) -> tuple[Gpus, ...]:
             raise ConfigurationError(f"--gpus {text}: expected NAME:COUNT, such as H100:8 or H100:8,A100-80GB:8")
         name = next((known for known in roofline.MEMORY if known.lower() == match[1].lower()), None)
         if name is None:
-            raise ConfigurationError(f"--gpus {text}: {_refusal(match[1])}; known are {', '.join(roofline.MEMORY)}")
+            why = (
+                "is unknown, and so is its memory; write it into jobgroup.yaml by hand and give that to sky jobs launch"
+            )
+            if match[1].upper() in WITHOUT_BFLOAT16:
+                why = "has no bfloat16, in which trainer and engines compute; take another card"
+            raise ConfigurationError(f"--gpus {text}: {match[1]} {why}; known are {', '.join(roofline.MEMORY)}")
         found.append(Gpus(name, int(match[2] or 1)))
     return tuple(found)
-
-
-def _refusal(card: str) -> str:
-    """Return why a card is not taken, and the way out."""
-    if card.upper() in WITHOUT_BFLOAT16:
-        return f"{card} has no bfloat16, in which trainer and engines compute; take another card"
-    return (
-        f"{card} is unknown, and so is its memory; write it into jobgroup.yaml by hand and give that to sky jobs launch"
-    )
 
 
 def gibibytes(size: str) -> int:

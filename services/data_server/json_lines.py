@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -42,9 +42,15 @@ def read(path: Path, where: str, settings: DataSettings) -> ReadTable:
     for _, row in rows(path, where):
         names.update(dict.fromkeys(row))
     chosen = choose(list(names), where, settings)
+    schema = pa.schema([(name, pa.string()) for name in chosen])
+    numbered = rows(path, where)
     try:
         file = tempfile.TemporaryFile()  # noqa: SIM115  # The returned function reads it.
-        _write(file, rows(path, where), where, chosen)
+        with pa.ipc.new_stream(file, schema) as writer:
+            while batch := list(islice(numbered, _BATCH)):
+                columns = [_texts(batch, name, column, where) for name, column in chosen.items()]
+                writer.write_batch(pa.record_batch(columns, schema))
+        file.flush()
     except OSError as error:
         place = f"{tempfile.gettempdir()}: {error.strerror}; set TMPDIR to a directory with room"
         raise ConfigurationError(f"{where} cannot be copied to {place}") from error
@@ -69,16 +75,6 @@ def rows(path: Path, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 ) from error
             if row is not None:
                 yield number, row
-
-
-def _write(file: IO[bytes], numbered: Iterator[tuple[int, dict[str, Any]]], where: str, chosen: dict[str, str]) -> None:
-    """Write the chosen columns of rows as text, in Arrow's format."""
-    schema = pa.schema([(name, pa.string()) for name in chosen])
-    with pa.ipc.new_stream(file, schema) as writer:
-        while batch := list(islice(numbered, _BATCH)):
-            columns = [_texts(batch, name, column, where) for name, column in chosen.items()]
-            writer.write_batch(pa.record_batch(columns, schema))
-    file.flush()
 
 
 class _LineError(Exception):

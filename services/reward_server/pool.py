@@ -67,7 +67,6 @@ class _Worker:
         modules = ["worker", *(module for name, module in slow_to_import.items() if name in functions)]
         context.set_forkserver_preload([f"services.reward_server.{module}" for module in modules])
         self._connection, theirs = context.Pipe()
-        self._asked = 0
         limits = (settings.reward_cpu_seconds, settings.reward_memory_mb * 2**20)
         n_threads = threads(processes=settings.reward_workers)
         self._process = context.Process(target=worker.run, args=(theirs, functions, n_threads, *limits), daemon=True)
@@ -88,19 +87,15 @@ class _Worker:
         """True once the process of a free worker has ended: nothing but the end of the connection comes from it."""
         return self._connection.poll(0)
 
-    def ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the worker's reply to ``message``, the function and its item.
+    def ask(self, message: bytes, seconds: float) -> dict[str, Any]:
+        """Return the worker's reply to ``message``, the function and its item as JSON.
 
         Raises:
             TimeoutError: the reply took more than ``seconds``.
-            EOFError, OSError: the process ended, or replied to something else.
+            EOFError, OSError: the process ended.
         """
-        self._asked += 1
-        self._connection.send_bytes(orjson.dumps({"number": self._asked, **message}))
-        reply = self._receive(seconds)
-        if reply.get("number") != self._asked:
-            raise EOFError
-        return reply
+        self._connection.send_bytes(message)
+        return self._receive(seconds)
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         if not self._connection.poll(seconds):
@@ -187,9 +182,8 @@ class WorkerPool:
             return Evaluation(None, RewardStatus.OVERLOADED, reason)
         finally:
             self._count_pending(-1)
-        message = {"function": function, "item": item}
         # The worker finishes its answer even if nobody waits for it any longer.
-        return await asyncio.shield(self._run(self._evaluate(free, message)))
+        return await asyncio.shield(self._run(self._evaluate(free, function, item)))
 
     async def _take(self) -> _Worker:
         """Return a worker once one is free; one that died while it was free, as of lack of memory, is replaced."""
@@ -197,7 +191,8 @@ class WorkerPool:
             self._run(self._remove(free))
         return free
 
-    async def _evaluate(self, free: _Worker, message: dict[str, Any]) -> Evaluation:
+    async def _evaluate(self, free: _Worker, function: str, item: dict[str, Any]) -> Evaluation:
+        message = orjson.dumps({"function": function, "item": item})
         seconds = self._settings.reward_timeout_seconds
         try:
             reply = await asyncio.get_running_loop().run_in_executor(self._threads, free.ask, message, seconds)
@@ -207,7 +202,7 @@ class WorkerPool:
         # None is also what nan becomes in JSON, from a function that replaces math.isfinite.
         if (value := reply.get("value")) is not None:
             return Evaluation(value)
-        reason = reply.get("reason", f"{message['function']} returned no finite number")
+        reason = reply.get("reason", f"{function} returned no finite number")
         return Evaluation(None, RewardStatus(reply.get("status", RewardStatus.ERROR)), reason)
 
     async def _remove(self, ended: _Worker) -> int | None:

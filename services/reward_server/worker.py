@@ -69,11 +69,10 @@ def run(connection: Connection, functions: list[str], n_threads: int, cpu_second
     with contextlib.suppress(ConnectionError, EOFError):
         connection.send_bytes(orjson.dumps({"reason": None}))
         while True:
-            message = orjson.loads(connection.recv_bytes())
-            reply = _evaluate(table, message, cpu_seconds)
+            reply = _evaluate(table, orjson.loads(connection.recv_bytes()), cpu_seconds)
             if os.getpid() != worker:
                 os._exit(0)  # A process that the user's function forked.
-            connection.send_bytes(orjson.dumps({"number": message["number"], **reply}))
+            connection.send_bytes(orjson.dumps(reply))
 
 
 def _evaluate(

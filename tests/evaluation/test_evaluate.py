@@ -305,7 +305,7 @@ def test_the_commands_own_reward_server_is_waited_for(evaluate, engine, tiny_mod
 
 AGENT = """
 async def solve(example, *, base_url, api_key, http_client):
-    body = {"model": example.model, "messages": [{"role": "user", "content": example.prompt}]}
+    body = {"model": example.model, "messages": [{"role": "user", "content": example.prompt + "\\u2028."}]}
     reply = await http_client.post(f"{base_url}/chat/completions", json=body)
     return await example.score(reply.json()["choices"][0]["message"]["content"])
 """
@@ -317,7 +317,7 @@ def test_a_check_plays_one_episode_of_the_agent_that_is_set_and_keeps_nothing(ev
     command = evaluate("--model", tiny_model, "--url", engine, "--check", **given)
     assert command.wait() == 0, command.text
     assert "AGENT=agent_of_mine:solve is set and answers; --workflow single-turn leaves it out" in command.text
-    assert re.search(r"\nuser: \d\+\d=\n\nassistant: .*\n\nturns 1, tokens \d, reward [01]\.0\n", command.text)
+    assert re.search(r"\nuser: \d\+\d=\u2028\.\n\nassistant: .*\n\nturns 1, tokens \d, reward [01]\.0\n", command.text)
     assert not command.output.exists()
 
 

@@ -48,6 +48,11 @@ def test_a_mistake_is_answered_with_what_to_type(arguments: list[str], said: str
     assert said in told(*arguments)
 
 
+def test_no_arguments_at_all_stand_for_the_job_group_file_here(tmp_path: Path) -> None:
+    (tmp_path / "jobgroup.yaml").write_text("name: mine\n")
+    assert told(cwd=tmp_path).startswith("run_local: jobgroup.yaml: ")
+
+
 def test_only_whole_words_of_a_setting_stand_for_it() -> None:
     assert setting_like("epochs") == "NUM_EPOCHS"
     assert setting_like("max_steps") == "MAX_STEPS"

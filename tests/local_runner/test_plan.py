@@ -210,3 +210,12 @@ def test_what_a_silent_hub_may_have_is_said_to_be_unchecked(here: Path) -> None:
     done = planned(here, DATASET="team/sums", MODEL_NAME="nobody/knows")
     assert lines(done)["data"] == "team/sums, not read"
     assert "not looked for on the Hugging Face hub: MODEL_NAME=nobody/knows, DATASET=team/sums\n" in done.stdout
+
+
+def test_a_plan_says_that_a_run_with_a_checkpoint_has_no_room_to_go_on(here: Path, tiny_model: Path) -> None:
+    (here / "runs" / "mine" / "checkpoints" / "step-1").mkdir(parents=True)
+    kept = {"CHECKPOINTS_KEPT": 10**9, "CHECKPOINT_EVERY": 1, "MAX_STEPS": 10**9, "NUM_EPOCHS": 10**9}
+    done = run(here, "--dry-run", "--small", "--run-id=mine", MODEL_NAME=tiny_model, DATASET="sums.jsonl", **kept)
+    assert done.returncode == 0, done.stderr
+    assert "note: here it would not start: " in done.stdout
+    assert "of the volume of the run directory" in done.stdout

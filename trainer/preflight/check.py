@@ -69,7 +69,7 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_n
         ConfigurationError: a place has too little; the message has the sizes and the setting that would fit.
         DiskFullError: the volume has too little for a run that has a checkpoint: it had enough before.
     """
-    work = _chosen(settings, shape, machine)
+    work = chosen_work(settings, shape, machine)
     need, limits = needed(shape, work), machine.limits
     for place, name in PLACES.items():
         if parts := _parts(need, work, place):
@@ -93,7 +93,8 @@ def gigabytes(size: int) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
-def _chosen(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
+def chosen_work(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
+    """Return the work that settings ask for, with what they leave open chosen for the machine."""
     work = work_of(
         settings,
         shape,
@@ -144,7 +145,7 @@ def _remedy(
         return f"Mount a memory volume of {math.ceil(wanted / GIB)}Gi at /dev/shm on the nodes of ppo-trainer."
     if place == "volume":
         fewer = settings.model_copy(update={"checkpoints_kept": 1})
-        fits = needed(shape, _chosen(fewer, shape, machine)).total(place) <= machine.limits.volume
+        fits = needed(shape, chosen_work(fewer, shape, machine)).total(place) <= machine.limits.volume
         keep = "Set CHECKPOINTS_KEPT=1, or give" if fits else "Give"
         # The local runner, which maps the addresses, has a directory in place of a volume.
         local = "a --shared-dir on another disk"
@@ -169,7 +170,7 @@ def _remedy(
 def _first_fitting(shape: ModelShape, work: Work, ways: Iterator[Way]) -> str | None:
     """Return the text of the first way that takes no more memory than a GPU has."""
     for text, changed, machine in ways:
-        if _fits(needed(shape, _chosen(changed, shape, machine)), work, machine.limits, "device"):
+        if _fits(needed(shape, chosen_work(changed, shape, machine)), work, machine.limits, "device"):
             return text
     return None
 
@@ -217,5 +218,5 @@ def _smaller_micro_batches(settings: TrainerSettings) -> Iterator[tuple[int, Tra
 def _micro_batches_that_fit(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Iterator[int]:
     """Yield the values of MICRO_BATCH_TOKENS with which everything fits into a node's memory, the greatest first."""
     for tokens, smaller in _smaller_micro_batches(settings):
-        if needed(shape, _chosen(smaller, shape, machine)).total("host") <= machine.limits.host:
+        if needed(shape, chosen_work(smaller, shape, machine)).total("host") <= machine.limits.host:
             yield tokens

@@ -11,13 +11,13 @@ from services.core import compute, gpus, logs
 from services.core.endpoints import num_nodes
 from services.core.errors import ConfigurationError, exit_code_of
 from trainer.__main__ import ranks_per_node
+from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
-from trainer.preflight.check import Machine, check
+from trainer.preflight.check import Machine, check, chosen_work
 from trainer.preflight.limits import find_limits
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import needed
-from trainer.preflight.work import choose, work_of
 
 
 def main() -> None:
@@ -36,19 +36,11 @@ def main() -> None:
     limits = find_limits(device, settings.run_dir, is_shared=settings.engine_sleeps)
     machine = Machine(num_nodes(), ranks_per_node(), getattr(torch, kind).itemsize, limits)
     shape = ModelShape.of(load_config(settings), trust_remote_code=settings.trust_remote_code)
-    work = work_of(
-        settings,
-        shape,
-        memory=limits.device,
-        nodes=machine.nodes,
-        ranks_per_node=machine.ranks_per_node,
-        compute_bytes=machine.compute_bytes,
-    )
-    need = needed(shape, choose(settings, shape, work, limits))
+    need = needed(shape, chosen_work(settings, shape, machine))
     refusal = None
     try:
         check(settings, shape, machine)
-    except ConfigurationError as error:
+    except (ConfigurationError, DiskFullError) as error:
         refusal = str(error)
     print(json.dumps({"need": vars(need), "has": vars(limits), "refusal": refusal}))
 
