@@ -87,6 +87,7 @@ def main(
     if all(getattr(context.get_parameter_source(name), "name", "") == "DEFAULT" for name in context.params):
         # Somebody who wants to see the options must not pay for GPUs.
         typer.echo(context.get_help())
+        typer.echo("For example: grpo launch --model Qwen/Qwen2.5-0.5B-Instruct --gpus L4:1 --dry-run")
         raise typer.Exit(2)
     try:
         logs.configure("launch", "error")

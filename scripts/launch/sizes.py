@@ -82,7 +82,8 @@ def parse_gpus(text: str) -> tuple[Gpus, ...]:
         name = next((known for known in roofline.MEMORY if known.lower() == match[1].lower()), None)
         if name is None:
             why = (
-                "is unknown, and so is its memory; write it into jobgroup.yaml by hand and give that to sky jobs launch"
+                "is unknown, and so is its memory; write it under `accelerators` of ppo-trainer and rollout-server in "
+                "a copy of jobgroup.yaml, and give the copy to `sky jobs launch`"
             )
             if match[1].upper() in WITHOUT_BFLOAT16:
                 why = "has no bfloat16, in which trainer and engines compute; take another card"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services.core.errors import ConfigurationError
 
+PROJECT = Path(__file__).parents[2]
 DEMO_MODEL = "smollm2-135m"
 """The name of the directory of the demo's model."""
 FULL_BELOW_BYTES = 64 * 2**20
@@ -72,6 +73,8 @@ def check_model_directory(model: str) -> None:
     remedy = "give a directory that has the model, or a Hugging Face name"
     if Path(model).name == DEMO_MODEL:
         remedy = f"`make demo` makes it, or `python -m scripts.prepare_demo_model {model}`"
+        if (made := PROJECT / ".cache/models" / DEMO_MODEL).is_dir():
+            remedy += f"; it is there as --env MODEL_NAME={made}"
     raise ConfigurationError(f"MODEL_NAME={model}: the directory does not exist, seen from {Path.cwd()}; {remedy}")
 
 

@@ -225,7 +225,7 @@ def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model
         (["--model", "8B", "--gpus", "t4:1"], "take another card; known are H100"),
         (
             ["--model", "8B", "--gpus", "RTX4090:8"],
-            "write it into jobgroup.yaml by hand and give that to sky jobs launch",
+            "write it under `accelerators` of ppo-trainer and rollout-server in a copy of jobgroup.yaml",
         ),
         (["--model", "8B", "--gpus", "H100:0"], "expected NAME:COUNT"),
         (["--model", "8B", "--gpus", "H100 8"], "expected NAME:COUNT"),

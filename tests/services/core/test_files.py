@@ -78,6 +78,14 @@ def test_a_model_that_this_user_cannot_read_is_named(monkeypatch: pytest.MonkeyP
         shutil.rmtree(here)
 
 
+def test_the_projects_own_demo_model_is_named_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.core.files.PROJECT", tmp_path)
+    made = tmp_path / ".cache/models/smollm2-135m"
+    made.mkdir(parents=True)
+    with pytest.raises(ConfigurationError, match=f"it is there as --env MODEL_NAME={made}"):
+        check_model_directory("elsewhere/models/smollm2-135m")
+
+
 def test_the_demos_model_is_made_by_make_demo(tmp_path: Path) -> None:
     model = tmp_path / "smollm2-135m"
     with pytest.raises(ConfigurationError, match=f"`make demo` makes it, .*prepare_demo_model {model}`"):
