@@ -47,14 +47,15 @@ def watch(system: System) -> Watch:
     The run is held while the page is looked at, so that it cannot end before all is seen: the second trainer node,
     without which there is no step, stands still.
     """
-    system.wait_for_step(1)
-    nodes = read_nodes(system.run_dir)
-    assert nodes is not None
-    url = f"http://{nodes.endpoints['ppo-trainer-0:8004']}"
     with browser() as chrome:
         desk = chrome.new_page(viewport=DESKTOP)
         phone = chrome.new_page(viewport=PHONE, has_touch=True, is_mobile=True)
         problems = [problems_of(page) for page in (desk, phone)]
+        # Not before: a browser may take longer to start than the run's steps.
+        system.wait_for_step(1)
+        nodes = read_nodes(system.run_dir)
+        assert nodes is not None
+        url = f"http://{nodes.endpoints['ppo-trainer-0:8004']}"
         with system.held(HELD):
             for page in (desk, phone):
                 page.set_default_timeout(1000 * IDLE_SECONDS)
