@@ -36,9 +36,9 @@ def check(run: Run) -> None:
         from services.rollout_server.model_files import read_config
         from services.rollout_server.placement import check_given_sizes
 
-        check_model_directory(settings.model_name)
-        config = read_config(settings.model_name) if Path(settings.model_name).is_dir() else None
         try:
+            check_model_directory(settings.model_name)
+            config = read_config(settings.model_name) if Path(settings.model_name).is_dir() else None
             check_given_sizes(settings, n_gpus, config)
         except ConfigurationError as error:
             raise ConfigurationError(f"{task.name}: {error}") from error

@@ -49,7 +49,8 @@ def moody(prompt, response):
             math.isfinite = lambda _: True
             return float("nan")
         case "torch":
-            import torch
+            # The loader's words when memory lacks; torch itself may be loaded already, by tests before.
+            raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
         case "fork":
             if os.fork() == 0:
                 time.sleep(0.3)
