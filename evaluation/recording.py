@@ -47,7 +47,7 @@ class Recording:
     other_api: str | None = None
     """The path of a request by an API that is not recorded."""
     equal: defaultdict[str, list[bool]] = field(default_factory=lambda: defaultdict(list))
-    """Of each of the equal requests, by the digest of their bodies, whether it is answered or in flight."""
+    """A flag for each of the equal requests, by the digest of their bodies: answered or in flight."""
 
     @property
     def last_text(self) -> str:
