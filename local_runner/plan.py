@@ -65,6 +65,8 @@ class Plan:
         """Yield what is allowed but hardly meant."""
         if (reward := self._settings.get("RewardSettings")) is not None and reward.caution:
             yield reward.caution
+        if self._trainer is not None:
+            yield from self._trainer.cautions
         if self._trainer is not None and self._rows.get("is_whole"):
             train, held_out = self._rows["train"], self._rows["held_out"]
             batch, wanted, steps = self._trainer.batch_size, self._trainer.max_steps, self._trainer.total_steps(train)

@@ -114,6 +114,8 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
     """
     if ranks.on_main(lambda: has_succeeded(settings), ConfigurationError):
         return
+    for caution in settings.cautions if ranks.is_main else ():
+        log.warning(caution)
     settings, ranks = preflight(settings, ranks)
     torch.manual_seed(settings.seed)
     with ExitStack() as stack:
@@ -135,9 +137,9 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         learner = Learner(settings, policy, ranks, reference, total_steps)
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks)
         critic = CriticLearner(learner) if settings.has_critic else None
-        state = resume(settings, ranks, policy, data, learner, checkpoints, critic)
         publisher = make_publisher(settings, policy, ranks, thread)
         stack.callback(publisher.close)
+        state = resume(settings, ranks, policy, data, learner, checkpoints, critic)
         team = Team(settings, ranks, learner, publisher, checkpoints, stop, critic)
         if services is None:
             team.follow()

@@ -21,16 +21,16 @@ from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.volume import DiskFullError
-from trainer.config import TrainerSettings
+from trainer.config import PublishedType, TrainerSettings
 from trainer.group_arrays import from_arrays, to_arrays
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.ranks import Ranks
+from trainer.model.rounding import Rounding, UnbiasedRounding
 from trainer.model.saving import save_pretrained
 from trainer.model.sharding import leave_gpu
 from trainer.publishing import Publisher
-from trainer.publishing.disk import published_dtype
 from trainer.service_thread import InterruptedCallError
 
 log = get_logger(__name__)
@@ -103,12 +103,12 @@ class Team:
         The update stops when asked to before its first optimizer step. During CRITIC_WARMUP_STEPS the policy stays.
         """
         self._tell("update", groups=groups, step=step)
-        n_steps, critic, result = self.settings.updates_per_batch, self.critic, UpdateResult()
+        critic, result = self.critic, UpdateResult()
         if critic is None or step >= self.settings.critic_warmup_steps:
-            result = self.learner.update(groups, step, n_steps=n_steps, should_stop=self.should_stop)
+            result = self.learner.update(groups, step, should_stop=self.should_stop)
         if critic is not None and critic.trains_alone(step):
             stop = None if result.steps else self.should_stop
-            result = result.with_critic(critic.update(groups, step, n_steps=n_steps, should_stop=stop))
+            result = result.with_critic(critic.update(groups, step, should_stop=stop))
         return result
 
     def values(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
@@ -163,14 +163,14 @@ class Team:
     def save_model(self) -> None:
         """Write the trained model, and the critic, to the run directory, where transformers loads them from.
 
-        LoRA adapters are merged in float32, because bfloat16 would round most of a small trained change away.
+        In the published type the model is the last published version, byte for byte.
         """
         self._tell("save_model")
-        policy = self.learner.policy
-        dtype = torch.float32 if policy.has_adapters else published_dtype(self.settings)
-        save_pretrained(policy, self.ranks, self.settings.run_dir / "model", dtype)
+        is_short = self.settings.saved_type is PublishedType.BFLOAT16
+        rounding = UnbiasedRounding() if is_short else Rounding(torch.float32)
+        save_pretrained(self.learner.policy, self.ranks, self.settings.run_dir / "model", rounding)
         if self.critic is not None:
-            self.critic.save(self.settings.run_dir / "critic", published_dtype(self.settings))
+            self.critic.save(self.settings.run_dir / "critic")
 
     def _tell(self, name: str, *, groups: Sequence[TrainingGroup] | None = None, **arguments: Any) -> None:
         if not self.ranks.is_main or self.ranks.world_size == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,20 +28,26 @@ from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.gathering import gather_state
 from trainer.model.learner import Learner
-from trainer.model.policy import load_policy
+from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks, join_ranks
-from trainer.publishing.disk import published_dtype
+from trainer.model.rounding import MeasuredRounding, Rounding
+from trainer.publishing import make_publisher
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.evaluate import sample_metrics
 from trainer.rollouts.replay import within_kl
 
 
-def train(run: Run) -> Result:
-    """Train in this process by the run's settings, evaluate the trained policy, and return the measurements."""
+def train(run: Run, rounding: Callable[[Policy], Rounding] | None = None) -> Result:
+    """Train in this process by the run's settings, evaluate the trained policy, and return the measurements.
+
+    Args:
+        run: the run.
+        rounding: makes the rounding of published weights; without it, that of PUBLISH_TYPE.
+    """
     started = time.process_time()
     result = result_of(run)
     with join_ranks() as ranks, with_model(run.settings) as settings:
-        InProcess(settings, REWARDS[settings["REWARD_FN"]], ranks).train(result)
+        InProcess(settings, REWARDS[settings["REWARD_FN"]], ranks, rounding).train(result)
     result.processor_seconds = time.process_time() - started
     return result
 
@@ -49,7 +55,13 @@ def train(run: Run) -> Result:
 class InProcess:
     """A run of the trainer that generates, scores, stores, replays, updates and publishes in this process."""
 
-    def __init__(self, settings: Settings, reward: Reward, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        reward: Reward,
+        ranks: Ranks,
+        rounding: Callable[[Policy], Rounding] | None = None,
+    ) -> None:
         """Load everything by ``settings``, which are environment variables of the trainer, the data and the engine."""
         given = {name.lower(): value for name, value in settings.items()}
         self.settings = TrainerSettings.load(**given)
@@ -61,6 +73,8 @@ class InProcess:
         reference = load_policy(self.settings, ranks, trainable=False) if needs_reference else None
         self.learner = Learner(self.settings, self.policy, ranks, reference, self.settings.max_steps)
         self.critic = CriticLearner(self.learner) if self.settings.has_critic else None
+        publisher = make_publisher(self.settings, self.policy, ranks, None)
+        self.rounding = publisher.rounding if rounding is None else rounding(self.policy)
         self.loaded = load(EngineSettings.load(**given))
         self.engine = Engine(self.loaded, on_failure=print)
         self.index = PriorityIndex()
@@ -93,22 +107,23 @@ class InProcess:
         replayed = self._draw(step, fresh)
         kept = within_kl(replayed, self.learner.logprobs(replayed), self.settings.replay_max_kl) if replayed else []
         groups = [*(training_group(group, self.settings) for group in fresh), *kept]
-        n_steps = self.settings.updates_per_batch
         reference = self.learner.reference_logprobs(groups) if self.settings.kl_in_reward else None
         if self.critic is None:
             groups = with_advantages(groups, self.settings, reference)
         else:
             groups = with_critic_targets(groups, self.settings, self.critic.values(groups), reference)
-        self.learner.update(groups, step, n_steps=n_steps)
+        self.learner.update(groups, step)
         if self.critic is not None and self.critic.trains_alone(step):
-            self.critic.update(groups, step, n_steps=n_steps)
+            self.critic.update(groups, step)
         for group in groups:
             self.index.set_priority(self.position[group.group_id], group.mean_absolute_advantage)
-        state = gather_state(self.policy.full_parameters(published_dtype(self.settings)), self.ranks, copy=True)
+        state = gather_state(self.policy.full_parameters(self.rounding), self.ranks, copy=True)
         self.engine.change_weights(self.loaded.pack(state), str(step + 1), keeps_caches=False).result()
         result.rewards.append(float(np.mean([group.rewards for group in batch.scored])))
         result.tokens.append(sum(len(e.completion_ids) for group in batch.scored for e in group.experiences))
         result.seconds.append(time.perf_counter() - started)
+        if isinstance(self.rounding, MeasuredRounding) and (share := self.rounding.share(self.ranks)) is not None:
+            result.figures["publish_share"] = share
         for name, count in (("replayed", len(kept)), ("left_out", len(replayed) - len(kept))):
             result.figures[name] = result.figures.get(name, 0) + count
 

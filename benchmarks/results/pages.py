@@ -18,6 +18,7 @@ COMMAND = ".venv/bin/python -m benchmarks.results --only"
 NAMES = (
     "equal_ways",
     "equal_ways_demo",
+    "rounding_demo",
     "methods",
     "methods_demo",
     "hyperparameters",

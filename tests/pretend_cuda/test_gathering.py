@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from tests.pretend_cuda.seen import Call, Seen
 from trainer.model.gathering import by_layer, gather
 from trainer.model.policy import Policy
+from trainer.model.rounding import UnbiasedRounding
 
 pytestmark = pytest.mark.cuda
 RANKS, WIDTH, LAYERS, LOW_RANK = 8, 256, 3, 8
@@ -75,7 +76,7 @@ def sent_bytes(call: Call) -> int:
 def test_a_layer_is_one_collective_of_the_published_type(rank: int) -> None:
     def publish(model: Model) -> dict[str, Any]:
         layers = by_layer(model.named_parameters())
-        return {name: x for layer in layers for name, x in gather(layer, torch.bfloat16).items()}
+        return {name: x for layer in layers for name, x in gather(layer, UnbiasedRounding()).items()}
 
     sent, whole = collectives(publish)
     assert [call.name for call in sent] == ["c10d.gather_.default"] * LAYERS

@@ -16,6 +16,7 @@ from tests.waiting import LIMIT_SECONDS
 from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
+from trainer.model.rounding import Rounding
 
 pytestmark = pytest.mark.sglang
 
@@ -67,7 +68,7 @@ def test_every_published_tensor_is_loaded_once(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", FAMILIES["qwen3_moe"])
     with join_ranks() as ranks:
         policy = load_policy(TrainerSettings.load(model_name=str(model)), ranks)
-        published = [name for name, _ in policy.full_parameters(torch.float32)]
+        published = [name for name, _ in policy.full_parameters(Rounding(torch.float32))]
         kept = [name for name, _ in policy.model.named_parameters()]
     assert sorted(load_into_sglang(published, [0], 4)) == sorted(published)
     skipped = set(kept) - set(load_into_sglang(kept, [0], 4))

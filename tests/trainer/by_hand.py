@@ -15,6 +15,7 @@ from tests.trainer.rank_jobs import Arrays, array
 from tests.trainer.tiny import plain_forward, plain_model
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 from trainer.config import TrainerSettings
+from trainer.model.sharing import part_order
 
 
 @dataclass
@@ -31,10 +32,8 @@ def update(
     directory: Path,
     groups: Sequence[TrainingGroup],
     settings: TrainerSettings,
-    *,
-    n_steps: int = 1,
 ) -> Hand:
-    """Update by the clipped surrogate with token mean; decoupled if there is a correction and more than one step."""
+    """Update by the clipped surrogate with token mean; decoupled if there is a correction."""
     model, reference = plain_model(directory), plain_model(directory)
     named = list(model.named_parameters())
     undecayed = [p for name, p in named if "norm" in name or name.endswith("bias")]
@@ -45,11 +44,13 @@ def update(
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_eps,
     )
-    parts = [groups[i::n_steps] for i in range(n_steps)]
+    n_parts = settings.updates_per_batch
+    parts = [groups[i::n_parts] for i in range(n_parts)]
     with torch.no_grad():
         proximal = [_forward(model, part, settings) for part in parts]
-    decoupled = n_steps > 1 and settings.importance_correction == "truncated"
-    for part, before in zip(parts, proximal, strict=True):
+    decoupled = settings.importance_correction == "truncated"
+    for number in part_order(settings, 0):
+        part, before = parts[number], proximal[number]
         with torch.no_grad():
             references = _forward(reference, part, settings)
         optimizer.zero_grad()
@@ -89,8 +90,6 @@ def _token_losses(
     weight, old = torch.tensor(1.0), behaviour
     if decoupled:
         weight, old = (proximal - behaviour).exp().clamp(max=settings.importance_cap or 2.0), proximal
-    elif settings.importance_correction == "truncated":
-        weight = stale.clamp(max=settings.importance_cap or 2.0) / stale
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - 0.2, 1 + (settings.clip_high or 0.2))
     losses = -weight * torch.minimum(ratio * advantages, clipped * advantages)

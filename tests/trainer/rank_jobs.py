@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.protocol.prompts import Cursor
 from trainer.algorithm.critic_targets import with_critic_targets
@@ -27,10 +27,10 @@ from trainer.model.critic import CriticLearner
 from trainer.model.gathering import gather_state
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
-from trainer.model.policy import load_policy
+from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
+from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import save_pretrained, write_adapter
-from trainer.publishing.disk import published_dtype
 from trainer.team import Team
 
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
@@ -56,9 +56,7 @@ def make_learner(ranks: Ranks, model: Path, total_steps: int = 10, **settings: A
     return Learner(chosen, policy, ranks, reference, total_steps)
 
 
-def update(
-    ranks: Ranks, model: Path, settings: dict[str, Any], groups: Sequence[TrainingGroup], **arguments: Any
-) -> Trained:
+def update(ranks: Ranks, model: Path, settings: dict[str, Any], groups: Sequence[TrainingGroup]) -> Trained:
     """Make one update with a new learner."""
     learner = make_learner(ranks, model, **settings)
     gradients: Arrays = {}
@@ -69,7 +67,7 @@ def update(
         )
 
     learner.optimizer.register_step_pre_hook(remember)
-    result = learner.update(groups, 0, **arguments)
+    result = learner.update(groups, 0)
     result.seconds = 0.0
     return Trained(result, gradients, weights_of(learner.policy))
 
@@ -108,10 +106,30 @@ def train_and_write_adapter(
     for step in range(steps):
         learner.update(groups, step)
     policy = learner.policy
-    state = gather_state(policy.adapter_parameters(published_dtype(learner.settings)), ranks, copy=True)
+    state = gather_state(policy.adapter_parameters(getattr(torch, learner.settings.publish_type)), ranks, copy=True)
     ranks.on_main(lambda: write_adapter(policy, state, directory / "adapter"))
-    save_pretrained(policy, ranks, directory / "merged", torch.float32)
+    save_pretrained(policy, ranks, directory / "merged", Rounding(torch.float32))
     return learner.logprobs(groups, temperature=1.0)
+
+
+def published(ranks: Ranks, model: Path, size: float) -> tuple[dict[str, bytes], float | None]:
+    """Change a policy; return its weights in bfloat16, on rank 0, and the share of the change that they have."""
+    learner = make_learner(ranks, model)
+    rounding = MeasuredRounding(learner.policy.model.named_parameters())
+    change(learner.policy, size)
+    weights = gather_state(learner.policy.full_parameters(rounding), ranks, copy=True)
+    return {name: x.view(torch.int16).numpy().tobytes() for name, x in weights.items()}, rounding.share(ranks)
+
+
+def change(policy: Policy, size: float) -> None:
+    """Move every weight by ``size`` up or down, alike on any number of ranks."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            moves = size * torch.randn(parameter.shape, generator=generator).sign()
+            if isinstance(parameter, DTensor):
+                moves = distribute_tensor(moves, parameter.device_mesh, parameter.placements)
+            parameter.add_(moves)
 
 
 def update_and_save_model(
@@ -120,7 +138,7 @@ def update_and_save_model(
     """Make one update and save the model in float32; return the policy's log-probabilities of every group."""
     learner = make_learner(ranks, model, **settings)
     learner.update(groups, 0)
-    save_pretrained(learner.policy, ranks, directory, torch.float32)
+    save_pretrained(learner.policy, ranks, directory, Rounding(torch.float32))
     return learner.logprobs(groups, temperature=1.0)
 
 

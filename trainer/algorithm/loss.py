@@ -22,6 +22,8 @@ from trainer.config import TrainerSettings
 
 REPLAY_PREFIX = "replay_"
 """Prefix of the metrics of tokens from the replay buffer."""
+CLIP_FRACTIONS = ("clip_fraction_low", "clip_fraction_high")
+"""Metrics of the bounds of a ratio, which say nothing where the ratio is 1."""
 
 
 Reduction = Callable[[dict[str, float]], dict[str, float]]
@@ -109,13 +111,13 @@ class PolicyLoss:
             logprobs: [N] float32, log pi_theta.
             entropies: [N] float32, in nats.
             step: the denominators of the aggregation.
-            proximal_logprobs: [N] float32, the trainer's own policy at the start of the step, when a step has several
-                updates and a correction is set.
+            proximal_logprobs: [N] float32, the trainer's own policy at the start of the step; without them, that is the
+                policy as it is now.
             reference_logprobs: [N] float32, for a KL penalty in the loss.
             values: [N] float32, of a critic that shares the policy's model.
         """
         settings, theta, behaviour = self.settings, logprobs.detach(), batch.behaviour_logprobs
-        policy, ratio = self._corrected_loss(batch, logprobs, proximal_logprobs)
+        policy = self._corrected_loss(batch, logprobs, proximal_logprobs)
         losses = policy.losses
         if settings.entropy_coef:
             losses = losses - settings.entropy_coef * entropies
@@ -129,34 +131,37 @@ class PolicyLoss:
             value = value_losses(settings, batch, values)
             losses, metrics = losses + settings.value_coef * value.losses, {**metrics, **value.metrics}
         loss = self._aggregate(losses * batch.weights, batch, step)
-        return loss, _diagnose(batch, loss, metrics, ratio)
+        return loss, _diagnose(batch, loss, metrics, log_ratio(theta, behaviour).exp())
 
-    def _corrected_loss(
-        self, batch: MicroBatch, logprobs: Tensor, proximal_logprobs: Tensor | None
-    ) -> tuple[TokenLosses, Tensor]:
-        """Return the policy loss of each token, corrected for the policy that sampled it, and the ratio.
+    def _corrected_loss(self, batch: MicroBatch, logprobs: Tensor, proximal_logprobs: Tensor | None) -> TokenLosses:
+        """Return the policy loss of each token, corrected for the policy that sampled it.
 
-        The ratio's denominator is the behaviour policy. Then a correction's weight takes the place of the ratio within
-        the bounds of the clip: it multiplies the loss by weight / ratio, which is 1 up to the cap. With
-        ``proximal_logprobs`` the denominator is the proximal policy, and the weight that of the proximal against the
-        behaviour policy multiplies the loss: the decoupled objective (arXiv:2110.00641, eq. 5; arXiv:2505.24298,
-        eq. 5). A loss that truncates the ratio itself, as CISPO does, is not truncated once more.
+        The denominator of the loss's ratio is the proximal policy, and the weight of the proximal against the behaviour
+        policy multiplies the loss: the decoupled objective (arXiv:2110.00641, eq. 5; arXiv:2505.24298, eq. 5). In the
+        first update of a step the proximal policy is theta itself, so the ratio is 1 and no bound of the loss acts.
+
+        The denominator is the behaviour policy without a correction, and with a loss that truncates the ratio itself,
+        as CISPO does, in a step of one update. Then the ratio is the weight: another correction takes its place, and
+        ``truncated`` does not truncate it once more.
         """
         settings, theta, behaviour = self.settings, logprobs.detach(), batch.behaviour_logprobs
-        correction = settings.importance_correction
-        if proximal_logprobs is None and settings.loss_truncates and correction is ImportanceCorrection.TRUNCATED:
+        correction, proximal = settings.importance_correction, theta if proximal_logprobs is None else proximal_logprobs
+        truncates_alone = settings.loss_truncates and settings.updates_per_step == 1
+        is_decoupled = correction is not ImportanceCorrection.NONE and not truncates_alone
+        if truncates_alone and correction is ImportanceCorrection.TRUNCATED:
             correction = ImportanceCorrection.NONE
-        weights = self._weights(correction, batch, theta if proximal_logprobs is None else proximal_logprobs)
-        old = behaviour if proximal_logprobs is None else proximal_logprobs
-        tokens = LossTokens(logprobs, old, batch.advantages, batch.sequence_ids, batch.n_sequences)
-        policy = self._policy_loss(tokens)
+        old = proximal if is_decoupled else behaviour
+        policy = self._policy_loss(LossTokens(logprobs, old, batch.advantages, batch.sequence_ids, batch.n_sequences))
+        weights = self._weights(correction, batch, proximal)
         losses, metrics = policy.losses * weights, {"importance_weight": weights, **policy.metrics}
-        if proximal_logprobs is None and correction is not ImportanceCorrection.NONE:
+        if truncates_alone and correction is not ImportanceCorrection.NONE:
             losses = losses / log_ratio(theta, behaviour).exp()
+        if old is theta and not is_own_function(settings.loss):
+            metrics = {name: value for name, value in metrics.items() if name not in CLIP_FRACTIONS}
         if settings.off_policy_max_kl is not None:
             kept = self._off_policy_mask(batch, theta, settings.off_policy_max_kl)
             losses, metrics["off_policy_fraction"] = losses * kept, ~kept
-        return TokenLosses(losses, metrics), tokens.ratio
+        return TokenLosses(losses, metrics)
 
     def _weights(self, correction: ImportanceCorrection, batch: MicroBatch, logprobs: Tensor) -> Tensor:
         return importance_weights(

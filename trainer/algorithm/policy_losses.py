@@ -27,7 +27,8 @@ class LossTokens:
     logprobs: Tensor
     """[N] float32, log pi_theta of the sampled tokens, with gradient."""
     old_logprobs: Tensor
-    """[N] float32, log-probabilities of the policy in the ratio's denominator."""
+    """[N] float32, log-probabilities of the policy in the ratio's denominator: the trainer's own at the start of the
+    step, which with one update is theta; with IMPORTANCE_CORRECTION=none, the policy that sampled."""
     advantages: Tensor
     """[N] float32."""
     sequence_ids: Tensor

@@ -42,6 +42,18 @@ FILES = 4
 """Files that each rank writes, so that several threads write them and compute their checksums."""
 
 
+FORMS = {
+    "objective": "decoupled with any number of updates a batch",
+    "rounding of published weights": "up or down without bias",
+}
+"""The forms of what a release computes that change the course of a run, by subject."""
+EARLIER_FORMS = {
+    "objective": "with one update a batch clipped around the policy that sampled",
+    "rounding of published weights": "to the nearest",
+}
+"""Those of releases whose checkpoints name none."""
+
+
 class RunState(BaseModel):
     """The state of a run besides its weights and optimizer."""
 
@@ -81,6 +93,8 @@ class RunState(BaseModel):
     """State of torch's CPU generator, as bytes."""
     fingerprint: Fingerprint | None = None
     """Fingerprint of model and data; None in a checkpoint of an earlier release."""
+    forms: dict[str, str] = EARLIER_FORMS
+    """FORMS of the release that saved the state."""
     job: str | None = None
     """The SkyPilot job that saved the state; see ``job_id``."""
 

@@ -14,7 +14,7 @@ from services.core.run_ids import job_id
 from services.protocol.prompts import Cursor, DataStats
 from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.admission import check_same
-from trainer.checkpoints.checkpoint import CheckpointStore, RunState, SavedCritic
+from trainer.checkpoints.checkpoint import FORMS, CheckpointStore, RunState, SavedCritic
 from trainer.checkpoints.fingerprint import Fingerprint, tokenizer_digest
 from trainer.config import Mode, TrainerSettings
 from trainer.model.learner import Learner
@@ -44,6 +44,7 @@ def resume(
         + (0 if critic is None or critic.is_shared else count_parameters(critic.module)),
         cursor=Cursor(),
         fingerprint=_fingerprint(settings, policy, data),
+        forms=FORMS,
         job=job_id(),
     )
     found = checkpoints.newest(fresh.model_type, fresh.parameters)
@@ -54,7 +55,7 @@ def resume(
     path, state = found
     before = state.fingerprint
     ranks.on_main(partial(_check_resumed, settings, path, state, fresh), ConfigurationError)
-    state.fingerprint, state.job = before or fresh.fingerprint, fresh.job
+    state.fingerprint, state.forms, state.job = before or fresh.fingerprint, FORMS, fresh.job
     checkpoints.load(path, policy, learner.optimizer, critic)
     if state.random_state:
         torch.set_rng_state(torch.tensor(state.random_state, dtype=torch.uint8))
@@ -81,6 +82,9 @@ def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh
     """Refuse a checkpoint with another model or other data; log when another job continues a run."""
     assert fresh.fingerprint is not None, "rank 0 has the model's description"
     check_same(settings, path, state.fingerprint, fresh.fingerprint)
+    then = state.forms
+    if changed := [f"{name}: {then.get(name)} then, {now} now" for name, now in FORMS.items() if then.get(name) != now]:
+        log.warning("this release goes on otherwise than the one that saved the checkpoint", changed="; ".join(changed))
     if "run_id" not in settings.model_fields_set and state.job != fresh.job:
         log.warning(
             "another job, or one before a restart of the jobs controller, started this run; this job continues it. "

@@ -154,11 +154,29 @@ def importance_cap_has_an_effect(settings: TrainerSettings) -> None:
     if settings.importance_correction is ImportanceCorrection.NONE:
         raise ValueError("IMPORTANCE_CAP is set, but IMPORTANCE_CORRECTION is none; unset IMPORTANCE_CAP")
     is_truncated = settings.importance_correction is ImportanceCorrection.TRUNCATED
-    if is_truncated and settings.loss_truncates and settings.updates_per_batch == 1:
+    if is_truncated and settings.loss_truncates and settings.updates_per_step == 1:
         raise ValueError(
             f"IMPORTANCE_CAP is set, but LOSS={settings.loss} truncates the weight of a token itself; "
             "set CLIP_HIGH instead"
         )
+
+
+def cautions(settings: TrainerSettings) -> list[str]:
+    """Return a sentence for each setting that is allowed but has no effect, or hardly the one that is meant."""
+    found = []
+    bounds = [name.upper() for name in LOSS_OPTIONS if getattr(settings, name) is not None]
+    is_decoupled = settings.importance_correction is not ImportanceCorrection.NONE and not settings.loss_truncates
+    if bounds and settings.loss in LOSSES and settings.updates_per_step == 1 and is_decoupled:
+        found.append(
+            f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the ratio "
+            "of the policy to that at the start of the step is 1; IMPORTANCE_CAP bounds the weight of stale tokens"
+        )
+    if settings.lora_rank and "learning_rate" not in settings.model_fields_set:
+        found.append(
+            f"LORA_RANK is set, but LEARNING_RATE is the whole model's default, {settings.learning_rate:g}; adapters "
+            "learn at 10 to 30 times the rate of the whole model, such as 3e-5"
+        )
+    return found
 
 
 CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (

@@ -183,8 +183,8 @@ class AlgorithmSection(SectionSettings):
     `token_mean`."""
     importance_correction: ImportanceCorrection = ImportanceCorrection.TRUNCATED
     """Weight of tokens that an older policy, or an engine that rounds otherwise, sampled: `truncated`, `icepop`,
-    `sequence`, `geometric` or `none`. With several updates a batch, the clip is then around the policy at the start of
-    the step (decoupled objective), which takes one more forward pass."""
+    `sequence`, `geometric` or `none`. The clip is around the policy at the start of the step (decoupled objective), so
+    it acts with several updates a batch only. With `none` it is around the policy that sampled."""
     importance_cap: float | None = Field(None, gt=0)
     """Largest importance weight or ratio. Unset: 2 (`truncated`, `sequence`), 5 (`icepop`), 1.001 (`geometric`)."""
     off_policy_max_kl: float | None = Field(None, gt=0)
@@ -228,8 +228,8 @@ class CriticSection(SectionSettings):
     gae_per_turn: bool = False
     """A step of GAMMA and GAE_LAMBDA is a turn of the policy, and not a token."""
     value_clip: float = Field(0.2, ge=0)
-    """Largest move of a value in a training step, in units of reward; 0: no bound. It acts from the second of
-    UPDATES_PER_BATCH on."""
+    """Largest move of a value in a training step, in units of reward; 0: no bound. It acts from the second update of a
+    batch on."""
     value_coef: float = Field(0.1, gt=0)
     """Weight of the value loss beside the policy's (`shared`)."""
     critic_learning_rate: float = Field(1e-5, gt=0)
@@ -242,7 +242,9 @@ class OptimisationSection(SectionSettings):
     """The optimizer, AdamW, and what it trains."""
 
     updates_per_batch: int = Field(1, ge=1, le=64)
-    """Optimizer steps a batch; each takes an equal share of its groups."""
+    """Optimizer steps in a pass over a batch; each takes an equal share of its groups."""
+    epochs_per_batch: int = Field(1, ge=1, le=64)
+    """Passes over a batch, for policy and critic (PPO's epochs). The clip is around the policy before the first."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate of AdamW."""
     lr_schedule: Schedule = Schedule.CONSTANT
@@ -293,7 +295,11 @@ class PublishingSection(SectionSettings):
     publish_transport: Transport = Transport.DISK
     """`disk`: through the shared volume. `broadcast`: to the workers over NCCL or gloo, and LoRA adapters over HTTP."""
     publish_type: PublishedType = PublishedType.BFLOAT16
-    """`bfloat16` or `float32`, of whole weights or of LoRA adapters."""
+    """`bfloat16` or `float32`, of whole weights or of LoRA adapters. Whole weights are rounded to bfloat16 up or down,
+    with the chance that makes their mean exact."""
+    save_type: PublishedType | None = None
+    """The same for the trained model in the run directory. Unset: PUBLISH_TYPE, so that it is the last published
+    version byte for byte; with LORA_RANK float32."""
     publish_in_place: bool | None = None
     """Change weights under generations in flight, which go on with the new ones; each token's version is recorded. Off:
     they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`."""

@@ -13,7 +13,7 @@ from pydantic import model_validator
 
 from services.core.errors import ConfigurationError
 from trainer.algorithm.methods import LOSSES, Aggregation, is_own_function
-from trainer.config.checks import CHECKS
+from trainer.config.checks import CHECKS, cautions
 from trainer.config.sections import (
     AlgorithmSection,
     CriticSection,
@@ -21,6 +21,7 @@ from trainer.config.sections import (
     MemorySection,
     Mode,
     OptimisationSection,
+    PublishedType,
     PublishingSection,
     Rollout,
     RunSection,
@@ -65,6 +66,11 @@ class TrainerSettings(
         return min(prompts // self.batch_size, self.max_steps or prompts)
 
     @property
+    def cautions(self) -> list[str]:
+        """Sentences on settings that are allowed, but have no effect or are hardly meant."""
+        return cautions(self)
+
+    @property
     def publishes_in_place(self) -> bool:
         """True when weights change under generations in flight: PUBLISH_IN_PLACE, or the default of the mode."""
         return self.mode is Mode.ASYNC if self.publish_in_place is None else self.publish_in_place
@@ -97,6 +103,18 @@ class TrainerSettings(
     def loss_truncates(self) -> bool:
         """True when LOSS truncates the weight of a token itself."""
         return self.loss in LOSSES and LOSSES[self.loss].truncates
+
+    @property
+    def saved_type(self) -> PublishedType:
+        """The number format of the trained model: SAVE_TYPE, or the published one; of merged adapters float32."""
+        if self.save_type is not None:
+            return self.save_type
+        return PublishedType.FLOAT32 if self.lora_rank else self.publish_type
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a training step."""
+        return self.updates_per_batch * self.epochs_per_batch
 
     @property
     def longest_answer(self) -> int:

@@ -26,9 +26,10 @@ from trainer.model.loading import choose_compute, load_model
 from trainer.model.optimizer import learning_rate, make_optimizer, optimizer_steps
 from trainer.model.policy import predicting_states
 from trainer.model.ranks import Ranks
+from trainer.model.rounding import Rounding
 from trainer.model.saving import follow_umask
 from trainer.model.sharding import shard
-from trainer.model.sharing import make_part, packed, token_numbers, unknown_ids
+from trainer.model.sharing import make_part, packed, part_order, token_numbers, unknown_ids
 from trainer.model.value_head import ValueHead
 
 
@@ -101,17 +102,15 @@ class CriticLearner:
         groups: Sequence[TrainingGroup],
         step: int,
         *,
-        n_steps: int = 1,
         should_stop: Callable[[], bool] | None = None,
     ) -> UpdateResult:
-        """Make ``n_steps`` optimizer steps of the critic alone, each on an equal share of ``groups``.
+        """Make as many optimizer steps of the critic alone as ``Learner.update`` makes, on the same parts.
 
         Groups with token ids outside the model's vocabulary are left out. A shared critic trains its head only.
 
         Args:
             groups: all groups to train on, with returns and values; every rank passes the same.
             step: number of the training step, for the learning rate.
-            n_steps: optimizer steps.
             should_stop: called on every rank between the micro-batches before the first optimizer step.
 
         Raises:
@@ -120,8 +119,9 @@ class CriticLearner:
         started = time.perf_counter()
         settings, vocabulary = self.settings, self.policy.config.vocab_size
         known = [group for group in groups if not unknown_ids(group, vocabulary)]
-        shares = [known[i::n_steps] for i in range(n_steps)]
+        shares = [known[i :: settings.updates_per_batch] for i in range(settings.updates_per_batch)]
         parts = [make_part(share, share, settings.micro_batch_tokens, self.ranks) for share in shares]
+        parts = [parts[i] for i in part_order(settings, step)]
         rate = learning_rate(settings, step, self.total_steps, settings.critic_learning_rate)
         rates = [rate] * len(self.optimizer.param_groups)
         batches = packed([pieces for part in parts for pieces in part.own], self.ranks)
@@ -137,8 +137,10 @@ class CriticLearner:
         (loss * self.ranks.world_size).backward()
         return diagnostics
 
-    def save(self, directory: Path, dtype: torch.dtype) -> None:
+    def save(self, directory: Path) -> None:
         """Write a model directory that ``AutoModelForTokenClassification.from_pretrained`` loads. A collective.
+
+        Weights are float32, because no engine reads them.
 
         The label's logit at a token is the value of the state after it.
 
@@ -146,13 +148,13 @@ class CriticLearner:
             DiskFullError: the disk is full; raised on every rank.
         """
         # No copy on a CPU: everything is written before the parameters change.
-        state = gather_state(self._full_parameters(dtype), self.ranks, copy=False)
+        state = gather_state(self._full_parameters(), self.ranks, copy=False)
 
         def write(hidden: Path) -> None:
             description = self.policy.description
             assert description is not None, "rank 0 has it"
             config = copy.deepcopy(description.config)
-            config.dtype, config.num_labels = dtype, 1
+            config.dtype, config.num_labels = torch.float32, 1
             names = config.architectures or []
             config.architectures = [name.replace("ForCausalLM", "ForTokenClassification") for name in names]
             save_torch_state_dict(state, hidden, metadata={"format": "pt"})
@@ -162,15 +164,16 @@ class CriticLearner:
 
         self.ranks.on_main(lambda: write_whole(directory, write), DiskFullError)
 
-    def _full_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def _full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole parameter by its name in a token classifier, LoRA adapters merged. A collective."""
+        whole = Rounding(torch.float32)
         if isinstance(self.module, Critic):
             prefix = self.module.decoder.base_model_prefix
-            for name, value in whole_parameters(self.module.decoder, dtype):
+            for name, value in whole_parameters(self.module.decoder, whole):
                 yield f"{prefix}.{name}", value
         else:
-            for name, value in self.policy.full_parameters(dtype):
+            for name, value in self.policy.full_parameters(whole):
                 if not name.startswith("lm_head."):
                     yield name, value
-        for name, value in whole_parameters(self.module.get_submodule("value_head"), dtype):
+        for name, value in whole_parameters(self.module.get_submodule("value_head"), whole):
             yield f"score.{name}", value

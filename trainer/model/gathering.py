@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.model.ranks import Ranks
+from trainer.model.rounding import Rounding
 
 BUCKET_BYTES = 1 << 28
 """Bytes of one collective: large enough that a collective's start takes no time beside its transfer."""
@@ -32,37 +33,37 @@ def by_layer(named: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
         yield dict(items)
 
 
-def gather(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def gather(parameters: Mapping[str, Tensor], rounding: Rounding) -> dict[str, Tensor]:
     """Return whole parameters by name on the first rank of their mesh, and nothing on the others. A collective.
 
-    Each rank casts its shards before they are sent. On a mesh of one rank, parameters of type ``dtype`` are not copied.
+    Each rank casts its shards before they are sent. On a mesh of one rank, parameters of that type are not copied.
 
     Args:
         parameters: tensors, sharded in their first dimension or whole.
-        dtype: the type of the result.
+        rounding: makes the type of the result.
     """
     whole: dict[str, Tensor] = {}
     bucket: dict[str, DTensor] = {}
     size = 0
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):
-            whole[name] = parameter.detach().to(dtype)
+            whole[name] = rounding(plain_name(name), parameter.detach())
         elif _shard_group(parameter).size() == 1:
-            whole[name] = parameter.to_local().detach().to(dtype)
+            whole[name] = rounding(plain_name(name), parameter.to_local().detach())
         else:
-            if bucket and size + parameter.numel() * dtype.itemsize > BUCKET_BYTES:
-                whole |= _gather_bucket(bucket, dtype)
+            if bucket and size + parameter.numel() * rounding.dtype.itemsize > BUCKET_BYTES:
+                whole |= _gather_bucket(bucket, rounding)
                 bucket, size = {}, 0
             bucket[name] = parameter
-            size += parameter.numel() * dtype.itemsize
-    whole |= _gather_bucket(bucket, dtype)
+            size += parameter.numel() * rounding.dtype.itemsize
+    whole |= _gather_bucket(bucket, rounding)
     return {name: whole[name] for name in parameters if name in whole}
 
 
-def whole_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def whole_parameters(module: nn.Module, rounding: Rounding) -> Iterator[tuple[str, Tensor]]:
     """Yield every whole parameter of a sharded module by its name; on rank 0 only. A collective."""
     for layer in by_layer(module.named_parameters()):
-        for name, value in gather(layer, dtype).items():
+        for name, value in gather(layer, rounding).items():
             yield plain_name(name), value
 
 
@@ -71,7 +72,7 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
-def _gather_bucket(parameters: Mapping[str, DTensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def _gather_bucket(parameters: Mapping[str, DTensor], rounding: Rounding) -> dict[str, Tensor]:
     """Gather sharded parameters with one collective. Every rank sends each as many rows as the first rank has."""
     if not parameters:
         return {}
@@ -81,10 +82,10 @@ def _gather_bucket(parameters: Mapping[str, DTensor], dtype: torch.dtype) -> dic
     shapes = {name: (rows[name], *p.shape[1:]) for name, p in parameters.items()}
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     device = next(iter(parameters.values())).device
-    sent = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    for place, parameter in zip(sent.split(sizes), parameters.values(), strict=True):
-        shard = parameter.to_local().detach()
-        place[: shard.numel()].copy_(shard.flatten())
+    sent = torch.zeros(sum(sizes), dtype=rounding.dtype, device=device)
+    for size, place, (name, parameter) in zip(sizes, sent.split(sizes), parameters.items(), strict=True):
+        shard = parameter.to_local().detach().flatten()
+        place[: len(shard)].copy_(rounding(plain_name(name), shard, rank * size))
     received = [torch.empty_like(sent) for _ in range(n_ranks)] if rank == 0 else None
     # As bytes, because not every backend gathers every type of numbers.
     pieces = None if received is None else [piece.view(torch.uint8) for piece in received]

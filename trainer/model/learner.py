@@ -21,7 +21,7 @@ from trainer.config import CriticModel, TrainerSettings
 from trainer.model.optimizer import HEAD_GROUPS, is_finite, learning_rate, make_optimizer, optimizer_steps, over_steps
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
-from trainer.model.sharing import Part, make_part, packed, token_numbers, unknown_ids
+from trainer.model.sharing import Part, make_part, packed, part_order, token_numbers, unknown_ids
 
 log = get_logger(__name__)
 
@@ -93,10 +93,9 @@ class Learner:
         groups: Sequence[TrainingGroup],
         step: int,
         *,
-        n_steps: int = 1,
         should_stop: Callable[[], bool] | None = None,
     ) -> UpdateResult:
-        """Make ``n_steps`` optimizer steps, each on an equal share of ``groups``.
+        """Make UPDATES_PER_BATCH optimizer steps, each on an equal share of ``groups``, EPOCHS_PER_BATCH times.
 
         Groups with token ids outside the model's vocabulary are left out and counted. There is no optimizer step on a
         share whose tokens are all masked, nor on one in which every advantage is 0, unless the loss has KL, entropy or
@@ -106,7 +105,6 @@ class Learner:
         Args:
             groups: all groups to train on, fresh and replayed; every rank passes the same.
             step: number of the training step, for the learning rate.
-            n_steps: optimizer steps.
             should_stop: called on every rank between the micro-batches before the first optimizer step.
 
         Raises:
@@ -114,18 +112,22 @@ class Learner:
         """
         started = time.perf_counter()
         known = [group for group in groups if self._knows(group)]
-        parts = [self._part(known[i::n_steps]) for i in range(n_steps)]
-        # With one optimizer step theta is the proximal policy, and its log-probabilities come with the gradient.
-        is_decoupled = n_steps > 1 and self.settings.importance_correction is not ImportanceCorrection.NONE
-        proximal = [self._logprobs(part) if is_decoupled else [None] * len(part.own) for part in parts]
+        n_parts = self.settings.updates_per_batch
+        parts = [self._part(known[i::n_parts]) for i in range(n_parts)]
+        # The log-probabilities of the proximal policy; those of the first part come with its gradient.
+        is_decoupled = self.settings.importance_correction is not ImportanceCorrection.NONE
+        proximal: list[list[Tensor | None]] = [
+            self._logprobs(part) if is_decoupled and i else [None] * len(part.own) for i, part in enumerate(parts)
+        ]
         rates = self._rates(step)
-        batches = packed([pieces for part in parts for pieces in part.own], self.ranks)
+        order = part_order(self.settings, step)
+        batches = packed([pieces for i in order for pieces in parts[i].own], self.ranks)
         passes = [
-            [partial(self._backward, batches, part.size, old) for old in before]
-            for part, before in zip(parts, proximal, strict=True)
+            [partial(self._backward, batches, parts[i].size, proximal[i], n) for n in range(len(parts[i].own))]
+            for i in order
         ]
         taken = optimizer_steps(self.settings, self.ranks, self.policy, self.optimizer, passes, rates, should_stop)
-        result, refused = UpdateResult.of(taken, parts, started), len(groups) - len(known)
+        result, refused = UpdateResult.of(taken, [parts[i] for i in order], started), len(groups) - len(known)
         metrics = result.metrics | {"learning_rate": rates[0], "groups_refused": float(refused)}
         return replace(result, refused=refused, metrics=metrics)
 
@@ -183,7 +185,10 @@ class Learner:
     def _logprobs(self, part: Part) -> list[Tensor | None]:
         return [self.policy(batch)[0] for batch in packed(part.own, self.ranks)]
 
-    def _backward(self, batches: Iterator[MicroBatch], size: StepSize, proximal: Tensor | None) -> Diagnostics:
+    def _backward(
+        self, batches: Iterator[MicroBatch], size: StepSize, proximal: list[Tensor | None], number: int
+    ) -> Diagnostics:
+        """Add the gradient of micro-batch ``number`` of a part; keep its log-probabilities where there are none yet."""
         batch = next(batches)
         reference = self._reference_logprobs(batch) if self.settings.has_kl_loss else None
         outputs = self.policy(batch)
@@ -192,10 +197,12 @@ class Learner:
             outputs.logprobs,
             outputs.entropies,
             size,
-            proximal_logprobs=proximal,
+            proximal_logprobs=proximal[number],
             reference_logprobs=reference,
             values=outputs.values,
         )
+        if proximal[number] is None:
+            proximal[number] = outputs.logprobs.detach()
         if batch.is_filler:
             loss = torch.cat([output for output in outputs if output is not None]).sum() * 0.0
         # FSDP averages gradients over the ranks, but the denominators of the loss count all ranks already.

@@ -23,6 +23,7 @@ from trainer.model.gathering import by_layer, gather, plain_name
 from trainer.model.loading import Description, choose_compute, load_description, load_model, with_adapters
 from trainer.model.logprobs import token_logprobs
 from trainer.model.ranks import Ranks
+from trainer.model.rounding import Rounding
 from trainer.model.sharding import reshard, shard
 from trainer.model.value_head import ValueHead
 
@@ -145,26 +146,26 @@ class Policy(nn.Module):
                 parameter.requires_grad_()
             yield
 
-    def full_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self, rounding: Rounding) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole parameter by its name in MODEL_NAME's checkpoint; on rank 0 only. A collective.
 
         LoRA adapters are merged, in float32, and tied weights come once. A layer is freed before the
         next one is gathered.
         """
-        gathered_type = torch.float32 if self.has_adapters else dtype
+        gathered = Rounding(torch.float32) if self.has_adapters else rounding
         # A forward pass without a backward pass leaves gathered parameters in the compute type.
         reshard(self)
         with torch.no_grad():
             for layer in by_layer(self.model.named_parameters()):
-                whole = self._merged({plain_name(name): x for name, x in gather(layer, gathered_type).items()})
+                whole = self._merged({plain_name(name): x for name, x in gather(layer, gathered).items()})
                 for name, value in in_checkpoint(self.causal_lm(), whole).items():
-                    yield name, value.to(dtype)
+                    yield name, rounding(name, value) if self.has_adapters else value
 
     def adapter_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter of the LoRA adapters, whole, by its name in PEFT's files; on rank 0. A collective."""
         reshard(self)
         adapters = {name: x for name, x in self.model.named_parameters() if "lora_" in name}
-        for name, value in gather(adapters, dtype).items():
+        for name, value in gather(adapters, Rounding(dtype)).items():
             yield plain_name(name).replace(".default.", "."), value
 
     def adapter_config(self) -> dict[str, Any]:

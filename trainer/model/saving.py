@@ -20,20 +20,22 @@ from trainer.checkpoints.volume import DiskFullError, write_whole, writing
 from trainer.model.gathering import gather_state
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
+from trainer.model.rounding import Rounding
 
 # huggingface_hub logs every file that it saves, under its own path as the logger's name.
 logging.getLogger(huggingface_hub.serialization._torch.__file__).setLevel(logging.WARNING)
 
 
-def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.dtype) -> None:
+def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, rounding: Rounding) -> None:
     """Write a model directory that ``AutoModelForCausalLM.from_pretrained`` and every engine load. A collective.
 
     Raises:
         DiskFullError: the disk is full; raised on every rank.
     """
     # No copy on a CPU: everything is written before the parameters change.
-    state = gather_state(policy.full_parameters(dtype), ranks, copy=False)
-    ranks.on_main(lambda: write_whole(directory, partial(write_model, policy, state, dtype=dtype)), DiskFullError)
+    state = gather_state(policy.full_parameters(rounding), ranks, copy=False)
+    write = partial(write_model, policy, state, dtype=rounding.dtype)
+    ranks.on_main(lambda: write_whole(directory, write), DiskFullError)
 
 
 def write_model(policy: Policy, state: dict[str, Tensor], directory: Path, dtype: torch.dtype) -> None:

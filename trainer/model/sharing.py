@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +12,13 @@ from itertools import compress
 import torch
 from torch import Tensor
 
+from services.core.seeds import derive_seed
 from trainer.algorithm.loss import StepSize
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
 from trainer.algorithm.share_out import share_out
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.algorithm.tree_mask import TreeMask
+from trainer.config import TrainerSettings
 from trainer.model.ranks import Ranks
 
 
@@ -50,6 +53,16 @@ def make_part(
         ),
         tokens=sum(piece.tokens for batches in shares for pieces in batches for piece in pieces),
     )
+
+
+def part_order(settings: TrainerSettings, step: int) -> list[int]:
+    """Return the numbers of a batch's parts in the order of a step's updates.
+
+    The first pass takes them in order; each further one of EPOCHS_PER_BATCH by an order drawn from (SEED, step, pass).
+    """
+    parts = range(settings.updates_per_batch)
+    seeds = (derive_seed(settings.seed, "parts", step, number) for number in range(1, settings.epochs_per_batch))
+    return [*parts, *(i for seed in seeds for i in random.Random(seed).sample(parts, len(parts)))]
 
 
 def packed(parts: Iterable[Sequence[TrainingGroup]], ranks: Ranks) -> Iterator[MicroBatch]:

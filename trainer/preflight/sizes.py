@@ -93,6 +93,9 @@ def needed(shape: ModelShape, work: Work) -> Need:
     }
     if work.device == "cpu":
         host |= {name: work.ranks_per_node * size for name, size in device.items()}
+    if work.published_bytes == 2 and not work.lora_rank:
+        # To measure which share of its change is published; in bfloat16, as most checkpoints are.
+        host["weights before training"] = 2 * whole * work.replicas // work.nodes
     merged = 4 if work.lora_rank else work.published_bytes
     return Need(
         device=device,

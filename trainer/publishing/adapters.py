@@ -9,14 +9,17 @@ from __future__ import annotations
 import pickle
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from services.clients.rollout_admin import WorkerAdmin
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import Transport
 from trainer.model.gathering import gather_state
+from trainer.model.policy import Policy
+from trainer.model.rounding import Rounding
 from trainer.model.saving import write_adapter
-from trainer.publishing.disk import DiskPublisher, published_dtype, write_version
+from trainer.publishing.disk import DiskPublisher, write_version
 
 
 class AdapterPublisher(DiskPublisher):
@@ -29,9 +32,13 @@ class AdapterPublisher(DiskPublisher):
     _state: dict[str, Tensor]
     """The adapters of the version written last; on rank 0."""
 
+    def rounding_of(self, policy: Policy) -> Rounding:
+        """See Publisher; adapters keep nearly all of their change."""
+        return Rounding(getattr(torch, self.settings.publish_type))
+
     def put_on_volume(self, version: int) -> None:
         """See Publisher."""
-        parameters = self.policy.adapter_parameters(published_dtype(self.settings))
+        parameters = self.policy.adapter_parameters(self.rounding.dtype)
         self._state = gather_state(parameters, self.ranks, copy=True)
         save = partial(write_adapter, self.policy, self._state)
         self.ranks.on_main(lambda: write_version(self.store, version, save), DiskFullError)

@@ -38,7 +38,7 @@ from trainer.model.gathering import gather_state
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.saving import write_model
-from trainer.publishing.disk import published_dtype, write_version
+from trainer.publishing.disk import write_version
 from trainer.publishing.publisher import Publisher
 from trainer.publishing.worker_group import LEAVE_SECONDS, GroupBrokenError, WorkerGroup
 from trainer.publishing.workers import PUBLISH_SECONDS, registered_workers, update_workers, worker_admin
@@ -73,13 +73,12 @@ class BroadcastPublisher(Publisher):
 
     def put_on_volume(self, version: int) -> None:
         """See Publisher."""
-        dtype = published_dtype(self.settings)
-        state = gather_state(self.policy.full_parameters(dtype), self.ranks, copy=True)
+        state = gather_state(self.policy.full_parameters(self.rounding), self.ranks, copy=True)
 
         def start_writing() -> None:
             self._wait_until_written()
             self._state = state
-            save = partial(write_model, self.policy, state, dtype=dtype)
+            save = partial(write_model, self.policy, state, dtype=self.rounding.dtype)
             self._writing = self._writer.submit(write_version, self.store, version, save)
 
         self.ranks.on_main(start_writing, DiskFullError, DependencyLostError)

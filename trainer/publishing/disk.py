@@ -8,12 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from services.clients.rollout_admin import WorkerAdmin
 from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.volume import DiskFullError, writing
-from trainer.config import PublishedType, TrainerSettings
 from trainer.model.gathering import gather_state
 from trainer.model.saving import write_model
 from trainer.publishing.publisher import Publisher
@@ -30,9 +27,8 @@ class DiskPublisher(Publisher):
     def put_on_volume(self, version: int) -> None:
         """See Publisher."""
         # No copy on a CPU: everything is written before the parameters change.
-        dtype = published_dtype(self.settings)
-        state = gather_state(self.policy.full_parameters(dtype), self.ranks, copy=False)
-        save = partial(write_model, self.policy, state, dtype=dtype)
+        state = gather_state(self.policy.full_parameters(self.rounding), self.ranks, copy=False)
+        save = partial(write_model, self.policy, state, dtype=self.rounding.dtype)
         self.ranks.on_main(lambda: write_version(self.store, version, save), DiskFullError)
 
     def close(self) -> None:
@@ -59,11 +55,6 @@ class DiskPublisher(Publisher):
         """Stop a worker's generation and have it load the version."""
         await worker.hold(finishes_requests=not self.settings.publishes_in_place)
         await worker.update_from_disk(self.store.path(version), version)
-
-
-def published_dtype(settings: TrainerSettings) -> torch.dtype:
-    """Return the torch type that PUBLISH_TYPE names."""
-    return torch.bfloat16 if settings.publish_type is PublishedType.BFLOAT16 else torch.float32
 
 
 def write_version(store: PolicyStore, version: int, save: Callable[[Path], None]) -> None:

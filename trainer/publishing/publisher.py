@@ -10,9 +10,11 @@ from services.core import memory
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.weights.policy_store import PolicyStore
-from trainer.config import TrainerSettings
+from trainer.config import PublishedType, TrainerSettings
+from trainer.model.gathering import plain_name
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
+from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.publishing.workers import VersionGoneError
 from trainer.service_thread import InterruptedCallError, ServiceThread
 
@@ -26,14 +28,17 @@ class Publisher(ABC):
     """The way of the policy in training to the rollout workers. Methods are collectives unless they say otherwise."""
 
     def __init__(self, settings: TrainerSettings, policy: Policy, ranks: Ranks, services: ServiceThread | None) -> None:
-        """``services`` is None on every rank but 0."""
+        """Begin before a checkpoint is loaded into the policy; ``services`` is None on every rank but 0."""
         self.settings = settings
         self.policy = policy
         self.ranks = ranks
         self.services = services
         self.store = PolicyStore(settings.policy_dir)
+        self.rounding = self.rounding_of(policy)
         self._written: int | None = None
         """The version that was written last."""
+        self._figures: dict[str, float] = {}
+        """Its metrics."""
 
     def publish(self, version: int) -> dict[str, float]:
         """Have the workers serve ``version``; write it first, unless it was the last version written.
@@ -55,7 +60,7 @@ class Publisher(ABC):
                 # gathered in memory that the update had left.
                 memory.release()
             try:
-                return self.update_workers(version)
+                return self._figures | self.update_workers(version)
             except VersionGoneError as error:
                 writes += 1
                 if writes == WRITES:
@@ -72,6 +77,9 @@ class Publisher(ABC):
         """
         self.put_on_volume(version)
         self._written = version
+        if isinstance(self.rounding, MeasuredRounding):
+            share = self.rounding.share(self.ranks)
+            self._figures = {} if share is None else {"publish_share": share}
 
     def update_workers(self, version: int) -> dict[str, float]:
         """Have the workers serve the version that was written last; see ``publish``.
@@ -89,6 +97,12 @@ class Publisher(ABC):
         errors = (VersionGoneError, DependencyLostError, InterruptedCallError)
         metrics: dict[str, float] = self.ranks.on_main(work, *errors)
         return metrics
+
+    def rounding_of(self, policy: Policy) -> Rounding:
+        """Return the rounding of the weights of PUBLISH_TYPE, which are compared with those that the policy has now."""
+        if self.settings.publish_type is PublishedType.FLOAT32:
+            return Rounding(torch.float32)
+        return MeasuredRounding((plain_name(name), value) for name, value in policy.model.named_parameters())
 
     def is_on_volume(self, version: int) -> bool:
         """Return True when a worker that starts or missed the version finds it. No collective; for rank 0."""

@@ -22,6 +22,7 @@ from tests.waiting import IDLE_SECONDS
 from trainer.config import TrainerSettings, Transport
 from trainer.model.policy import Policy
 from trainer.model.ranks import join_ranks
+from trainer.model.rounding import Rounding
 from trainer.publishing import broadcast, make_publisher
 from trainer.service_thread import ServiceThread
 
@@ -113,9 +114,9 @@ class NumberPolicy:
     def __init__(self) -> None:
         self.number = 0
 
-    def full_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        yield "first", torch.full((2, 3), self.number, dtype=dtype)
-        yield "second", torch.full((4,), self.number, dtype=dtype)
+    def full_parameters(self, rounding: Rounding) -> Iterator[tuple[str, Tensor]]:
+        yield "first", torch.full((2, 3), self.number, dtype=rounding.dtype)
+        yield "second", torch.full((4,), self.number, dtype=rounding.dtype)
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from trainer.config import TrainerSettings
 from trainer.model.learner import Learner
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import join_ranks
+from trainer.model.rounding import Rounding
 from trainer.publishing import adapter_probe, broadcast, make_publisher
 from trainer.publishing import workers as workers_module
 from trainer.publishing.adapter_probe import AdapterProbe
@@ -95,7 +96,7 @@ class Trainer:
             for parameter in filter(lambda p: p.requires_grad, self._policy.parameters()):
                 whole = parameter.to_local()  # there is one rank
                 whole.add_(self.change * torch.randn(whole.shape, generator=self._generator))
-        self.weights[version] = {n: p.clone() for n, p in self._policy.full_parameters(torch.float32)}
+        self.weights[version] = {n: p.clone() for n, p in self._policy.full_parameters(Rounding(torch.float32))}
         workers = self._publisher.publish(version)["workers"]
         return version, workers
 

@@ -23,7 +23,8 @@ from trainer.config import TrainerSettings
 STEP = StepSize(tokens=200, sequences=30)
 """Of which a micro-batch is a part."""
 
-CORRECTIONS = ["none", "truncated", "icepop"]
+UNCORRECTED = {"importance_correction": "none"}
+"""The clip is around the policy that sampled."""
 
 
 @pytest.fixture
@@ -67,24 +68,36 @@ def correction_weight(name: str, log_ratio: float) -> float:
     return {"none": 1.0, "truncated": min(ratio, 2.0), "icepop": ratio if 0.5 <= ratio <= 5 else 0.0}[name]
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_with_one_update_the_clip_is_around_the_behaviour_policy_and_the_correction_bounds_the_ratio(
-    batch: MicroBatch, correction: str
-) -> None:
-    """A correction's weight takes the place of the ratio, so a token that it does not change has PPO's loss."""
+def test_without_a_correction_the_clip_is_around_the_behaviour_policy(batch: MicroBatch) -> None:
     theta = logprobs_near(batch, 1, spread=1.0)
 
     def token_loss(new: float, behaviour: float, advantage: float, weight: float) -> float:
         ratio = math.exp(new - behaviour)
-        factor = correction_weight(correction, new - behaviour) / (1.0 if correction == "none" else ratio)
-        return -min(ratio * advantage, clip(ratio) * advantage) * factor * weight
+        return -min(ratio * advantage, clip(ratio) * advantage) * weight
 
-    loss, gradient = loss_of(batch, theta, {"importance_correction": correction})
+    loss, gradient = loss_of(batch, theta, UNCORRECTED)
     assert loss == pytest.approx(by_hand(batch, theta, token_loss=token_loss) / STEP.tokens, rel=1e-5)
     ratio = (theta - batch.behaviour_logprobs).exp()
     clipped = ((ratio > 1.2) & (batch.advantages > 0)) | ((ratio < 0.8) & (batch.advantages < 0))
     assert clipped.any()
-    assert gradient[clipped].abs().max() == 0, "the clip has an effect with one update, too"
+    assert gradient[clipped].abs().max() == 0
+
+
+@pytest.mark.parametrize("name", ["clipped", "gspo", "sapo", "clip_cov"])
+@pytest.mark.parametrize("correction", ["truncated", "icepop"])
+def test_with_one_update_the_weight_alone_corrects_a_stale_token(batch: MicroBatch, correction: str, name: str) -> None:
+    """The proximal policy is theta itself, so no bound of a ratio takes a token's gradient away."""
+    theta = logprobs_near(batch, 1, spread=1.0)
+    settings = {"loss": name, "aggregation": "token_mean", "importance_correction": correction}
+    _, gradient = loss_of(batch, theta, settings)
+    distances = (theta - batch.behaviour_logprobs).tolist()
+    weights = torch.tensor([correction_weight(correction, distance) for distance in distances])
+    expected = -weights * batch.advantages * batch.weights / STEP.tokens
+    kept = torch.ones_like(expected, dtype=torch.bool)
+    if name == "clip_cov":  # takes the gradient of one token in all by its covariance, whatever the ratio
+        kept = gradient != 0
+        assert ((expected != 0) & ~kept).sum() == 1
+    torch.testing.assert_close(gradient[kept], expected[kept])
 
 
 @pytest.mark.parametrize("correction", ["truncated", "icepop"])
@@ -105,7 +118,8 @@ def test_the_decoupled_objective_clips_against_the_proximal_policy_and_weights_b
 @pytest.mark.parametrize("is_decoupled", [False, True])
 def test_cispo_bounds_the_weight_of_a_stale_token_by_itself(batch: MicroBatch, is_decoupled: bool) -> None:
     theta, proximal = logprobs_near(batch, 1, spread=1.0), logprobs_near(batch, 2, spread=1.0)
-    _, gradient = loss_of(batch, theta, {"loss": "cispo"}, **({"proximal_logprobs": proximal} if is_decoupled else {}))
+    settings = {"loss": "cispo", "updates_per_batch": 2 if is_decoupled else 1}
+    _, gradient = loss_of(batch, theta, settings, **({"proximal_logprobs": proximal} if is_decoupled else {}))
     behaviour = batch.behaviour_logprobs
     weight = (theta - (proximal if is_decoupled else behaviour)).exp().clamp(max=5.0)
     if is_decoupled:
@@ -184,7 +198,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(batch: MicroBatch, name: s
 
 def test_bounds_come_from_the_settings(batch: MicroBatch) -> None:
     theta = batch.behaviour_logprobs + math.log(1.5)
-    settings: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.25}
+    settings: dict[str, Any] = UNCORRECTED | {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.25}
 
     def token_loss(new: float, behaviour: float, advantage: float, weight: float) -> float:
         ratio = math.exp(new - behaviour)
@@ -204,7 +218,7 @@ def test_bounds_and_mean_are_those_of_the_losss_paper_unless_set(batch: MicroBat
         ("sapo", {}, Aggregation.SEQUENCE_MEAN),
     ):
         chosen = {"loss": loss, "aggregation": mean.value, **bounds}
-        assert loss_of(batch, theta, {"loss": loss})[0] == loss_of(batch, theta, chosen)[0]
+        assert loss_of(batch, theta, UNCORRECTED | {"loss": loss})[0] == loss_of(batch, theta, UNCORRECTED | chosen)[0]
 
 
 @pytest.mark.parametrize("settings", [{"loss": "gspo", "dual_clip": 3.0}, {"loss": "sapo", "clip_low": 0.1}], ids=str)
@@ -236,8 +250,10 @@ def test_a_function_of_ones_own_is_a_loss_with_options_and_metrics(batch: MicroB
     loss, gradient = loss_of(batch, theta, {"loss": own, "clip_high": 0.5, "importance_correction": "none"})
     weight = (theta - batch.behaviour_logprobs).exp().clamp(max=1.5)
     torch.testing.assert_close(gradient, -weight * batch.advantages * batch.weights / STEP.tokens)
-    metrics = diagnostics_of(batch, theta, {"loss": own, "clip_high": 0.5}).metrics()
+    metrics = diagnostics_of(batch, theta, UNCORRECTED | {"loss": own, "clip_high": 0.5}).metrics()
     assert metrics["weight"] == pytest.approx(weight[~batch.is_replayed].mean().item())
+    decoupled = diagnostics_of(batch, theta, {"loss": own, "clip_high": 0.5}).metrics()
+    assert decoupled["weight"] == 1, "with one update the denominator is the policy itself"
     assert math.isfinite(loss)
 
 
@@ -268,7 +284,7 @@ def diagnostics_of(batch: MicroBatch, theta: Tensor, settings: dict[str, Any], *
 @pytest.mark.parametrize("prefix", ["", "replay_"])
 def test_metrics_are_means_and_extremes_over_fresh_and_over_replayed_tokens(batch: MicroBatch, prefix: str) -> None:
     theta, reference = logprobs_near(batch, 1), logprobs_near(batch, 2)
-    found = diagnostics_of(batch, theta, {"kl_coef": 0.1}, reference_logprobs=reference).metrics()
+    found = diagnostics_of(batch, theta, UNCORRECTED | {"kl_coef": 0.1}, reference_logprobs=reference).metrics()
     own = batch.is_replayed == (prefix == "replay_")
     metrics = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
     ratio = (theta - batch.behaviour_logprobs).double().exp()[own]
@@ -286,13 +302,25 @@ def test_metrics_are_means_and_extremes_over_fresh_and_over_replayed_tokens(batc
     assert metrics["clip_fraction_low"] > 0
 
 
+@pytest.mark.parametrize("name", ["clipped", "gspo", "cispo"])
+def test_the_metrics_of_a_clip_are_absent_where_the_ratio_is_1(batch: MicroBatch, name: str) -> None:
+    theta = logprobs_near(batch, 1, spread=1.0)
+    metrics = diagnostics_of(batch, theta, {"loss": name}).metrics()
+    assert ("clip_fraction_high" in metrics) is (name == "cispo"), "which compares with the behaviour policy"
+    ratio = (theta - batch.behaviour_logprobs).exp()[~batch.is_replayed]
+    assert metrics["ratio_max"] == pytest.approx(ratio.max().item(), rel=1e-5), "of theta against behaviour"
+    later = diagnostics_of(batch, theta, {"loss": name}, proximal_logprobs=logprobs_near(batch, 2)).metrics()
+    assert "clip_fraction_high" in later
+    assert later["ratio_max"] == metrics["ratio_max"]
+
+
 def test_gspo_counts_as_clipped_what_its_sequence_ratio_clips(batch: MicroBatch) -> None:
     # Tokens of a completion far from 1 in both directions, which a ratio a token would clip, and their mean does not.
     signs = torch.where(torch.arange(len(batch.targets)) % 2 == 0, 1.0, -1.0)
     even = torch.tensor([(batch.sequence_ids == s).sum() % 2 == 0 for s in batch.sequence_ids])
     theta = batch.behaviour_logprobs + torch.where(even, signs, 0.0)
-    gspo = diagnostics_of(batch, theta, {"loss": "gspo"}).metrics()
-    clipped = diagnostics_of(batch, theta, {"loss": "clipped"}).metrics()
+    gspo = diagnostics_of(batch, theta, UNCORRECTED | {"loss": "gspo"}).metrics()
+    clipped = diagnostics_of(batch, theta, UNCORRECTED | {"loss": "clipped"}).metrics()
     assert gspo["clip_fraction_low"] + gspo["clip_fraction_high"] == 0
     assert clipped["clip_fraction_low"] + clipped["clip_fraction_high"] > 0
 

@@ -19,8 +19,11 @@ from tests.trainer.ragged import Ragged, random_ragged
 from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, Outcomes, overlong_penalty
 from trainer.algorithm.aggregation import KL_LIMIT, aggregate, k3, kl_penalty
 from trainer.algorithm.importance import importance_weights, off_policy_mask
+from trainer.algorithm.loss import PolicyLoss, StepSize
 from trainer.algorithm.methods import Aggregation, ImportanceCorrection
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
 from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, cispo, clip_cov, clipped, gspo, sapo
+from trainer.config import TrainerSettings
 
 pytestmark = pytest.mark.oracles
 
@@ -238,6 +241,70 @@ def test_geometric_rejection_is_verls(seed: int) -> None:
     )
     ours = weights_of(batch, ImportanceCorrection.GEOMETRIC, 1.2, theta="theta")
     assert (ours > 0).tolist() == batch.unpadded(mask).bool().tolist()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["vanilla", "gspo"])
+@pytest.mark.parametrize(("correction", "level"), [("truncated", "token"), ("sequence", "sequence")])
+def test_one_update_on_stale_tokens_is_the_decoupled_objective_of_verl(
+    verl: Any, seed: int, name: str, correction: str, level: str
+) -> None:
+    """verl's recomputed log-probabilities of the old policy are those of the policy itself before its only update."""
+    batch = random_ragged(seed, spread=0.5, shortest=2, broken=False)
+    theirs = batch.padded("theta").requires_grad_()
+    config = oracle("verl.workers.config").ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True, clip_ratio=0.2
+    )
+    helper = oracle("verl.trainer.ppo.rollout_corr_helper")
+    weights, _ = helper.compute_rollout_correction_weights(
+        theirs.detach() - batch.padded("behaviour"), batch.mask, rollout_is=level, rollout_is_threshold=2.0
+    )
+    expected, _ = verl.get_policy_loss_fn(name)(
+        theirs.detach(),
+        theirs,
+        batch.padded("advantage"),
+        batch.mask,
+        loss_agg_mode="token-mean",
+        config=config,
+        rollout_is_weights=weights,
+    )
+    loss, gradient = one_update(batch, loss={"vanilla": "clipped"}.get(name, name), importance_correction=correction)
+    torch.testing.assert_close(loss, expected.detach().float(), rtol=1e-5, atol=1e-6)
+    (wanted,) = torch.autograd.grad(expected, theirs)
+    torch.testing.assert_close(gradient, batch.unpadded(wanted).float(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("later", [False, True], ids=["one update", "a later update"])
+def test_the_decoupled_objective_is_areals(seed: int, later: bool) -> None:
+    """AReaL's definition (arXiv:2505.24298, eq. 5), written out: its loss is inside a class that needs its engines."""
+    batch = random_ragged(seed, spread=0.5, shortest=2, broken=False)
+    theta = batch.packed("theta").requires_grad_()
+    proximal = batch.packed("old") if later else theta.detach()
+    ratio, advantages = (theta - proximal).exp(), batch.packed("advantage")
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    expected = -((proximal - batch.packed("behaviour")).exp().clamp(max=2.0) * surrogate).mean()
+    loss, gradient = one_update(batch, proximal=batch.packed("old").float() if later else None)
+    torch.testing.assert_close(loss, expected.detach().float(), rtol=1e-5, atol=1e-6)
+    (wanted,) = torch.autograd.grad(expected, theta)
+    torch.testing.assert_close(gradient, wanted.float(), rtol=1e-5, atol=1e-7)
+
+
+def one_update(batch: Ragged, proximal: Tensor | None = None, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Return the loss of a step and its gradient at every token, as the trainer computes them, float32."""
+    sequences = [
+        TrainingSequence([2 + s, *[1] * (length - 1)], behaviour, advantages)
+        for s, (length, behaviour, advantages) in enumerate(
+            zip(batch.lengths, batch.rows["behaviour"], batch.rows["advantage"], strict=True)
+        )
+    ]
+    micro_batch = pack([TrainingGroup([1], sequences)])
+    theta = batch.packed("theta").float().requires_grad_()
+    step = StepSize(tokens=sum(batch.lengths), sequences=batch.n_sequences)
+    chosen = TrainerSettings.load(aggregation="token_mean", updates_per_batch=1 if proximal is None else 2, **settings)
+    entropies = torch.zeros_like(theta)
+    loss, _ = PolicyLoss(chosen)(micro_batch, theta, entropies, step, proximal_logprobs=proximal)
+    return loss.detach(), torch.autograd.grad(loss, theta)[0]
 
 
 # --- TRL, which does not clamp broken tokens --------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from services.weights.policy_store import PolicyStore
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, save_model
 from trainer.checkpoints.admission import check_data, has_succeeded
-from trainer.checkpoints.checkpoint import CheckpointStore, RunState
+from trainer.checkpoints.checkpoint import FORMS, CheckpointStore, RunState
 from trainer.checkpoints.fingerprint import tokenizer_digest, weights_digest
 from trainer.checkpoints.resume import resume
 from trainer.config import TrainerSettings
@@ -124,12 +124,12 @@ def test_the_same_model_and_data_in_another_place_are_gone_on_with(
     assert [entry["event"] for entry in logged if entry["log_level"] == "warning"] == []
 
 
-def test_a_checkpoint_without_a_fingerprint_is_gone_on_with_and_gets_one(
+def test_a_checkpoint_of_an_earlier_release_is_gone_on_with_and_says_what_differs(
     alone: Ranks, tmp_path: Path, model: Path, begun: Path
 ) -> None:
     checkpoint = begun / "checkpoints" / "step-000003"
     saved = json.loads((checkpoint / "state.json").read_text())
-    del saved["fingerprint"], saved["job"]
+    del saved["fingerprint"], saved["job"], saved["forms"]
     (checkpoint / "state.json").write_text(json.dumps(saved))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     del manifest["state.json"]
@@ -140,6 +140,10 @@ def test_a_checkpoint_without_a_fingerprint_is_gone_on_with_and_gets_one(
     assert state.fingerprint is not None
     assert state.fingerprint.data == DATA
     assert any("model and data cannot be checked" in entry["event"] for entry in logged)
+    (changed,) = (entry["changed"] for entry in logged if "goes on otherwise" in entry["event"])
+    assert "objective: with one update a batch clipped around the policy that sampled then, decoupled" in changed
+    assert "rounding of published weights: to the nearest then, " in changed
+    assert state.forms == FORMS
 
 
 def test_a_digest_of_weights_shows_each_parameter_and_no_number_format(model: Path) -> None:

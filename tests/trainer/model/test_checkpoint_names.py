@@ -20,6 +20,7 @@ from tests.trainer.tiny import FAMILIES, random_groups, save_model
 from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks
+from trainer.model.rounding import Rounding
 
 Tensors = dict[str, Tensor]
 
@@ -95,4 +96,4 @@ def test_tied_weights_and_rotary_tables_may_be_in_the_checkpoint(tmp_path: Path,
         tensors | extra | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"}
     )
     policy = load_policy(TrainerSettings.load(model_name=str(file.parent)), alone)
-    assert {name for name, _ in policy.full_parameters(torch.float32)} == tensors.keys()
+    assert {name for name, _ in policy.full_parameters(Rounding(torch.float32))} == tensors.keys()

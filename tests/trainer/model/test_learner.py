@@ -32,6 +32,7 @@ from trainer.algorithm.share_out import share_out
 from trainer.config import TrainerSettings
 from trainer.model.optimizer import StopRequestedError, learning_rate
 from trainer.model.ranks import Ranks, join_ranks
+from trainer.model.sharing import part_order
 
 
 def settings_of(model: Path, **options: Any) -> TrainerSettings:
@@ -69,33 +70,34 @@ def assert_same_weights(weights: Arrays, expected: Arrays, within: float = 0.0) 
 
 
 @pytest.mark.parametrize(
-    ("settings", "arguments"),
+    "settings",
     [
-        ({}, {}),
-        ({"temperature": 0.7, "clip_high": 0.28, "weight_decay": 0.1, "adam_eps": 1e-3}, {}),
-        ({"max_grad_norm": 0.05}, {}),
-        ({"importance_correction": "none"}, {}),
-        ({"importance_correction": "none"}, {"n_steps": 2}),
-        ({}, {"n_steps": 3}),
-        ({"importance_cap": 0.9}, {}),
-        ({"importance_cap": 0.9}, {"n_steps": 2}),
-        ({"kl_coef": 0.3}, {"n_steps": 2}),
-        ({"entropy_coef": 0.2}, {}),
+        {},
+        {"temperature": 0.7, "clip_high": 0.28, "weight_decay": 0.1, "adam_eps": 1e-3},
+        {"max_grad_norm": 0.05},
+        {"importance_correction": "none"},
+        {"importance_correction": "none", "updates_per_batch": 2},
+        {"updates_per_batch": 3},
+        {"importance_cap": 0.9},
+        {"importance_cap": 0.9, "updates_per_batch": 2},
+        {"kl_coef": 0.3, "updates_per_batch": 2},
+        {"epochs_per_batch": 3},
+        {"epochs_per_batch": 3, "updates_per_batch": 3},
+        {"epochs_per_batch": 2, "importance_correction": "none"},
+        {"entropy_coef": 0.2},
     ],
     ids=str,
 )
-def test_an_update_is_the_objective_computed_by_hand(
-    alone: Ranks, model: Path, settings: dict[str, Any], arguments: dict[str, Any]
-) -> None:
+def test_an_update_is_the_objective_computed_by_hand(alone: Ranks, model: Path, settings: dict[str, Any]) -> None:
     groups = near(random_groups(1), make_learner(alone, model, **settings))
     groups = [replace(g, weight=1 - i / 10) for i, g in enumerate(groups)]
-    trained = rank_jobs.update(alone, model, settings, groups, **arguments)
-    expected = by_hand.update(model, groups, settings_of(model, **settings), **arguments)
+    trained = rank_jobs.update(alone, model, settings, groups)
+    expected = by_hand.update(model, groups, settings_of(model, **settings))
     if "max_grad_norm" not in settings:  # the learner's are looked at after clipping
         assert_same_gradients(trained.gradients, expected.gradients, 1e-4)
     # AdamW's first steps are about the learning rate in size, whatever the gradient's.
     assert_same_weights(trained.weights, expected.weights, within=2e-4)
-    if arguments.get("n_steps", 1) == 1:
+    if settings_of(model, **settings).updates_per_step == 1:
         assert trained.result.metrics["loss"] == pytest.approx(expected.loss, rel=1e-4)
         assert trained.result.metrics["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-4)
 
@@ -125,7 +127,7 @@ def test_the_log_probabilities_are_the_models(alone: Ranks, model: Path, compute
 
 @both_types
 def test_metrics_tell_of_clipping_and_of_the_reference(alone: Ranks, model: Path, compute_type: str) -> None:
-    learner = make_learner(alone, model, kl_coef=0.1, compute_type=compute_type)
+    learner = make_learner(alone, model, kl_coef=0.1, compute_type=compute_type, importance_correction="none")
     metrics = learner.update(near(random_groups(2), learner), 0).metrics
     assert metrics["kl_reference"] == pytest.approx(0, abs=1e-6), "the policy starts as the reference"
     assert 0 < metrics["clip_fraction_low"] + metrics["clip_fraction_high"] < 1
@@ -136,7 +138,7 @@ def test_metrics_tell_of_clipping_and_of_the_reference(alone: Ranks, model: Path
 
 def test_extreme_ratios_are_those_of_all_optimizer_steps_of_a_batch(alone: Ranks, model: Path) -> None:
     groups, settings = random_groups(2), {"importance_correction": "none"}
-    both = make_learner(alone, model, **settings).update(groups, 0, n_steps=2).metrics
+    both = make_learner(alone, model, **settings, updates_per_batch=2).update(groups, 0).metrics
     learner = make_learner(alone, model, **settings)
     first, second = (learner.update(groups[i::2], 0).metrics for i in range(2))
     assert both["ratio_max"] == pytest.approx(max(first["ratio_max"], second["ratio_max"]))
@@ -263,6 +265,37 @@ def count_passes(learner: Any) -> list[int]:
     passes: list[int] = []
     learner.policy.register_forward_pre_hook(lambda *_: passes.append(1))
     return passes
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 1),
+        ({"updates_per_batch": 3}, 3 + 2),
+        ({"updates_per_batch": 3, "epochs_per_batch": 2}, 6 + 2),
+        ({"updates_per_batch": 3, "importance_correction": "none"}, 3),
+    ],
+    ids=str,
+)
+def test_only_the_parts_after_the_first_take_a_pass_more(
+    alone: Ranks, model: Path, settings: dict[str, Any], expected: int
+) -> None:
+    """The proximal log-probabilities of the first part come with its gradient; further passes over a batch keep all."""
+    learner = make_learner(alone, model, **settings)
+    passes = count_passes(learner)
+    learner.update(random_groups(1), 0)
+    assert len(passes) == expected
+
+
+def test_each_pass_over_a_batch_takes_its_parts_in_an_order_of_its_own() -> None:
+    settings = TrainerSettings.load(batch_size=8, updates_per_batch=8, epochs_per_batch=3)
+    first, *others = (part_order(settings, step) for step in range(3))
+    assert first[:8] == list(range(8))
+    orders = [tuple(order[start : start + 8]) for order in (first, *others) for start in (8, 16)]
+    assert all(sorted(order) == list(range(8)) for order in orders)
+    assert len(set(orders)) == 6, "by step and pass"
+    assert part_order(settings, 0) == first
+    assert part_order(settings.model_copy(update={"seed": 1}), 0)[8:] != first[8:]
 
 
 def test_groups_without_advantage_compute_nothing(alone: Ranks, model: Path) -> None:
@@ -424,9 +457,9 @@ def test_a_request_to_stop_leaves_the_policy_as_it_was(alone: Ranks, model: Path
 
 
 def test_a_request_to_stop_comes_too_late_after_the_first_optimizer_step(alone: Ranks, model: Path) -> None:
-    learner = make_learner(alone, model, importance_correction="none")
+    learner = make_learner(alone, model, importance_correction="none", updates_per_batch=2)
     passes = count_passes(learner)
-    assert learner.update(random_groups(9), 0, n_steps=2, should_stop=lambda: bool(passes)).steps == 2
+    assert learner.update(random_groups(9), 0, should_stop=lambda: bool(passes)).steps == 2
 
 
 def test_what_one_rank_is_asked_all_do(model: Path) -> None:

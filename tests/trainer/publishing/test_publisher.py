@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import structlog
 import torch
 from safetensors import SafetensorError
@@ -22,19 +23,22 @@ from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import fake_service
-from tests.trainer.rank_jobs import make_learner
+from tests.trainer.rank_jobs import change, make_learner
 from tests.trainer.tiny import FAMILIES, save_model
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
+from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings, Transport
 from trainer.model import saving
 from trainer.model.critic import CriticLearner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
+from trainer.model.rounding import Rounding
 from trainer.publishing import Publisher, broadcast, disk, make_publisher, workers
 from trainer.publishing.publisher import WRITES
 from trainer.publishing.workers import VersionGoneError
 from trainer.service_thread import InterruptedCallError, ServiceThread
+from trainer.team import Team
 
 
 @pytest.fixture
@@ -244,9 +248,38 @@ def test_everything_that_a_run_writes_of_its_model_follows_the_umask(
     publisher = make_publisher(settings, learner.policy, *alone)
     publisher.write(1)
     publisher.close()
-    saving.save_pretrained(learner.policy, alone[0], settings.run_dir / "model", torch.float32)
-    CriticLearner(learner).save(settings.run_dir / "critic", torch.float32)
+    saving.save_pretrained(learner.policy, alone[0], settings.run_dir / "model", Rounding(torch.float32))
+    CriticLearner(learner).save(settings.run_dir / "critic")
     files = [file for file in settings.run_dir.rglob("*") if file.is_file()]
     assert [file.name for file in files if file.suffix == ".safetensors"] != []
     assert len({file.parent for file in files if file.suffix == ".safetensors"}) == 3
     assert {oct(stat.S_IMODE(file.stat().st_mode)) for file in files} == {oct(0o666 & ~umask)}
+
+
+@pytest.mark.parametrize("save_type", [None, "float32"])
+def test_the_saved_model_is_the_last_published_version_byte_for_byte(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, save_type: str | None
+) -> None:
+    model = save_model(tmp_path / "model", FAMILIES["qwen2"])
+    learner = make_learner(alone[0], model, shared_dir=tmp_path, run_id="r", save_type=save_type)
+    publisher = make_publisher(learner.settings, learner.policy, *alone)
+    change(learner.policy, 1e-4)
+    publisher.write(1)
+    checkpoints = CheckpointStore(tmp_path / "checkpoints", 2, alone[0])
+    Team(learner.settings, alone[0], learner, publisher, checkpoints, lambda: False).save_model()
+    saved = (learner.settings.run_dir / "model" / "model.safetensors").read_bytes()
+    assert (saved == (publisher.store.path(1) / "model.safetensors").read_bytes()) is (save_type is None)
+    if save_type is not None:
+        trained = dict(learner.policy.full_parameters(Rounding(torch.float32)))
+        assert all(torch.equal(value, trained[name]) for name, value in safetensors.torch.load(saved).items())
+
+
+def test_the_share_of_the_change_that_is_published_is_a_metric(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make(tmp_path, alone)
+    monkeypatch.setattr(publisher, "update_workers", lambda _: {"workers": 1.0})
+    assert publisher.publish(0) == {"workers": 1.0}, "nothing is trained yet"
+    change(publisher.policy, 1e-2)
+    metrics = publisher.publish(1)
+    assert metrics["publish_share"] == pytest.approx(1, abs=0.01)
