@@ -216,7 +216,7 @@ def test_plots_show_curves_and_heat_maps(kept: Path) -> None:
 
 
 def test_a_run_in_one_process_replays_evaluates_and_repeats_itself() -> None:
-    settings = seeded(TINY, 0) | {"MAX_STEPS": "3", "EVAL_PROMPTS": "4", "EVAL_SAMPLES": "2"}
+    settings = seeded(TINY, 0) | {"MAX_STEPS": "5", "EVAL_PROMPTS": "4", "EVAL_SAMPLES": "2"}
     plain = in_process.train(Run("tiny", "plain", 0, settings, in_process.train))
     replay = in_process.train(Run("tiny", "replay", 0, settings | {"REPLAY_GROUPS": "2"}, in_process.train))
     again = in_process.train(Run("tiny", "again", 0, settings, in_process.train))
@@ -224,7 +224,7 @@ def test_a_run_in_one_process_replays_evaluates_and_repeats_itself() -> None:
     assert plain.rewards[:2] == replay.rewards[:2], "the first step has nothing to replay"
     assert plain.rewards != replay.rewards
     assert plain.figures == {"replayed": 0, "left_out": 0}
-    assert replay.figures["replayed"] + replay.figures["left_out"] == 4
+    assert replay.figures["replayed"] + replay.figures["left_out"] == 8
     assert all(0 < tokens <= 64 * 8 for tokens in plain.tokens)
     assert (plain.prompts, plain.samples) == (4, 2)
     assert plain.accuracy is not None

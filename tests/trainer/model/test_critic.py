@@ -28,6 +28,7 @@ from trainer.model.critic import CriticLearner
 from trainer.model.gathering import whole_parameters
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.ranks import Ranks
+from trainer.model.rounding import Rounding
 
 BOTH = pytest.mark.parametrize("kind", ["own", "shared"])
 
@@ -185,7 +186,7 @@ def test_weight_decay_leaves_the_heads_bias_alone(alone: Ranks, model: Path, kin
         for parameter in head.parameters():
             parameter.fill_(1.0)
     critic.optimizer.step()
-    found = {name: set(whole.flatten().tolist()) for name, whole in whole_parameters(head, torch.float32)}
+    found = {name: set(whole.flatten().tolist()) for name, whole in whole_parameters(head, Rounding(torch.float32))}
     assert found == {"weight": {0.75}, "bias": {1.0}}
 
 
@@ -256,7 +257,7 @@ def test_what_is_saved_loads_as_a_token_classifier_with_the_same_values(
         learner.update(targets, step)
         if critic.trains_alone(step):
             critic.update(targets, step)
-    critic.save(tmp_path, torch.float32)
+    critic.save(tmp_path)
     loaded, said = AutoModelForTokenClassification.from_pretrained(tmp_path, output_loading_info=True)
     assert not said["missing_keys"]
     assert not said["unexpected_keys"]
