@@ -34,6 +34,8 @@ from trainer.team import ENDINGS, Team, TrainingDivergedError
 
 log = get_logger(__name__)
 
+ENTROPY_EVERY = 10
+"""Steps between two measurements of the entropy over all tokens, each of which takes a forward pass."""
 MAX_SKIPPED_STEPS = 3
 """Steps in a row, all of whose updates are skipped as not finite, before the run stops: one bad batch does not mean
 divergence."""
@@ -50,6 +52,8 @@ class TrainingLoop:
     status: RunStatus
     state: RunState
     total_steps: int
+    total_prompts: int
+    """The prompts of all epochs."""
     skipped_in_a_row: int = 0
     is_recorded: bool = True
     """False once the metrics of a completed step could not be written."""
@@ -100,6 +104,7 @@ class TrainingLoop:
             services.lease_groups(batch, state.policy_version)  # 1 to 4: collectors have taken them
         else:
             while batch.missing and (prompts := services.fetch_prompts(batch.missing)):  # 1. fetch
+                batch.prompts_used += len(prompts)
                 batch.add(services.generate_and_score(prompts, batch))  # 2. generate, 3. score
             services.store(batch)  # 4. store
         if not batch.groups:
@@ -110,9 +115,11 @@ class TrainingLoop:
 
         self.status.begin("train", f"training step {state.step + 1}")
         groups = batch.trained = self.training_groups(batch)  # 6. advantages
+        self.measure_entropy(batch)
         update = self.update(groups)  # 7. update
         # The weights are those of the next step, and so is the state from here on, whichever service is lost.
         state.step, state.policy_version, state.cursor = state.step + 1, state.policy_version + 1, services.cursor
+        state.prompts_used += batch.prompts_used
 
         metrics = step_metrics(batch, update, state.policy_version)
         with self.recording(batch, metrics):
@@ -146,13 +153,22 @@ class TrainingLoop:
         batch.counts |= critic_metrics(groups)
         return groups
 
+    def measure_entropy(self, batch: Batch) -> None:
+        """Every ENTROPY_EVERY steps, measure the entropy over all groups made: the update skips some of them."""
+        if self.state.step % ENTROPY_EVERY == 0:
+            made = [training_group(group, self.settings) for group in batch.scored or batch.groups]
+            entropy = self.team.mean_entropy(made)
+            batch.counts |= {} if entropy is None else {"entropy_all": entropy}
+
     def update(self, groups: Sequence[TrainingGroup]) -> UpdateResult:
         """Update the policy on ``groups`` by the loss that the settings choose.
 
         Raises:
             TrainingDivergedError: no update of the step was finite, nor of the steps before it.
         """
-        result = self.team.update(groups, self.state.step)
+        # Groups that were left out use up data, so that the last step comes before ``total_steps``.
+        position = max(self.state.step, self.state.prompts_used * self.total_steps / self.total_prompts)
+        result = self.team.update(groups, self.state.step, position)
         if result.skipped:
             log.warning("update skipped: loss or gradient not finite", step=self.state.step + 1, **result.metrics)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.is_without_effect else 0

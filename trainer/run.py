@@ -194,7 +194,8 @@ def _drive(settings: TrainerSettings, services: MainRank, team: Team, status: Ru
         files = RunFiles(settings, state.step, policy.description.decode, services.describe_components())
     with closing(files):
         try:
-            TrainingLoop(settings, services, team, files, status, state, team.learner.total_steps).run()
+            prompts = settings.num_epochs * data.train_prompts
+            TrainingLoop(settings, services, team, files, status, state, team.learner.total_steps, prompts).run()
             status.begin("save", "saving the model")
             team.save_model()
         except Exception as error:

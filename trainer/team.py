@@ -97,18 +97,18 @@ class Team:
                 # Rank 0 has it too, and decides what comes next.
                 log.debug("call failed", call=name, reason=str(error))
 
-    def update(self, groups: Sequence[TrainingGroup], step: int) -> UpdateResult:
+    def update(self, groups: Sequence[TrainingGroup], step: int, position: float) -> UpdateResult:
         """Take the optimizer steps of policy and critic on ``groups``; see Learner.update and CriticLearner.update.
 
         The update stops when asked to before its first optimizer step. During CRITIC_WARMUP_STEPS the policy stays.
         """
-        self._tell("update", groups=groups, step=step)
+        self._tell("update", groups=groups, step=step, position=position)
         critic, result = self.critic, UpdateResult()
         if critic is None or step >= self.settings.critic_warmup_steps:
-            result = self.learner.update(groups, step, should_stop=self.should_stop)
+            result = self.learner.update(groups, step, position=position, should_stop=self.should_stop)
         if critic is not None and critic.trains_alone(step):
             stop = None if result.steps else self.should_stop
-            result = result.with_critic(critic.update(groups, step, should_stop=stop))
+            result = result.with_critic(critic.update(groups, step, position=position, should_stop=stop))
         return result
 
     def values(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
@@ -123,6 +123,11 @@ class Team:
         """Return the policy's log-probabilities of the groups' trained tokens; see Learner.logprobs."""
         self._tell("logprobs", groups=groups, temperature=temperature, use_adapters=use_adapters)
         return self.learner.logprobs(groups, temperature, use_adapters=use_adapters)
+
+    def mean_entropy(self, groups: Sequence[TrainingGroup]) -> float | None:
+        """Return the policy's mean entropy at the groups' trained tokens; see Learner.mean_entropy."""
+        self._tell("mean_entropy", groups=groups)
+        return self.learner.mean_entropy(groups)
 
     def reference_logprobs(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
         """Return the reference's log-probabilities of the groups' trained tokens; see Learner.reference_logprobs."""

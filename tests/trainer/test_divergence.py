@@ -44,7 +44,7 @@ def make_loop(ranks: Ranks, model: Path, directory: Path, **settings: Any) -> Tr
     files = RunFiles(learner.settings, 0, str)
     unused: Any = MagicMock()
     team = Team(learner.settings, ranks, learner, unused, unused, lambda: False)
-    return TrainingLoop(learner.settings, unused, team, files, unused, run_state(learner, 4), learner.total_steps)
+    return TrainingLoop(learner.settings, unused, team, files, unused, run_state(learner, 4), learner.total_steps, 40)
 
 
 def test_a_run_goes_on_after_updates_that_were_skipped(loop: TrainingLoop) -> None:

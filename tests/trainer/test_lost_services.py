@@ -173,7 +173,7 @@ def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> T
     state = run_state(learner, 0).model_copy(update={"cursor": Cursor()})
     files = RunFiles(learner.settings, 0, str)
     team = Team(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False)
-    loop = TrainingLoop(learner.settings, cast(MainRank, outside), team, files, RunStatus(), state, 4)
+    loop = TrainingLoop(learner.settings, cast(MainRank, outside), team, files, RunStatus(), state, 4, 16)
     try:
         with team.leading():
             loop.run()

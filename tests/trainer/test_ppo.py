@@ -51,7 +51,7 @@ def train(ranks: Ranks, model: Path, directory: Path, kind: str, lost: str = "",
     team = Team(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False, critic)
     if ranks.is_main:
         files = RunFiles(learner.settings, state.step, str)
-        loop = TrainingLoop(learner.settings, cast(MainRank, outside), team, files, RunStatus(), state, STEPS)
+        loop = TrainingLoop(learner.settings, cast(MainRank, outside), team, files, RunStatus(), state, STEPS, 9)
         try:
             with team.leading():
                 loop.run()

@@ -5,8 +5,8 @@ by its name. Generalised advantage estimation, which needs a critic, is in gae.p
 
 Sources: GRPO (Shao et al. 2024, arXiv:2402.03300), RLOO (Ahmadian et al. 2024, arXiv:2402.14740), Dr. GRPO (Liu et al.
 2025, arXiv:2503.20783), REINFORCE++ (Hu 2025, arXiv:2501.03262), batch-level standard deviation (Liu et al. 2025,
-arXiv:2508.08221), pass@k training (Walder and Karkhanis 2025, arXiv:2505.15201; Tang et al. 2025, arXiv:2503.19595),
-DAPO (Yu et al. 2025, arXiv:2503.14476).
+arXiv:2508.08221), pass@k training with k = G (Tang et al. 2025, arXiv:2503.19595), DAPO (Yu et al. 2025,
+arXiv:2503.14476).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Outcomes:
     """
 
     rewards: Tensor
-    """[S] float64, overlong penalty and KL penalty included."""
+    """[S] float64, overlong penalty included, and the KL penalty unless it is subtracted afterwards."""
     group_ids: Tensor
     """[S] int64; completions with equal values form a group."""
     lengths: Tensor

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 import torch
 
+from services.protocol.groups import by_episode
 from trainer.algorithm.gae import explained_variance, generalized_advantages, value_targets, whitened
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 from trainer.algorithm.training_groups import TokenNumbers, flags, kl_terms, spread
@@ -31,7 +33,8 @@ def with_critic_targets(
         settings: GAMMA, GAE_LAMBDA, GAE_PER_TURN and KL_COEF.
         values: the critic's values of each group's trained tokens.
         reference: log-probabilities of the reference at these tokens, for KL in the reward. A token's reward is then
-            less by KL_COEF log(pi_behaviour / pi_reference) (arXiv:1909.08593, eq. 2).
+            less by KL_COEF log(pi_behaviour / pi_reference) (arXiv:1909.08593, eq. 2), and that of a turn's last token
+            also by the terms of the episode's turns in other sequences, up to the sequence's next turn.
     """
     sequences = [s for group in groups for s in group.sequences]
     if not any(s.trained_tokens for s in sequences):
@@ -40,8 +43,11 @@ def with_critic_targets(
     reward = [_rewards(s) for s in sequences]
     rewards, old_values = (torch.tensor([*chain(*rows)], dtype=torch.float64) for rows in (reward, value))
     if reference is not None:
-        rewards -= settings.kl_coef * torch.tensor([*chain(*kl_terms(sequences, reference))], dtype=torch.float64)
+        terms = kl_terms(groups, reference)
+        _add_elsewhere(groups, terms)
+        rewards -= settings.kl_coef * torch.tensor([*chain(*(terms[id(s)] for s in sequences))], dtype=torch.float64)
     lengths = torch.tensor([len(s.completion_ids) for s in sequences])
+    turn_ids = torch.tensor([*chain(*map(_turn_ids, sequences))], dtype=torch.int64)
     loss_mask = torch.tensor([*chain(*(flags(s) for s in sequences))])
     advantages = generalized_advantages(
         rewards,
@@ -50,7 +56,7 @@ def with_critic_targets(
         loss_mask,
         settings.gamma,
         settings.gae_lambda,
-        per_turn=settings.gae_per_turn,
+        turn_ids=turn_ids if settings.gae_per_turn else None,
     )
     returns = value_targets(advantages, old_values).split(lengths.tolist())
     parts = zip(whitened(advantages, loss_mask).split(lengths.tolist()), returns, value, strict=True)
@@ -79,9 +85,31 @@ def critic_metrics(groups: Sequence[TrainingGroup]) -> dict[str, float]:
 def _rewards(sequence: TrainingSequence) -> list[float]:
     """Return the reward of each of L tokens."""
     rewards = [0.0] * len(sequence.completion_ids)
-    if sequence.turns:
-        for turn in sequence.turns:
-            rewards[turn.end - 1] = turn.reward
-    elif rewards:
-        rewards[-1] = sequence.reward
+    for turn in sequence.rewarded_turns if rewards else ():
+        rewards[turn.end - 1] = turn.reward
     return rewards
+
+
+def _turn_ids(sequence: TrainingSequence) -> list[int]:
+    """Return the turn of each of L tokens; without rewards of turns, a turn is a run of trained tokens."""
+    mask = flags(sequence)
+    if sequence.turns:
+        starts = {turn.start for turn in sequence.turns}
+        return [*accumulate(place in starts for place in range(len(mask)))]
+    return [*accumulate(now and not before for before, now in pairwise([False, *mask]))]
+
+
+def _add_elsewhere(groups: Sequence[TrainingGroup], terms: dict[int, list[float]]) -> None:
+    """Add to the KL term of each turn's last token those of the episode's other sequences up to the next turn.
+
+    So the terms of a sequence from a turn on sum to those of the episode from that turn on, as rewards of turns do.
+    """
+    for episode in (sequences for group in groups for sequences in by_episode(group.sequences) if len(sequences) > 1):
+        parts = [
+            (s, turn.number, sum(terms[id(s)][turn.start : turn.end])) for s in episode for turn in s.rewarded_turns
+        ]
+        for s in filter(lambda s: s.completion_ids, episode):
+            following = [turn.number for turn in s.rewarded_turns[1:]]
+            for turn, end in zip(s.rewarded_turns, [*following, math.inf], strict=True):
+                elsewhere = (kl for other, number, kl in parts if other is not s and turn.number <= number < end)
+                terms[id(s)][turn.end - 1] += sum(elsewhere)

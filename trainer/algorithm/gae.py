@@ -31,7 +31,7 @@ def generalized_advantages(
     gamma: float = 1.0,
     lam: float = 1.0,
     *,
-    per_turn: bool = False,
+    turn_ids: Tensor | None = None,
 ) -> Tensor:
     """Return GAE's advantage of each sampled token (arXiv:1506.02438, eq. 16; arXiv:1707.06347, eq. 11 and 12).
 
@@ -40,9 +40,9 @@ def generalized_advantages(
     t counts the sampled tokens of a completion; behind the last, V and A are 0. With ``lam`` 1, A is the Monte Carlo
     return minus V; with ``lam`` 0, it is delta. A reward at an observation belongs to the sampled token before it.
 
-    ``per_turn`` discounts once a turn instead of once a token: gamma and lam are 1 within a run of sampled tokens, and
-    apply from its last token to the next turn (arXiv:1609.01995). So a turn's first token has the advantage of an
-    estimator whose actions are turns, and each further token its own value as baseline.
+    With ``turn_ids``, gamma and lam are 1 within a turn, and apply from its last token to the next turn
+    (arXiv:1609.01995). So a turn's first token has the advantage of an estimator whose actions are turns, and each
+    further token its own value as baseline.
 
     Args:
         rewards: [N] float; usually 0 but at a completion's last token.
@@ -51,20 +51,21 @@ def generalized_advantages(
         loss_mask: [N] bool, True at sampled tokens.
         gamma: the discount of a step.
         lam: the weight of longer estimates, from 0 (one step) to 1 (the whole completion).
-        per_turn: a step is a turn and not a token.
+        turn_ids: [N] int64, the turn of each token, where a step is a turn; not read at observations.
 
     Returns:
         [N] in the dtype of ``rewards``, computed in float64; 0 at observations.
     """
     sampled = loss_mask.nonzero().squeeze(1)
     own, value = sequence_ids[sampled], values[sampled].double()
-    goes_on, adjoins = torch.zeros(2, len(sampled), dtype=torch.bool)
+    goes_on, is_within = torch.zeros(2, len(sampled), dtype=torch.bool)
     goes_on[:-1] = own[1:] == own[:-1]
-    adjoins[:-1] = sampled[1:] == sampled[:-1] + 1
+    if turn_ids is not None:
+        is_within[:-1] = turn_ids[sampled[1:]] == turn_ids[sampled[:-1]]
 
     def once_a_step(factor: float) -> Tensor:
         factors = torch.full_like(value, factor)
-        factors[goes_on & adjoins & per_turn] = 1.0
+        factors[is_within] = 1.0
         factors[~goes_on] = 0.0
         return factors
 

@@ -17,6 +17,9 @@ ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce", "reinforce_ba
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce_baseline", "pass_at_k")
 """Advantages that compare a completion with the rest of its group; in a group of one they are 0."""
 
+NORMALISED_ADVANTAGES = ("grpo", "batch_std")
+"""Group advantages that divide by a deviation of rewards, and would divide the weight of a penalty by it, too."""
+
 
 class Aggregation(StrEnum):
     """The mean that turns token losses into one number."""

@@ -73,6 +73,11 @@ class TrainingSequence:
                 )
 
     @property
+    def rewarded_turns(self) -> list[Turn]:
+        """The turns; without turns, the whole sequence as one turn with the episode's reward."""
+        return self.turns or [Turn(0, 0, len(self.completion_ids), self.reward)]
+
+    @property
     def read_ids(self) -> list[int]:
         """The tokens that a forward pass reads: all but the last, from which nothing is predicted."""
         return self.completion_ids[:-1]

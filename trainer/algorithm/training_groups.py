@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 
 import torch
 
 from services.core.errors import ConfigurationError
 from services.core.functions import load_function
 from services.protocol.groups import Experience, FinishReason, Group, by_episode
-from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes, overlong_penalty
-from trainer.algorithm.methods import Credit, is_own_function
+from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes, dr_grpo, overlong_penalty
+from trainer.algorithm.methods import NORMALISED_ADVANTAGES, Credit, is_own_function
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
 from trainer.config import TrainerSettings
 
@@ -83,12 +83,14 @@ def has_signal(group: Group, settings: TrainerSettings) -> bool:
 
 @dataclass(frozen=True)
 class Action:
-    """Tokens that get one advantage: an episode with all its sequences, or a turn.
+    """Tokens that get one advantage: an episode with all its sequences, or a turn with all its samples.
 
     Actions are compared with those that have an equal ``compared``: group, seat of a game (-1 where there is none), and
     number of the turn (0 for episodes). The reward is that which follows the action.
     """
 
+    episode: int
+    """The number of the episode in the step."""
     compared: tuple[int, ...]
     reward: float
     spans: list[tuple[TrainingSequence, int, int]]
@@ -103,23 +105,24 @@ class Action:
 def actions(groups: Sequence[TrainingGroup], credit: Credit) -> list[Action]:
     """Return the episodes of a step, or with ``Credit.TURN`` the turns of those that have rewards of turns.
 
-    The reward of a turn is the sum of its own and all later rewards of the episode.
+    The reward of a turn is the sum of its own and all later rewards of the episode. Samples of one turn, which have
+    equal rewards, are one action. The actions of an episode follow each other in the order of their numbers.
     """
     found = []
-    for number, group in enumerate(groups):
-        for sequences in by_episode(group.sequences):
-            seat = -1 if sequences[0].seat is None else sequences[0].seat
-            if credit is Credit.EPISODE or not all(s.turns for s in sequences):
-                spans = [(s, 0, len(s.completion_ids)) for s in sequences]
-                found.append(Action((number, seat, 0), sequences[0].reward, spans))
-                continue
-            for s in sequences:
-                turns = list(s.turns or ())
-                following = [*accumulate(turn.reward for turn in reversed(turns))][::-1]
-                found += [
-                    Action((number, seat, turn.number), reward, [(s, turn.start, turn.end)])
-                    for turn, reward in zip(turns, following, strict=True)
-                ]
+    episodes = [(number, sequences) for number, group in enumerate(groups) for sequences in by_episode(group.sequences)]
+    for episode, (number, sequences) in enumerate(episodes):
+        seat = -1 if sequences[0].seat is None else sequences[0].seat
+        if credit is Credit.EPISODE or not all(s.turns for s in sequences):
+            spans = [(s, 0, len(s.completion_ids)) for s in sequences]
+            found.append(Action(episode, (number, seat, 0), sequences[0].reward, spans))
+            continue
+        turns: dict[int, Action] = {}
+        for s in sequences:
+            rewards = [*accumulate(turn.reward for turn in reversed(s.rewarded_turns))][::-1]
+            for turn, reward in zip(s.rewarded_turns, rewards, strict=True):
+                action = turns.setdefault(turn.number, Action(episode, (number, seat, turn.number), reward, []))
+                action.spans.append((s, turn.start, turn.end))
+        found += [action for _, action in sorted(turns.items())]
     return found
 
 
@@ -140,7 +143,8 @@ def with_advantages(
         reference: log-probabilities of the reference for each group, for KL in the reward. An episode's reward is
             then less by KL_COEF times the sum over its trained tokens of log(pi_behaviour / pi_reference): k1, whose
             gradient by way of the reward is that of KL(theta || reference) (arXiv:2501.03262, eq. 3). A turn's reward
-            has the terms of its own and the later tokens.
+            has the terms of its own tokens and of the episode's later turns. From advantages that divide by a deviation
+            of rewards, the KL less the mean of the group is subtracted afterwards.
 
     Raises:
         ConfigurationError: ADVANTAGE names a function that cannot be had, or that returns something else.
@@ -148,21 +152,17 @@ def with_advantages(
     found = actions(groups, settings.credit)
     if not found:
         return list(groups)
-    rewards = torch.tensor([action.reward for action in found], dtype=torch.float64)
-    if reference is not None:
-        sequences = [s for group in groups for s in group.sequences]
-        distances = {id(s): own for s, own in zip(sequences, kl_terms(sequences, reference), strict=True)}
-        sums = [sum(sum(distances[id(s)][start:]) for s, start, _ in action.spans) for action in found]
-        rewards -= settings.kl_coef * torch.tensor(sums, dtype=torch.float64)
     numbers = {compared: number for number, compared in enumerate(dict.fromkeys(a.compared for a in found))}
     outcomes = Outcomes(
-        rewards=rewards,
+        rewards=torch.tensor([action.reward for action in found], dtype=torch.float64),
         group_ids=torch.tensor([numbers[action.compared] for action in found]),
         lengths=torch.tensor([action.trained_tokens for action in found]),
         eps=settings.advantage_eps,
     )
+    penalties = None if reference is None else settings.kl_coef * _kl_to_go(found, kl_terms(groups, reference))
+    computed = _less_penalties(settings, outcomes, penalties)
     advantages = {id(s): [0.0] * len(s.completion_ids) for group in groups for s in group.sequences}
-    for action, advantage in zip(found, advantage_function(settings)(outcomes).tolist(), strict=True):
+    for action, advantage in zip(found, computed.tolist(), strict=True):
         for s, start, end in action.spans:
             advantages[id(s)][start:end] = [advantage] * (end - start)
     return [
@@ -171,6 +171,25 @@ def with_advantages(
         )
         for g in groups
     ]
+
+
+def _less_penalties(settings: TrainerSettings, outcomes: Outcomes, penalties: torch.Tensor | None) -> torch.Tensor:
+    """Return the advantages by ADVANTAGE, with penalties [S] taken from the rewards, or else from the advantages."""
+    function = advantage_function(settings)
+    if penalties is None:
+        return function(outcomes)
+    if settings.advantage in NORMALISED_ADVANTAGES:
+        return function(outcomes) - dr_grpo(replace(outcomes, rewards=penalties))
+    return function(replace(outcomes, rewards=outcomes.rewards - penalties))
+
+
+def _kl_to_go(found: Sequence[Action], terms: Mapping[int, Sequence[float]]) -> torch.Tensor:
+    """Return the sum of the KL terms of each action's tokens and of those of its episode's later actions, float64."""
+    to_go: list[float] = []
+    for _, of_episode in groupby(found, lambda action: action.episode):
+        own = [sum(sum(terms[id(s)][start:end]) for s, start, end in action.spans) for action in of_episode]
+        to_go += [*accumulate(reversed(own))][::-1]
+    return torch.tensor(to_go, dtype=torch.float64)
 
 
 def flags(sequence: TrainingSequence) -> list[bool]:
@@ -184,11 +203,13 @@ def spread(sequence: TrainingSequence, numbers: Sequence[float]) -> list[float]:
     return [next(own) if is_trained else 0.0 for is_trained in flags(sequence)]
 
 
-def kl_terms(sequences: Sequence[TrainingSequence], reference: Sequence[TokenNumbers]) -> Iterator[list[float]]:
-    """Yield log(pi_behaviour / pi_reference) of each sequence's L tokens, 0 outside the loss mask."""
-    for sequence, own in zip(sequences, chain(*reference), strict=True):
+def kl_terms(groups: Sequence[TrainingGroup], reference: Sequence[TokenNumbers]) -> dict[int, list[float]]:
+    """Return log(pi_behaviour / pi_reference) of each sequence's L tokens, 0 outside the loss mask, by its ``id``."""
+    terms = {}
+    for sequence, own in zip((s for group in groups for s in group.sequences), chain(*reference), strict=True):
         pairs = zip(sequence.trained(sequence.behaviour_logprobs), own, strict=True)
-        yield spread(sequence, [behaviour - logprob for behaviour, logprob in pairs])
+        terms[id(sequence)] = spread(sequence, [behaviour - logprob for behaviour, logprob in pairs])
+    return terms
 
 
 def advantage_function(settings: TrainerSettings) -> AdvantageFunction:

@@ -66,6 +66,8 @@ class RunState(BaseModel):
     model_type: str
     parameters: int
     cursor: Cursor
+    prompts_used: int = 0
+    """Prompts of these steps, those of groups that were left out included."""
     replay_snapshot: str | None = None
     rewards: list[float] = []
     """Mean reward of each completed step."""

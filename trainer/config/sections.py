@@ -193,7 +193,8 @@ class AlgorithmSection(SectionSettings):
     kl_coef: float = Field(0.0, ge=0)
     """Weight of KL to the reference; 0 keeps no reference model."""
     kl_in_reward: bool = False
-    """Subtract the KL from rewards, before advantages are computed, instead of adding it to the loss."""
+    """Subtract the KL from rewards instead of adding it to the loss. Where advantages divide by a deviation of rewards
+    (`grpo`, `batch_std`), it is subtracted from the advantages."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     replay_groups: int = Field(0, ge=0, le=4096)
@@ -248,7 +249,8 @@ class OptimisationSection(SectionSettings):
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate of AdamW."""
     lr_schedule: Schedule = Schedule.CONSTANT
-    """`constant`, `linear` or `cosine`."""
+    """`constant`, `linear` or `cosine`. The latter fall to 0 with the last step. If groups that are left out use up the
+    prompts sooner, as with DYNAMIC_SAMPLING_TRIES, they fall with the prompts that are left."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)

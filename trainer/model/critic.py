@@ -102,6 +102,7 @@ class CriticLearner:
         groups: Sequence[TrainingGroup],
         step: int,
         *,
+        position: float | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> UpdateResult:
         """Make as many optimizer steps of the critic alone as ``Learner.update`` makes, on the same parts.
@@ -111,6 +112,7 @@ class CriticLearner:
         Args:
             groups: all groups to train on, with returns and values; every rank passes the same.
             step: number of the training step, for the learning rate.
+            position: where the learning rate's decay is among the steps; see ``learning_rate``.
             should_stop: called on every rank between the micro-batches before the first optimizer step.
 
         Raises:
@@ -122,7 +124,7 @@ class CriticLearner:
         shares = [known[i :: settings.updates_per_batch] for i in range(settings.updates_per_batch)]
         parts = [make_part(share, share, settings.micro_batch_tokens, self.ranks) for share in shares]
         parts = [parts[i] for i in part_order(settings, step)]
-        rate = learning_rate(settings, step, self.total_steps, settings.critic_learning_rate)
+        rate = learning_rate(settings, step, self.total_steps, settings.critic_learning_rate, position)
         rates = [rate] * len(self.optimizer.param_groups)
         batches = packed([pieces for part in parts for pieces in part.own], self.ranks)
         passes = [[partial(self._backward, batches, part.size) for _ in part.own] for part in parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -93,6 +94,7 @@ class Learner:
         groups: Sequence[TrainingGroup],
         step: int,
         *,
+        position: float | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> UpdateResult:
         """Make UPDATES_PER_BATCH optimizer steps, each on an equal share of ``groups``, EPOCHS_PER_BATCH times.
@@ -105,6 +107,7 @@ class Learner:
         Args:
             groups: all groups to train on, fresh and replayed; every rank passes the same.
             step: number of the training step, for the learning rate.
+            position: where the learning rate's decay is among the steps; see ``learning_rate``.
             should_stop: called on every rank between the micro-batches before the first optimizer step.
 
         Raises:
@@ -119,7 +122,7 @@ class Learner:
         proximal: list[list[Tensor | None]] = [
             self._logprobs(part) if is_decoupled and i else [None] * len(part.own) for i, part in enumerate(parts)
         ]
-        rates = self._rates(step)
+        rates = self._rates(step, position)
         order = part_order(self.settings, step)
         batches = packed([pieces for i in order for pieces in parts[i].own], self.ranks)
         passes = [
@@ -143,6 +146,13 @@ class Learner:
         """
         with nullcontext() if use_adapters else self.policy.without_adapters():
             return self.token_numbers(groups, lambda batch: self.policy(batch, temperature)[0])
+
+    def mean_entropy(self, groups: Sequence[TrainingGroup]) -> float | None:
+        """Return the policy's mean entropy at the groups' trained tokens, in nats, on every rank; None without any."""
+        known = [group for group in groups if not unknown_ids(group, self.policy.config.vocab_size)]
+        numbers = self.token_numbers(known, lambda batch: self.policy(batch).entropies)
+        entropies = [x for group in numbers for of_sequence in group for x in of_sequence]
+        return statistics.fmean(entropies) if entropies else None
 
     def reference_logprobs(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
         """Return the reference's log-probabilities of the groups' trained tokens at TEMPERATURE, on every rank."""
@@ -173,13 +183,13 @@ class Learner:
         trainable = [g for g in groups if needs_all or g.mean_absolute_advantage]
         return make_part(groups, trainable, settings.micro_batch_tokens, self.ranks)
 
-    def _rates(self, step: int) -> list[float]:
+    def _rates(self, step: int, position: float | None) -> list[float]:
         """Return the learning rate of each of the optimizer's parameter groups."""
         settings = self.settings
         peaks = [settings.learning_rate] * len(self.optimizer.param_groups)
         if settings.has_critic and settings.critic is CriticModel.SHARED:
             peaks[-HEAD_GROUPS:] = [settings.critic_learning_rate] * HEAD_GROUPS
-        return [learning_rate(settings, step, self.total_steps, peak) for peak in peaks]
+        return [learning_rate(settings, step, self.total_steps, peak, position) for peak in peaks]
 
     @torch.no_grad()
     def _logprobs(self, part: Part) -> list[Tensor | None]:

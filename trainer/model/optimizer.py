@@ -153,7 +153,13 @@ def _combination(name: str) -> Callable[[Sequence[float]], float]:
     return min if name.endswith("ratio_min") else statistics.fmean
 
 
-def learning_rate(settings: TrainerSettings, step: int, total_steps: int, peak: float | None = None) -> float:
+def learning_rate(
+    settings: TrainerSettings,
+    step: int,
+    total_steps: int,
+    peak: float | None = None,
+    position: float | None = None,
+) -> float:
     """Return the learning rate of a step: linear warm-up, then constant, or linear or cosine decay to 0.
 
     Args:
@@ -161,11 +167,12 @@ def learning_rate(settings: TrainerSettings, step: int, total_steps: int, peak: 
         step: the step, counted from 0.
         total_steps: the steps of the whole run.
         peak: the highest rate, LEARNING_RATE by default.
+        position: where the decay is among the steps; by default at the step itself.
     """
     peak, warmup = settings.learning_rate if peak is None else peak, settings.warmup_steps
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
-    progress = (step - warmup) / max(total_steps - warmup, 1)
+    progress = ((step if position is None else position) - warmup) / max(total_steps - warmup, 1)
     match settings.lr_schedule:
         case Schedule.CONSTANT:
             return peak

@@ -28,8 +28,11 @@ class Measure:
 def _token_measures() -> Iterator[Measure]:
     """Yield the measures over trained tokens: those of fresh groups, and (``replay_``) those of replayed groups."""
     described = {
-        "entropy": ("trainer_entropy_nats", "Mean entropy of the policy at a trained token."),
-        "kl_behaviour": ("trainer_kl_behaviour_nats", "KL from the behaviour policy to the policy, a token (k3)."),
+        "entropy": ("trainer_entropy_nats", "Mean entropy of the policy at a trained token of a group with a signal."),
+        "kl_behaviour": (
+            "trainer_kl_behaviour_nats",
+            "KL from the behaviour policy to the policy (k3), a trained token of a group with a signal.",
+        ),
         "kl_reference": ("trainer_kl_reference_nats", "KL from the policy to the reference, a token (k3)."),
         "ratio_min": ("trainer_probability_ratio_min", "Smallest ratio of the policy to the behaviour policy."),
         "ratio_max": ("trainer_probability_ratio_max", "Largest ratio of the policy to the behaviour policy."),
@@ -80,6 +83,12 @@ MEASURES: tuple[Measure, ...] = (
     Measure("grad_norm", "trainer_grad_norm", "Norm of the gradient before it was clipped."),
     Measure("groups_refused", "trainer_groups_refused_total", "Groups left out for token ids that the model lacks."),
     *_token_measures(),
+    Measure(
+        "entropy_all",
+        "trainer_entropy_nats",
+        "Mean entropy of the policy at a trained token of all groups made, with a signal or not; every tenth step.",
+        {"groups": "all"},
+    ),
     Measure(
         "explained_variance",
         "trainer_explained_variance_ratio",

@@ -25,6 +25,8 @@ class Batch:
         """The groups to train on."""
         self.scored: list[Group] = []
         """All groups made for the step, those without a signal included."""
+        self.prompts_used = 0
+        """Prompts of the step, those that got no group and those of groups that were too stale included."""
         self.replayed: list[SampledGroup] = []
         """The groups drawn from the replay buffer."""
         self.trained: list[TrainingGroup] = []

@@ -73,10 +73,12 @@ class FreshQueue:
                 )
             )
             batch.counts["groups_dropped_stale"] += reply.dropped_stale
+            batch.prompts_used += reply.dropped_stale
             # A lease that ran out meanwhile gave its groups back, and they may come once more.
             held = {group.group_id for group in batch.groups}
             new = [group for group in reply.groups if group.group_id not in held]
             kept = batch.take(new)
+            batch.prompts_used += len(new)
             if new:
                 newest = time.monotonic()
                 self.judge(new)

@@ -38,7 +38,7 @@ const FIRST = [
   {
     id: "entropy", title: "Entropy", unit: "nats a token",
     note: "How open the choice of the next token is. Falls as the model gets surer; near 0 it tries nothing new and stops learning.",
-    series: [["entropy", "fresh groups"], ["replay_entropy", "replayed groups"]],
+    series: [["entropy", "fresh groups"], ["replay_entropy", "replayed groups"], ["entropy_all", "all groups"]],
   },
   {
     id: "kl", title: "KL divergence", unit: "nats a token",

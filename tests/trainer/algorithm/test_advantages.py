@@ -111,7 +111,8 @@ def test_reinforce_is_white_over_the_tokens_of_the_batch(method: str) -> None:
 
 
 def test_pass_at_k_gives_the_best_completion_its_lead() -> None:
-    assert advantages_of("pass_at_k", [[0.0, 3.0, 1.0], [1.0, 1.0], [2.0]]) == [[0.0, 2.0, 0.0], [0.0, 0.0], [0.0]]
+    groups = [[0.0, 3.0, 1.0], [1.0, 1.0], [2.0], [0.5, 2.0]]
+    assert advantages_of("pass_at_k", groups) == [[0.0, 2.0, 0.0], [0.0, 0.0], [0.0], [0.0, 1.5]]
 
 
 def test_every_advantage_that_can_be_chosen_has_its_function() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from services.core.errors import ConfigurationError
 from trainer.algorithm.critic_targets import critic_metrics, with_critic_targets
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn, pack
 from trainer.config import TrainerSettings
 
 # Three sampled tokens; and a sampled token, an observation, a sampled token.
@@ -47,6 +47,47 @@ def test_the_kl_of_a_token_is_taken_from_its_reward() -> None:
     settings = settings_of(kl_coef=0.1, kl_in_reward=True)
     groups = with_critic_targets(GROUPS, settings, VALUES, reference)
     assert returns_of(groups) == [pytest.approx([0.95, 1.0, 1.0]), [], pytest.approx([-1.2, -1.2])]
+
+
+def test_a_turn_pays_the_kl_of_the_turns_after_it_whichever_sequences_they_are_in() -> None:
+    settings = settings_of(kl_coef=0.1, kl_in_reward=True)
+
+    def sequence(*numbers: int) -> TrainingSequence:
+        """Return turns of one token each, of the episode's four, with a token of the environment after each."""
+        turns = [Turn(number, 2 * place, 2 * place + 1, 0.0) for place, number in enumerate(numbers)]
+        n = 2 * len(numbers)
+        mask = [True, False] * len(numbers)
+        return TrainingSequence([5] * n, [-1.0] * n, [0.0] * n, mask, episode=0, turns=turns)
+
+    # log(pi_behaviour / pi_reference) of the turns 0 to 3 is 1, 2, 4 and 8.
+    for of_sequences in ([(0, 1, 2, 3)], [(0, 1), (2, 3)], [(0, 3), (1,), (2,)]):
+        group = TrainingGroup([2], [sequence(*numbers) for numbers in of_sequences])
+        reference = [[-1.0 - 2.0**number for number in numbers] for numbers in of_sequences]
+        zeros = [[0.0] * len(numbers) for numbers in of_sequences]
+        [group] = with_critic_targets([group], settings, [zeros], [reference])
+        to_go = {0: -1.5, 1: -1.4, 2: -1.2, 3: -0.8}
+        assert returns_of([group]) == [pytest.approx([to_go[number] for number in numbers]) for numbers in of_sequences]
+
+
+def test_without_rewards_of_turns_a_sequence_pays_the_kl_of_the_episodes_others() -> None:
+    settings = settings_of(kl_coef=0.1, kl_in_reward=True)
+    sequences = [replace(s, episode=episode) for s, episode in ((FIRST, 0), (EMPTY, 0), (FIRST, 0), (FIRST, 1))]
+    reference = [[[-1.0, -2.0, -4.0], [], [-1.0, -4.0, -3.0], [-1.0, -2.0, -5.0]]]
+    values = [[[0.0] * 3, [], [0.0] * 3, [0.0] * 3]]
+    [group] = with_critic_targets([TrainingGroup([2], sequences)], settings, values, reference)
+    # The terms of each sequence are its own: 1, 2 and 2. The first and the third are of one episode.
+    expected = [[0.7, 0.7, 0.7], [], [0.7, 0.7, 0.9], [0.8, 0.8, 0.8]]
+    assert returns_of([group]) == [pytest.approx(row) for row in expected]
+
+
+def test_steps_of_turns_are_those_of_the_rewarded_turns_or_of_runs_of_trained_tokens() -> None:
+    settings = settings_of(gae_per_turn=True, gamma=0.5)
+    # Turns of two tokens and of one, without a token between them: the last reward is a turn away from the first one.
+    turns = [Turn(0, 0, 2, 0.0), Turn(1, 2, 3, 1.0)]
+    [played, runs] = [replace(FIRST, turns=turns), replace(SECOND, reward=1.0)]
+    groups = [TrainingGroup([2], [played, FIRST, runs])]
+    groups = with_critic_targets(groups, settings, [[[0.0] * 3, [0.0] * 3, [0.0] * 2]])
+    assert returns_of(groups) == [pytest.approx(row) for row in ([0.5, 0.5, 1.0], [1.0, 1.0, 1.0], [0.5, 1.0])]
 
 
 def test_every_sequence_of_an_episode_ends_with_its_reward() -> None:

@@ -22,6 +22,7 @@ REWARDS = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, -1.0], dtype=tor
 VALUES = torch.tensor([0.1, 0.2, 0.3, 9.0, 9.0, 0.4, 0.5, 0.6, 0.7], dtype=torch.float64)
 SEQUENCES = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 1])
 MASK = torch.tensor([True, True, True, False, False, True, True, True, True])
+TURNS = torch.tensor([0, 0, 0, 0, 0, 1, 1, 0, 0])
 
 
 def advantages(**options: Any) -> Tensor:
@@ -46,12 +47,12 @@ def test_per_turn_discounts_between_turns_only() -> None:
     second_turn = [1.0 - 0.4, 1.0 - 0.5]
     then = gamma * 0.4 + gamma * lam * second_turn[0]
     expected = [0.5 + then - 0.1, 0.5 + then - 0.2, then - 0.3, 0, 0, *second_turn, -1.0 - 0.6, -1.0 - 0.7]
-    assert advantages(gamma=gamma, lam=lam, per_turn=True).tolist() == pytest.approx(expected)
+    assert advantages(gamma=gamma, lam=lam, turn_ids=TURNS).tolist() == pytest.approx(expected)
 
 
 def test_per_turn_is_the_estimator_whose_actions_are_turns() -> None:
     """The first tokens' advantages are those of a completion with one token a turn."""
-    found = advantages(gamma=0.9, lam=0.5, per_turn=True)[[0, 5, 7]]
+    found = advantages(gamma=0.9, lam=0.5, turn_ids=TURNS)[[0, 5, 7]]
     turns = generalized_advantages(
         torch.tensor([0.5, 1.0, -1.0], dtype=torch.float64),
         VALUES[[0, 5, 7]],
@@ -63,6 +64,15 @@ def test_per_turn_is_the_estimator_whose_actions_are_turns() -> None:
     torch.testing.assert_close(found, turns)
 
 
+def test_two_turns_without_a_token_between_them_are_two() -> None:
+    turns = TURNS.clone()
+    turns[2] = 7
+    then = 0.9 * 0.4 - 0.3 + 0.9 * 0.5 * (1.0 - 0.4)
+    second = 0.5 + 0.9 * 0.3 - 0.2 + 0.9 * 0.5 * then
+    found = advantages(gamma=0.9, lam=0.5, turn_ids=turns)[:3].tolist()
+    assert found == pytest.approx([0.2 - 0.1 + second, second, then])
+
+
 def test_a_reward_at_an_observation_is_the_token_before_its() -> None:
     moved = REWARDS.clone()
     moved[[1, 4]] = torch.tensor([0.0, 0.5], dtype=torch.float64)
@@ -71,12 +81,12 @@ def test_a_reward_at_an_observation_is_the_token_before_its() -> None:
     torch.testing.assert_close(advantages(rewards=moved, gamma=0.9), advantages(rewards=at_token, gamma=0.9))
 
 
-@pytest.mark.parametrize("per_turn", [False, True])
-def test_observations_alone_and_nothing_at_all_have_no_advantage(per_turn: bool) -> None:
+@pytest.mark.parametrize("turn_ids", [None, TURNS], ids=["tokens", "turns"])
+def test_observations_alone_and_nothing_at_all_have_no_advantage(turn_ids: Tensor | None) -> None:
     nothing = torch.zeros_like(MASK)
-    assert advantages(loss_mask=nothing, per_turn=per_turn).tolist() == [0.0] * 9
+    assert advantages(loss_mask=nothing, turn_ids=turn_ids).tolist() == [0.0] * 9
     empty = {"rewards": REWARDS[:0], "values": VALUES[:0], "sequence_ids": SEQUENCES[:0], "loss_mask": MASK[:0]}
-    assert advantages(**empty, per_turn=per_turn).shape == (0,)
+    assert advantages(**empty, turn_ids=None if turn_ids is None else turn_ids[:0]).shape == (0,)
     first_is_observed = MASK.clone()
     first_is_observed[0] = False
     rewarded = REWARDS.clone()

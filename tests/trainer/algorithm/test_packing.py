@@ -104,6 +104,12 @@ def test_a_group_goes_to_other_ranks_as_its_fields_whatever_was_computed_of_it()
     assert orjson.loads(orjson.dumps(group)).keys() == {field.name for field in fields(TrainingGroup)}
 
 
+def test_a_priority_is_of_trained_tokens_only() -> None:
+    """Tokens that are read only may have an advantage: an episode's is that of all of its sequences' tokens."""
+    sequence = TrainingSequence([3, 4, 5], [-1.0] * 3, [0.5, 9.0, -1.0], [True, False, True])
+    assert TrainingGroup([1, 2], [sequence]).mean_absolute_advantage == 0.75
+
+
 def lines_to_pack(longest: int) -> int:
     """Return how many lines of the trainer run to pack random groups."""
     groups = random_groups(0, longest=longest, vocabulary=10**6)

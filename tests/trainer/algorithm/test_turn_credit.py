@@ -77,6 +77,46 @@ def test_a_turn_pays_the_kl_of_its_own_and_the_later_tokens() -> None:
     assert found == [pytest.approx([-0.75, -0.5]), pytest.approx([0.75, 0.5])]
 
 
+def in_two_sequences(sequence: TrainingSequence) -> list[TrainingSequence]:
+    """Return an episode of two turns as an agent plays it that forgets the first turn before the second."""
+    first, second = sequence.turns or []
+    parts = []
+    for turn in (first, second):
+        # A sequence's last turn has the rewards of the later turns that other sequences have.
+        reward = turn.reward + (second.reward if turn is first else 0)
+        n = turn.end - turn.start + 1
+        parts.append(
+            replace(
+                sequence,
+                completion_ids=[5] * n,
+                behaviour_logprobs=sequence.behaviour_logprobs[turn.start : turn.end + 1],
+                advantages=[0.0] * n,
+                loss_mask=[True] * (n - 1) + [False],
+                turns=[Turn(turn.number, 0, n - 1, reward)],
+            )
+        )
+    return parts
+
+
+@pytest.mark.parametrize("advantage", ["dr_grpo", "grpo", "rloo"])
+def test_a_turn_pays_the_kl_of_later_turns_whichever_sequences_they_are_in(advantage: str) -> None:
+    settings = settings_of(kl_coef=0.5, kl_in_reward=True, advantage=advantage)
+    one, two = episode(1, 2, tokens=2), episode(0, 2, number=1, tokens=2)
+    rows = [[-2.0, -3.0, -0.5, -4.0], [-1.0, -2.0, -1.0, -1.5]]
+    whole = advantages(one, two, settings=settings, reference=[rows])
+    apart = [part for sequence in (one, two) for part in in_two_sequences(sequence)]
+    halves = [half for row in rows for half in (row[:2], row[2:])]
+    found = advantages(*apart, settings=settings, reference=[halves])
+    assert [found[0] + found[1], found[2] + found[3]] == [pytest.approx(row) for row in whole]
+
+
+def test_samples_of_one_turn_count_once_and_share_its_advantage() -> None:
+    # The second episode asks three times; without its other samples, each of them is compared with the first episode.
+    samples = [episode(0, number=1) for _ in range(3)]
+    found = advantages(episode(1), *samples, settings=settings_of(advantage="rloo"))
+    assert found == [[1.0], *[[-1.0]] * 3]
+
+
 def test_episodes_of_equal_returns_differ_by_their_turns() -> None:
     def experience(number: int, *rewards: float) -> dict[str, Any]:
         turns = [{"number": i, "start": i, "end": i + 1, "reward": r} for i, r in enumerate(rewards)]

@@ -190,6 +190,23 @@ def test_weight_decay_leaves_the_heads_bias_alone(alone: Ranks, model: Path, kin
     assert found == {"weight": {0.75}, "bias": {1.0}}
 
 
+def test_an_own_critic_learns_at_its_own_rate(alone: Ranks, model: Path) -> None:
+    critic = make_critic(alone, model, "own", learning_rate=1e-2, critic_learning_rate=3e-3)
+    set_head(critic)
+    before = weights_of(critic.module)
+    critic.update(with_targets(critic, rewarded()), 0)
+    # AdamW's first step is as long as the rate, whatever the gradient.
+    moved = [np.abs(weights - before[name]).max() for name, weights in weights_of(critic.module).items()]
+    assert max(moved) == pytest.approx(3e-3, rel=1e-3)
+
+
+@BOTH
+def test_the_critics_rate_decays_with_the_data(alone: Ranks, model: Path, kind: str) -> None:
+    critic = make_critic(alone, model, kind, critic_learning_rate=4e-3, lr_schedule="linear", total_steps=8)
+    critic.update(with_targets(critic, rewarded()), 1, position=6.0)
+    assert {group["lr"] for group in critic.optimizer.param_groups} == {1e-3}
+
+
 def test_a_shared_head_learns_at_the_critics_rate(alone: Ranks, model: Path) -> None:
     learner = make_learner(alone, model, advantage="gae", critic="shared", critic_learning_rate=3e-3)
     learner.update(with_targets(CriticLearner(learner), rewarded()), 0)

@@ -22,6 +22,7 @@ from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import UNCLIPPED, Arrays, Trained, make_learner, weights_of
 from tests.trainer.tiny import (
     VOCABULARY,
+    plain_forward,
     plain_logprobs,
     plain_model,
     random_groups,
@@ -134,6 +135,22 @@ def test_metrics_tell_of_clipping_and_of_the_reference(alone: Ranks, model: Path
     assert metrics["ratio_min"] < 1 < metrics["ratio_max"]
     assert 0 < metrics["entropy"] < math.log(VOCABULARY)
     assert learner.update(near(random_groups(2), learner), 1).metrics["kl_reference"] > 1e-3
+
+
+def test_the_mean_entropy_is_of_all_trained_tokens(alone: Ranks, model: Path) -> None:
+    learner = make_learner(alone, model, temperature=0.7)
+    groups = [*random_groups(2), without_advantage(random_groups(3)[0]), *random_trees(4, n_groups=1)]
+    plain = plain_model(model)
+    with torch.no_grad():
+        entropies = [
+            entropy
+            for group in groups
+            for s, (_, found) in zip(group.sequences, plain_forward(plain, group, 0.7), strict=True)
+            for entropy in s.trained(found.tolist())
+        ]
+    unknown = replace(groups[0], prompt_ids=[VOCABULARY])
+    assert learner.mean_entropy([*groups, unknown]) == pytest.approx(np.mean(entropies), rel=1e-5)
+    assert learner.mean_entropy([unknown]) is None
 
 
 def test_extreme_ratios_are_those_of_all_optimizer_steps_of_a_batch(alone: Ranks, model: Path) -> None:
@@ -326,6 +343,25 @@ def test_groups_without_advantage_do_count_where_the_loss_has_more_than_advantag
     assert learner.update([without_advantage(g) for g in random_groups(5)], 0).steps == 1
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
+def test_completions_that_are_masked_whole_do_not_count_in_the_mean(
+    alone: Ranks, model: Path, aggregation: str
+) -> None:
+    """With MASK_TRUNCATED such are those that were cut off."""
+    groups = random_groups(5)
+    masked = [replace(s, loss_mask=[False] * len(s.completion_ids)) for s in random_groups(6)[0].sequences]
+    assert_same_gradients(
+        rank_jobs.update(
+            alone,
+            model,
+            {"aggregation": aggregation},
+            [replace(g, sequences=[*g.sequences, *masked]) for g in groups],
+        ).gradients,
+        rank_jobs.update(alone, model, {"aggregation": aggregation}, groups).gradients,
+        1e-5,
+    )
+
+
 def test_nothing_to_train_on_changes_nothing(alone: Ranks, model: Path) -> None:
     learner = make_learner(alone, model)
     before = weights_of(learner.policy)
@@ -480,6 +516,19 @@ def test_the_learning_rate_warms_up_and_decays(schedule: str, expected: list[flo
     assert rates == pytest.approx([2e-4 * x for x in expected], abs=1e-12)
     assert learning_rate(settings, 50, 10) == pytest.approx(rates[-1]), "beyond the end"
     assert learning_rate(settings, 0, 1) > 0, "a run shorter than its warm-up"
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_learning_rate_decays_by_its_position_after_the_warm_up(schedule: str) -> None:
+    settings = TrainerSettings.load(lr_schedule=schedule, warmup_steps=2)
+    assert learning_rate(settings, 1, 10, position=9.0) == learning_rate(settings, 1, 10)
+    assert learning_rate(settings, 4, 10, position=9.0) == learning_rate(settings, 9, 10)
+    assert learning_rate(settings, 9, 10, position=10.5) == pytest.approx(0, abs=1e-12), "the data end"
+
+
+def test_an_update_uses_the_rate_of_its_position(alone: Ranks, model: Path) -> None:
+    learner = make_learner(alone, model, lr_schedule="linear", total_steps=4)
+    assert learner.update(random_groups(9), 1, position=3.5).metrics["learning_rate"] == pytest.approx(0.125e-2)
 
 
 def test_an_update_uses_the_rate_of_its_step(alone: Ranks, model: Path) -> None:

@@ -14,6 +14,7 @@ from services.core.seeds import derive_seed
 from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan, joined
 from trainer.algorithm.advantages import Outcomes
 from trainer.algorithm.importance import importance_weights
+from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import has_signal, training_group, with_advantages
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import failures, group_metrics, reward_counts
@@ -213,6 +214,22 @@ def test_kl_in_the_reward_is_subtracted_before_advantages_are_computed() -> None
     assert trained.sequences[0].advantages == pytest.approx([(first - second) / 2] * 2)
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "batch_std"])
+@pytest.mark.parametrize("rewards", [[1.0, 1.0], [1.0, 0.0]], ids=["equal", "different"])
+def test_kl_in_the_reward_keeps_its_weight_where_rewards_are_divided_by_a_deviation(
+    advantage: str, rewards: list[float]
+) -> None:
+    made = group(*map(experience, rewards))
+    without = advantages(made, TrainerSettings.load(advantage=advantage))
+    for kl_coef in (1e-4, 1e-2):
+        settings = TrainerSettings.load(kl_coef=kl_coef, kl_in_reward=True, advantage=advantage)
+        # KL terms of 2 and 1.4 in all.
+        reference = [[[-1.5, -1.5], [-1.2, -1.2]]]
+        (trained,) = with_advantages([training_group(made, settings)], settings, reference)
+        found = [s.advantages[0] - a for s, a in zip(trained.sequences, without, strict=True)]
+        assert found == pytest.approx([-0.3 * kl_coef, 0.3 * kl_coef])
+
+
 def ranks_of(outcomes: Outcomes) -> torch.Tensor:
     return outcomes.rewards.argsort().argsort().double()
 
@@ -228,6 +245,15 @@ def test_groups_that_the_policy_has_moved_too_far_from_are_not_replayed() -> Non
     made = [training_group(group(experience(1.0), experience(0.0), group_id=name), SETTINGS) for name in "ab"]
     near, far = [[-0.5, -0.5], [-0.6, -0.4]], [[-0.5, -0.5], [-3.0, -0.5]]
     assert [g.group_id for g in within_kl(made, [near, far], max_kl=0.1)] == ["a"]
+
+
+def test_the_kl_of_a_replayed_group_is_from_the_policy_that_sampled_it_to_the_present_one() -> None:
+    def sampled(logprob: float) -> TrainingGroup:
+        return training_group(group(experience(1.0, length=1, logprobs=[logprob])), SETTINGS)
+
+    # k3 is e^-2 + 1 for a token that has become less likely, and e^2 - 3 for one that has become more likely.
+    less, more = sampled(-0.5), sampled(-2.5)
+    assert within_kl([less, more], [[[-2.5]], [[-0.5]]], max_kl=2.0) == [less]
 
 
 def test_groups_of_the_queue_without_a_signal_give_way_to_others_a_bounded_number_of_times() -> None:

@@ -82,18 +82,21 @@ class Steps:
     def __init__(self, main: MainRank) -> None:
         self.main = main
         self.batch = Batch(main.settings)
+        self.metrics: dict[str, float] = {}
         team = MagicMock()
         team.update.return_value = UpdateResult()
+        team.mean_entropy.return_value = 1.5
+        self.team = team
         team.publisher.is_on_volume.return_value = True
         self.files = MagicMock()
         state = RunState(model_type="test", parameters=0, cursor=Cursor(), policy_version=1)
-        self.loop = TrainingLoop(main.settings, main, team, self.files, MagicMock(), state, total_steps=100)
+        self.loop = TrainingLoop(main.settings, main, team, self.files, MagicMock(), state, 100, 400)
 
     def next(self) -> list[int]:
         """Take a step; return the positions of the prompts whose groups were trained on."""
         if not self.loop.step():
             return []
-        _, _, groups, _ = self.files.record_step.call_args.args
+        _, self.metrics, groups, _ = self.files.record_step.call_args.args
         return [group.position for group in groups]
 
 
@@ -174,6 +177,98 @@ def test_groups_of_many_tokens_are_stored_by_several_requests(
     assert services.steps(batch_size=5).next() == [0, 1, 2, 3, 4]
     sent = services.replay.asked("POST /groups")
     assert [[group["position"] for group in request["groups"]] for request in sent] == [[0, 1], [2, 3], [4]]
+
+
+def test_a_prompt_has_other_seeds_in_each_epoch(services: Services) -> None:
+    steps = services.steps(num_epochs=2)
+    assert steps.next() == [0, 1, 2, 3]
+    steps.main.cursor = Cursor(epoch=1)
+    assert steps.next() == [0, 1, 2, 3]
+    sent = services.rollouts.asked("POST /generate")
+    assert len({request["sampling_params"]["sampling_seed"] for request in sent}) == len(sent) == 8
+
+
+# Where the run is in its data
+
+
+def equal_rewards_for(*places: int) -> Route:
+    """POST /batch_reward by which the answers to some prompts are all right, and of those to others every second."""
+    texts = [str(place) for place in places]
+    return lambda request: {
+        "rewards": [{"reward": float(i % 2 or item["prompt"] in texts)} for i, item in enumerate(request["items"])]
+    }
+
+
+def test_the_learning_rate_decays_with_the_data_where_they_are_used_up_sooner_than_the_steps(
+    services: Services,
+) -> None:
+    services.rewards.routes["POST /batch_reward"] = equal_rewards_for(0, 2, BAD)
+    services.rollouts.routes["POST /generate"] = fails_for(BAD + 1, status=400)
+    steps = services.steps(dynamic_sampling_tries=1)
+    assert steps.next() == [1, 3, 4, 5]
+    assert steps.next() == [6, 9, 10, 11]
+    steps.next()
+    # A hundred steps, four hundred prompts; each of the first two steps used six prompts.
+    assert [call.args[1:] for call in steps.team.update.call_args_list] == [(0, 0), (1, 6 / 4), (2, 12 / 4)]
+    assert steps.loop.state.prompts_used == 16
+
+
+def test_without_groups_left_out_the_learning_rate_decays_with_the_steps(services: Services) -> None:
+    steps = services.steps()
+    for _ in range(3):
+        steps.next()
+    assert [call.args[1:] for call in steps.team.update.call_args_list] == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_groups_of_the_queue_that_are_stale_or_without_a_signal_count_as_data_used(services: Services) -> None:
+    lease, dropped = leases(*([position] for position in range(12))), iter([3, 1])
+    services.replay.routes["POST /queue/lease"] = lambda request: lease(request) | {"dropped_stale": next(dropped, 0)}
+    services.replay.routes["POST /queue/acknowledge"] = acknowledged
+    steps = services.steps(mode="async", collector_in_process=False, dynamic_sampling_tries=1)
+    assert steps.next() == [4, 5, 6, 7], "the first four have no signal, and only so many are replaced"
+    assert steps.loop.state.prompts_used == 12
+    services.replay.routes["POST /queue/lease"] = leases(*([position] for position in range(12, 24)))
+    steps.next()
+    assert steps.team.update.call_args.args[1:] == (1, 3)
+
+
+def test_every_tenth_step_has_the_entropy_over_all_groups_made(services: Services) -> None:
+    services.rewards.routes["POST /batch_reward"] = equal_rewards_for(0)
+    steps = services.steps(dynamic_sampling_tries=1)
+    found = []
+    for _ in range(11):
+        steps.next()
+        found.append(steps.metrics.get("entropy_all"))
+    assert found == [1.5, *[None] * 9, 1.5]
+    first, _ = (call.args[0] for call in steps.team.mean_entropy.call_args_list)
+    assert [group.group_id.rsplit("-", 1)[1] for group in first] == ["0", "1", "2", "3", "4"]
+
+
+# How old groups may be
+
+
+@pytest.mark.parametrize(("version", "oldest"), [(7, 5), (1, 0)])
+def test_fresh_groups_are_at_most_as_stale_as_max_staleness(services: Services, version: int, oldest: int) -> None:
+    services.replay.routes["POST /queue/lease"] = leases([1, 2, 3, 4])
+    services.replay.routes["POST /queue/acknowledge"] = acknowledged
+    steps = services.steps(mode="async", collector_in_process=False, max_staleness=2)
+    steps.loop.state.policy_version = version
+    steps.next()
+    [request] = services.replay.asked("POST /queue/lease")
+    assert request["min_policy_version"] == oldest
+
+
+@pytest.mark.parametrize(("version", "oldest"), [(7, 4), (1, 0)])
+def test_replayed_groups_are_at_most_as_stale_as_replay_max_staleness(
+    services: Services, version: int, oldest: int
+) -> None:
+    services.replay.routes["POST /groups/sample"] = lambda _: {"groups": []}
+    services.replay.routes["POST /groups/priorities"] = lambda _: {"updated": 0, "unknown": 0}
+    steps = services.steps(replay_groups=2, replay_max_staleness=3)
+    steps.loop.state.policy_version = version
+    steps.next()
+    [request] = services.replay.asked("POST /groups/sample")
+    assert request["min_policy_version"] == oldest
 
 
 # What the run waits for
@@ -356,6 +451,12 @@ def test_an_evaluation_leaves_out_what_cannot_be_generated(services: Services, s
     services.rollouts.routes["POST /generate"] = lambda _: status
     with pytest.raises((DependencyLostError, ConfigurationError), match="none of 10 prompts"):
         services.evaluate(eval_prompts=10)
+
+
+def test_an_evaluation_samples_at_the_temperature_of_the_run_beside_its_greedy_answers(services: Services) -> None:
+    services.evaluate(eval_prompts=2, eval_samples=3, temperature=0.7)
+    sent = [request["sampling_params"] for request in services.rollouts.asked("POST /generate")]
+    assert sorted((params["temperature"], params["n"]) for params in sent) == [(0.0, 1)] * 2 + [(0.7, 3)] * 2
 
 
 def test_an_evaluation_of_few_prompts_that_the_engine_refuses_has_no_accuracy_and_ends_no_run(
