@@ -156,8 +156,7 @@ class TrainingLoop:
     def measure_entropy(self, batch: Batch) -> None:
         """Every ENTROPY_EVERY steps, measure the entropy over all groups made: the update skips some of them."""
         if self.state.step % ENTROPY_EVERY == 0:
-            made = [training_group(group, self.settings) for group in batch.scored or batch.groups]
-            entropy = self.team.mean_entropy(made)
+            entropy = self.team.mean_entropy([training_group(group, self.settings) for group in batch.scored])
             batch.counts |= {} if entropy is None else {"entropy_all": entropy}
 
     def update(self, groups: Sequence[TrainingGroup]) -> UpdateResult:

@@ -64,5 +64,6 @@ class Batch:
                 self.counts["groups_resampled"] = dropped + 1
             else:
                 kept.append(group)
+        self.scored += leased
         self.groups += kept
         return kept

@@ -233,6 +233,7 @@ def test_groups_of_the_queue_that_are_stale_or_without_a_signal_count_as_data_us
 
 
 def test_every_tenth_step_has_the_entropy_over_all_groups_made(services: Services) -> None:
+    """In both modes; that of the update leaves groups out."""
     services.rewards.routes["POST /batch_reward"] = equal_rewards_for(0)
     steps = services.steps(dynamic_sampling_tries=1)
     found = []
@@ -242,6 +243,11 @@ def test_every_tenth_step_has_the_entropy_over_all_groups_made(services: Service
     assert found == [1.5, *[None] * 9, 1.5]
     first, _ = (call.args[0] for call in steps.team.mean_entropy.call_args_list)
     assert [group.group_id.rsplit("-", 1)[1] for group in first] == ["0", "1", "2", "3", "4"]
+    services.replay.routes["POST /queue/lease"] = leases(*([position] for position in range(8)))
+    services.replay.routes["POST /queue/acknowledge"] = acknowledged
+    steps = services.steps(mode="async", collector_in_process=False, dynamic_sampling_tries=1)
+    assert steps.next() == [4, 5, 6, 7]
+    assert [group.group_id for group in steps.team.mean_entropy.call_args.args[0]] == [f"g{i}" for i in range(8)]
 
 
 # How old groups may be
