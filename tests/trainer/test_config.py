@@ -80,3 +80,26 @@ def test_engines_that_share_the_trainers_gpu_sleep_between_generations(
 def test_a_setting_that_could_have_no_effect_is_refused(settings: dict[str, Any], remedy: str | None) -> None:
     with nullcontext() if remedy is None else pytest.raises(ConfigurationError, match=remedy):
         TrainerSettings.load(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"clip_high": 0.3}, "CLIP_HIGH has no effect with one update a batch"),
+        ({"loss": "gspo", "clip_low": 0.1, "clip_high": 0.3}, "CLIP_LOW, CLIP_HIGH have no effect"),
+        ({"dual_clip": 3, "mode": "async"}, "DUAL_CLIP has no effect"),
+        ({"clip_high": 0.3, "updates_per_batch": 2}, None),
+        ({"clip_high": 0.3, "epochs_per_batch": 2}, None),
+        ({"clip_high": 0.3, "importance_correction": "none"}, None),
+        ({"clip_high": 3, "loss": "cispo"}, None),
+        ({"clip_high": 3, "loss": "my:loss"}, None),
+        ({"lora_rank": 8}, "LORA_RANK is set, but LEARNING_RATE is the whole model's default, 1e-06"),
+        ({"lora_rank": 8, "learning_rate": 1e-6}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_setting_that_is_hardly_meant_is_named(settings: dict[str, Any], said: str | None) -> None:
+    cautions = TrainerSettings.load(**settings).cautions
+    assert len(cautions) == (said is not None)
+    assert all(str(said) in caution for caution in cautions)

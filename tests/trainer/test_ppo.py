@@ -37,6 +37,8 @@ SETTINGS: dict[str, Any] = {
     "eval_prompts": 0,
     "checkpoint_every": 1,
     "publish_type": "float32",
+    "updates_per_batch": 2,
+    "epochs_per_batch": 2,
     "run_id": "r",
 }
 
@@ -74,7 +76,7 @@ def records(directory: Path) -> list[dict[str, Any]]:
 def test_the_critic_learns_first_then_both_and_metrics_say_so(
     alone: Ranks, model: Path, tmp_path: Path, kind: str
 ) -> None:
-    train(alone, model, tmp_path, kind, updates_per_batch=1)
+    train(alone, model, tmp_path, kind, updates_per_batch=1, epochs_per_batch=1)
     warm_up, *others = records(tmp_path)
     assert "loss" not in warm_up, "the policy stays"
     for record in (warm_up, *others):

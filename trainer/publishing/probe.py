@@ -15,7 +15,8 @@ from trainer.publishing.workers import drop_workers, registered_workers, worker_
 log = get_logger(__name__)
 
 TOLERANCE = 0.1
-"""Largest mean difference of a worker's logprobs in nats. bfloat16 on both sides makes 0.03, stale weights more."""
+"""Largest mean difference of a worker's logprobs in nats. bfloat16 on both sides makes 0.05, stale weights more: the
+trainer computes with weights rounded to the nearest, and the worker with those that are rounded without bias."""
 
 
 async def probe_workers(
