@@ -38,7 +38,7 @@ class Recording:
     completion_tokens: int = 0
     tool_calls: int = 0
     is_truncated: bool = False
-    """Whether the last turn was cut off at its length limit."""
+    """True if the last turn was cut off at its length limit."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     server_error: str | None = None
     """The failure of the server with which the last request ended; None where it was answered."""

@@ -41,7 +41,7 @@ class Asker:
         counts_retries = any(name.startswith("x-stainless-") for name in headers)
         # No record has the mark of an attempt that was lost with its call.
         self.may_repeat = not key and (self.is_retry or not (counts_retries or again))
-        """Whether it may repeat an abandoned request, unless a call has one of its keys."""
+        """True if it may repeat an abandoned request, unless a call has one of its keys."""
 
 
 @dataclass(eq=False)
@@ -53,11 +53,11 @@ class Handover:
     connections: list[Receive] = field(default_factory=list)
     """The connections that wait, or waited, for the reply."""
     is_joined: bool = False
-    """Whether a retry has joined the call."""
+    """True if a retry has joined the call."""
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether all its connections are closed."""
+        """True if all its connections are closed."""
         return all(map(has_left, self.connections))
 
 

@@ -34,7 +34,7 @@ class Episode:
 
     @property
     def has_won(self) -> bool | None:
-        """Whether the seat's rewards sum to more than 0; None without seats or rewards."""
+        """True if the seat's rewards sum to more than 0; None without seats or rewards."""
         return None if self.seat is None or self.result.reward is None else self.result.reward > 0
 
 
