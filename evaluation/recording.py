@@ -72,10 +72,10 @@ class RecordingTransport(httpx.AsyncBaseTransport):
     """The episode's seed; None: requests have none."""
     recording: Recording
     """The conversation so far, which each request continues."""
+    waits: Stopwatch
+    """Runs while a request waits for its reply; for a streamed reply, until it begins."""
     limit_name: str = LIMITS[0]
     """The server's name for the length limit."""
-    waits: Stopwatch = field(default_factory=Stopwatch)
-    """Runs while a request waits for its reply; for a streamed reply, until it begins."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request; a request for a completion gets the evaluation's sampling parameters and is recorded."""

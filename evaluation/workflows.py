@@ -111,9 +111,7 @@ class AgentWorkflow:
             seed = seed_of(settings.seed, prompt, kind, index) if server.takes_seeds else None
         forced |= server.forced
         example = Example(**dict(prompt), model=self.model, history=list(history), scorer=self.score)
-        transport = RecordingTransport(
-            server.http, settings, forced, seed, recording, server.limit_name, waits=example.waits
-        )
+        transport = RecordingTransport(server.http, settings, forced, seed, recording, example.waits, server.limit_name)
         started = time.monotonic()
         async with httpx.AsyncClient(transport=transport, timeout=server.http.timeout) as http_client:
             reward = await self._reward(server, example, http_client, recording)

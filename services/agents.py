@@ -107,12 +107,9 @@ async def play(
     started, left = time.monotonic(), seconds
     playing = asyncio.ensure_future(agent(example, base_url=base_url, api_key=api_key, http_client=http_client))
     try:
-        while not (await asyncio.wait([playing], timeout=left))[0]:
+        while left > 0 and not (await asyncio.wait([playing], timeout=max(left, POLL_SECONDS)))[0]:
             seconds_waited = await waited() if waited is not None else example.waits.seconds
             left = started + seconds + seconds_waited - time.monotonic()
-            if left <= 0:
-                break
-            left = max(left, POLL_SECONDS)
     finally:
         is_over = not playing.done()
         playing.cancel()
