@@ -15,14 +15,13 @@ from services.agents import AgentFailedError, Score
 from services.clients.reward import RewardClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.client import RequestRefusedError
-from services.protocol.groups import RewardResult, RewardStatus
+from services.protocol.groups import RewardResult
+from services.protocol.pass_at_k import is_correct
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
 
 WINDOW = 4096
 """Pieces of work begun at once; the pool bounds how many of them are at the servers."""
-TRANSIENT = frozenset({RewardStatus.OVERLOADED, RewardStatus.ERROR})
-"""Failures to score that may not occur at another time."""
 SCORE_TRIES = 3
 SCORE_PAUSE_SECONDS = 1.0
 HOPELESS_FAILURES = 20
@@ -38,7 +37,7 @@ async def score(rewards: RewardClient, items: Sequence[RewardItem]) -> list[Rewa
     try:
         results = await rewards.score(items)
         for _ in range(SCORE_TRIES - 1):
-            again = [i for i, result in enumerate(results) if result.status in TRANSIENT]
+            again = [i for i, result in enumerate(results) if is_correct(result) is None]
             if not again:
                 break
             await asyncio.sleep(SCORE_PAUSE_SECONDS)

@@ -18,6 +18,7 @@ import httpx
 from evaluation.server import LIMITS
 from evaluation.settings import EvaluationSettings
 from services.core.seeds import derive_seed
+from services.core.stopwatch import Stopwatch
 
 _COMPLETIONS = ("/chat/completions", "/completions")
 _OTHER_API = re.compile(r"/(messages|responses)(/[^/]+)?$")
@@ -71,6 +72,8 @@ class RecordingTransport(httpx.AsyncBaseTransport):
     """The episode's seed; None: requests have none."""
     recording: Recording
     """The conversation so far, which each request continues."""
+    waits: Stopwatch
+    """Runs while a request waits for its reply; for a streamed reply, until it begins."""
     limit_name: str = LIMITS[0]
     """The server's name for the length limit."""
 
@@ -112,9 +115,10 @@ class RecordingTransport(httpx.AsyncBaseTransport):
 
     async def _send(self, request: httpx.Request, *, is_read: bool) -> httpx.Response:
         try:
-            response = await self.shared.send(request, stream=True)
-            if is_read:
-                await response.aread()
+            with self.waits.running():
+                response = await self.shared.send(request, stream=True)
+                if is_read:
+                    await response.aread()
         except httpx.TransportError as error:
             self.recording.server_error = f"{type(error).__name__}: {error}"
             raise

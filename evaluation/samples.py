@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from evaluation.identity import check_identity, held, whole_lines
 from services.core.errors import ConfigurationError
-from services.protocol.groups import FinishReason, RewardResult
-from services.protocol.pass_at_k import OVER_LIMIT, is_correct
+from services.protocol.groups import FinishReason, RewardResult, RewardStatus
+from services.protocol.pass_at_k import is_correct
 from services.protocol.prompts import Prompt
 
 SAMPLES = "samples.jsonl"
@@ -90,7 +90,7 @@ class Sample(BaseModel):
     @property
     def is_over_limit(self) -> bool:
         """Return whether the answer is wrong because it exceeds a limit of the verifier, or of an agent's episode."""
-        return self.result is not None and self.result.status in OVER_LIMIT
+        return self.result is not None and self.result.status is RewardStatus.OVER_LIMIT
 
 
 class SampleStore:

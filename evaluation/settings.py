@@ -83,7 +83,7 @@ class EvaluationSettings(Settings):
     agent_max_tokens: int = Field(4096, ge=1)
     """Most tokens that the model samples in an agent's episode, as in training."""
     agent_seconds: float = Field(600, gt=0)
-    """Longest time of an agent's episode, as in training."""
+    """Longest time of an agent's episode without the time that its calls of the model take, as in training."""
     eval_session_questions: int = Field(1, ge=1)
     """Questions, in the order of the data set, that an agent answers in one conversation; it finds the conversation so
     far as `example.history`."""

@@ -110,8 +110,8 @@ class AgentWorkflow:
             forced = {"temperature": settings.temperature, "top_p": settings.top_p}
             seed = seed_of(settings.seed, prompt, kind, index) if server.takes_seeds else None
         forced |= server.forced
-        transport = RecordingTransport(server.http, settings, forced, seed, recording, server.limit_name)
         example = Example(**dict(prompt), model=self.model, history=list(history), scorer=self.score)
+        transport = RecordingTransport(server.http, settings, forced, seed, recording, example.waits, server.limit_name)
         started = time.monotonic()
         async with httpx.AsyncClient(transport=transport, timeout=server.http.timeout) as http_client:
             reward = await self._reward(server, example, http_client, recording)
@@ -139,7 +139,7 @@ class AgentWorkflow:
         """Run the agent and return its reward; None, as in training, if its turns went over a limit of the episode.
 
         Raises:
-            DependencyLostError: the server failed, so the episode is worth another try.
+            DependencyLostError: the server failed at the last call, so the episode is worth another try.
             AgentFailedError: the agent failed, or made no call that was recorded.
             ConfigurationError: the agent speaks another API than chat completions.
         """
@@ -162,10 +162,13 @@ class AgentWorkflow:
             raise ConfigurationError(f"the agent asked {path}: {ONLY_CHAT}") from error
         if error is None and not recording.turns:
             raise AgentFailedError(NO_CALL, "no_call")
+        is_late = getattr(error, "reason", None) == "timeout"
+        if recording.server_error is not None and (error is None or is_late):
+            raise DependencyLostError(f"{server.api_url}: {recording.server_error}") from error
         if error is None:
             return reward
-        if recording.turns and (recording.refused or getattr(error, "reason", None) == "timeout"):
-            example.result = RewardResult(reward=None, status=RewardStatus.TIMEOUT, reason=str(error))
+        if recording.turns and (recording.refused or is_late):
+            example.result = RewardResult(reward=None, status=RewardStatus.OVER_LIMIT, reason=str(error))
             return None
         if isinstance(error, AgentFailedError):
             raise error

@@ -11,7 +11,11 @@ EARLY_STEPS = 3
 """The number of steps after which a run that goes on is told its advice."""
 LOOK = "Look at the completions and their rewards (Samples on the run page)"
 
+OVER_LIMIT = frozenset({"limit", "timeout", "reward_over_limit"})
+"""Reasons of failure whose completions are wrong answers; the others have no reward."""
+
 REMEDIES = {
+    "reward_over_limit": "Make the reward function faster or smaller, or raise its limit.",
     "limit": "Raise the limit, or end the episode before it: an environment does with truncated=True.",
     "timeout": "Raise AGENT_SECONDS, or make the agent faster.",
     "exception": "Correct the agent.",
@@ -40,7 +44,8 @@ def failed(steps: Sequence[Step]) -> str | None:
     reasons = _failures(steps)
     if not reasons:
         return None
-    return f"{reasons.total()}/{_rewards(steps).total() + reasons.total()} ({counted(reasons)})"
+    without_reward = sum(count for reason, count in reasons.items() if reason not in OVER_LIMIT)
+    return f"{reasons.total()}/{_rewards(steps).total() + without_reward} ({counted(reasons)})"
 
 
 def counted(reasons: Counter[str]) -> str:
@@ -73,7 +78,8 @@ def _most_frequent_failure(steps: Sequence[Step]) -> str | None:
     [(most, _)] = reasons.most_common(1)
     said = next(said for step in steps for reason, _, said in step.failures if reason == most)
     remedy = REMEDIES.get(most, f"{LOOK}.")
-    return f"Failed completions have no reward: {failed(steps)}. The most frequent failure: {said}. {remedy}".rstrip()
+    what = "have no reward, except that those over a limit are wrong"
+    return f"Failed completions {what}: {failed(steps)}. The most frequent failure: {said}. {remedy}".rstrip()
 
 
 def _rewards(steps: Sequence[Step]) -> Counter[float]:
@@ -82,5 +88,5 @@ def _rewards(steps: Sequence[Step]) -> Counter[float]:
 
 
 def _failures(steps: Sequence[Step]) -> Counter[str]:
-    """Return the number of completions without a reward, by reason."""
+    """Return the number of failed completions by reason."""
     return sum((Counter({reason: count for reason, count, _ in step.failures}) for step in steps), Counter())

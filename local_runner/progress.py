@@ -48,7 +48,7 @@ class Step:
     reward_counts: Sequence[tuple[float, int]] = ()
     """The number of completions by reward."""
     failures: Sequence[tuple[str, int, str]] = ()
-    """Completions without a reward: reason, count, and what one of them says."""
+    """Completions without a reward or over a limit: reason, count, and what one of them says."""
 
     @classmethod
     def read(cls, line: bytes) -> Step:

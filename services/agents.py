@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,15 @@ from pydantic import ConfigDict, Field
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
 from services.core.functions import load_function
+from services.core.stopwatch import Stopwatch
 from services.protocol.groups import LARGEST_REWARD, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
 
 EPISODES_AT_ONCE = 256
 """Further episodes wait. An agent may hold connections, files or processes of its own."""
+POLL_SECONDS = 1.0
+"""Least time between two looks at how long an agent over its time has waited."""
 
 Agent = Callable[..., Awaitable[float | None]]
 Score = Callable[[Sequence[RewardItem]], Awaitable[list[RewardResult]]]
@@ -46,7 +50,7 @@ class Example(Prompt):
     conversation before the answer: the system turn and solved examples, where there are any.
     """
 
-    model_config = ConfigDict(frozen=False)
+    model_config = ConfigDict(frozen=False, arbitrary_types_allowed=True)
 
     model: str
     """The model's name in requests."""
@@ -62,11 +66,14 @@ class Example(Prompt):
     """Named numbers about the episode, which are reported as means over the step's episodes."""
     output: str = ""
     """The end of a program's output, as the end of a message."""
+    waits: Stopwatch = Field(default_factory=Stopwatch, repr=False, exclude=True)
+    """Runs while the episode waits for the model, for the verifier or for another seat of its game."""
 
     async def score(self, response: str) -> float | None:
         """Return the reward of ``response`` by REWARD_FN; None if it cannot be scored."""
         item = RewardItem(prompt=self.prompt, response=response, ground_truth=self.ground_truth)
-        [self.result] = await self.scorer([item])
+        with self.waits.running():
+            [self.result] = await self.scorer([item])
         return self.result.reward
 
     def result_of(self, reward: float | None) -> RewardResult:
@@ -79,20 +86,37 @@ class Example(Prompt):
 
 
 async def play(
-    agent: Agent, example: Example, seconds: float, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
+    agent: Agent,
+    example: Example,
+    seconds: float,
+    *,
+    base_url: str,
+    api_key: str,
+    http_client: httpx.AsyncClient,
+    waited: Callable[[], Awaitable[float]] | None = None,
 ) -> float | None:
     """Let ``agent`` answer ``example`` and return its reward.
+
+    Its time is that by the clock, less the time that it waited: ``example.waits``, or what ``waited`` returns.
 
     Raises:
         AgentFailedError: it took more than ``seconds``, or returned anything but None and a number up to
             LARGEST_REWARD.
-        Exception: the error that the agent raised.
+        Exception: the error that the agent or ``waited`` raised.
     """
+    started, left = time.monotonic(), seconds
+    playing = asyncio.ensure_future(agent(example, base_url=base_url, api_key=api_key, http_client=http_client))
     try:
-        async with asyncio.timeout(seconds):
-            reward = await agent(example, base_url=base_url, api_key=api_key, http_client=http_client)
-    except TimeoutError as error:
-        raise AgentFailedError(f"the agent took more than {seconds:g} s{example.output}", "timeout") from error
+        while left > 0 and not (await asyncio.wait([playing], timeout=max(left, POLL_SECONDS)))[0]:
+            seconds_waited = await waited() if waited is not None else example.waits.seconds
+            left = started + seconds + seconds_waited - time.monotonic()
+    finally:
+        is_over = not playing.done()
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+    if is_over:
+        raise AgentFailedError(f"the agent took more than {seconds:g} s{example.output}", "timeout")
+    reward = playing.result()
     if reward is None:
         return None
     if isinstance(reward, bool | int | float) and abs(reward) <= LARGEST_REWARD:

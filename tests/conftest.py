@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from xdist.remote import Producer
@@ -83,6 +85,13 @@ class _ByFile(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
     """Return the scheduler of pytest-xdist."""
     return _ByFile(config, log)
+
+
+@pytest.fixture
+def waits_in_slow_motion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stopwatches run a thousand times as fast, so that on a busy machine, too, most of an episode was waiting."""
+    real = time.monotonic
+    monkeypatch.setattr("services.core.stopwatch.time", SimpleNamespace(monotonic=lambda: 1000 * real()))
 
 
 @pytest.fixture(scope="session")

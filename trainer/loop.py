@@ -254,6 +254,6 @@ class TrainingLoop:
         """Write the step's metrics and samples, and its line in the log."""
         self.state.rewards += [metrics["reward_mean"]] if "reward_mean" in metrics else []
         with writing(self.settings.run_dir):
-            self.files.record_step(self.state.step, metrics, batch.groups, batch.trained)
+            self.files.record_step(self.state.step, metrics, batch.groups, batch.trained, made=batch.scored)
         self.status.step, self.status.metrics = self.state.step, metrics
         log.info(f"step {self.state.step}/{self.total_steps}", **headline(metrics))

@@ -120,7 +120,8 @@ class Calls:
 
         async def call() -> Call:
             try:
-                return await self._call(session, request, limit, api, name)
+                with session.waits.running():
+                    return await self._call(session, request, limit, api, name)
             except BaseException:
                 session.forget(name)
                 raise

@@ -12,12 +12,14 @@ from typing import Any, NoReturn
 from fastapi import Request
 from starlette.types import Receive
 
+from services.core.stopwatch import Stopwatch
 from services.gateway.requests import ChatRequest
 from services.gateway.tree import Call, Tree
 from services.http.disconnect import has_left
 from services.http.problems import ProblemError
 from services.protocol.sessions import (
     AGAIN,
+    DEADLINE,
     END_BEFORE,
     REQUEST_MARK,
     CreateSessionRequest,
@@ -75,6 +77,8 @@ class Session:
     """True once the agent has made a call; a gateway that restarts forgets it."""
     refused: str | None = None
     """The limit over which the newest call was refused."""
+    waits: Stopwatch = field(default_factory=Stopwatch)
+    """Runs while a call is being answered."""
     tree: Tree = field(default_factory=Tree)
     lost: Counter[str] = field(default_factory=Counter)
     """Sampled tokens that the tree lacks, by reason."""
@@ -189,10 +193,10 @@ class Session:
             self.handovers.pop(delivered, None)
         self.repeated = record.get("repeated", 0)
 
-    def refuse_late(self, why: str = "") -> NoReturn:
+    def refuse_late(self, why: str = "its calls waited for engines") -> NoReturn:
         """Raise ProblemError, 429, because the deadline has passed."""
         seconds = f"{self.request.deadline_seconds:g}"
-        self._refuse(f"has had its {seconds} s (AGENT_SECONDS); {why or END_BEFORE}", "deadline_seconds")
+        self._refuse(f"has reached its deadline of {seconds} s (twice AGENT_SECONDS): {why}", DEADLINE)
 
     def _refuse(self, why: str, limit: str) -> NoReturn:
         self.refused = limit
@@ -209,6 +213,7 @@ class Session:
             reward=self.reward,
             reason=self.reason,
             refused=self.refused,
+            waited_seconds=self.waits.seconds,
         )
 
     def trace(self) -> Trace:

@@ -117,17 +117,29 @@ LARGEST_REWARD = 1e30
 
 
 class RewardStatus(StrEnum):
-    """The outcome of scoring an answer; the reward is None unless it is ``scored``."""
+    """The outcome of scoring an answer: it was scored, it exceeds a limit itself, or a service or an agent failed.
+
+    An answer ``over_limit`` is wrong, in training as in an evaluation: it took more processor time or memory of the
+    verifier, or more turns, tokens or time of an episode, than is allowed. The others, ``timeout`` (a verifier's time
+    by the clock, which a busy machine takes as well), ``error`` and ``overloaded``, say nothing about the answer.
+    """
 
     SCORED = "scored"
+    OVER_LIMIT = "over_limit"
     TIMEOUT = "timeout"
-    MEMORY = "memory"
     ERROR = "error"
     OVERLOADED = "overloaded"
 
+    @classmethod
+    def _missing_(cls, value: object) -> RewardStatus | None:
+        # The name in records of earlier versions.
+        return cls.OVER_LIMIT if value == "memory" else None
+
 
 class RewardResult(WireModel):
-    """The verifier's result for one answer; ``reward`` is None exactly when ``status`` is not ``scored``.
+    """The verifier's result for one answer; ``reward`` is None unless ``status`` is ``scored``.
+
+    An answer over a limit gets a reward from the trainer, which knows the rewards of its group.
 
     ``components`` has the value of each reward function by name. ``extracted`` is the answer that was read from the
     response. ``reason`` says why the answer could not be scored, or how it was judged.
@@ -141,7 +153,8 @@ class RewardResult(WireModel):
 
     @model_validator(mode="after")
     def _reward_matches_status(self) -> Self:
-        if (self.reward is None) == (self.status is RewardStatus.SCORED):
+        is_scored = self.status is RewardStatus.SCORED
+        if is_scored if self.reward is None else not (is_scored or self.status is RewardStatus.OVER_LIMIT):
             raise ValueError(f"reward {self.reward} does not fit status {self.status.value}")
         return self
 

@@ -14,19 +14,16 @@ CORRECT = 1.0 - 1e-9
 Z = 1.959964
 """The quantile of the normal distribution for an interval of 95%."""
 
-OVER_LIMIT = frozenset({RewardStatus.TIMEOUT, RewardStatus.MEMORY})
-"""Statuses of answers that exceed the verifier's time or memory limit."""
-
 
 def is_correct(result: RewardResult) -> bool | None:
-    """Return whether the answer is right, or None if it was not judged because the reward service failed.
+    """Return whether the answer is right, or None if it was not judged because a service or an agent failed.
 
-    An answer that exceeds the verifier's limits is wrong: if it were excluded, a model could raise its accuracy by
-    writing answers that cannot be verified.
+    An answer over a limit is wrong, whatever reward training gives it: if it were excluded, a model could raise its
+    accuracy by writing answers that cannot be verified.
     """
-    if result.reward is not None:
-        return result.reward >= CORRECT
-    return False if result.status in OVER_LIMIT else None
+    if result.status is RewardStatus.OVER_LIMIT:
+        return False
+    return None if result.reward is None else result.reward >= CORRECT
 
 
 def standard_error(scores: Sequence[float]) -> float:

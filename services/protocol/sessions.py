@@ -44,8 +44,8 @@ class SessionReply(WireModel):
     """Reply of POST /sessions and GET /sessions/{id}.
 
     ``called`` says whether the agent has made a call, answered or not. ``refused`` names the limit over which the
-    newest call was refused: ``max_turns``, ``max_tokens`` or ``deadline_seconds``. A gateway that restarts forgets
-    refused and unanswered calls.
+    newest call was refused: ``max_turns``, ``max_tokens`` or DEADLINE. ``waited_seconds`` is the time in which calls
+    were answered. A gateway that restarts forgets refused and unanswered calls, and that time.
     """
 
     id: str
@@ -56,6 +56,7 @@ class SessionReply(WireModel):
     reward: Finite | None = None
     reason: str | None = None
     refused: str | None = None
+    waited_seconds: float = 0.0
 
 
 class RewardRequest(StrictModel):
@@ -65,6 +66,9 @@ class RewardRequest(StrictModel):
     reason: str | None = None
 
 
+DEADLINE = "deadline_seconds"
+"""The limit over which a call is refused when no engine answers until the session's deadline, and after it. No agent is
+at fault, because the trainer ends an episode before whose own time is over."""
 END_BEFORE = "end the agent's loop before, or catch this error and return a reward"
 """The advice to an agent in the refusal of a call over a session's limit."""
 REQUEST_MARK = "X-Request-Mark"

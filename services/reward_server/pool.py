@@ -203,7 +203,7 @@ class WorkerPool:
         if (value := reply.get("value")) is not None:
             return Evaluation(value)
         reason = reply.get("reason", f"{function} returned no finite number")
-        return Evaluation(None, RewardStatus(reply.get("status", RewardStatus.ERROR)), reason)
+        return Evaluation(None, RewardStatus.ERROR, reason)
 
     async def _remove(self, ended: _Worker) -> int | None:
         """End a worker, let another take its place, and return its exit code."""
@@ -218,13 +218,14 @@ class WorkerPool:
         """Return the outcome of an answer whose worker ended."""
         settings = self._settings
         if isinstance(error, TimeoutError):
-            return Evaluation(None, RewardStatus.TIMEOUT, f"more than {settings.reward_timeout_seconds:g} s")
-        if exit_code == -signal.SIGPROF:
-            limit = f"{settings.reward_cpu_seconds:g} s of processor time"
+            limit = f"{settings.reward_timeout_seconds:g} s by the clock (REWARD_TIMEOUT_SECONDS)"
             return Evaluation(None, RewardStatus.TIMEOUT, f"more than {limit}")
+        if exit_code == -signal.SIGPROF:
+            limit = f"{settings.reward_cpu_seconds:g} s of processor time (REWARD_CPU_SECONDS)"
+            return Evaluation(None, RewardStatus.OVER_LIMIT, f"more than {limit}")
         if exit_code == worker.EXIT_MEMORY:
             limit = f"{settings.reward_memory_mb} MB of memory (REWARD_MEMORY_MB)"
-            return Evaluation(None, RewardStatus.MEMORY, f"more than {limit}")
+            return Evaluation(None, RewardStatus.OVER_LIMIT, f"more than {limit}")
         end = signal.Signals(-exit_code).name if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
         advice = "if a library lacked memory, raise REWARD_MEMORY_MB"
         return Evaluation(None, RewardStatus.ERROR, f"the worker died over it ({end}); {advice}")

@@ -53,17 +53,20 @@ class RewardSettings(Settings):
         default=0.25,
         gt=0,
         le=3600,
-        description="Processor time that one answer may take in a worker; then it is killed.",
+        description="Processor time that one answer may take in a worker; an answer that takes more is wrong.",
     )
     reward_timeout_seconds: float = Field(
         default=15.0,
         gt=0,
         le=3600,
-        description="Time by the clock that one answer may take in a worker; then it is killed. It limits functions "
-        "that wait. Processor time is the closer limit for others, and does not depend on the machine's other work.",
+        description="Time by the clock that one answer may take in a worker. It limits functions that wait. An answer "
+        "that takes longer has no reward, as the machine may be busy; processor time is the closer limit for others.",
     )
     reward_memory_mb: int = Field(
-        default=256, ge=16, description="Memory that one answer may add to what a worker has at its start, on Linux."
+        default=256,
+        ge=16,
+        description="Memory that one answer may add to what a worker has at its start, on Linux; an answer that takes "
+        "more is wrong.",
     )
     reward_queue_seconds: float = Field(
         default=20.0, gt=0, le=3600, description="An answer that no worker has begun by then comes back `overloaded`."

@@ -25,7 +25,6 @@ import orjson
 from services.core.errors import own_error
 from services.core.functions import find_attribute
 from services.core.processors import THREADS_VARIABLE
-from services.protocol.groups import RewardStatus
 from services.protocol.rewards import RewardItem
 
 EXIT_MEMORY = 77
@@ -88,9 +87,9 @@ def _evaluate(
     # A reward function that raises costs only its own answer.
     except Exception as error:  # noqa: BLE001
         if any(text in str(error) for text in _NO_MEMORY):
-            advice = "import it at the top of the module, or raise REWARD_MEMORY_MB"
-            return {"status": RewardStatus.MEMORY, "reason": f"{reason(error)}; {advice}"}
-        return {"status": RewardStatus.ERROR, "reason": reason(error)}
+            # The library is too large, not the answer.
+            return {"reason": f"{reason(error)}; import it at the top of the module, or raise REWARD_MEMORY_MB"}
+        return {"reason": reason(error)}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

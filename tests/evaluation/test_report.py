@@ -25,8 +25,8 @@ from services.protocol.rewards import RewardItem
 RESULTS = {
     "right": RewardResult(reward=1.0),
     "wrong": RewardResult(reward=0.0),
-    "timeout": RewardResult(reward=None, status=RewardStatus.TIMEOUT),
-    "memory": RewardResult(reward=None, status=RewardStatus.MEMORY),
+    "over": RewardResult(reward=None, status=RewardStatus.OVER_LIMIT),
+    "again over": RewardResult(reward=None, status=RewardStatus.OVER_LIMIT),
     "error": RewardResult(reward=None, status=RewardStatus.ERROR),
 }
 PROMPTS = [Prompt(id=name, prompt=name, ground_truth="7") for name in RESULTS]

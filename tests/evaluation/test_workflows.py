@@ -182,6 +182,37 @@ async def test_an_agent_that_does_not_end_is_ended_and_wrong_once_the_model_has_
     assert "more than 5 s" in sample.result.reason
 
 
+async def test_the_time_that_calls_take_is_not_the_episodes(play, waits_in_slow_motion):
+    model = Model({"content": "hm"}, {"content": "42"})
+
+    @model.app.middleware("http")
+    async def slow(request, answer):
+        await asyncio.sleep(1.2)
+        return await answer(request)
+
+    async def twice(example, **given):
+        await ask(example, **given)
+        await ask(example, **given, user="again")
+        return 1.0
+
+    sample = await play(twice, model, settings=SETTINGS.model_copy(update={"agent_seconds": 1}))
+    assert (sample.result.reward, sample.is_over_limit, sample.turns) == (1.0, False, 2)
+
+
+@pytest.mark.parametrize("ending", ["returns", "waits"])
+async def test_an_episode_whose_last_call_no_server_answered_is_played_again_and_not_wrong(play, ending):
+    async def forgiving(example, **given):
+        await ask(example, **given)
+        with contextlib.suppress(openai.APIError):
+            await ask(example, **given, user="again")
+        await asyncio.sleep(60 if ending == "waits" else 0)
+        return 0.0
+
+    settings = SETTINGS.model_copy(update={"agent_seconds": 5})
+    with pytest.raises(DependencyLostError, match="503"):
+        await play(forgiving, Model({"content": "hm"}, *[503] * 3), settings=settings)
+
+
 async def loop(example, **given):
     for number in range(100):
         await ask(example, **given, user=str(number))
@@ -306,7 +337,10 @@ async def test_an_agent_of_an_api_that_cannot_be_evaluated_ends_the_evaluation(p
         await play(agent, model)
 
 
-@pytest.mark.parametrize(("status", "is_correct"), [(RewardStatus.TIMEOUT, False), (RewardStatus.ERROR, None)])
+@pytest.mark.parametrize(
+    ("status", "is_correct"),
+    [(RewardStatus.OVER_LIMIT, False), (RewardStatus.TIMEOUT, None), (RewardStatus.ERROR, None)],
+)
 async def test_an_answer_without_a_reward_is_wrong_only_if_it_exceeded_a_limit(math_agent, play, status, is_correct):
     async def cannot(items: list[RewardItem]) -> list[RewardResult]:
         return [RewardResult(reward=None, status=status, reason="no reward") for _ in items]

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,7 +47,7 @@ RUNS = [
     (lines([[(1.0, 32)]] * 3), EQUAL),
     (
         lines([[(0.0, 32)]] * 3, failures=[("exception", 6, BROKEN), ("limit", 2, TURNS)]),
-        "none of 96 completions got a reward; all have 0. Failed completions have no reward: ",
+        "none of 96 completions got a reward; all have 0. Failed completions have no reward, except",
     ),
 ]
 
@@ -110,11 +111,18 @@ def test_a_steps_line_says_when_it_taught_nothing():
 @pytest.mark.parametrize(
     ("trained", "failures", "share", "reason"),
     [
-        (90.0, [("limit", 4, TURNS)], "4/8 (limit)", f"{TURNS}. Raise the limit, or end the episode before it"),
+        # Those over a limit are among the rewards.
+        (90.0, [("limit", 4, TURNS)], "4/4 (limit)", f"{TURNS}. Raise the limit, or end the episode before it"),
+        (
+            90.0,
+            [("reward_over_limit", 2, "more than 1 s")],
+            "2/4 (reward_over_limit)",
+            "more than 1 s. Make the reward function faster or smaller",
+        ),
         (
             0.0,
-            [("exception", 3, BROKEN), ("limit", 1, TURNS)],
-            "4/8 (exception 3, limit 1)",
+            [("exception", 4, BROKEN), ("limit", 1, TURNS)],
+            "5/8 (exception 4, limit 1)",
             f"{BROKEN}. Correct the agent",
         ),
         (
@@ -135,10 +143,11 @@ def test_failed_completions_are_counted_and_the_most_frequent_reason_told(tmp_pa
     told = lines([[(1.0, 4)]] * 2, trained, failures)
     run = run_in(tmp_path, told)
     assert f"reward 1.000  failed {share}" in describe(Step.read(told[0]), 0, None)
-    whole = share.replace("4/8", "8/16").replace("exception 3, limit 1", "exception 6, limit 2")
+    whole = re.sub(r"\d+", lambda number: str(2 * int(number[0])), share)
     for shown in (shown_end(run), shown_status(run)):
         said = " ".join(shown.replace("│", " ").split())
         assert f"failed completions {whole}" in said
-        assert f"Failed completions have no reward: {whole}. The most frequent failure: {reason}" in said
+        about = "Failed completions have no reward, except that those over a limit are wrong"
+        assert f"{about}: {whole}. The most frequent failure: {reason}" in said
         assert ("The model has learned nothing in 2 steps" in said) == (trained == 0)
         assert "too easy" not in said, "the failures come first"

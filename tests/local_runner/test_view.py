@@ -319,8 +319,9 @@ def test_a_steps_line_has_what_its_most_frequent_failure_says():
         ("reward_error", 15, "mine:score: LookupError: no answer (mine.py, line 3, in score)"),
         ("limit", 1, "429"),
     ]
-    line = describe(Step(1, None, None, {"step": 1.0}, failures=failures), 10, None)
-    assert line == f"step 1/10  no reward  failed 16/16 (reward_error 15, limit 1)  step 1.0s  {FAILURE}"
+    step = Step(1, 0.0, None, {"step": 1.0}, reward_counts=[(0.0, 1)], failures=failures)
+    line = describe(step, 10, None)
+    assert line == f"step 1/10  reward 0.000  failed 16/16 (reward_error 15, limit 1)  step 1.0s  {FAILURE}"
 
 
 def test_the_end_of_a_run_says_why_its_last_evaluation_has_no_accuracy():

@@ -12,7 +12,7 @@ from services.core.errors import ConfigurationError
 from services.core.functions import load_function
 from services.protocol.groups import Experience, FinishReason, Group, by_episode
 from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes, dr_grpo, overlong_penalty
-from trainer.algorithm.methods import NORMALISED_ADVANTAGES, Credit, is_own_function
+from trainer.algorithm.methods import GROUP_ADVANTAGES, NORMALISED_ADVANTAGES, Credit, is_own_function
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
 from trainer.config import TrainerSettings
 
@@ -71,8 +71,13 @@ def _loss_mask(experience: Experience, settings: TrainerSettings) -> list[bool] 
 
 
 def has_signal(group: Group, settings: TrainerSettings) -> bool:
-    """Return whether two episodes or turns that are compared differ in reward, or one has advantages of its own."""
+    """Return whether two episodes or turns that are compared differ in reward, or one has advantages of its own.
+
+    Where advantages are not by group, every group with a trained token teaches.
+    """
     prepared = training_group(group, settings)
+    if settings.advantage not in GROUP_ADVANTAGES:
+        return any(s.trained_tokens for s in prepared.sequences)
     if any(any(s.advantages) for s in prepared.sequences if s.has_own_advantages):
         return True
     rewards: dict[tuple[int, ...], set[float]] = {}

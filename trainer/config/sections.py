@@ -11,6 +11,7 @@ from pydantic_settings import SettingsConfigDict
 from services.core.compute import AUTO_RULE, ComputeType
 from services.core.settings import Settings
 from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS
+from services.protocol.groups import LARGEST_REWARD
 from services.protocol.replay import SampleStrategy
 from trainer.algorithm.methods import (
     Aggregation,
@@ -126,7 +127,7 @@ class SamplingSection(SectionSettings):
     """The same variable as rollout-server's. Completions are then requested one by one, each with its own seed."""
     dynamic_sampling_tries: int = Field(0, ge=0, le=100)
     """Replace groups without reward variance by further prompts (`async`: by further groups of the queue), at most this
-    many times a step (DAPO)."""
+    many times a step (DAPO). With ADVANTAGE=gae, reinforce or a function of your own such groups teach and are kept."""
     rollout: Rollout = Rollout.COMPLETION
     """`completion`: one completion answers a prompt. `agent`: AGENT answers it in an episode of any number of turns,
     which the gateway records; MAX_NEW_TOKENS is then the longest turn. `program`: AGENT_COMMAND answers it so.
@@ -150,7 +151,11 @@ class SamplingSection(SectionSettings):
     agent_max_tokens: int = Field(4096, ge=1, le=MAX_TOKENS)
     """Most tokens that the model samples in an episode."""
     agent_seconds: float = Field(600, gt=0)
-    """Longest time of an episode; then it has failed."""
+    """Longest time of an episode without the time that its calls of the model take. With them it may take twice as
+    long; then the engines are too slow, and it has no reward."""
+    over_limit_reward: float = Field(0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
+    """Reward of an answer over a limit: processor time or memory of the verifier, AGENT_MAX_TURNS, AGENT_MAX_TOKENS or
+    AGENT_SECONDS. Such an answer is wrong; if another of its group has a lower reward, it gets that one."""
 
 
 class AlgorithmSection(SectionSettings):

@@ -136,8 +136,8 @@ class TrainerSettings(
 
     @property
     def longest_answer_seconds(self) -> float:
-        """Longest time that one answer to a prompt takes once it is in flight."""
-        return self.generation_deadline_seconds if self.rollout is Rollout.COMPLETION else self.agent_seconds
+        """Longest time that one answer to a prompt takes once it is in flight; an episode may wait AGENT_SECONDS."""
+        return self.generation_deadline_seconds if self.rollout is Rollout.COMPLETION else 2 * self.agent_seconds
 
     @property
     def start_deadline_seconds(self) -> float:

@@ -59,7 +59,12 @@ _GROUPS = "Groups, by what became of them."
 _EPISODES = "Tokens sampled for episodes since the run began, by where they are; engines have the sum of all others."
 
 MEASURES: tuple[Measure, ...] = (
-    Measure("reward_mean", "trainer_reward_mean", "Mean reward of the step's completions."),
+    Measure("reward_mean", "trainer_reward_mean", "Mean reward of all completions that the step made."),
+    Measure(
+        "reward_trained_mean",
+        "trainer_reward_trained_mean",
+        "Mean reward of the fresh completions that are trained on, with DYNAMIC_SAMPLING_TRIES.",
+    ),
     Measure("reward_std", "trainer_reward_std", "Standard deviation of the step's rewards."),
     Measure("reward_q10", "trainer_reward_q10", "The reward that 10% of the step's completions are below."),
     Measure("reward_q90", "trainer_reward_q90", "The reward that 90% of the step's completions are below."),
@@ -72,7 +77,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "eval_over_limit",
         "trainer_evaluation_answers_over_limit",
-        "Held-out answers counted as wrong because the verifier reached its time or memory limit over them.",
+        "Held-out answers counted as wrong because they are over a limit of the verifier or of an episode.",
     ),
     Measure(
         "eval_left_out",
@@ -103,9 +108,9 @@ MEASURES: tuple[Measure, ...] = (
         "Share of the training's change of the weights that the published weights have (PUBLISH_TYPE=bfloat16).",
     ),
     Measure("updates_skipped", "trainer_updates_skipped_total", "Updates left out, being not finite."),
-    Measure("length_mean", "trainer_completion_length_mean", "Mean length of a completion, in tokens."),
-    Measure("length_max", "trainer_completion_length_max", "Longest completion, in tokens."),
-    Measure("truncation_rate", "trainer_truncated_ratio", "Share of completions cut off at MAX_NEW_TOKENS."),
+    Measure("length_mean", "trainer_completion_length_mean", "Mean length of all completions made, in tokens."),
+    Measure("length_max", "trainer_completion_length_max", "Longest of all completions made, in tokens."),
+    Measure("truncation_rate", "trainer_truncated_ratio", "Share of all completions made that were cut off."),
     Measure("turns_mean", "trainer_turns_mean", "Mean number of the model's turns in an agent's episode."),
     Measure("turns_max", "trainer_turns_max", "Most turns of the model in an episode."),
     Measure("branches_mean", "trainer_branches_mean", "Mean number of branches of an episode."),
@@ -116,8 +121,13 @@ MEASURES: tuple[Measure, ...] = (
     ),
     Measure("tool_calls_mean", "trainer_tool_calls_mean", "Mean number of tool calls in an episode."),
     Measure("tool_calls_parsed", "trainer_tool_calls_parsed_ratio", "Share of the tool calls that could be parsed."),
-    Measure("completions", "trainer_completions_total", "Completions of fresh groups."),
+    Measure("completions", "trainer_completions_total", "Completions that the step made."),
     Measure("unscorable", "trainer_completions_without_reward_total", "Completions that could not be scored."),
+    Measure(
+        "over_limit",
+        "trainer_completions_over_limit_total",
+        "Completions over a limit, which are wrong answers: of the verifier, or of an episode.",
+    ),
     Measure("completion_tokens", "trainer_tokens_total", _TOKENS, {"kind": "completion"}),
     Measure("prompt_tokens", "trainer_tokens_total", _TOKENS, {"kind": "prompt"}),
     Measure("trained_tokens", "trainer_tokens_total", _TOKENS, {"kind": "trained"}),
@@ -146,8 +156,9 @@ DERIVED = {
     "time": "When the step ended, in seconds since 1970.",
     "reward_counts": "How many completions have each reward: [reward, count] pairs; rewards of more than 20 values are "
     "counted in 20 intervals, each under its middle.",
-    "failures": "Completions without a reward: [reason, count, what one of them says], the most frequent reason first.",
-    "episodes_failed": "Episodes of an agent without a reward, over all reasons.",
+    "failures": "Completions without a reward or over a limit: [reason, count, what one of them says], the most "
+    "frequent reason first.",
+    "episodes_failed": "Episodes of an agent without a reward, and those over a limit, over all reasons.",
     "trained_tokens_per_second": "trained_tokens over seconds_train; in Prometheus, from the counters.",
 }
 """Columns that are no metrics of their own in Prometheus."""
@@ -174,7 +185,10 @@ TOKENS_LOST = Measure(
     "Tokens sampled for episodes since the run began that no trace has, by reason, as the gateway counts them.",
 )
 FAILED = Measure(
-    "episodes_failed_<reason>", "trainer_episodes_failed_total", "Episodes of an agent without a reward, by reason."
+    "episodes_failed_<reason>",
+    "trainer_episodes_failed_total",
+    "Failed episodes of an agent, by reason. Those over a limit (limit, timeout, reward_over_limit) are wrong answers, "
+    "the others have no reward.",
 )
 ENVIRONMENT = Measure(
     "environment_<figure>",

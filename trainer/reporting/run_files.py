@@ -66,10 +66,18 @@ class RunFiles:
         self._wandb = _start_wandb(settings) if os.environ.get("WANDB_API_KEY") else None
 
     def record_step(
-        self, step: int, metrics: dict[str, float], groups: Sequence[Group], trained: Sequence[TrainingGroup] = ()
+        self,
+        step: int,
+        metrics: dict[str, float],
+        groups: Sequence[Group],
+        trained: Sequence[TrainingGroup] = (),
+        made: Sequence[Group] = (),
     ) -> None:
-        """Append a step's metrics, and samples of its ``groups`` with the advantages that ``trained`` has."""
-        told = {"reward_counts": reward_counts(groups), "failures": failures(groups)}
+        """Append a step's metrics, and samples of its ``groups`` with the advantages that ``trained`` has.
+
+        ``made`` are these groups and those that dynamic sampling dropped; by default these alone.
+        """
+        told = {"reward_counts": reward_counts(made or groups), "failures": failures(made or groups)}
         line = {"step": step, "time": time.time(), **metrics, **told}
         _append(self.directory / "metrics.jsonl", [line])
         _append(self.directory / "samples.jsonl", self._samples.of_step(step, groups, trained))

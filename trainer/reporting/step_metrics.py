@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from services.protocol.groups import Experience, FinishReason, Group
+from services.protocol.groups import Experience, FinishReason, Group, RewardStatus
 from trainer.model.learner import UpdateResult
 from trainer.rollouts.batch import Batch
 
@@ -44,7 +44,9 @@ def step_metrics(batch: Batch, update: UpdateResult, policy_version: int) -> dic
         policy_version: the version that the update made.
     """
     return {
-        **group_metrics(batch.groups, policy_version - 1),
+        **group_metrics(
+            batch.groups, policy_version - 1, batch.scored if batch.settings.dynamic_sampling_tries else ()
+        ),
         **batch.counts,
         **{f"seconds_{phase}": value for phase, value in batch.seconds.items()},
         **update.metrics,
@@ -63,23 +65,38 @@ def headline(metrics: Mapping[str, float]) -> dict[str, str]:
     return line | {name: f"{metrics[f'seconds_{name}']:.2f}s" for name in PHASES if f"seconds_{name}" in metrics}
 
 
-def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
+def group_metrics(groups: Sequence[Group], policy_version: int, made: Sequence[Group] = ()) -> dict[str, float]:
     """Return the metrics of a batch of groups; means are over completions unless named otherwise.
 
     An agent's episode counts as one completion, as long as the tokens that the policy sampled in its sequences.
+    Statistics of completions are over all that were made. A better policy loses its best groups to dynamic sampling, so
+    the reward of those that are left (``reward_trained_mean``) hardly rises.
 
     Args:
-        groups: the batch, not empty.
+        groups: the groups to train on, not empty.
         policy_version: the version in training, from which staleness is counted.
+        made: with dynamic sampling these, and the groups that it dropped.
     """
+    staleness = [policy_version - g.policy_version for g in groups]
+    of_groups = {
+        "groups": float(len(groups)),
+        "zero_variance_groups": float(sum(_has_equal_rewards(g) for g in groups)),
+        "staleness_mean": statistics.fmean(staleness),
+        "staleness_max": float(max(staleness)),
+    }
+    if made and (trained := _rewards(groups)):
+        of_groups["reward_trained_mean"] = statistics.fmean(trained)
+    return of_groups | _completion_metrics(made or groups)
+
+
+def _completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
     episodes = [sequences for g in groups for sequences in g.episodes]
     rewards = _rewards(groups)
     lengths = [sum(e.trained_tokens for e in sequences) for sequences in episodes]
-    staleness = [policy_version - g.policy_version for g in groups]
     metrics = {
-        "groups": float(len(groups)),
         "completions": float(len(episodes)),
         "unscorable": float(len(episodes) - len(rewards)),
+        "over_limit": float(sum(first.result.status is RewardStatus.OVER_LIMIT for first, *_ in episodes)),
         "completion_tokens": float(sum(lengths)),
         "prompt_tokens": float(sum(len(g.prompt_ids) for g in groups)),
         "length_mean": statistics.fmean(lengths),
@@ -87,9 +104,6 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, flo
         "truncation_rate": statistics.fmean(
             any(e.finish_reason is FinishReason.LENGTH for e in sequences) for sequences in episodes
         ),
-        "zero_variance_groups": float(sum(_has_equal_rewards(g) for g in groups)),
-        "staleness_mean": statistics.fmean(staleness),
-        "staleness_max": float(max(staleness)),
     }
     if rewards:
         metrics["reward_mean"] = statistics.fmean(rewards)
@@ -175,7 +189,9 @@ def reward_counts(groups: Sequence[Group]) -> list[tuple[float, int]]:
 
 
 def failures(groups: Sequence[Group]) -> list[tuple[str, int, str]]:
-    """Return (reason, count, what one of them says) of completions without a reward, the most frequent reason first.
+    """Return (reason, count, what one of them says) of failed completions, the most frequent reason first.
+
+    Completions over a limit are among them, although they have a reward.
 
     An agent's episode has the reason that ``Group.episodes_failed`` counts; another completion has ``reward_`` with the
     status of its scoring.
@@ -187,7 +203,7 @@ def failures(groups: Sequence[Group]) -> list[tuple[str, int, str]]:
             counts.update(group.episodes_failed)
             examples = (group.failure_examples or {}) | examples
             continue
-        for result in (e.result for e in group.experiences if e.reward is None):
+        for result in (e.result for e in group.experiences if e.result.status is not RewardStatus.SCORED):
             reason = f"reward_{result.status.value}"
             counts[reason] += 1
             examples.setdefault(reason, result.reason or "")

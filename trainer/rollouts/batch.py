@@ -15,7 +15,7 @@ from trainer.config import TrainerSettings
 class Batch:
     """The groups of one step: BATCH_SIZE of them, fewer when prompts were left out or are used up.
 
-    With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) groups of equal rewards give way to those of further
+    With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) groups without a signal give way to those of further
     prompts: DYNAMIC_SAMPLING_TRIES times at most, or so many batches of groups from the queue.
     """
 

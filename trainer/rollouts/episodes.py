@@ -28,7 +28,7 @@ from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Group, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
-from services.protocol.sessions import CreateSessionRequest
+from services.protocol.sessions import DEADLINE, CreateSessionRequest
 from services.weights.adapter_files import ADAPTER_NAME
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
@@ -44,26 +44,30 @@ log = get_logger(__name__)
 EPISODES = Counter("trainer_episodes", "Episodes whose trace was received.")
 TOKENS = Counter("trainer_episode_tokens", "Tokens sampled in the episodes' traces.")
 
+NO_ENGINE = "no engine answered the last call within twice AGENT_SECONDS"
 DELETE_SECONDS = 10.0
 """Longest wait for the deletion of a session, which the gateway makes up for."""
 
 OVER_LIMIT = ("timeout", "limit")
-"""Reasons of failure for which the model is at fault: an evaluation counts the answer as wrong."""
+"""Reasons of failure for which the model is at fault: the answer is wrong."""
 
 
 def why_failed(episode: Episode | None) -> str | None:
-    """Return the reason, as a metric's label, why an episode has no reward; None if it has one."""
+    """Return the reason, as a metric's label, why an episode failed or is over a limit; None for any other."""
     if episode is None:
         return "gateway"
     if episode.failure is not None:
         return episode.failure.reason
+    if episode.result.status is RewardStatus.OVER_LIMIT:
+        return "reward_over_limit"
     return "no_reward" if episode.result.reward is None else None
 
 
 class EpisodeMaker(GroupMaker):
-    """The maker of groups whose answers are the episodes of an agent. A failed episode has no reward.
+    """The maker of groups whose answers are the episodes of an agent.
 
-    It leaves out and counts a prompt of which every episode failed.
+    An episode over a limit is a wrong answer, and a failed one has no reward. A prompt of which every episode failed is
+    left out and counted.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class EpisodeMaker(GroupMaker):
         episodes = [episode for episode in played if episode is not None]
         self._count_failed(played)
         prompt_ids, experiences = experiences_of(episodes)
-        if not experiences or all(episode.failure for episode in episodes):
+        if not experiences or not any(e.failure is None or e.is_over_limit for e in episodes):
             self.leave_out(prompt, self._why_failed(episodes))
             return None
         self.failed_in_a_row = 0
@@ -149,7 +153,7 @@ class EpisodeMaker(GroupMaker):
             max_turn_tokens=params.max_new_tokens,
             max_turns=settings.agent_max_turns,
             max_tokens=settings.agent_max_tokens,
-            deadline_seconds=settings.agent_seconds,
+            deadline_seconds=settings.longest_answer_seconds,
             lora_path=ADAPTER_NAME if settings.lora_rank else None,
         )
 
@@ -179,9 +183,6 @@ class EpisodeMaker(GroupMaker):
             return self._gateway_error
         if not failures:
             return AgentFailedError("the agent never called the model")
-        if failures[-1].reason in OVER_LIMIT and not any(episode.trace.sampled_tokens for episode in episodes):
-            # The gateway asks the engines again until the episode's time is over.
-            return DependencyLostError(f"no engine answered within AGENT_SECONDS: {failures[-1]}")
         # Where one episode failed by a limit or a lost service, the user's code is not all that failed.
         return next((failure for failure in failures if failure.reason not in OWN_REASONS), failures[-1])
 
@@ -201,8 +202,12 @@ class EpisodeMaker(GroupMaker):
         result, failure = await self._play(agent, example, request.id)
         if result.status is RewardStatus.ERROR and any(result is one for one in scored):
             failure = AgentFailedError(str(result.reason), "reward_error")
-        if await self._asked(self.gateway.reward(request.id, result.reward, result.reason)) is None:
+        session = await self._asked(self.gateway.reward(request.id, result.reward, result.reason))
+        if session is None:
             return None
+        if session.refused == DEADLINE and failure is None:
+            failure = AgentFailedError(f"{NO_ENGINE}; the agent caught that and returned {result.reward}", "server")
+            result = RewardResult(reward=None, status=RewardStatus.ERROR, reason=str(failure))
         trace = await self._asked(self.gateway.finish(request.id))
         if trace is None:
             return None
@@ -239,9 +244,18 @@ class EpisodeMaker(GroupMaker):
             DependencyLostError: the reward-server was lost.
         """
         seconds = self.settings.agent_seconds
-        transport = PatientTransport(self._certificates, self.settings.service_deadline_seconds)
+        transport = PatientTransport(self._certificates, self.settings.service_deadline_seconds, example.waits)
+
+        async def waited() -> float:
+            session = await self._asked(self.gateway.session(session_id))
+            if session is None:
+                raise AgentFailedError(str(self._gateway_error), "server")
+            # An agent may ask the gateway by a client of its own.
+            return max(example.waits.seconds, session.waited_seconds)
+
         try:
-            async with httpx.AsyncClient(transport=transport, timeout=seconds) as http_client:
+            timeout = self.settings.longest_answer_seconds
+            async with httpx.AsyncClient(transport=transport, timeout=timeout) as http_client:
                 reward = await play(
                     agent,
                     example,
@@ -249,6 +263,7 @@ class EpisodeMaker(GroupMaker):
                     base_url=self.gateway.agent_url(session_id),
                     api_key=session_id,
                     http_client=http_client,
+                    waited=waited,
                 )
         except DependencyLostError:
             raise
@@ -260,7 +275,7 @@ class EpisodeMaker(GroupMaker):
             if failure.reason == "exception" and transport.is_lost:
                 failure.reason = "server"
             log.info("episode failed", session=session_id, reason=str(failure))
-            status = RewardStatus.TIMEOUT if failure.reason in OVER_LIMIT else RewardStatus.ERROR
+            status = RewardStatus.OVER_LIMIT if failure.reason in OVER_LIMIT else RewardStatus.ERROR
             return RewardResult(reward=None, status=status, reason=str(failure)), failure
         return example.result_of(reward), None
 
@@ -270,6 +285,8 @@ class EpisodeMaker(GroupMaker):
             session = await self.gateway.session(session_id)
         except (DependencyLostError, RequestRefusedError):
             return failure
+        if session.refused == DEADLINE:
+            return AgentFailedError(f"{NO_ENGINE}: {failure}", "server")
         if failure.reason == "exception" and session.refused is not None:
             failure.reason = "limit"
         if failure.reason == "timeout" and not session.called:

@@ -11,8 +11,8 @@ from services.clients.rollout import SamplingParams
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.seeds import derive_seed
-from services.protocol.groups import Experience, FinishReason, Group, RewardResult
-from services.protocol.pass_at_k import OVER_LIMIT, interval, is_correct, pass_at_k, standard_error
+from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus
+from services.protocol.pass_at_k import interval, is_correct, pass_at_k, standard_error
 from services.protocol.prompts import Cursor, Prompt, Split
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
@@ -46,8 +46,8 @@ class Evaluator:
         An environment's figures are means over the greedy episodes (``eval_environment_...``).
         With EVAL_SAMPLES k, also measure ``avg_at_k`` and ``pass_at_k``.
 
-        An answer over which the verifier reached its time or memory limit is wrong (``eval_over_limit``). A prompt
-        without a completion, or whose completion the reward-server failed to score, is left out (``eval_left_out``).
+        An answer over a limit of the verifier or of an episode is wrong (``eval_over_limit``). A prompt without a
+        completion, or whose completion the reward-server failed to score, is left out (``eval_left_out``).
 
         Raises:
             DependencyLostError: a service was lost, or no prompt got a completion.
@@ -134,7 +134,7 @@ def _answers(group: Group | None) -> list[Experience]:
 
 def greedy_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
     """Return accuracy and mean reward over prompts, from the one judged completion of each."""
-    metrics = {"eval_over_limit": float(sum(result.status in OVER_LIMIT for result in results))}
+    metrics = {"eval_over_limit": float(sum(result.status is RewardStatus.OVER_LIMIT for result in results))}
     if results:
         verdicts = [float(is_correct(result) is True) for result in results]
         metrics |= _estimate("accuracy", verdicts)

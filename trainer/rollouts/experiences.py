@@ -10,7 +10,7 @@ from itertools import takewhile
 from prometheus_client import Counter
 
 from services.agents import AgentFailedError
-from services.protocol.groups import Experience, RewardResult, TurnReward, VersionSpan
+from services.protocol.groups import Experience, RewardResult, RewardStatus, TurnReward, VersionSpan
 from services.protocol.sessions import Trace, TraceSequence
 from trainer.rollouts.conversations import readable
 
@@ -21,7 +21,10 @@ LOST_TOKENS = Counter(
 
 @dataclass(frozen=True)
 class Episode:
-    """An episode that has ended; without a reward, ``failure`` is the agent's error, or None if it gave no reward."""
+    """An episode that has ended; without a reward, ``failure`` is the agent's error, or None if it gave no reward.
+
+    An episode over a limit gets its reward with its group.
+    """
 
     trace: Trace
     result: RewardResult
@@ -33,9 +36,16 @@ class Episode:
     """The seat of a game; None where there is one seat."""
 
     @property
+    def is_over_limit(self) -> bool:
+        """True if it is wrong because it exceeds a limit."""
+        return self.result.status is RewardStatus.OVER_LIMIT
+
+    @property
     def has_won(self) -> bool | None:
-        """True if the seat's rewards sum to more than 0; None without seats or rewards."""
-        return None if self.seat is None or self.result.reward is None else self.result.reward > 0
+        """True if the seat's rewards sum to more than 0; None without seats or rewards. Over a limit it is lost."""
+        if self.seat is None or (self.result.reward is None and not self.is_over_limit):
+            return None
+        return (self.result.reward or 0.0) > 0
 
 
 def experiences_of(episodes: Sequence[Episode]) -> tuple[list[int], list[Experience]]:

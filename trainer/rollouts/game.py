@@ -15,6 +15,7 @@ import httpx
 from services.agents import AgentFailedError, Example
 from services.clients.environment_episode import EnvironmentFailedError, Episode, EpisodeLostError
 from services.core.errors import DependencyLostError
+from services.core.stopwatch import Stopwatch
 from services.http.client import RequestRefusedError, problem_detail
 from services.protocol.evaluation import ActionKind, State, StateKind, StepStatus
 from services.protocol.sessions import END_BEFORE
@@ -90,7 +91,7 @@ class Game:
 
     def seat_opponent(self, seat: int, ask: Ask) -> None:
         """Let another model than the one in training play a seat."""
-        self._opponents.append(asyncio.create_task(self._play(seat, ask)))
+        self._opponents.append(asyncio.create_task(self._play(seat, ask, Stopwatch())))
 
     async def answer(
         self, seat: int, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
@@ -114,7 +115,7 @@ class Game:
             return reply.json()["choices"][0]["message"]["content"] or ""
 
         try:
-            await self._play(seat, ask)
+            await self._play(seat, ask, example.waits)
         except EpisodeLostError as error:
             raise AgentFailedError(
                 str(error), "environment" if isinstance(error, EnvironmentFailedError) else "lost"
@@ -128,11 +129,11 @@ class Game:
         example.figures = {name: fmean(values) for name, values in played.figures.items()}
         return played.episode_return
 
-    async def _play(self, seat: int, ask: Ask) -> None:
-        """Answer whenever it is the seat's turn, until the game is over."""
+    async def _play(self, seat: int, ask: Ask, waits: Stopwatch) -> None:
+        """Answer whenever it is the seat's turn, until the game is over; ``waits`` runs while it is another's."""
         try:
             episode = await self._begun()
-            while await self._is_turn_of(seat, episode):
+            while await self._is_turn_of(seat, episode, waits):
                 self._seats[seat].see(episode.state)
                 text = await ask(self._seats[seat].messages)
                 await self._act(seat, episode, text)
@@ -149,7 +150,7 @@ class Game:
                 _check(self._episode)
             return self._episode
 
-    async def _is_turn_of(self, seat: int, episode: Episode) -> bool:
+    async def _is_turn_of(self, seat: int, episode: Episode, waits: Stopwatch) -> bool:
         """Wait until it is the seat's turn, and return True; return False once the game is over."""
         while not episode.is_over:
             if isinstance(self._failure, COMMON_FAILURES):
@@ -159,7 +160,8 @@ class Game:
             if episode.seat == seat:
                 return True
             self._changed.clear()
-            await self._changed.wait()
+            with waits.running():
+                await self._changed.wait()
         return False
 
     async def _act(self, seat: int, episode: Episode, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 
 from prometheus_client import Counter
@@ -16,6 +17,7 @@ from services.core.logs import get_logger
 from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
 from services.protocol.groups import Completion, Experience, Group, RewardResult, RewardStatus
+from services.protocol.pass_at_k import is_correct
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
 from services.run_page.activity import Activity
@@ -112,7 +114,7 @@ class GroupMaker:
         return group
 
     def group(self, prompt: Prompt, prompt_ids: list[int], experiences: list[Experience]) -> Group:
-        """Return the experiences of a prompt as a group."""
+        """Return the experiences of a prompt as a group, in which answers over a limit have a reward."""
         return Group(
             group_id=f"{self.settings.run_id}-{prompt.epoch}-{prompt.position}",
             prompt_id=prompt.id,
@@ -121,7 +123,7 @@ class GroupMaker:
             prompt_ids=prompt_ids,
             epoch=prompt.epoch,
             position=prompt.position,
-            experiences=experiences,
+            experiences=with_rewards_over_limit(experiences, self.settings.over_limit_reward),
         )
 
     async def _generate(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> list[Completion]:
@@ -147,13 +149,13 @@ class GroupMaker:
         """Return a result for each answer, in order; ask again for those that could not be scored."""
         results = await self.rewards.score(items)
         for _ in range(SCORING_TRIES - 1):
-            unscored = [i for i, result in enumerate(results) if result.reward is None]
+            unscored = [i for i, result in enumerate(results) if is_correct(result) is None]
             if not unscored:
                 break
             for i, result in zip(unscored, await self.rewards.score([items[i] for i in unscored]), strict=True):
                 results[i] = result
         for result in results:
-            if result.reward is None:
+            if is_correct(result) is None:
                 UNSCORABLE.labels(result.status.value).inc()
             if result.status is RewardStatus.ERROR:
                 self.tell("reward_error", result.reason or "")
@@ -195,6 +197,20 @@ class GroupMaker:
             # The engine would refuse them after a restart, too.
             return ConfigurationError(f"{reason}; do MAX_PROMPT_TOKENS and MAX_NEW_TOKENS fit the model's context?")
         return DependencyLostError(reason)
+
+
+def with_rewards_over_limit(experiences: Sequence[Experience], most: float) -> list[Experience]:
+    """Give answers over a limit the lowest reward of their group (in a game, of their seat), and ``most`` at most."""
+    lowest: defaultdict[int | None, float] = defaultdict(lambda: most)
+    for e in experiences:
+        if e.reward is not None:
+            lowest[e.seat] = min(lowest[e.seat], e.reward)
+    return [
+        e.model_copy(update={"result": e.result.model_copy(update={"reward": lowest[e.seat]})})
+        if e.result.status is RewardStatus.OVER_LIMIT
+        else e
+        for e in experiences
+    ]
 
 
 def reward_failure(group: Group) -> str | None:

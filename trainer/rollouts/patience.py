@@ -9,6 +9,7 @@ import uuid
 
 import httpx
 
+from services.core.stopwatch import Stopwatch
 from services.protocol.sessions import AGAIN, REQUEST_MARK
 
 FIRST_PAUSE_SECONDS = 0.1
@@ -26,15 +27,20 @@ class PatientTransport(httpx.AsyncHTTPTransport):
     answer is passed on once it is whole.
     """
 
-    def __init__(self, certificates: ssl.SSLContext, seconds: float) -> None:
-        """Make a transport that gives up ``seconds`` after a request's first attempt."""
+    def __init__(self, certificates: ssl.SSLContext, seconds: float, waits: Stopwatch) -> None:
+        """Make a transport that gives up ``seconds`` after a request's first attempt; ``waits`` runs meanwhile."""
         super().__init__(verify=certificates, trust_env=False)
         self._seconds = seconds
+        self._waits = waits
         self.is_lost = False
         """True once a request was given up."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the answer to a request; without one in time, the last one, or raise the last error."""
+        with self._waits.running():
+            return await self._answer(request)
+
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
         mark = request.headers[REQUEST_MARK] = uuid.uuid4().hex
         end, pause = time.monotonic() + self._seconds, FIRST_PAUSE_SECONDS
         while True:

@@ -196,8 +196,9 @@ export class RunData {
 
   /** Returns the number of completions without a reward; an agent's include those of prompts that were left out. */
   get failed() {
-    const failed = this.column("episodes_failed") ?? this.column("unscorable") ?? [];
-    return failed.reduce((a, b) => a + (b ?? 0), 0);
+    const sum = (name) => this.column(name)?.reduce((a, b) => a + (b ?? 0), 0);
+    const episodes = sum("episodes_failed"); // of which those over a limit have one
+    return episodes === undefined ? sum("unscorable") ?? 0 : Math.max(episodes - (sum("over_limit") ?? 0), 0);
   }
 
   /** Returns the accuracy before training and the newest, which the summary of a run that has ended knows. */

@@ -64,6 +64,11 @@ const FIRST = [
 
 const ANSWERS = [
   {
+    id: "reward-trained", title: "Reward of trained groups", unit: "mean over completions",
+    note: "Dynamic sampling replaces groups whose rewards are all equal, so this hardly rises while the reward does.",
+    series: [["reward_trained_mean", "reward"]],
+  },
+  {
     id: "reward-parts", title: "Parts of the reward", unit: "mean over completions, before weights",
     note: "Which function the reward comes from. One that rises while another falls may be too heavy.",
     series: [[/^reward_part_/]],
@@ -113,8 +118,8 @@ const ANSWERS = [
     compared: [["zero_variance_groups", "fresh, all rewards equal"]],
   },
   {
-    id: "failed", title: "Failed episodes", unit: "number without a reward, by reason",
-    note: "Good: 0. The samples have the reason of each.",
+    id: "failed", title: "Failed episodes", unit: "number, by reason",
+    note: "Good: 0. Over a limit (limit, timeout, reward_over_limit) they are wrong answers, otherwise without a reward. The samples have the reason of each.",
     whole: true,
     sparse: "episodes_failed",
     series: [["episodes_failed", "all"], [/^episodes_failed_/]],
@@ -122,21 +127,21 @@ const ANSWERS = [
     name: without("episodes_failed_"),
   },
   {
-    id: "lost", title: "Left out in each step", unit: "number of completions or updates",
+    id: "lost", title: "Left out, or over a limit, in each step", unit: "number of completions or updates",
     note: "Good: 0.",
     whole: true,
-    series: [["unscorable", "completions not scorable"], ["updates_skipped", "updates not finite"]],
+    series: [["unscorable", "completions not scorable"], ["over_limit", "completions over a limit (wrong)"], ["updates_skipped", "updates not finite"]],
   },
   {
     id: "evaluated", title: "Held-out prompts in each evaluation", unit: "number of prompts",
     note: "Should be the same at each evaluation, with none left out.",
     whole: true,
     markers: true,
-    series: [["eval_prompts", "asked"], ["eval_over_limit", "over the verifier's limits"], ["eval_left_out", "left out"]],
+    series: [["eval_prompts", "asked"], ["eval_over_limit", "over a limit (wrong)"], ["eval_left_out", "left out"]],
   },
   {
     id: "turns", title: "Turns of an episode", unit: "calls of the model",
-    note: "Bad: up to AGENT_MAX_TURNS, where episodes fail.",
+    note: "Bad: up to AGENT_MAX_TURNS, beyond which episodes are wrong.",
     series: [["turns_mean", "mean"], ["turns_max", "most"]],
   },
   {
@@ -191,6 +196,11 @@ const UPDATES = [
     id: "staleness", title: "Staleness", unit: "policy versions",
     note: "How many versions older than the trained policy the one is that sampled. 0 without MODE=async; less is better.",
     series: [["staleness_mean", "mean"], ["staleness_max", "largest"]],
+  },
+  {
+    id: "published", title: "Published change", unit: "share of the weights' change",
+    note: "How much of what training has changed in the weights the engines get. Good: about 1.",
+    series: [["publish_share", "published"]],
   },
   {
     id: "learning-rate", title: "Learning rate", unit: "of the optimizer",

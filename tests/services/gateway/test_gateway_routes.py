@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from typing import Any
 
 import pytest
@@ -192,7 +193,33 @@ async def test_an_engine_that_refuses_or_never_answers_ends_the_call(gateway: St
         refused = await running.client.post(path, json={"messages": HELLO})
         assert error_of(refused) == (429, "deadline_seconds")
         assert "503" in refused.json()["error"]["message"]
-        assert (await running.client.get("/sessions/late")).json()["called"] is True
+        state = (await running.client.get("/sessions/late")).json()
+        assert (state["called"], state["refused"]) == (True, "deadline_seconds")
+        assert state["waited_seconds"] >= 1.9, "the whole time that the call waited"
+
+
+async def test_a_session_says_how_long_its_calls_have_waited(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+
+        async def waited() -> float:
+            seconds: float = (await running.client.get("/sessions/s")).json()["waited_seconds"]
+            return seconds
+
+        path = await running.open()
+        assert await waited() == 0
+        running.engine.may_answer.clear()
+        # Two calls at once wait once.
+        calls = [asyncio.create_task(running.chat(path, [{"role": "user", "content": text}])) for text in ("a", "b")]
+        await eventually(lambda: len(running.engine.requests) == 2)
+        before, started = await waited(), time.monotonic()
+        await asyncio.sleep(0.2)
+        during = await waited()
+        assert 0.2 <= during - before <= time.monotonic() - started
+        running.engine.may_answer.set()
+        await asyncio.gather(*calls)
+        after = await waited()
+        await asyncio.sleep(0.05)
+        assert await waited() == after >= during, "the time between calls is the agent's"
 
 
 async def test_tokens_that_arrive_after_the_end_are_lost(gateway: StartGateway) -> None:

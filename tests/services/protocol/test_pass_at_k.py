@@ -7,6 +7,7 @@ import random
 import statistics
 
 import pytest
+from pydantic import ValidationError
 
 from services.protocol.groups import RewardResult, RewardStatus
 from services.protocol.pass_at_k import interval, is_correct, standard_error
@@ -18,14 +19,30 @@ from services.protocol.pass_at_k import interval, is_correct, standard_error
         (1.0, "scored", True),
         (1.2, "scored", True),
         (0.99, "scored", False),
-        (None, "timeout", False),
+        (None, "over_limit", False),
+        (0.0, "over_limit", False),
+        (1.0, "over_limit", False),
         (None, "memory", False),
+        (None, "timeout", None),
         (None, "error", None),
         (None, "overloaded", None),
     ],
 )
 def test_an_answer_is_not_judged_only_where_the_service_failed(reward, status, verdict):
-    assert is_correct(RewardResult(reward=reward, status=RewardStatus(status))) is verdict
+    """``memory`` is the name that a limit had in older records."""
+    assert is_correct(RewardResult.model_validate({"reward": reward, "status": status})) is verdict
+
+
+@pytest.mark.parametrize("status", [status for status in RewardStatus if status is not RewardStatus.SCORED])
+def test_only_an_answer_that_was_judged_may_have_a_reward(status):
+    assert RewardResult(reward=None, status=status).reward is None
+    if status is RewardStatus.OVER_LIMIT:
+        assert RewardResult(reward=-1.0, status=status).reward == -1.0
+    else:
+        with pytest.raises(ValidationError, match="does not fit status"):
+            RewardResult(reward=-1.0, status=status)
+    with pytest.raises(ValidationError, match="does not fit status"):
+        RewardResult(reward=None)
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 20), (1, 20), (19, 20), (64, 128), (1, 1)])

@@ -34,7 +34,7 @@ async def test_hostile_answers_are_unscorable_with_a_reason_and_hold_nobody_up(s
         others = [item("#### 5"), item(r"\boxed{\sqrt{25}}"), item("#### 6"), item(r"\boxed{\sqrt{26}}")]
         results = await scorer.score([*hostile, *others])
         for result in results[: len(HOSTILE)]:
-            assert (result.reward, result.status) == (None, RewardStatus.TIMEOUT)
+            assert (result.reward, result.status) == (None, RewardStatus.OVER_LIMIT)
             assert "0.25 s of processor time" in (result.reason or "")
         assert [result.reward for result in results[len(HOSTILE) :]] == [1.0, 1.0, 0.0, 0.0]
         # The workers that took their place answer.
@@ -44,7 +44,7 @@ async def test_hostile_answers_are_unscorable_with_a_reason_and_hold_nobody_up(s
 async def test_memory_is_limited_for_math_too(scoring: Any) -> None:
     async with scoring(reward_fn="math", reward_cpu_seconds=60, reward_timeout_seconds=60) as scorer:
         result = (await scorer.score([item(r"\boxed{(1+x)^{100000}}")]))[0]
-        assert (result.reward, result.status) == (None, RewardStatus.MEMORY)
+        assert (result.reward, result.status) == (None, RewardStatus.OVER_LIMIT)
         assert "256 MB" in (result.reason or "")
 
 
@@ -57,12 +57,12 @@ async def test_memory_is_limited_for_math_too(scoring: Any) -> None:
         ("text", RewardStatus.ERROR, "moody returned 'good', of type str; a finite number is needed"),
         ("digits", RewardStatus.ERROR, "moody returned '1.0', of type str; a finite number is needed"),
         ("patch", RewardStatus.ERROR, "moody returned no finite number"),
-        ("torch", RewardStatus.MEMORY, "import it at the top of the module, or raise REWARD_MEMORY_MB"),
-        ("burn", RewardStatus.TIMEOUT, "processor time"),
-        ("swallow", RewardStatus.TIMEOUT, "processor time"),
-        ("sleep", RewardStatus.TIMEOUT, "more than 3 s"),
-        ("hog", RewardStatus.MEMORY, "more than 64 MB"),
-        ("grab", RewardStatus.MEMORY, "more than 64 MB"),
+        ("torch", RewardStatus.ERROR, "import it at the top of the module, or raise REWARD_MEMORY_MB"),
+        ("burn", RewardStatus.OVER_LIMIT, "processor time"),
+        ("swallow", RewardStatus.OVER_LIMIT, "processor time"),
+        ("sleep", RewardStatus.TIMEOUT, "more than 3 s by the clock"),
+        ("hog", RewardStatus.OVER_LIMIT, "more than 64 MB"),
+        ("grab", RewardStatus.OVER_LIMIT, "more than 64 MB"),
         ("exit", RewardStatus.ERROR, "(exit code 3); if a library lacked memory, raise REWARD_MEMORY_MB"),
         ("crash", RewardStatus.ERROR, "SIGSEGV"),
         ("killed", RewardStatus.ERROR, "SIGKILL"),

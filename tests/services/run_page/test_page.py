@@ -96,9 +96,22 @@ def test_the_reward_says_how_many_completions_failed_and_are_not_in_it(open_page
     reward = page.locator(".tiles .card").filter(has_text="Reward")
     expect(reward).to_contain_text("first to newest 3 steps")
     expect(reward).not_to_contain_text("failed")
-    append(run / "metrics.jsonl", [metrics(step) | {"unscorable": 1, "episodes_failed": 4} for step in (41, 42)])
+    failed = {"unscorable": 1, "episodes_failed": 4, "over_limit": 1}
+    append(run / "metrics.jsonl", [metrics(step) | failed for step in (41, 42)])
     page.reload()
-    expect(reward).to_contain_text("first to newest 3 steps, without 8 failed completions")
+    # Those over a limit have a reward.
+    expect(reward).to_contain_text("first to newest 3 steps, without 6 failed completions")
+
+
+def test_the_reward_of_trained_groups_is_a_plot_of_its_own_with_dynamic_sampling(open_page, tmp_path):
+    run = write_run(tmp_path / "run", 40)
+    page = open_page(view(run))
+    plot = page.locator("#plot-reward-trained canvas.top")
+    expect(page.locator("#plot-reward canvas.top")).to_be_visible()
+    expect(plot).not_to_be_visible()
+    append(run / "metrics.jsonl", [metrics(step) | {"reward_trained_mean": 0.5} for step in (41, 42)])
+    page.reload()
+    expect(plot).to_have_attribute("aria-label", re.compile(r"step 42: reward 0\.5\."))
 
 
 def test_rewards_have_their_spread_their_parts_and_a_histogram_of_a_chosen_step(open_page, tmp_path):

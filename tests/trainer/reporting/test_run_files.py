@@ -49,10 +49,11 @@ def test_samples_have_the_prompt_as_the_model_saw_it(tmp_path: Path, monkeypatch
         Group(group_id=name, prompt="3+4=", ground_truth="7", prompt_ids=[7, 8, 9], experiences=completions)
         for name in ("first", "second")
     ]
-    files.record_step(1, {"reward_mean": 0.5}, groups)
+    dropped = Group(group_id="x", prompt="3+4=", ground_truth="7", prompt_ids=[7, 8, 9], experiences=completions[:1])
+    files.record_step(1, {"reward_mean": 0.5}, groups, made=[*groups, dropped])
     files.close()
     record = orjson.loads((settings.run_dir / "metrics.jsonl").read_bytes())
-    assert (record["reward_counts"], record["failures"]) == ([[0.0, 2], [1.0, 2]], [])
+    assert (record["reward_counts"], record["failures"]) == ([[0.0, 2], [1.0, 3]], [])
     samples = [orjson.loads(line) for line in (settings.run_dir / "samples.jsonl").read_bytes().splitlines()]
     assert [(s["group_id"], s["prompt"], s["rendered_prompt"], s["completion"], s["reward"]) for s in samples] == [
         ("first", "3+4=", "<user>3+4=<assistant>", text, reward) for text, reward in (("7", 1.0), ("8", 0.0))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.core.stopwatch import Stopwatch
 from tests.fake_service import Route
 
 Message = dict[str, Any]
@@ -33,6 +34,7 @@ class Session:
     turns: int = 0
     refused: str | None = None
     called: bool = False
+    waits: Stopwatch = field(default_factory=Stopwatch)
 
 
 class FakeGateway(dict[str, Route]):
@@ -45,6 +47,10 @@ class FakeGateway(dict[str, Route]):
         """All sessions, the deleted ones included."""
         self.deleted: list[str] = []
         self.version = 1
+        self.limit = "max_turns"
+        """The limit over which a call is refused to which ``says`` answers 429."""
+        self.counts_waits = False
+        """Whether sessions say how long their calls waited for ``says``."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the route of a request."""
@@ -66,7 +72,9 @@ class FakeGateway(dict[str, Route]):
         return lambda request: route(session, request)
 
     def state(self, session: Session, _: dict[str, Any]) -> dict[str, Any]:
-        return {"id": session.request["id"], "status": "open", "called": session.called, "refused": session.refused}
+        waited = session.waits.seconds if self.counts_waits else 0.0
+        known = {"called": session.called, "refused": session.refused, "waited_seconds": waited}
+        return {"id": session.request["id"], "status": "open", **known}
 
     def delete(self, session: Session, _: dict[str, Any]) -> dict[str, Any]:
         self.deleted.append(session.request["id"])
@@ -78,13 +86,14 @@ class FakeGateway(dict[str, Route]):
 
     def set_reward(self, session: Session, request: dict[str, Any]) -> dict[str, Any]:
         session.reward = request
-        return {"id": session.request["id"], "status": "open"}
+        return self.state(session, {})
 
     def complete(self, session: Session, request: dict[str, Any]) -> dict[str, Any] | int:
         messages = request["messages"]
         session.called = True
-        said = 429 if session.turns == session.request["max_turns"] else self.says(messages)
-        session.refused = "max_turns" if said == 429 else None
+        with session.waits.running():
+            said = 429 if session.turns == session.request["max_turns"] else self.says(messages)
+        session.refused = self.limit if said == 429 else None
         if isinstance(said, int):
             return said
         session.turns += 1

@@ -115,7 +115,6 @@ def find_secret(messages: list[dict[str, Any]]) -> str:
     [
         ({"max_turns": 1}, "AGENT_MAX_TURNS"),
         ({"max_tokens": 1}, "AGENT_MAX_TOKENS"),
-        ({"deadline_seconds": 1e-9}, "AGENT_SECONDS"),
     ],
 )
 def test_an_episode_over_a_limit_says_what_its_environment_can_do(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,7 +28,7 @@ from services.programs import Program
 from services.protocol.episodes import EpisodeFigures, Message
 from services.protocol.groups import Group, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
-from services.protocol.sessions import Trace
+from services.protocol.sessions import DEADLINE, Trace
 from services.relay import Relay
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, fake_service
@@ -96,6 +99,36 @@ async def sleepy(example: Any, **endpoint: Any) -> float | None:
 async def waiting(example: Any, **endpoint: Any) -> float | None:
     await asyncio.Event().wait()
     return 1.0
+
+
+async def impatient(example: Any, **endpoint: Any) -> float | None:
+    """Fail by a limit of its own, not of the episode."""
+    await one_turn(example, **endpoint)
+    async with asyncio.timeout(0.01):
+        await asyncio.sleep(60)
+    return 1.0
+
+
+async def by_own_client(example: Any, **endpoint: Any) -> float | None:
+    """Ask twice by another client than the episode's."""
+    async with httpx.AsyncClient(timeout=None) as own_client:
+        return await two_turns(example, **(endpoint | {"http_client": own_client}))
+
+
+async def forgiving(example: Any, **endpoint: Any) -> float | None:
+    """Return a reward although the last call was refused."""
+    reward = await one_turn(example, **endpoint)
+    with contextlib.suppress(httpx.HTTPStatusError):
+        await one_turn(example, **endpoint)
+    return reward
+
+
+async def careless(example: Any, **endpoint: Any) -> float | None:
+    """Hide the refusal of the second call behind an error of its own."""
+    try:
+        return await two_turns(example, **endpoint)
+    except httpx.HTTPStatusError:
+        raise ValueError("no answer") from None
 
 
 async def wordy(example: Any, **endpoint: Any) -> Any:
@@ -215,7 +248,7 @@ def test_sessions_have_the_settings_of_training_and_seeds_of_their_own(stage: St
     for request in requests:
         sampling = [request[name] for name in ("temperature", "max_turn_tokens", "max_turns", "max_tokens")]
         assert sampling == [0.5, 9, 3, 50]
-        assert request["deadline_seconds"] == 70
+        assert request["deadline_seconds"] == 140, "its calls may wait as long as it takes itself"
         assert request["group_id"].endswith("-0-3")
     seeds = [(request["index"], request["seed"]) for request in requests]
     assert len(set(seeds)) == 2, "equal seeds make equal groups"
@@ -332,13 +365,14 @@ def test_weights_that_change_in_mid_episode_are_the_spans_of_its_tokens(stage: S
     ("agent", "reason", "status"),
     [
         (broken, "exception", RewardStatus.ERROR),
-        (endless, "limit", RewardStatus.TIMEOUT),
-        (sleepy, "timeout", RewardStatus.TIMEOUT),
+        (impatient, "exception", RewardStatus.ERROR),
+        (endless, "limit", RewardStatus.OVER_LIMIT),
+        (sleepy, "timeout", RewardStatus.OVER_LIMIT),
         (wordy, "reward", RewardStatus.ERROR),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_failed_episode_has_no_reward_and_says_why(
+def test_a_failed_episode_has_no_reward_unless_it_is_over_a_limit_and_says_why(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, agent: Any, reason: str, status: RewardStatus
 ) -> None:
     calls = 0
@@ -352,11 +386,12 @@ def test_a_failed_episode_has_no_reward_and_says_why(
     fails_once.__name__ = "failing"
     # The three others end well before.
     seconds = 2 if agent is sleepy else 60
-    group = stage.group(fails_once, group_size=4, agent_seconds=seconds, agent_max_turns=2)
+    group = stage.group(fails_once, group_size=4, agent_seconds=seconds, agent_max_turns=2, over_limit_reward=-1)
     assert group is not None
     outcomes = [first.result for first, *_ in group.episodes]
     assert [result.reward for result in outcomes].count(0.0) == 3
-    [result] = [result for result in outcomes if result.reward is None]
+    [result] = [result for result in outcomes if result.reward != 0.0]
+    assert result.reward == (-1.0 if status is RewardStatus.OVER_LIMIT else None)
     assert result.status is status
     assert group.episodes_failed == {reason: 1}
     told = [session.reward for session in stage.gateway.sessions.values() if session.reward]
@@ -434,11 +469,63 @@ def test_a_reward_function_that_fails_at_every_answer_of_an_agent_ends_the_run(s
 
 
 @pytest.mark.parametrize("limit", [{"agent_max_turns": 1}, {"agent_seconds": 1}], ids=str)
-def test_limits_end_the_run_after_one_batch_as_before(stage: Stage, limit: dict[str, Any]) -> None:
+def test_groups_of_which_every_episode_is_over_a_limit_are_wrong_and_do_not_end_the_run(
+    stage: Stage, limit: dict[str, Any]
+) -> None:
     maker = stage.maker(endless if "agent_max_turns" in limit else sleepy, batch_size=LEAST_FAILURES, **limit)
-    with pytest.raises(ConfigurationError, match="every episode of 8 prompts in a row failed"):
-        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+    groups = stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+    assert [group.rewards for group in groups] == [[0.0, 0.0]] * LEAST_FAILURES
+    reason = "limit" if "agent_max_turns" in limit else "timeout"
+    assert sum((Counter(group.episodes_failed) for group in groups), Counter()) == {reason: 2 * LEAST_FAILURES}
     assert not (maker.settings.run_dir / FIRST_FAILURE).exists()
+
+
+@pytest.mark.parametrize("status", ["over_limit", "timeout"])
+def test_an_episode_whose_answer_the_verifier_did_not_judge_is_wrong_only_over_its_limits(
+    stage: Stage, status: str
+) -> None:
+    result = {"reward": None, "status": status, "reason": "said"}
+    stage.rewards.routes["POST /batch_reward"] = lambda request: {"rewards": [result] * len(request["items"])}
+    group = stage.group(two_turns)
+    assert group is not None
+    is_wrong = status == "over_limit"
+    assert [e.reward for e in group.experiences] == ([0.0] * 2 if is_wrong else [None] * 2)
+    assert group.episodes_failed == ({"reward_over_limit": 2} if is_wrong else {"no_reward": 2})
+
+
+@pytest.mark.parametrize("agent", [two_turns, by_own_client], ids=lambda agent: agent.__name__)
+def test_the_time_that_calls_wait_for_engines_is_not_the_episodes(
+    stage: Stage, agent: Any, waits_in_slow_motion: None
+) -> None:
+    """Each call takes longer than AGENT_SECONDS, also those of a client that only the gateway sees."""
+
+    def says(messages: list[dict[str, Any]]) -> str:
+        time.sleep(1.2)
+        return "42" if len(messages) > 1 else "call"
+
+    stage.gateway.says = says
+    stage.gateway.counts_waits = agent is by_own_client
+    group = stage.group(agent, agent_seconds=1.0)
+    assert group is not None
+    assert (group.rewards, group.episodes_failed) == ([1.0, 1.0], {})
+
+
+@pytest.mark.parametrize("agent", [two_turns, careless, forgiving], ids=lambda agent: agent.__name__)
+def test_an_episode_whose_last_call_no_engine_answered_has_no_reward(stage: Stage, agent: Any) -> None:
+    """Whatever the agent makes of the refusal; its first call was answered."""
+    told = Counter[str]()
+    stage.gateway.limit = DEADLINE
+
+    def says(messages: list[dict[str, Any]]) -> str | int:
+        told["calls"] += 1
+        return "42" if told["calls"] == 1 else 429
+
+    stage.gateway.says = says
+    maker = stage.maker(agent, group_size=1, advantage="reinforce")
+    assert stage.thread.call(maker.make_group(PROMPT)) is None
+    assert maker._failed == {"server": 1}
+    assert "no engine answered the last call" in str(maker.last_failure)
+    assert isinstance(maker.all_failed(), DependencyLostError)
 
 
 def test_a_program_that_fails_because_the_gateway_is_lost_ends_the_run_as_recoverable(
@@ -458,10 +545,10 @@ def test_engines_that_do_not_answer_end_the_run_as_recoverable(stage: Stage) -> 
 
 
 def test_engines_from_which_no_token_came_within_the_deadline_are_lost(stage: Stage) -> None:
-    # The real gateway asks engines again until the deadline, and then refuses the call as over a limit.
-    stage.gateway.says = lambda _: 429
+    # The real gateway asks engines again until the deadline, and then refuses the call.
+    stage.gateway.says, stage.gateway.limit = lambda _: 429, DEADLINE
     maker = stage.maker(one_turn, batch_size=LEAST_FAILURES)
-    with pytest.raises(DependencyLostError, match="no engine answered within AGENT_SECONDS"):
+    with pytest.raises(DependencyLostError, match="no engine answered the last call within twice AGENT_SECONDS"):
         stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
 
 
@@ -514,9 +601,10 @@ def test_a_program_does_not_see_that_the_gateway_is_away(stage: Stage, two_turns
 def test_a_program_that_ends_over_a_limit_has_failed_by_the_limit(
     stage: Stage, two_turns_program: dict[str, Any]
 ) -> None:
-    maker = stage.maker(one_turn, agent_max_turns=1, group_size=1, advantage="reinforce", **two_turns_program)
-    assert stage.thread.call(maker.make_group(PROMPT)) is None
-    assert maker._failed == {"limit": 1}
+    settings = {"agent_max_turns": 1, "group_size": 1, "advantage": "reinforce"}
+    group = stage.group(one_turn, **settings, **two_turns_program)
+    assert group is not None
+    assert (group.rewards, group.episodes_failed) == ([0.0], {"limit": 1})
     [session] = stage.gateway.sessions.values()
     assert session.reward is not None
     assert "HTTP Error 429" in session.reward["reason"]
@@ -587,6 +675,18 @@ def test_an_evaluation_plays_the_agent_greedily(stage: Stage) -> None:
     assert (metrics["accuracy"], metrics["eval_prompts"], metrics["eval_left_out"]) == (0.5, 6, 0)
     assert {session.request["temperature"] for session in stage.gateway.sessions.values()} == {0.0}
     assert [sample["completion"] for sample in evaluator.samples] == ["42"] * 6
+
+
+def test_an_evaluation_counts_an_episode_over_a_limit_as_wrong_as_the_training_does(stage: Stage) -> None:
+    stage.data.routes["POST /prompts"] = lambda _: {
+        "prompts": [PROMPT.model_dump()],
+        "cursor": {},
+        "total_available": 1,
+    }
+    evaluator = Evaluator(stage.settings(endless, eval_prompts=1, eval_samples=2, agent_max_turns=2), stage.clients)
+    metrics = stage.thread.call(evaluator.evaluate())
+    assert (metrics["accuracy"], metrics["pass_at_2"]) == (0.0, 0.0)
+    assert (metrics["eval_over_limit"], metrics["eval_left_out"]) == (1, 0)
 
 
 @pytest.mark.parametrize(

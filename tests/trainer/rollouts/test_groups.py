@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,13 +13,16 @@ from pydantic import ValidationError
 from services.core.errors import ConfigurationError
 from services.core.seeds import derive_seed
 from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan, joined
+from services.protocol.prompts import Prompt
 from trainer.algorithm.advantages import Outcomes
 from trainer.algorithm.importance import importance_weights
+from trainer.algorithm.methods import GROUP_ADVANTAGES
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import has_signal, training_group, with_advantages
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import failures, group_metrics, reward_counts
 from trainer.rollouts.batch import Batch
+from trainer.rollouts.groups import GroupMaker
 from trainer.rollouts.replay import within_kl
 
 SETTINGS = TrainerSettings.load(max_new_tokens=10)
@@ -77,6 +81,67 @@ def test_a_group_of_one_and_one_of_equal_rewards_teach_nothing(rewards: list[flo
     made = group(*map(experience, rewards))
     assert set(advantages(made)) <= {0.0}
     assert not has_signal(made, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"advantage": "gae"},
+        {"advantage": "reinforce"},
+        {"advantage": f"{__name__}:ranks_of"},
+    ],
+    ids=str,
+)
+def test_groups_of_equal_rewards_are_kept_where_they_teach(changes: dict[str, Any]) -> None:
+    """Dynamic sampling replaces only the group that has nothing to train on."""
+    settings = TrainerSettings.load(batch_size=3, dynamic_sampling_tries=2, mask_truncated=True, **changes)
+    cut = experience(1.0, finish_reason=FinishReason.LENGTH)
+    made = [group(experience(1.0)), group(experience(None)), group(cut), group(experience(0.0), experience(0.0))]
+    assert [has_signal(one, settings) for one in made] == [True, False, False, True]
+    batch = Batch(settings)
+    batch.add(made)
+    assert (batch.groups, batch.counts["groups_resampled"]) == ([made[0], made[3]], 2)
+
+
+@pytest.mark.parametrize("advantage", GROUP_ADVANTAGES)
+def test_groups_of_equal_rewards_are_replaced_where_a_group_is_compared_with_itself(advantage: str) -> None:
+    settings = SETTINGS.model_copy(update={"advantage": advantage})
+    assert not has_signal(group(experience(1.0), experience(1.0)), settings)
+    assert has_signal(group(experience(1.0), experience(0.0)), settings)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "most", "given"),
+    [
+        ([0.5, 1.0], 0.0, 0.0),
+        ([-0.5, 1.0], 0.0, -0.5),
+        ([-0.5, 1.0], -1.0, -1.0),
+        ([None, None], 0.0, 0.0),
+        ([], -2.0, -2.0),
+    ],
+    ids=str,
+)
+def test_an_answer_over_a_limit_has_the_lowest_reward(rewards: list[float | None], most: float, given: float) -> None:
+    settings = TrainerSettings.load(over_limit_reward=most)
+    over = experience(None, result=RewardResult(reward=None, status=RewardStatus.OVER_LIMIT, reason="said"))
+    prompt = Prompt(id="p", prompt="1+1=", ground_truth="2", prompt_ids=[2, 3])
+    maker = GroupMaker(settings, MagicMock(), MagicMock())
+    made = maker.group(prompt, [2, 3], [over, *map(experience, rewards)])
+    assert [e.reward for e in made.experiences] == [given, *rewards]
+    assert made.experiences[0].result == RewardResult(reward=given, status=RewardStatus.OVER_LIMIT, reason="said")
+    assert len(training_group(made, settings).sequences) == 1 + sum(reward is not None for reward in rewards)
+    reasons = {reason: count for reason, count, _ in failures([made])}
+    assert reasons["reward_over_limit"] == 1
+    assert group_metrics([made], 5)["over_limit"] == 1
+
+
+def test_the_lowest_reward_of_a_game_is_that_of_the_same_seat() -> None:
+    over = RewardResult(reward=None, status=RewardStatus.OVER_LIMIT)
+    prompt = Prompt(id="p", prompt="1+1=", ground_truth="2", prompt_ids=[2, 3])
+    played = [experience(None, episode=seat, seat=seat, result=over) for seat in (0, 1)]
+    played += [experience(reward, episode=2 + seat, seat=seat) for seat, reward in enumerate((-1.0, 1.0))]
+    made = GroupMaker(SETTINGS, MagicMock(), MagicMock()).group(prompt, [2, 3], played)
+    assert [e.reward for e in made.experiences] == [-1.0, 0.0, -1.0, 1.0]
 
 
 def test_a_long_completion_is_worth_less_with_overlong_shaping() -> None:
@@ -319,12 +384,16 @@ def test_a_batch_tells_the_means_of_the_parts_of_its_rewards() -> None:
 
 
 def test_a_batch_counts_its_failures_and_quotes_one_of_each_reason() -> None:
-    timeout, error = (
-        RewardResult(reward=None, status=status, reason=said)
-        for status, said in (("timeout", "slow"), ("error", "no\n1"))
+    timeout, error, over = (
+        RewardResult(reward=reward, status=status, reason=said)
+        for reward, status, said in ((None, "timeout", "slow"), (None, "error", "no\n1"), (0.0, "over_limit", "much"))
     )
-    groups = [group(experience(None, result=timeout), *[experience(None, result=error)] * 2, experience(1.0))]
-    assert failures(groups) == [("reward_error", 2, "no 1"), ("reward_timeout", 1, "slow")]
+    made = [experience(None, result=timeout), *[experience(None, result=error)] * 3, experience(1.0)]
+    groups = [group(*made, *[experience(0.0, result=over)] * 2)]
+    told = [("reward_error", 3, "no 1"), ("reward_over_limit", 2, "much"), ("reward_timeout", 1, "slow")]
+    assert failures(groups) == told
+    metrics = group_metrics(groups, 5)
+    assert (metrics["over_limit"], metrics["unscorable"], metrics["reward_mean"]) == (2, 4, pytest.approx(1 / 3))
     played = group(experience(None, episode=0)).model_copy(
         update={"episodes_failed": {"limit": 3}, "failure_examples": {"limit": "had its 2 turns"}}
     )

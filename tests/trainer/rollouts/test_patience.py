@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from services.core.stopwatch import Stopwatch
 from services.protocol.sessions import AGAIN, REQUEST_MARK
 from tests.ports import free_port
 from trainer.rollouts import patience
@@ -43,7 +44,7 @@ async def server(replies: list[bytes], port: int = 0, marks: list[str] | None = 
 
 
 async def ask(port: int, seconds: float = 60) -> tuple[int, str]:
-    transport = PatientTransport(ssl.create_default_context(), seconds)
+    transport = PatientTransport(ssl.create_default_context(), seconds, Stopwatch())
     async with httpx.AsyncClient(transport=transport) as client:
         reply = await client.post(f"http://127.0.0.1:{port}/", json={})
     return reply.status_code, reply.text

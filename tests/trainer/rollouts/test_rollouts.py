@@ -23,6 +23,7 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.protocol.groups import RewardStatus
 from services.protocol.prompts import Cursor
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, Route, fake_service
@@ -98,6 +99,12 @@ class Steps:
             return []
         _, self.metrics, groups, _ = self.files.record_step.call_args.args
         return [group.position for group in groups]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the last step."""
+        recorded: dict[str, float] = self.files.record_step.call_args.args[1]
+        return recorded
 
 
 @dataclass
@@ -332,6 +339,59 @@ def test_it_says_which_services_it_waits_for(services: Services) -> None:
     assert told["done"] == "2 of 3 healthy"
 
 
+# Dynamic sampling
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_reward_of_a_step_is_of_all_completions_that_it_made(services: Services, mode: str) -> None:
+    """Of ten prompts the first six are always answered right; four groups have rewards that differ."""
+
+    def reward(request: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "rewards": [{"reward": float(i % 2 or int(item["prompt"]) < 6)} for i, item in enumerate(request["items"])]
+        }
+
+    services.rewards.routes["POST /batch_reward"] = reward
+    fields: dict[str, Any] = {"dynamic_sampling_tries": 3, "batch_size": 4}
+    if mode == "async":
+        queue = [fresh(n) for n in range(10)]
+        for number, group in enumerate(queue):
+            [right] = group["experiences"]
+            group["experiences"] = [right | {"result": {"reward": float(number < 6)}}, right]
+        services.replay.routes["POST /queue/lease"] = lambda _: {
+            "lease_id": "l",
+            "groups": [queue.pop(0)],
+            "dropped_stale": 0,
+        }
+        services.replay.routes["POST /queue/acknowledge"] = acknowledged
+        fields |= {"mode": "async", "collector_in_process": False}
+    steps = services.steps(**fields)
+    assert steps.next() == [6, 7, 8, 9]
+    metrics = steps.metrics
+    assert (metrics["groups"], metrics["groups_resampled"], metrics["completions"]) == (4, 6, 20)
+    assert (metrics["reward_mean"], metrics["reward_trained_mean"]) == (0.8, 0.5)
+    assert steps.loop.state.rewards == [0.8], "of which the summary is made"
+    assert len(steps.files.record_step.call_args.kwargs["made"]) == 10
+
+
+def test_without_dynamic_sampling_all_completions_are_trained_on(services: Services) -> None:
+    steps = services.steps()
+    steps.next()
+    assert steps.metrics["reward_mean"] == 0.5
+    assert "reward_trained_mean" not in steps.metrics
+
+
+@pytest.mark.parametrize("advantage", ["gae", "reinforce"])
+def test_groups_of_one_are_all_kept_where_they_teach(services: Services, advantage: str) -> None:
+    settings = services.settings(group_size=1, advantage=advantage, dynamic_sampling_tries=3)
+    main = MainRank(settings, services.thread, services.clients)
+    batch = Batch(settings)
+    while batch.missing:
+        batch.add(main.generate_and_score(main.fetch_prompts(batch.missing), batch))
+    assert [group.position for group in batch.groups] == [0, 1, 2, 3]
+    assert (batch.counts["groups_resampled"], len(services.rollouts.asked("POST /generate"))) == (0, 4)
+
+
 # A prompt that cannot be generated
 
 
@@ -395,7 +455,7 @@ def test_a_reward_function_that_fails_at_every_answer_ends_the_run_after_two_bat
         steps.next()
 
 
-@pytest.mark.parametrize("status", ["timeout", "memory", "overloaded"])
+@pytest.mark.parametrize("status", ["timeout", "over_limit", "overloaded"])
 def test_answers_over_a_limit_and_answers_of_an_overloaded_server_do_not_end_the_run(
     services: Services, status: str
 ) -> None:
@@ -520,7 +580,7 @@ def test_fewer_held_out_prompts_than_asked_for_are_said_once(services: Services,
 def test_an_evaluation_counts_answers_over_a_limit_as_wrong_and_leaves_out_what_a_service_failed_at(
     services: Services,
 ) -> None:
-    without_reward = {"2": "timeout", "3": "memory", "4": "error", "5": "overloaded"}
+    without_reward = {"2": "over_limit", "3": "over_limit", "4": "error", "5": "overloaded"}
 
     def score(item: dict[str, Any]) -> dict[str, Any]:
         status = without_reward.get(item["prompt"])
@@ -532,13 +592,45 @@ def test_an_evaluation_counts_answers_over_a_limit_as_wrong_and_leaves_out_what_
     assert (metrics["eval_prompts"], metrics["eval_over_limit"], metrics["eval_left_out"]) == (12, 2, 2)
     # Right: 0, 6, 8, 10. Wrong: 1, 7, 9, 11 and the two over a limit.
     assert metrics["accuracy"] == metrics["avg_at_2"] == metrics["pass_at_2"] == 0.4
-    assert metrics["eval_reward"] == 0.5, "answers over a limit have no reward"
+    assert metrics["eval_reward"] == 0.4, "answers over a limit have the reward of training"
     # The two samples of a prompt agree here, so that they say no more than one.
     for name in ("accuracy", "avg_at_2", "pass_at_2"):
         assert metrics[f"{name}_stderr"] == pytest.approx(math.sqrt(0.4 * 0.6 / 10))
         assert (metrics[f"{name}_low"], metrics[f"{name}_high"]) == pytest.approx((0.168, 0.687), abs=5e-4)
     said = "greedy pass@1 of 0.400 (0.168 to 0.687) on 10 held-out prompts"
     assert describe_accuracy(metrics) == said
+
+
+@pytest.mark.parametrize("status", [status.value for status in RewardStatus if status is not RewardStatus.SCORED])
+def test_training_and_evaluation_agree_on_whether_an_answer_is_wrong_or_not_judged(
+    services: Services, status: str
+) -> None:
+    result = {"reward": None, "status": status, "reason": "said"}
+    # The first two of four, which fail again when they are asked for again.
+    services.rewards.routes["POST /batch_reward"] = lambda request: {
+        "rewards": [result if i < 2 else {"reward": float(i)} for i, _ in enumerate(request["items"])]
+    }
+    steps = services.steps(group_size=4, batch_size=1)
+    assert steps.next() == [0]
+    _, metrics, [made], _ = steps.files.record_step.call_args.args
+    services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda _: True, result=result)
+    evaluated, _ = services.evaluate(eval_prompts=3)
+    is_wrong = status == "over_limit"
+    assert [e.reward for e in made.experiences] == [*([0.0, 0.0] if is_wrong else [None, None]), 2.0, 3.0]
+    assert (metrics["over_limit"], metrics["unscorable"]) == ((2, 0) if is_wrong else (0, 2))
+    assert metrics["reward_mean"] == (1.25 if is_wrong else 2.5)
+    assert evaluated.get("accuracy") == (0.0 if is_wrong else None)
+    assert (evaluated["eval_over_limit"], evaluated["eval_left_out"]) == ((3, 0) if is_wrong else (0, 3))
+
+
+def test_an_answer_over_a_limit_is_not_scored_again(services: Services) -> None:
+    result = {"reward": None, "status": "over_limit", "reason": "said"}
+    services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda _: True, result=result)
+    services.steps(batch_size=1).next()
+    assert len(services.rewards.asked("POST /batch_reward")) == 1
+    result["status"] = "timeout"
+    services.steps(batch_size=1).next()
+    assert len(services.rewards.asked("POST /batch_reward")) == 3
 
 
 class CollectorServices:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import reduce
@@ -27,7 +28,7 @@ from services.embedded_engine.settings import EngineSettings
 from services.environment_server.app import create_app
 from services.environment_server.nim import NAMES, draw_heaps
 from services.environment_server.settings import EnvironmentSettings
-from services.protocol.groups import Group
+from services.protocol.groups import Group, RewardStatus
 from services.protocol.prompts import Prompt
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
@@ -179,20 +180,36 @@ def test_one_place_for_an_episode_is_enough_for_a_game(stage: Stage) -> None:
     assert len(group.experiences) == 4
 
 
-def test_the_failure_of_a_seat_leaves_both_without_a_reward(stage: Stage) -> None:
-    is_failing = True
+def test_a_seat_over_a_limit_has_lost_and_leaves_the_other_without_a_reward(stage: Stage) -> None:
+    # The second call of the seat that moves second.
     stage.gateway.says = lambda messages: (
-        429 if is_failing and "I took" in messages[3]["content"] else optimal(messages)
+        429 if "I took" in messages[3]["content"] and len(messages) > 5 else optimal(messages)
     )
-    maker = stage.maker(group_size=1, advantage="reinforce")
     prompt = prompt_of(next(seed for seed in range(200) if len(draw_heaps(seed)) == 3))
-    assert stage.thread.call(maker.make_group(prompt)) is None
-    is_failing = False
-    group = stage.thread.call(maker.make_group(prompt))
+    group = stage.group(prompt, group_size=1, advantage="reinforce", over_limit_reward=-1)
     assert group is not None
+    over, other = sorted(group.experiences, key=lambda e: e.reward is None)
+    assert (over.reward, over.result.status, other.reward) == (-1.0, RewardStatus.OVER_LIMIT, None)
+    assert group.episode_figures is not None
+    assert [group.episode_figures[e.episode or 0].won for e in (over, other)] == [False, None]
     assert group.episodes_failed == {"opponent": 1, "limit": 1}
     assert group.failure_examples is not None
     assert group.failure_examples["limit"] == "HTTPStatusError: as the test says", "the gateway's reason"
+
+
+def test_a_seat_that_waits_for_the_other_one_does_not_use_its_time(stage: Stage, waits_in_slow_motion: None) -> None:
+    calls = itertools.count()
+
+    def says(messages: list[dict[str, Any]]) -> str:
+        # The other seat has asked nothing yet.
+        time.sleep(1.5 if next(calls) == 0 else 0)
+        return optimal(messages)
+
+    stage.gateway.says = says
+    group = stage.group(prompt_of(3), group_size=1, advantage="reinforce", agent_seconds=1.0)
+    assert group is not None
+    assert group.episodes_failed == {}
+    assert sorted(group.rewards) == [-1.0, 1.0]
 
 
 def test_a_reward_for_the_other_seats_action_belongs_to_the_answer_before_it() -> None:
