@@ -83,7 +83,6 @@ class Steps:
     def __init__(self, main: MainRank) -> None:
         self.main = main
         self.batch = Batch(main.settings)
-        self.metrics: dict[str, float] = {}
         team = MagicMock()
         team.update.return_value = UpdateResult()
         team.mean_entropy.return_value = 1.5
@@ -97,7 +96,7 @@ class Steps:
         """Take a step; return the positions of the prompts whose groups were trained on."""
         if not self.loop.step():
             return []
-        _, self.metrics, groups, _ = self.files.record_step.call_args.args
+        _, _, groups, _ = self.files.record_step.call_args.args
         return [group.position for group in groups]
 
     @property
