@@ -99,12 +99,6 @@ class Steps:
         _, _, groups, _ = self.files.record_step.call_args.args
         return [group.position for group in groups]
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics of the last step."""
-        recorded: dict[str, float] = self.files.record_step.call_args.args[1]
-        return recorded
-
 
 @dataclass
 class Services:
