@@ -189,7 +189,8 @@ class AlgorithmSection(SectionSettings):
     importance_correction: ImportanceCorrection = ImportanceCorrection.TRUNCATED
     """Weight of tokens that an older policy, or an engine that rounds otherwise, sampled: `truncated`, `icepop`,
     `sequence`, `geometric` or `none`. The clip is around the policy at the start of the step (decoupled objective), so
-    it acts with several updates a batch only. With `none` it is around the policy that sampled."""
+    it acts with several updates a batch only; but that of `cispo` bounds the weight. With `none` it is around the
+    policy that sampled."""
     importance_cap: float | None = Field(None, gt=0)
     """Largest importance weight or ratio. Unset: 2 (`truncated`, `sequence`), 5 (`icepop`), 1.001 (`geometric`)."""
     off_policy_max_kl: float | None = Field(None, gt=0)

@@ -68,19 +68,19 @@ def test_a_server_without_math_verify_says_what_to_install(monkeypatch: pytest.M
 
 
 async def test_one_answer_and_many(serving: Any) -> None:
-    async with serving(create_app(RewardSettings(reward_workers=1))) as client:
+    async with serving(create_app(RewardSettings(reward_workers=1, reward_timeout_seconds=600))) as client:
         right = {"prompt": "q", "response": "#### 5", "ground_truth": "5"}
         one = (await client.post("/reward", json=right)).json()
         assert one == {"reward": 1.0, "status": "scored", "components": {"math": 1.0}, "extracted": "5", "reason": None}
         hostile = {**right, "response": r"\boxed{9^{9^{9}}}"}
         many = (await client.post("/batch_reward", json={"items": [right, hostile]})).json()["rewards"]
         assert [reward["reward"] for reward in many] == [1.0, None]
-        assert many[1]["status"] == "timeout"
+        assert many[1]["status"] == "over_limit", "of processor time"
         assert (await client.post("/batch_reward", json={"items": []})).json() == {"rewards": []}
         stats = (await client.get("/stats")).json()
-        assert stats["answers"] == {"scored": 2, "timeout": 1}
+        assert stats["answers"] == {"scored": 2, "over_limit": 1}
         metrics = (await client.get("/metrics")).text
-        assert 'reward_answers_total{status="timeout"}' in metrics
+        assert 'reward_answers_total{status="over_limit"}' in metrics
 
 
 def test_a_server_that_is_killed_leaves_no_process(start_service: Any, plugin: str, tmp_path: Path) -> None:
