@@ -211,7 +211,7 @@ async def test_a_session_says_how_long_its_calls_have_waited(gateway: StartGatew
         # Two calls at once wait once.
         calls = [asyncio.create_task(running.chat(path, [{"role": "user", "content": text}])) for text in ("a", "b")]
         await eventually(lambda: len(running.engine.requests) == 2)
-        before, started = await waited(), time.monotonic()
+        started, before = time.monotonic(), await waited()
         await asyncio.sleep(0.2)
         during = await waited()
         assert 0.2 <= during - before <= time.monotonic() - started
