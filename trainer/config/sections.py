@@ -89,7 +89,8 @@ class RunSection(SectionSettings):
     num_epochs: int = Field(3, ge=1)
     """Passes over the training prompts."""
     batch_size: int = Field(4, ge=1, le=4096)
-    """Prompts a step."""
+    """Prompts a step. The default is that of SkyPilot's example, which any machine bears; the published runs in
+    recipes/ have 8 to 256."""
     max_steps: int = Field(0, ge=0)
     """Stop after this many steps even within an epoch; 0: no limit."""
     seed: int = Field(0, ge=0, lt=2**31)
@@ -236,7 +237,7 @@ class CriticSection(SectionSettings):
     """A step of GAMMA and GAE_LAMBDA is a turn of the policy, and not a token."""
     value_clip: float = Field(0.2, ge=0)
     """Largest move of a value in a training step, in units of reward; 0: no bound. It acts from the second update of a
-    batch on."""
+    batch on. 0.2 as in PPO's first code (arXiv:2005.12729); verl has 0.5, half of the range of a reward from 0 to 1."""
     value_coef: float = Field(0.1, gt=0)
     """Weight of the value loss beside the policy's (`shared`)."""
     critic_learning_rate: float = Field(1e-5, gt=0)
@@ -253,7 +254,8 @@ class OptimisationSection(SectionSettings):
     epochs_per_batch: int = Field(1, ge=1, le=64)
     """Passes over a batch, for policy and critic (PPO's epochs). The clip is around the policy before the first."""
     learning_rate: float = Field(1e-6, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW. Published runs that train the whole model have 1e-6 to 6e-6 (recipes/); LORA_RANK
+    needs 10 to 30 times as much."""
     lr_schedule: Schedule = Schedule.CONSTANT
     """`constant`, `linear` or `cosine`. The latter fall to 0 with the last step. If groups that are left out use up the
     prompts sooner, as with DYNAMIC_SAMPLING_TRIES, they fall with the prompts that are left."""
@@ -262,7 +264,8 @@ class OptimisationSection(SectionSettings):
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW's first beta."""
     adam_beta2: float = Field(0.99, ge=0, lt=1)
-    """AdamW's second beta."""
+    """AdamW's second beta. The default is a memory of 100 steps, because many runs have hardly more; torch, TRL and
+    verl have 0.999."""
     adam_eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon, added to the root of the second moment. A larger one damps parameters with tiny gradients."""
     weight_decay: float = Field(0.0, ge=0)
@@ -273,7 +276,8 @@ class OptimisationSection(SectionSettings):
     """Train LoRA adapters of this rank, and publish them unmerged; 0: the whole model. The same variable as
     rollout-server's, whose SGLang must reserve room for adapters."""
     lora_alpha: float = Field(32.0, gt=0)
-    """LoRA's scale, divided by the rank."""
+    """LoRA's scale is this divided by the rank: 4 with rank 8, 1 with rank 32. It does not follow the rank, so
+    another rank also changes the size of a step."""
 
 
 class MemorySection(SectionSettings):
