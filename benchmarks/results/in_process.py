@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from benchmarks.results.runs import Result, Run, Settings, result_of
 from benchmarks.results.tasks import REWARDS, Reward, with_model
@@ -36,18 +38,37 @@ from trainer.rollouts.batch import Batch
 from trainer.rollouts.evaluate import sample_metrics
 from trainer.rollouts.replay import within_kl
 
+STEP_SECONDS = "step_processor_seconds"
+"""The figure with the processor time of all steps, without that of loading and of the evaluation."""
 
-def train(run: Run, rounding: Callable[[Policy], Rounding] | None = None) -> Result:
+
+def train(run: Run, rounding: Callable[[Policy], Rounding] | None = None, *, lag: int = 0) -> Result:
     """Train in this process by the run's settings, evaluate the trained policy, and return the measurements.
 
     Args:
         run: the run.
         rounding: makes the rounding of published weights; without it, that of PUBLISH_TYPE.
+        lag: the engine serves the weights of so many steps ago, as in an asynchronous run with that staleness.
     """
     started = time.process_time()
     result = result_of(run)
     with join_ranks() as ranks, with_model(run.settings) as settings:
-        InProcess(settings, REWARDS[settings["REWARD_FN"]], ranks, rounding).train(result)
+        InProcess(settings, REWARDS[settings["REWARD_FN"]], ranks, rounding, lag).train(result)
+    result.processor_seconds = time.process_time() - started
+    return result
+
+
+def evaluate(run: Run, *, best: bool = False) -> Result:
+    """Evaluate the untrained policy; its mean reward is that of its answers to the held-out prompts.
+
+    Args:
+        run: the run.
+        best: count the best of the EVAL_SAMPLES answers to a prompt only, as a verifier would choose it.
+    """
+    started = time.process_time()
+    result = result_of(run)
+    with join_ranks() as ranks, with_model(run.settings) as settings:
+        InProcess(settings, REWARDS[settings["REWARD_FN"]], ranks).evaluate_untrained(result, best=best)
     result.processor_seconds = time.process_time() - started
     return result
 
@@ -61,11 +82,12 @@ class InProcess:
         reward: Reward,
         ranks: Ranks,
         rounding: Callable[[Policy], Rounding] | None = None,
+        lag: int = 0,
     ) -> None:
         """Load everything by ``settings``, which are environment variables of the trainer, the data and the engine."""
         given = {name.lower(): value for name, value in settings.items()}
         self.settings = TrainerSettings.load(**given)
-        self.reward, self.ranks = reward, ranks
+        self.reward, self.ranks, self.lag = reward, ranks, lag
         self.data = Batches.load(DataSettings.load(**given))
         self.cursor = Cursor()
         self.policy = load_policy(self.settings, ranks)
@@ -82,26 +104,46 @@ class InProcess:
         """All groups by sequence number."""
         self.position: dict[str, int] = {}
         """The position of each group in the index."""
+        self.version = 0
+        """The version that the engine serves: the number of steps that made it."""
+        self.waiting: deque[tuple[int, dict[str, Tensor]]] = deque()
+        """Versions with their weights that the engine does not serve yet, the oldest first."""
 
     def train(self, result: Result) -> None:
-        """Train for MAX_STEPS steps, evaluate, and write the measurements to ``result``."""
+        """Train for MAX_STEPS steps, evaluate the last policy, and write the measurements to ``result``."""
         self.engine.start()
         try:
+            started = time.process_time()
             for step in range(self.settings.max_steps):
                 self._step(step, result)
-            self._evaluate(result)
+            result.figures[STEP_SECONDS] = time.process_time() - started
+            while self.waiting:
+                self._serve_next()
+            if self.settings.eval_prompts and self.settings.eval_samples:
+                self._evaluate(result, "avg")
         finally:
             self.engine.stop()
 
+    def evaluate_untrained(self, result: Result, *, best: bool) -> None:
+        """Evaluate the policy as it is, and write the measurements to ``result``."""
+        self.engine.start()
+        try:
+            groups = self._evaluate(result, "pass" if best else "avg")
+        finally:
+            self.engine.stop()
+        rewards = np.array([group.rewards for group in groups])
+        result.rewards = [float((rewards.max(axis=1) if best else rewards).mean())]
+        result.tokens = [sum(len(e.completion_ids) for group in groups for e in group.experiences)]
+
     def _step(self, step: int, result: Result) -> None:
-        """Take one step in the order of TrainingLoop.step; the policy's version is the number of steps before it."""
+        """Take one step in the order of TrainingLoop.step."""
         started = time.perf_counter()
         batch = Batch(self.settings)
         while batch.missing:
             prompts, self.cursor = self.data.batch(Split.TRAIN, self.cursor, batch.missing)
             seeds = [derive_seed(self.settings.seed, prompt["epoch"], prompt["position"]) for prompt in prompts]
             sampling = SamplingParams(n=self.settings.group_size, temperature=self.settings.temperature)
-            batch.add(self._make_groups(prompts, seeds, sampling, step))
+            batch.add(self._make_groups(prompts, seeds, sampling))
         fresh = batch.groups
         self._store(fresh)
         replayed = self._draw(step, fresh)
@@ -117,8 +159,7 @@ class InProcess:
             self.critic.update(groups, step)
         for group in groups:
             self.index.set_priority(self.position[group.group_id], group.mean_absolute_advantage)
-        state = gather_state(self.policy.full_parameters(self.rounding), self.ranks, copy=True)
-        self.engine.change_weights(self.loaded.pack(state), str(step + 1), keeps_caches=False).result()
+        self._publish(step + 1)
         result.rewards.append(float(np.mean([group.rewards for group in batch.scored])))
         result.tokens.append(sum(len(e.completion_ids) for group in batch.scored for e in group.experiences))
         result.seconds.append(time.perf_counter() - started)
@@ -127,24 +168,37 @@ class InProcess:
         for name, count in (("replayed", len(kept)), ("left_out", len(replayed) - len(kept))):
             result.figures[name] = result.figures.get(name, 0) + count
 
-    def _evaluate(self, result: Result) -> None:
-        """Sample EVAL_SAMPLES answers at temperature 1 to each of EVAL_PROMPTS held-out prompts."""
+    def _publish(self, version: int) -> None:
+        """Gather the weights, and have the engine serve those of ``lag`` versions before."""
+        state = gather_state(self.policy.full_parameters(self.rounding), self.ranks, copy=True)
+        self.waiting.append((version, state))
+        if len(self.waiting) > self.lag:
+            self._serve_next()
+
+    def _serve_next(self) -> None:
+        self.version, state = self.waiting.popleft()
+        self.engine.change_weights(self.loaded.pack(state), str(self.version), keeps_caches=False).result()
+
+    def _evaluate(self, result: Result, estimate: str) -> list[Group]:
+        """Sample EVAL_SAMPLES answers at temperature 1 to each of EVAL_PROMPTS held-out prompts.
+
+        The accuracy is avg@k or pass@k, as ``estimate`` says.
+        """
         settings = self.settings
-        if not settings.eval_prompts or not settings.eval_samples:
-            return
         prompts, _ = self.data.batch(Split.TEST, Cursor(), settings.eval_prompts)
         seeds = [derive_seed(settings.seed, "evaluation", prompt["id"]) for prompt in prompts]
         sampling = SamplingParams(n=settings.eval_samples, temperature=1.0)
-        groups = self._make_groups(prompts, seeds, sampling, settings.max_steps)
+        groups = self._make_groups(prompts, seeds, sampling)
         measured = sample_metrics([[e.result for e in group.experiences] for group in groups], settings.eval_samples)
-        result.accuracy = measured[f"avg_at_{settings.eval_samples}"]
-        result.accuracy_error = measured[f"avg_at_{settings.eval_samples}_stderr"]
+        result.accuracy = measured[f"{estimate}_at_{settings.eval_samples}"]
+        result.accuracy_error = measured[f"{estimate}_at_{settings.eval_samples}_stderr"]
         result.prompts, result.samples = len(groups), settings.eval_samples
+        return groups
 
     def _make_groups(
-        self, prompts: Sequence[Mapping[str, Any]], seeds: Sequence[int], sampling: SamplingParams, version: int
+        self, prompts: Sequence[Mapping[str, Any]], seeds: Sequence[int], sampling: SamplingParams
     ) -> list[Group]:
-        """Sample completions of each prompt with its seed by the policy of that version."""
+        """Sample completions of each prompt with its seed by the policy that the engine serves."""
         requests = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             own = {"max_new_tokens": self.settings.max_new_tokens, "sampling_seed": seed}
@@ -157,19 +211,19 @@ class InProcess:
                 prompt=prompt["prompt"],
                 ground_truth=prompt["ground_truth"],
                 prompt_ids=prompt["prompt_ids"],
-                experiences=[self._score(sequence, prompt, version) for sequence in request.done.result().sequences],
+                experiences=[self._score(sequence, prompt) for sequence in request.done.result().sequences],
             )
             for prompt, request in zip(prompts, requests, strict=True)
         ]
 
-    def _score(self, sequence: Completion, prompt: Mapping[str, Any], version: int) -> Experience:
+    def _score(self, sequence: Completion, prompt: Mapping[str, Any]) -> Experience:
         text = self.loaded.decode_text(sequence.output_ids, True)
         assert sequence.finish is not None
         return Experience(
             completion=text,
             completion_ids=sequence.output_ids,
             logprobs=sequence.logprobs,
-            policy_versions=[VersionSpan(version=version, start=0, end=len(sequence.output_ids))],
+            policy_versions=[VersionSpan(version=self.version, start=0, end=len(sequence.output_ids))],
             finish_reason=FinishReason(sequence.finish["type"]),
             result=RewardResult(reward=self.reward(prompt["prompt"], text, prompt["ground_truth"])),
         )

@@ -67,15 +67,19 @@ REWARDS: dict[str, Reward] = {
 
 
 @contextmanager
-def with_model(settings: Settings) -> Iterator[Settings]:
-    """Give the settings with their MODEL_NAME; without one, a new directory has the tiny model with random weights."""
+def with_model(settings: Settings, *, is_bfloat16: bool = False) -> Iterator[Settings]:
+    """Give the settings with their MODEL_NAME; without one, a new directory has the tiny model with random weights.
+
+    Its checkpoint is float32, or with ``is_bfloat16`` rounded as published models are.
+    """
     if "MODEL_NAME" in settings:
         yield settings
         return
     from scripts import tiny_model
 
     with TemporaryDirectory() as directory:
-        tiny_model.build_model().save_pretrained(Path(directory))
+        model = tiny_model.build_model()
+        (model.bfloat16() if is_bfloat16 else model).save_pretrained(Path(directory))
         tiny_model.build_tokenizer().save_pretrained(directory)
         yield settings | {"MODEL_NAME": directory}
 

@@ -1,4 +1,4 @@
-"""Parts that train one task in many ways: modes, transports, numbers of ranks, replay, number formats, adapters."""
+"""Parts that train one task in many ways: modes, transports, numbers of ranks, number formats, adapters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def ways(task: Settings, *, checkpoint_every: int, killed_at: int) -> dict[str, 
         "asynchronous, staleness 1": asynchronous(1),
         "asynchronous, staleness 2": asynchronous(2),
         "asynchronous, staleness 4": asynchronous(4),
-        "replay": ({"REPLAY_GROUPS": "2"}, in_process.train),
         "bfloat16": (bfloat16, in_process.train),
         "LoRA": (lora, in_process.train),
     }

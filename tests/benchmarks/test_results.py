@@ -223,6 +223,7 @@ def test_a_run_in_one_process_replays_evaluates_and_repeats_itself() -> None:
     assert again.rewards == plain.rewards
     assert plain.rewards[:2] == replay.rewards[:2], "the first step has nothing to replay"
     assert plain.rewards != replay.rewards
+    assert 0 < plain.figures.pop(in_process.STEP_SECONDS) < plain.processor_seconds
     assert plain.figures == {"replayed": 0, "left_out": 0}
     assert replay.figures["replayed"] + replay.figures["left_out"] == 8
     assert all(0 < tokens <= 64 * 8 for tokens in plain.tokens)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,6 +17,7 @@ from benchmarks.results.plots import curves
 from benchmarks.results.runs import Part, Result, Results, Run, Settings
 from benchmarks.results.tables import paragraph, table
 from benchmarks.results.tasks import seeded
+from services.environment_server.nim import draw_heaps, is_optimal
 
 SEEDS = range(3)
 VARIANT = "GRPO"
@@ -52,20 +55,40 @@ BY_TASK = {
     ENVIRONMENT: Run(ENVIRONMENT, VARIANT, 0, PLAYED, train_environment),
     SELF_PLAY: Run(SELF_PLAY, VARIANT, 0, PLAYED | NIM, train_environment),
 }
+RANDOM_GAMES = 5_000
+
+
+@cache
+def random_play() -> float:
+    """Return the share of optimal moves of random legal ones, as the figure is taken: by seat and game, over games."""
+    rng, shares = random.Random(0), []
+    for seed in range(RANDOM_GAMES):
+        heaps, seat = draw_heaps(seed), 0
+        optimal: list[list[bool]] = [[], []]
+        while any(heaps):
+            heap, stones = rng.choice([(i, n) for i, size in enumerate(heaps) for n in range(1, size + 1)])
+            if (is_right := is_optimal(heaps, heap, stones)) is not None:
+                optimal[seat].append(is_right)
+            heaps[heap] -= stones
+            seat = 1 - seat
+        shares += [statistics.fmean(moves) for moves in optimal if moves]
+    return statistics.fmean(shares)
+
+
 RUNS = [replace(run, seed=seed, settings=seeded(run.settings, seed)) for seed in SEEDS for run in BY_TASK.values()]
 
 
 def show(results: Results) -> str:
     """Return the section: table, figures of the three tasks, and curves."""
-    text = """
+    text = f"""
     SmolLM2-135M with the settings of `demo-agent.env` and `demo-environment.env`. The tool agent answers products of
     two numbers of two digits, which the model cannot compute; "without the tool" is the trained model's greedy accuracy
     when it gets the question alone. The guessing game has numbers from 1 to 7 and three guesses, which good play always
     wins. Rewards are means of the last three steps, those of [benchmarks.md](benchmarks.md) are of the last step alone
     and of other questions but for seed 0. In Nim the model plays
     both seats, so its rewards cancel and its accuracy says nothing. What counts is the share of legal moves and, among
-    legal moves where one wins, the share that the exact solution plays (Bouton's theorem). Moves drawn at random among
-    the legal ones are optimal in 44% of these positions.
+    legal moves where one wins, the share that the exact solution plays (Bouton's theorem). In {RANDOM_GAMES:,} games of
+    moves drawn at random among the legal ones it is {random_play():.2f}.
     """
     texts = {AGENT: "products, by a tool", ENVIRONMENT: "a number by three guesses", SELF_PLAY: "two or three heaps"}
     shown = [
@@ -91,7 +114,13 @@ def summary(results: Results) -> list[str]:
     link = "[Tasks of several turns](#tasks-of-several-turns)"
     played = [result for result in results if result.task == SELF_PLAY]
     legal, optimal = (job_figures.before_and_after(played, figure) for figure in (LEGAL, OPTIMAL))
-    moves = f"{link}, self-play of Nim, moves in training: legal {' to '.join(legal)}, optimal {' to '.join(optimal)}."
+    last = [result.figures[OPTIMAL + AFTER] for result in played if OPTIMAL + AFTER in result.figures]
+    chance = random_play()
+    place = "**below** that" if last and statistics.fmean(last) < chance else "above that"
+    moves = (
+        f"{link}, self-play of Nim, moves in training: legal {' to '.join(legal)}, optimal {' to '.join(optimal)}, "
+        f"{place} of random legal moves ({chance:.2f})."
+    )
     return [
         *job_figures.sentences([result for result in results if result.task != SELF_PLAY], link),
         *([moves] if played else []),

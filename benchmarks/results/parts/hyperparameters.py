@@ -1,4 +1,4 @@
-"""A sweep over learning rate, group size, temperature, replay and clip on the tiny task."""
+"""A sweep over learning rate, group size, temperature and clip on the tiny task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ PANELS: dict[str, dict[str, Settings]] = {
         "16": {"GROUP_SIZE": "16", "BATCH_SIZE": "4"},
     },
     "temperature": {"0.7": {"TEMPERATURE": "0.7"}, "1": {}, "1.3": {"TEMPERATURE": "1.3"}},
-    "replayed groups": {"0": {}, "2": {"REPLAY_GROUPS": "2"}, "4": {"REPLAY_GROUPS": "4"}},
     "clip": {clip: {"UPDATES_PER_BATCH": "4", "CLIP_LOW": clip, "CLIP_HIGH": clip} for clip in ("0.1", "0.2", "0.4")},
 }
 
