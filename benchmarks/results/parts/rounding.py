@@ -55,20 +55,27 @@ class Measured(InProcess):
         super().__init__(*given)
         self.start = self._weights()
         self.shares: dict[str, float] = {}
+        self.published: dict[str, dict[str, torch.Tensor]] = {}
+        """The version before the last one of AFTER, by form."""
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in self.policy.full_parameters(Rounding(torch.float32))}
 
     def _publish(self, version: int) -> None:
         super()._publish(version)
-        if version not in AFTER:
+        if version not in (*AFTER, AFTER[-1] - 1):
             return
         trained = self._weights()
         squared = sum(float(((trained[name] - start) ** 2).sum()) for name, start in self.start.items())
         forms = {NEAREST: Rounding(torch.bfloat16), DITHER: UnbiasedRounding(), FRESH: FreshRounding(version)}
         for form, rounding in forms.items():
+            rounded = {name: rounding(name, value) for name, value in trained.items()}
+            if version == AFTER[-1]:
+                differ = sum(int((rounded[name] != before).sum()) for name, before in self.published[form].items())
+                self.shares[f"{form}, differ"] = differ / sum(value.numel() for value in rounded.values())
+            self.published[form] = rounded
             along = sum(
-                float(((rounding(name, trained[name]).float() - start) * (trained[name] - start)).sum())
+                float(((rounded[name].float() - start) * (trained[name] - start)).sum())
                 for name, start in self.start.items()
             )
             self.shares[f"{form}, {version}"] = along / squared
@@ -101,12 +108,13 @@ RUNS = [
 def shares(results: Results) -> str:
     """Return a table of the share that arrives, by learning rate, rounding and step; "" without results."""
     rows = [
-        (f"{rate}, {form}", *(spread([run.figures[f"{form}, {step}"] for run in own]) for step in AFTER))
+        (f"{rate}, {form}", *(spread([run.figures[f"{form}, {key}"] for run in own], 3) for key in (*AFTER, "differ")))
         for rate in SHARE_RATES
         if (own := [run for run in results if run.task == "share" and run.variant == rate])
         for form in (NEAREST, DITHER, FRESH)
     ]
-    return table(("", *(f"after {step} step{'s'[: step > 1]}" for step in AFTER)), rows) if rows else ""
+    steps = (f"after {step} step{'s'[: step > 1]}" for step in AFTER)
+    return table(("", *steps, f"weights that differ from step {AFTER[-1] - 1}'s"), rows) if rows else ""
 
 
 def show(results: Results) -> str:
@@ -129,7 +137,8 @@ def show(results: Results) -> str:
         grid. A small step moves a weight by less than half of the grid's spacing, so that rounding to the nearest takes
         it back. The table has the share <published - start, trained - start> / |trained - start|^2 over all weights, of
         the tiny model from a bfloat16 checkpoint. `dither`, which is what the trainer does, rounds each weight up or
-        down with a chance that is drawn once for a run, and `fresh bits` with one that is drawn anew for each version.
+        down by a random number that is drawn once for a run, and `fresh bits` by one that is drawn anew for each
+        version. The last column has the share of weights that differ between the last two versions.
         """
         parts += [f"### {TITLE}: the share of an update that is published", paragraph(published), shown]
     return "\n\n".join(parts)
