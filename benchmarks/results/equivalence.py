@@ -38,7 +38,9 @@ class Measure:
 
 REWARD = Measure("mean reward", lambda result: result.area, 0.02, 3, lambda result: result.rewards)
 """The mean reward over all steps."""
-ACCURACY = Measure("accuracy", lambda result: result.accuracy, 0.05, 2, lambda result: result.accuracy)
+ACCURACY = Measure(
+    "accuracy", lambda result: result.accuracy, 0.05, 2, lambda result: (result.rewards, result.accuracy)
+)
 """The accuracy on held-out prompts."""
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from benchmarks.results import in_process
-from benchmarks.results.equivalence import REWARD, compare
+from benchmarks.results.equivalence import ACCURACY, REWARD, compare
 from benchmarks.results.plots import curves
 from benchmarks.results.runs import Part, Result, Results, Run, Settings, by_variant
 from benchmarks.results.tables import accuracy_note, anchor, comparison, names, paragraph, ranking, table
@@ -204,7 +204,9 @@ def methods_part(
 
 
 def _rates(methods: Methods) -> str:
-    return ", each at the best of three learning rates" if methods.rates.chosen else ""
+    if methods.rates.chosen:
+        return ", each at the best of three learning rates"
+    return ", all at one learning rate, so that sizes of steps count, too"
 
 
 def _choice(methods: Methods, results: Results) -> list[str]:
@@ -246,9 +248,10 @@ def reward_of_tokens(result: Result, budget: int) -> float:
 def _more_updates(results: Results, once: Methods, often: Methods) -> list[str]:
     """Return how much GRPO gains from more updates a batch, where both have the same seeds."""
     before, after = (by_variant(results, methods.task).get(BASE, []) for methods in (once, often))
-    if not before or len(before) != len(after):
+    compared = compare(after, before, ACCURACY)
+    if compared is None or often.rate(BASE) != once.rate(BASE):
         return []
-    few, many = (statistics.fmean(run.accuracy or 0.0 for run in runs) for runs in (before, after))
-    rates = f" (learning rates {often.rate(BASE)} and {once.rate(BASE)})"
-    change = f"{many:.2f} instead of {few:.2f}{rates}"
-    return [f"With four updates a batch instead of one, GRPO's accuracy on the task {once.task} is {change}."]
+    return [
+        f"With four updates a batch instead of one, GRPO's accuracy on the task {once.task} is **{compared.verdict}**: "
+        f"the difference is {compared}."
+    ]

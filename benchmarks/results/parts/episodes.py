@@ -116,7 +116,7 @@ def summary(results: Results) -> list[str]:
     legal, optimal = (job_figures.before_and_after(played, figure) for figure in (LEGAL, OPTIMAL))
     last = [result.figures[OPTIMAL + AFTER] for result in played if OPTIMAL + AFTER in result.figures]
     chance = random_play()
-    place = "**below** that" if last and statistics.fmean(last) < chance else "above that"
+    place = f"in {sum(figure < chance for figure in last)} of {len(last)} seeds **below** that"
     moves = (
         f"{link}, self-play of Nim, moves in training: legal {' to '.join(legal)}, optimal {' to '.join(optimal)}, "
         f"{place} of random legal moves ({chance:.2f})."

@@ -75,10 +75,10 @@ def show(results: Results) -> str:
     Each step trains on 8 fresh groups, and on 4 or 8 groups of earlier steps beside them, drawn by priority from the
     last 8 policy versions. `KL to` is `REPLAY_MAX_KL`: a replayed group whose policy is further from the present one
     is left out. Rows with as many steps as the base generate as many tokens. Rows with fewer steps, on the tiny task,
-    take no less processor time than the base's steps, because the forward and backward passes of replayed groups take
-    time. A mean reward over the steps is then one over that time. Where generation takes a larger part of a step than
-    here, replay costs less. The tiny task has two learning rates, its own and the best of its
-    [grid](#hyperparameters-of-the-tiny-task), because more groups also make a step larger.
+    take somewhat more processor time than the base's steps, because the forward and backward passes of replayed groups
+    take time. A mean reward over the steps is then one over about that time. Where generation takes a larger part of a
+    step than here, replay costs less. The tiny task has two learning rates, its own and that of the highest accuracy
+    in its [grid](#hyperparameters-of-the-tiny-task), because more groups also make a step larger.
     """
     parts = [paragraph(text)]
     for number, task in enumerate(task for task in TASKS if any(result.task == task for result in results)):

@@ -137,7 +137,7 @@ def show(results: Results) -> str:
         grid. A small step moves a weight by less than half of the grid's spacing, so that rounding to the nearest takes
         it back. The table has the share <published - start, trained - start> / |trained - start|^2 over all weights, of
         the tiny model from a bfloat16 checkpoint. `dither`, which is what the trainer does, rounds each weight up or
-        down by a random number that is drawn once for a run, and `fresh bits` by one that is drawn anew for each
+        down by a random number that is fixed for each weight, and `fresh bits` by one that is drawn anew for each
         version. The last column has the share of weights that differ between the last two versions.
         """
         parts += [f"### {TITLE}: the share of an update that is published", paragraph(published), shown]
