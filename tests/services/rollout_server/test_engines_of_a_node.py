@@ -11,7 +11,7 @@ import pytest
 import structlog
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from torch import Tensor
+from torch import Tensor, nn
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from tests.ports import free_ports
@@ -113,6 +113,7 @@ class NumberPolicy:
 
     def __init__(self) -> None:
         self.number = 0
+        self.model = nn.Module()
 
     def full_parameters(self, rounding: Rounding) -> Iterator[tuple[str, Tensor]]:
         yield "first", torch.full((2, 3), self.number, dtype=rounding.dtype)

@@ -206,7 +206,8 @@ def score(request: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    monkeypatch.setenv("SHARED_DIR", str(tmp_path))
     gateway = FakeGateway(lambda messages: "42" if len(messages) > 1 else "call")
     with ExitStack() as stack:
         routes = ({}, {"POST /batch_reward": score}, {}, {}, gateway)
