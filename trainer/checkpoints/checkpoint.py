@@ -51,7 +51,7 @@ EARLIER_FORMS = {
     "objective": "with one update a batch clipped around the policy that sampled",
     "rounding of published weights": "to the nearest",
 }
-"""Those of releases whose checkpoints name none."""
+"""The forms of releases whose checkpoints name none."""
 
 
 class RunState(BaseModel):

@@ -2,10 +2,10 @@
 
 A checkpoint lies on bfloat16's grid, and a step of AdamW moves a weight by far less than half of the grid's spacing.
 Rounded to the nearest, most weights would fall back to where they were. Here a weight goes to one of its two neighbours
-with the chance that makes its mean exact (stochastic rounding; Gupta et al. 2015, arXiv:1502.02551, section 3.1). The
-chance is drawn once for each weight, by a hash of the parameter's name and the weight's index (a dither), so that
-every rank, transport and resumed run has the same bytes, consecutive versions differ in few weights, and nothing is
-stored. A weight on the grid stays exact.
+with the probability that makes its mean exact (stochastic rounding; Gupta et al. 2015, arXiv:1502.02551, section 3.1).
+The random number that decides is fixed for each weight by a hash of the parameter's name and the weight's index (a
+dither). So every rank, transport and resumed run has the same bytes, consecutive versions differ in few weights, and
+nothing is stored. A weight on the grid stays exact.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the rounding of published weights does to learning: the demo's task from a bfloat16 base at small rates."""
+"""Learning with published weights that are rounded: the demo's task from a bfloat16 base at small rates."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class FakeGateway(dict[str, Route]):
         self.limit = "max_turns"
         """The limit over which a call is refused to which ``says`` answers 429."""
         self.counts_waits = False
-        """Whether sessions say how long their calls waited for ``says``."""
+        """True if sessions say how long their calls waited for ``says``."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the route of a request."""

@@ -343,7 +343,7 @@ def test_it_says_which_services_it_waits_for(services: Services) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_reward_of_a_step_is_of_all_completions_that_it_made(services: Services, mode: str) -> None:
-    """Of ten prompts the first six are always answered right; four groups have rewards that differ."""
+    """The first six of ten prompts are always answered right; four groups have rewards that differ."""
 
     def reward(request: dict[str, Any]) -> dict[str, Any]:
         return {
