@@ -25,7 +25,7 @@ from fastapi import FastAPI
 
 from services.core.seeds import derive_seed
 from services.core.stopwatch import Stopwatch
-from services.gateway.agent_routes import Reply
+from services.gateway.app import Reply
 from services.gateway.calls import Calls
 from services.gateway.sessions import Session
 from services.gateway.tree import Call
