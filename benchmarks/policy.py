@@ -33,7 +33,7 @@ from evaluation.policy.records import Episode, Work
 from evaluation.policy.workers import MODULE, Coordinator, Crew, Worker
 from scripts.cartpole_policy import ACTION, STATE, CartPolePolicy
 from services.core.errors import DependencyLostError, NeverReadyError
-from services.core.processors import cores
+from services.core.machine import cores
 from services.evaluation_head import checkpoint
 
 DEADLINE_SECONDS = 1800.0

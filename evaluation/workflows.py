@@ -17,7 +17,7 @@ from evaluation.settings import EvaluationSettings
 from services.agents import Agent, AgentFailedError, Example, Score, play
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.seeds import derive_seed
+from services.protocol.base import derive_seed
 from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
-from services.core.functions import load_function
+from services.core.imports import load_function
 from services.core.tasks import in_background
 from services.evaluation_head.policy import Decision, Policy, PolicyFailedError
 from services.protocol.evaluation import Action, EnvironmentInfo, State

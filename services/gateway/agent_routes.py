@@ -26,9 +26,9 @@ from services.gateway.requests import unforced
 from services.gateway.responses_api import RESPONSES
 from services.gateway.sessions import Asker, Session, refuse
 from services.http.app import JsonResponse
-from services.http.disconnect import has_left
 from services.http.json_body import JsonRequest, JsonRoute, is_json
 from services.http.problems import ProblemError
+from services.http.server import has_left
 
 AGENT_PATHS = re.compile(r"/v1/.*|/sessions/[^/]+/v1/.*")
 """The agents' paths, whose routes ask for the session's own key."""

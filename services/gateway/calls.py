@@ -29,8 +29,7 @@ from prometheus_client import Counter
 
 from services.chat.tokenizers import load_tokenizer
 from services.core.errors import DependencyLostError
-from services.core.seeds import derive_seed
-from services.core.vocabulary import context_length, vocabulary_size
+from services.core.models import context_length, vocabulary_size
 from services.gateway.account import Account
 from services.gateway.api import Api
 from services.gateway.engine import EngineClient
@@ -42,6 +41,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.tree import Call
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
+from services.protocol.base import derive_seed
 from services.protocol.groups import Completion
 
 CALLS = Counter("gateway_calls", "Calls answered with newly sampled turns.")

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from services.core.compute import ComputeType
 from services.core.logs import get_logger
+from services.core.machine import ComputeType
 
 log = get_logger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.core.errors import ConfigurationError
-from services.core.functions import load_function
+from services.core.imports import load_function
 from trainer.algorithm.aggregation import aggregate, k3, kl_penalty
 from trainer.algorithm.gae import value_loss
 from trainer.algorithm.importance import CAPS, importance_weights, log_ratio, off_policy_mask

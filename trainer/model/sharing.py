@@ -12,7 +12,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from services.core.seeds import derive_seed
+from services.protocol.base import derive_seed
 from trainer.algorithm.loss import StepSize
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
 from trainer.algorithm.share_out import share_out

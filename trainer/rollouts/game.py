@@ -15,7 +15,7 @@ import httpx
 from services.agents import AgentFailedError, Example
 from services.clients.environment_episode import EnvironmentFailedError, Episode, EpisodeLostError
 from services.core.errors import DependencyLostError
-from services.core.stopwatch import Stopwatch
+from services.core.tasks import Stopwatch
 from services.http.client import RequestRefusedError, problem_detail
 from services.protocol.evaluation import ActionKind, State, StateKind, StepStatus
 from services.protocol.sessions import END_BEFORE

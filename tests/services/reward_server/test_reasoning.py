@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.core.reasoning_entries import Entry
+from services.protocol.ground_truths import Entry
 from services.protocol.groups import FinishReason, RewardStatus
 from services.protocol.rewards import RewardItem
 from services.reward_server import reasoning
