@@ -22,8 +22,8 @@ from services.embedded_engine.settings import EngineSettings
 from services.protocol.base import derive_seed
 from services.protocol.groups import Experience, FinishReason, Group, RewardResult, VersionSpan
 from services.protocol.prompts import Cursor, Split
-from services.replay_buffer.priorities import PriorityIndex
-from trainer.algorithm.critic_targets import with_critic_targets
+from services.replay_buffer.store import PriorityIndex
+from trainer.algorithm.gae import with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.config import TrainerSettings

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from evaluation.policy.records import Costs, Episode, Work
+from evaluation.policy.worker import Costs, Episode, Work
 from services.core.errors import (
     EXIT_CONFIGURATION,
     EXIT_RECOVERABLE,

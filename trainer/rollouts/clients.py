@@ -17,7 +17,7 @@ from services.programs import Program
 from services.run_page.activity import Activity
 from services.weights.adapter_files import ADAPTER_NAME
 from trainer.config import SELF, Rollout, TrainerSettings
-from trainer.rollouts.opponent import Opponent
+from trainer.rollouts.game import Opponent
 
 if TYPE_CHECKING:
     from services.relay import Relay

@@ -32,8 +32,8 @@ from services.protocol.sessions import DEADLINE, CreateSessionRequest
 from services.weights.adapter_files import ADAPTER_NAME
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
-from trainer.rollouts.environment_player import EnvironmentPlayer
 from trainer.rollouts.experiences import LOST_TOKENS, Episode, experiences_of
+from trainer.rollouts.game import EnvironmentPlayer
 from trainer.rollouts.groups import OWN_REASONS, GroupMaker
 from trainer.rollouts.patience import PatientTransport
 

@@ -24,7 +24,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from services.core.tasks import Stopwatch
-from services.gateway.agent_routes import Reply
+from services.gateway.app import Reply
 from services.gateway.calls import Calls
 from services.gateway.sessions import Session
 from services.gateway.tree import Call

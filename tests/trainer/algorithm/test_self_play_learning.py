@@ -9,7 +9,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from services.environment_server.nim import NAMES, Nim
+from services.environment_server.games import NAMES, Nim
 from services.protocol.groups import Experience, FinishReason, Group, RewardResult, VersionSpan
 from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.config import TrainerSettings

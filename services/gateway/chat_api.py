@@ -1,20 +1,40 @@
-"""Replies to chat completions: whole, or replayed as a stream."""
+"""An API of agents, and the first one, OpenAI's chat completions: its replies, whole or replayed as a stream."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from services.chat.messages import for_template
-from services.gateway.api import Api
 from services.gateway.prompts import PromptMaker
 from services.gateway.requests import ChatRequest, next_key
+from services.gateway.sessions import Session
 from services.gateway.tree import Call, Turn
 from services.protocol.groups import Completion
+
+
+@dataclass(frozen=True)
+class Api:
+    """An API of agents. A reply depends on chat completion and request alone, and a stream on the reply."""
+
+    path: str
+    """The route's path behind ``/v1``."""
+    request: Callable[[Mapping[str, Any], Session], ChatRequest]
+    """Returns the request of a body; raises ProblemError, 400."""
+    reply: Callable[[dict[str, Any], ChatRequest], dict[str, Any]]
+    """Returns a chat completion in the API's form."""
+    stream: Callable[[Mapping[str, Any], ChatRequest], Iterator[bytes]]
+    """Yields a reply as server-sent events."""
+
+
+def named_event(content: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event with the name that its content has as ``type``."""
+    return f"event: {content['type']}\ndata: ".encode() + orjson.dumps(content) + b"\n\n"
 
 
 def add_turns(

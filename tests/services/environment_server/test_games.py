@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.environment_server.nim import ILLEGAL_ANSWERS, MOST_STONES, NAMES, OPENING, Nim, draw_heaps, is_optimal
+from services.environment_server.games import ILLEGAL_ANSWERS, MOST_STONES, NAMES, OPENING, Nim, draw_heaps, is_optimal
 
 
 def moves_of(heaps: tuple[int, ...]) -> list[tuple[int, int]]:

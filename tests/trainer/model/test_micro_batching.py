@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.trainer.algorithm.shapes import fast, groups_of_many_shapes
 from trainer.algorithm.attention_layout import runs
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
-from trainer.algorithm.share_out import KEYS_PER_TOKEN, share_out
+from trainer.model.micro_batching import KEYS_PER_TOKEN, share_out
 
 
 def group_of(prompt: int, lengths: list[int]) -> TrainingGroup:

@@ -1,7 +1,8 @@
-"""Nim, a game of two seats whose best moves are known: normal play, in which the last stone wins.
+"""The built-in games: guessing a number, the smallest environment of text; and Nim, for two seats.
 
-By Bouton's theorem (1901) the player to move wins exactly if the heaps' exclusive or is not 0, with any move that makes
-it 0. So every move at such a position is right or wrong, and the share of right ones is reported.
+Nim is played normally: the last stone wins. Its best moves are known. By Bouton's theorem (1901) the player to move
+wins exactly if the heaps' exclusive or is not 0, with any move that makes it 0. So every move at such a position is
+right or wrong, and the share of right ones is reported.
 """
 
 from __future__ import annotations
@@ -13,21 +14,64 @@ from functools import reduce
 from operator import xor
 from typing import ClassVar
 
-from services.environment_server.environments import Conversation, Transition
-from services.environment_server.guessing import text_of
+from services.environment_server.environments import Conversation, Transition, text_of
 from services.protocol.evaluation import Action, State
+
+LARGEST = 100
+GUESSING_RULES = (
+    "I think of a whole number from 1 to {largest}. Guess it. Answer with one number; I say whether mine is higher or "
+    "lower. You have {turns} guesses."
+)
+_GUESS = re.compile(r"-?\d{1,9}")
+
+
+class GuessingGame(Conversation):
+    """A number to guess, from 1 to ``largest``. The right guess has reward 1, any other 0."""
+
+    deterministic: ClassVar = True
+
+    def __init__(self, turns: int, largest: int = LARGEST) -> None:
+        self.version = f"1, {turns} guesses up to {largest}"
+        self._left = turns
+        self._largest = largest
+        self._secret = 0
+        self._messages: list[dict[str, str]] = []
+
+    async def reset(self, seed: int) -> State:
+        """Draw the number."""
+        self._secret = random.Random(seed).randint(1, self._largest)
+        self._messages = [{"role": "user", "content": GUESSING_RULES.format(turns=self._left, largest=self._largest)}]
+        return list(self._messages)
+
+    async def step(self, action: Action) -> Transition:
+        """Take the last number in the policy's answer as the guess."""
+        text = text_of(action)
+        self._left -= 1
+        numbers = _GUESS.findall(text)
+        is_right = bool(numbers) and int(numbers[-1]) == self._secret
+        if is_right:
+            reply = "Right."
+        elif not numbers:
+            reply = "I found no number in that. Answer with one number."
+        else:
+            reply = "Higher." if int(numbers[-1]) < self._secret else "Lower."
+        self._messages += [{"role": "assistant", "content": text}, {"role": "user", "content": reply}]
+        return Transition(
+            list(self._messages), float(is_right), terminated=is_right, truncated=not is_right and self._left == 0
+        )
+
 
 NAMES = "ABC"
 MOST_STONES = 5
 """Most stones in a heap."""
 ILLEGAL_ANSWERS = 3
 """The illegal answer of this number, counted by seat over the game, loses it."""
-RULES = (
+NIM_RULES = (
     "Nim: take one or more stones from one heap. Whoever takes the last stone wins. Answer with a heap and a number."
 )
 # A small model answers with moves once it has seen one.
 OPENING = (
-    {"role": "system", "content": RULES},
+    {"role": "system", "content": NIM_RULES},
     {"role": "user", "content": "A: 2, B: 1"},
     {"role": "assistant", "content": "A1"},
 )
