@@ -29,7 +29,7 @@ from services.protocol.groups import Group, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
 from services.protocol.sessions import DEADLINE, CreateSessionRequest
-from services.weights.adapter_files import ADAPTER_NAME
+from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.experiences import LOST_TOKENS, Episode, experiences_of

@@ -20,7 +20,7 @@ from services.protocol.groups import Group, RewardResult
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
 from services.protocol.sessions import CreateSessionRequest
-from services.weights.adapter_files import ADAPTER_NAME
+from services.weights.policy_store import ADAPTER_NAME
 from tests.adapters import adapted_logprobs, save_adapter
 from tests.e2e import agents
 from tests.services.conftest import RunningService, StartService

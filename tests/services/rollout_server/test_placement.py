@@ -16,11 +16,9 @@ from services.core import machine
 from services.core.endpoints import ENGINE_PORTS, Endpoint
 from services.core.errors import ConfigurationError
 from services.core.machine import ComputeType
-from services.rollout_server.addresses import choose_addresses
 from services.rollout_server.child import API_KEY_FROM_TOKEN
-from services.rollout_server.commands import engine_command
-from services.rollout_server.model_files import weight_bytes
-from services.rollout_server.placement import EnginePlace, can_split, place_engines
+from services.rollout_server.commands import choose_addresses, engine_command
+from services.rollout_server.placement import EnginePlace, can_split, place_engines, weight_bytes
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from tests.services.rollout_server.nodes import SGLANG_PYTHON
 

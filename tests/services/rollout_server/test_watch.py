@@ -12,8 +12,9 @@ import pytest
 
 from services.clients.rollout_admin import ASLEEP, WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
-from services.rollout_server.sleep_watch import SleepWatch
+from services.rollout_server.settings import RolloutSettings
 from services.rollout_server.supervisor import SupervisedProcess
+from services.rollout_server.watch import EngineWatch
 from tests.fake_service import FakeService, fake_service
 from tests.services.rollout_server.test_registration import RunningEngine
 from tests.waiting import IDLE_SECONDS
@@ -50,10 +51,16 @@ def worker() -> Iterator[Worker]:
         yield Worker(service)
 
 
+async def is_never_updating() -> bool:
+    return False
+
+
 async def watch_for(worker: Worker, seconds: float) -> None:
     """Watch a worker until it is awake, at most for some seconds."""
     async with WorkerAdmin(worker.url, timeout=IDLE_SECONDS) as admin:
-        watch = SleepWatch(admin, cast(SupervisedProcess, RunningEngine()), lost_seconds=LOST_SECONDS)
+        settings = RolloutSettings(engine_sleeps=True, engine_stale_seconds=LOST_SECONDS)
+        engine = cast(SupervisedProcess, RunningEngine())
+        watch = EngineWatch(settings, admin, engine, is_never_updating, may_hang=False)
         running = asyncio.create_task(watch.run())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
