@@ -18,8 +18,8 @@ from services.agents import Agent, AgentFailedError, Example, Score, play
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.base import derive_seed
-from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 
 Messages = Sequence[dict[str, Any]]
 NO_KEY = "none"

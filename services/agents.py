@@ -22,9 +22,8 @@ from services.core.errors import ConfigurationError
 from services.core.extras import install_command
 from services.core.imports import load_function
 from services.core.tasks import Stopwatch
-from services.protocol.groups import LARGEST_REWARD, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import LARGEST_REWARD, RewardItem, RewardResult, RewardStatus
 
 EPISODES_AT_ONCE = 256
 """Further episodes wait. An agent may hold connections, files or processes of its own."""

@@ -25,7 +25,7 @@ from typing import IO, Any
 from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example
 from services.core import machine
 from services.core.logs import get_logger
-from services.protocol.groups import RewardResult, RewardStatus
+from services.protocol.rewards import RewardResult, RewardStatus
 
 log = get_logger(__name__)
 

@@ -20,8 +20,9 @@ from services.embedded_engine.compute.sequences import Sequence as Completion
 from services.embedded_engine.http.requests import SamplingParams, make_request
 from services.embedded_engine.settings import EngineSettings
 from services.protocol.base import derive_seed
-from services.protocol.groups import Experience, FinishReason, Group, RewardResult, VersionSpan
+from services.protocol.groups import Experience, Group, VersionSpan
 from services.protocol.prompts import Cursor, Split
+from services.protocol.rewards import FinishReason, RewardResult
 from services.replay_buffer.store import PriorityIndex
 from trainer.algorithm.gae import with_critic_targets
 from trainer.algorithm.packing import TrainingGroup

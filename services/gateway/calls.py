@@ -55,7 +55,8 @@ from services.http.client import (
 )
 from services.http.problems import ProblemError
 from services.protocol.base import derive_seed
-from services.protocol.groups import Completion, FinishReason
+from services.protocol.groups import Completion
+from services.protocol.rewards import FinishReason
 
 log = get_logger(__name__)
 

@@ -16,8 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from services.core import machine
 from services.core.errors import ConfigurationError, first_line
 from services.core.logs import get_logger
-from services.protocol.groups import RewardStatus
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server.pool import Evaluation
 
 log = get_logger(__name__)

@@ -24,8 +24,7 @@ from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example, play
 from services.core import machine
 from services.core.machine import CORES_VARIABLE
 from services.programs import Program, ProgramFailedError, programs_at_once
-from services.protocol.groups import RewardResult, RewardStatus
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
 ENDPOINT: dict[str, Any] = {"base_url": "http://gateway/sessions/s/v1", "api_key": "s", "http_client": None}

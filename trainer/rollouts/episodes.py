@@ -25,9 +25,9 @@ from services.http.client import RequestRefusedError
 from services.programs import programs_at_once
 from services.protocol.base import derive_seed
 from services.protocol.episodes import EpisodeFigures
-from services.protocol.groups import Group, RewardResult, RewardStatus
+from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
 from services.protocol.sessions import DEADLINE, CreateSessionRequest
 from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import Rollout, TrainerSettings

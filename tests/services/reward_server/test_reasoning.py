@@ -9,8 +9,7 @@ import pytest
 
 from services.core.errors import ConfigurationError
 from services.protocol.ground_truths import Entry
-from services.protocol.groups import FinishReason, RewardStatus
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import FinishReason, RewardItem, RewardStatus
 from services.reward_server import reasoning
 from services.reward_server.answers import find_tagged
 from services.reward_server.app import create_app

@@ -13,8 +13,7 @@ import pytest
 from local_runner import spec
 from services.core import machine
 from services.core.errors import ConfigurationError
-from services.protocol.groups import RewardStatus
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server import pool, worker
 from tests.waiting import eventually
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.environment_server.games import NAMES, Nim
-from services.protocol.groups import Experience, FinishReason, Group, RewardResult, VersionSpan
+from services.protocol.groups import Experience, Group, VersionSpan
+from services.protocol.rewards import FinishReason, RewardResult
 from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.config import TrainerSettings
 

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from services.core.errors import ConfigurationError
 from services.protocol.base import derive_seed
-from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan, joined
+from services.protocol.groups import Experience, Group, VersionSpan, joined
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 from trainer.algorithm.advantages import Outcomes
 from trainer.algorithm.methods import GROUP_ADVANTAGES
 from trainer.algorithm.packing import TrainingGroup

@@ -28,8 +28,9 @@ from services.embedded_engine.settings import EngineSettings
 from services.environment_server.app import create_app
 from services.environment_server.games import NAMES, draw_heaps
 from services.environment_server.settings import EnvironmentSettings
-from services.protocol.groups import Group, RewardStatus
+from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardStatus
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.services.clients.test_environment import address_of
