@@ -24,12 +24,11 @@ from services.agents import Agent, AgentFailedError, Example, Score, play
 from services.clients.reward import RewardClient
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
-from services.protocol.groups import FinishReason, RewardResult, RewardStatus
+from services.protocol.base import derive_seed
 from services.protocol.pass_at_k import is_correct
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import FinishReason, RewardItem, RewardResult, RewardStatus
 
 Messages = Sequence[dict[str, Any]]
 WINDOW = 4096

@@ -20,10 +20,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.core.endpoints import ENDPOINTS_VARIABLE, ENGINE_PORT, PORTS, ROUTER_PORT, Task, bind_address
+from services.core.endpoints import (
+    ENDPOINTS_VARIABLE,
+    ENGINE_PORT,
+    GPUS_OF_A_NODE,
+    PORTS,
+    ROUTER_PORT,
+    Task,
+    bind_address,
+)
 from services.core.errors import ConfigurationError
 from services.core.files import atomic_write
-from services.core.gpus import GPUS_OF_A_NODE
 
 MODULE = "evaluation.node"
 COMMAND = [sys.executable, "-m", "services.rollout_server"]

@@ -13,7 +13,7 @@ from evaluation.checkpoints import Checkpoint
 from evaluation.node import Allocation, require_vllm
 from evaluation.settings import Api, Backend, EvaluationSettings, SchedulerName, WorkflowName
 from services.agents import Agent, load_agent
-from services.core import gpus
+from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
 from services.data_server.dataset import load as load_dataset
@@ -128,7 +128,7 @@ class ServerOptions:
         if scheduler in (SchedulerName.SKYPILOT, SchedulerName.SLURM, SchedulerName.RAY):
             self.allocation.check_cluster()
         elif scheduler is SchedulerName.LOCAL:
-            self.allocation.check_machine(len(gpus.visible()))
+            self.allocation.check_machine(len(machine.visible_gpus()))
         return scheduler
 
     def key(self) -> str | None:

@@ -23,9 +23,9 @@ from evaluation.server import OpenAIServer, RolloutServer, Server, parse_url, pr
 from evaluation.settings import Api, SchedulerName
 from services.agents import EPISODES_AT_ONCE, Agent, Score
 from services.clients.reward import RewardClient
+from services.core.models import vocabulary_size
 from services.core.settings import Settings
 from services.core.tasks import in_background, run_until_first_ends
-from services.core.vocabulary import vocabulary_size
 from services.data_server.settings import DataSettings
 from services.programs import Program, programs_at_once
 from services.relay import Relay

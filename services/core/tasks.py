@@ -1,4 +1,4 @@
-"""Helpers for asyncio: run awaitables until the first ends or a signal comes, and run blocking work in a thread."""
+"""Helpers for asyncio: awaitables until the first ends or a signal comes, work in a thread, a watch over waits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -102,3 +104,30 @@ async def run_until_signal(work: Coroutine[Any, Any, object], message: str) -> i
         print(message.format(received[0].name), file=sys.stderr)
         return 128 + received[0]
     return 0
+
+
+class Stopwatch:
+    """A stopwatch that runs while at least one of its ``running`` contexts is open."""
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._started = 0.0
+        self._before = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that it has run."""
+        return self._before + (time.monotonic() - self._started if self._open else 0.0)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the stopwatch run within the context; contexts that overlap count once."""
+        if not self._open:
+            self._started = time.monotonic()
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._before += time.monotonic() - self._started
