@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.core.endpoints import GPUS_OF_A_NODE
 from services.core.errors import ConfigurationError
-from services.core.gpus import GPUS_OF_A_NODE
 
 _DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor"}
 

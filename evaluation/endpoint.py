@@ -18,8 +18,8 @@ from evaluation.settings import Api
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.client import HttpClient, RequestRefusedError
-from services.protocol.groups import FinishReason
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import FinishReason
 
 ADMISSION_TRIES = 3
 """Requests by which a server may be found to need another name of the limit, and no seed."""

@@ -15,10 +15,9 @@ from services.agents import AgentFailedError, Score
 from services.clients.reward import RewardClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.client import RequestRefusedError
-from services.protocol.groups import RewardResult
 from services.protocol.pass_at_k import is_correct
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardResult
 
 WINDOW = 4096
 """Pieces of work begun at once; the pool bounds how many of them are at the servers."""

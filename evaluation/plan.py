@@ -14,7 +14,7 @@ from evaluation.checkpoints import Checkpoint
 from evaluation.examples import Examples
 from evaluation.settings import Api, Backend, EvaluationSettings, SchedulerName, WorkflowName
 from services.agents import Agent, load_agent
-from services.core import gpus
+from services.core import machine
 from services.core.errors import ConfigurationError
 from services.data_server.settings import DataSettings
 from services.programs import Program
@@ -82,7 +82,7 @@ class Origin:
         if scheduler in (SchedulerName.SKYPILOT, SchedulerName.SLURM, SchedulerName.RAY):
             self.allocation.check_cluster()
         elif scheduler is SchedulerName.LOCAL:
-            self.allocation.check_machine(len(gpus.visible()))
+            self.allocation.check_machine(len(machine.visible_gpus()))
         return scheduler
 
     def key(self) -> str | None:

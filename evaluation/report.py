@@ -17,8 +17,8 @@ from evaluation.metrics import Answer, Metrics, PromptAnswers, accuracy, by_cate
 from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
 from services.core.files import atomic_write
-from services.protocol.groups import FinishReason
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import FinishReason
 
 RESULTS = "results.json"
 CURVE = "curve.json"

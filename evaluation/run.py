@@ -25,9 +25,9 @@ from evaluation.view import View
 from evaluation.workflows import AgentWorkflow, SingleTurn, Workflow
 from services.agents import EPISODES_AT_ONCE, Agent, Score
 from services.clients.reward import RewardClient
+from services.core.models import vocabulary_size
 from services.core.settings import Settings
 from services.core.tasks import in_background, run_until_first_ends
-from services.core.vocabulary import vocabulary_size
 from services.data_server.settings import DataSettings
 from services.programs import Program, programs_at_once
 from services.relay import Relay

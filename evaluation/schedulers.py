@@ -25,7 +25,7 @@ from local_runner.environment import Run
 from local_runner.spec import JobGroup, TaskSpec
 from local_runner.supervisor import State, Supervisor
 from services.clients.rollout_admin import RouterAdmin
-from services.core import endpoints, gpus
+from services.core import endpoints, machine
 from services.core.endpoints import Endpoint, Task
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 from services.core.settings import Settings
@@ -179,7 +179,7 @@ async def _started(plan: Plan, model: str | None, output: Path, say: Say) -> Asy
             run_id="servers",
             shared_dir=output / "servers",
             addresses=addresses,
-            gpus=gpus.visible(),
+            gpus=machine.visible_gpus(),
             mark=f"evaluation-{uuid.uuid4().hex}",
         )
         counts = " and ".join(f"{task.num_nodes} {task.name}" for task in group.tasks)
@@ -255,7 +255,7 @@ def _group(model: str | None, plan: Plan) -> JobGroup:
     tasks = [] if plan.origin.reward_url else [task(Task.REWARD_SERVER, 1, 0, "services.reward_server")]
     if model is not None:
         allocation = plan.origin.allocation
-        share = allocation.gpus if allocation.gpus > 1 else len(gpus.visible()) // allocation.data
+        share = allocation.gpus if allocation.gpus > 1 else len(machine.visible_gpus()) // allocation.data
         is_vllm = plan.origin.backend is Backend.VLLM
         module = vllm.MODULE if is_vllm else "services.rollout_server"
         given = _given(plan)

@@ -17,8 +17,8 @@ from evaluation.settings import EvaluationSettings
 from services.clients.rollout import RolloutClient, SamplingParams, generation_seconds
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError
-from services.protocol.groups import FinishReason
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import FinishReason
 
 PROMPT_SECONDS = 600.0
 """The longest time that a prompt may take at one server, unless its completions are long."""

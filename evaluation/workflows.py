@@ -17,9 +17,9 @@ from evaluation.settings import EvaluationSettings
 from services.agents import Agent, AgentFailedError, Example, Score, play
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.seeds import derive_seed
-from services.protocol.groups import FinishReason, RewardResult, RewardStatus
+from services.protocol.base import derive_seed
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 
 Messages = Sequence[dict[str, Any]]
 NO_KEY = "none"

@@ -1,13 +1,15 @@
-"""Helpers for asyncio: run awaitables until the first ends, and run blocking work in a thread."""
+"""Helpers for asyncio: awaitables until the first ends, blocking work in a thread, the time of overlapping waits."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -76,3 +78,30 @@ async def in_background(work: Callable[[], T]) -> T:
 
     start_in_background(run_work)
     return await asyncio.wrap_future(done)
+
+
+class Stopwatch:
+    """A stopwatch that runs while at least one of its ``running`` contexts is open."""
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._started = 0.0
+        self._before = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that it has run."""
+        return self._before + (time.monotonic() - self._started if self._open else 0.0)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the stopwatch run within the context; contexts that overlap count once."""
+        if not self._open:
+            self._started = time.monotonic()
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._before += time.monotonic() - self._started

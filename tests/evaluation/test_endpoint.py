@@ -27,8 +27,8 @@ from evaluation.servers import ServerPool
 from evaluation.settings import Api, EvaluationSettings
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.protocol.groups import FinishReason
 from services.protocol.prompts import Message, Prompt
+from services.protocol.rewards import FinishReason
 from tests.services.run_page.serving import served
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 

@@ -18,9 +18,8 @@ from evaluation.metrics import GREEDY
 from evaluation.samples import Kind, Sample, open_store
 from evaluation.settings import EvaluationSettings
 from evaluation.workflows import SingleTurn
-from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import FinishReason, RewardItem, RewardResult, RewardStatus
 
 RESULTS = {
     "right": RewardResult(reward=1.0),

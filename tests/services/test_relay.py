@@ -18,7 +18,7 @@ from evaluation.workflows import AgentWorkflow
 from services.agents import AgentFailedError
 from services.core.errors import DependencyLostError
 from services.programs import Program
-from services.protocol.groups import FinishReason
+from services.protocol.rewards import FinishReason
 from services.relay import Relay
 from tests.evaluation.test_workflows import PROMPT, SETTINGS, Model, score
 
