@@ -20,8 +20,8 @@ from pydantic import ConfigDict, Field
 
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
-from services.core.functions import load_function
-from services.core.stopwatch import Stopwatch
+from services.core.imports import load_function
+from services.core.tasks import Stopwatch
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import LARGEST_REWARD, RewardItem, RewardResult, RewardStatus
 

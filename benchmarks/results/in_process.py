@@ -12,7 +12,6 @@ from torch import Tensor
 
 from benchmarks.results.runs import Result, Run, Settings, result_of
 from benchmarks.results.tasks import REWARDS, Reward, with_model
-from services.core.seeds import derive_seed
 from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings
 from services.embedded_engine.compute.engine import Engine
@@ -20,6 +19,7 @@ from services.embedded_engine.compute.loading import load
 from services.embedded_engine.compute.sequences import Sequence as Completion
 from services.embedded_engine.http.requests import SamplingParams, make_request
 from services.embedded_engine.settings import EngineSettings
+from services.protocol.base import derive_seed
 from services.protocol.groups import Experience, Group, VersionSpan
 from services.protocol.prompts import Cursor, Split
 from services.protocol.rewards import FinishReason, RewardResult

@@ -16,10 +16,10 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
-from services.core import endpoints, hub, logs
+from services.core import endpoints, logs, models
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, exit_code_of
-from services.core.leftovers import end_leftovers
+from services.core.processes import end_leftovers
 from services.core.tasks import run_until_first_ends
 from services.http import provenance
 from services.http.client import PROBE_SECONDS
@@ -142,7 +142,7 @@ def main() -> None:
     end_leftovers()
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
     kind = commands.choose_engine(settings)
-    hub.download_model(settings.model_name)
+    models.download_model(settings.model_name)
     places = place_engines(settings, kind, commands.number_of_gpus())
     addresses = choose_addresses(has_token=settings.token is not None, n_engines=len(places), **vars(given))
     try:

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.core import endpoints, gpus
-from services.core.compute import ComputeType
+from services.core import endpoints, machine
 from services.core.endpoints import Endpoint, Task
 from services.core.errors import ConfigurationError
+from services.core.machine import ComputeType
 from services.rollout_server.child import API_KEY_FROM_TOKEN
 from services.rollout_server.placement import EnginePlace
 from services.rollout_server.settings import EngineKind, RolloutSettings
@@ -167,7 +167,7 @@ def check_installed(module: str, extra: str, python: str | None = None) -> None:
 
 def number_of_gpus() -> int:
     """Return the number of this node's GPUs: SkyPilot's figure, else torch's."""
-    told = gpus.promised()
+    told = machine.promised_gpus()
     if told is not None:
         return told
     if importlib.util.find_spec("torch") is None:
@@ -185,7 +185,7 @@ def engine_command(settings: RolloutSettings, kind: EngineKind, address: Endpoin
     # Otherwise SGLang generates a token for each check of its /health, which takes a second.
     environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
     if place.devices:
-        environment[gpus.VISIBLE] = ",".join(place.devices)
+        environment[machine.VISIBLE_GPUS_VARIABLE] = ",".join(place.devices)
     python = settings.sglang_python or sys.executable
     return Command(name, python, "sglang.launch_server", _sglang_flags(settings, address, place), environment)
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.core import gpus
-from services.core.compute import ComputeType
+from services.core import machine
 from services.core.endpoints import ENGINE_PORTS
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
+from services.core.machine import ComputeType
 from services.rollout_server.settings import EngineKind, RolloutSettings
 
 log = get_logger(__name__)
@@ -86,7 +86,9 @@ def place_engines(settings: RolloutSettings, kind: EngineKind, n_gpus: int) -> l
     if not n_gpus:
         return [EnginePlace(tensor_parallel=_given_sizes(settings).tensor or 1)]
     split = split_node(settings, n_gpus, lambda: _ask(settings))
-    names = gpus.listed(os.environ.get(gpus.VISIBLE, "")) or [str(index) for index in range(n_gpus)]
+    names = machine.listed_gpus(os.environ.get(machine.VISIBLE_GPUS_VARIABLE, "")) or [
+        str(index) for index in range(n_gpus)
+    ]
     each = split.gpus_each
     return [
         EnginePlace(number, split.tensor_parallel, tuple(names[number * each : (number + 1) * each]))
@@ -176,7 +178,7 @@ def _ask(settings: RolloutSettings) -> Known:
     """Return the facts from the model's files and from nvidia-smi."""
     config = read_config(settings.model_name)
     weights = None if config is None else weight_bytes(settings.model_name, config, settings.engine_dtype)
-    return Known(config, weights, gpus.memory_bytes())
+    return Known(config, weights, machine.gpu_memory())
 
 
 def _choose_tensor_parallel(model: str, known: Known, n_gpus: int, pipeline: int) -> int:

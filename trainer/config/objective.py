@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from services.core.errors import ConfigurationError
-from services.core.functions import load_function
+from services.core.imports import load_function
 from services.protocol.groups import Group
 from trainer.algorithm import gae, training_groups
 from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes

@@ -21,9 +21,9 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError, own_error
 from services.core.logs import get_logger
-from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
 from services.programs import programs_at_once
+from services.protocol.base import derive_seed
 from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Group
 from services.protocol.prompts import Prompt

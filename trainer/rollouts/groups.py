@@ -14,8 +14,8 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
-from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
+from services.protocol.base import derive_seed
 from services.protocol.groups import Completion, Experience, Group
 from services.protocol.pass_at_k import is_correct
 from services.protocol.prompts import Prompt

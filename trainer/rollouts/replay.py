@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from services.clients.replay import ReplayClient
-from services.core.seeds import derive_seed
+from services.protocol.base import derive_seed
 from services.protocol.groups import Group
 from services.protocol.replay import SampledGroup, SampleGroupsRequest
 from trainer.algorithm.loss import k3

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
-from services.core import memory
+from services.core import machine
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.embedded_engine.compute.adapters import Adapter, pack_adapter, read_adapter, unpickle_tensors
@@ -249,7 +249,7 @@ async def _change(state: EngineState, weights: Weights, version: str | None, *, 
     )
     paused = await wait_for(change)
     if not state.settings.keep_memory:
-        await in_background(memory.release)
+        await in_background(machine.release_memory)
     return paused
 
 

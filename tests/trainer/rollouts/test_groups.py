@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from services.core.errors import ConfigurationError
-from services.core.seeds import derive_seed
+from services.protocol.base import derive_seed
 from services.protocol.groups import Experience, Group, VersionSpan, joined
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,20 +11,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
-from services.core import hub
+from services.core import models
+from services.core.errors import ConfigurationError
+from services.core.models import vocabulary_size
 from tests.services.core.hub_stand_in import COMMIT, MODEL, Hub
 from tests.waiting import IDLE_SECONDS, wait_until
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"[]", "model.safetensors": bytes(range(256)) * 1000}
 PROGRAM = """
 import os, socket
-from services.core import hub, logs
+from services.core import logs, models
 if name := os.environ.get("NODE"):
     socket.gethostname = lambda: name
-hub.LEASE_SECONDS, hub.POLL_SECONDS, hub.REPORT_SECONDS = float(os.environ["LEASE"]), 0.05, 0.2
+models.LEASE_SECONDS, models.POLL_SECONDS, models.REPORT_SECONDS = float(os.environ["LEASE"]), 0.05, 0.2
 logs.configure("test")
-hub.download_model(os.environ["MODEL"])
+models.download_model(os.environ["MODEL"])
 """
 
 
@@ -157,4 +161,30 @@ def test_nothing_is_asked_for_offline(served, start, monkeypatch):
 
 
 def test_the_lease_outlives_the_attribute_cache_of_nfs():
-    assert hub.LEASE_SECONDS > 60
+    assert models.LEASE_SECONDS > 60
+
+
+def test_a_models_vocabulary_is_what_transformers_says(tiny_model):
+    assert vocabulary_size(str(tiny_model), "MODEL_NAME") == AutoConfig.from_pretrained(tiny_model).vocab_size == 17
+
+
+def test_a_model_of_several_modalities_says_it_for_its_text(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 5}, "vision_config": {}}))
+    assert vocabulary_size(str(tmp_path), "MODEL_NAME") == 5
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 6, "text_config": None}))
+    assert vocabulary_size(str(tmp_path), "MODEL_NAME") == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "No such file"), ("{", "Expecting"), ("{}", "has no vocab_size"), ("[]", "list")]
+)
+def test_what_does_not_say_it_is_named(tmp_path, text, said):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=f"MODEL_NAME .*configuration cannot be loaded: .*{said}"):
+        vocabulary_size(str(tmp_path), "MODEL_NAME")
+
+
+def test_a_name_that_no_hub_has_is_named():
+    with pytest.raises(ConfigurationError, match="--model 'no/such-model': its configuration cannot be loaded"):
+        vocabulary_size("no/such-model", "--model")

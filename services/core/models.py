@@ -1,12 +1,18 @@
-"""The download of a model into the Hugging Face cache, by one process for all nodes that share the cache."""
+"""Models by name or directory, for programs that do not load them: download, files, vocabulary and context length.
+
+``download_model`` fills the Hugging Face cache by one process for all nodes that share it. ``python -m
+services.core.models NAME`` prints whether the hub has a model.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from filelock import SoftFileLease, Timeout
@@ -20,6 +26,7 @@ from services.core.files import check_model_directory
 from services.core.logs import get_logger
 
 log = get_logger(__name__)
+
 
 LEASE_SECONDS = 120.0
 """The time after which another node takes over from a killed downloader. NFS shows other nodes a file's new time after
@@ -130,8 +137,8 @@ def _download(model: str, folder: Path) -> None:
         (folder / COMPLETE).touch()
     except Exception as error:
         raise DependencyLostError(
-            f"MODEL_NAME={model}: the download to {folder} broke off: {first_line(error)}; a restart goes on with the "
-            "files that are missing"
+            f"MODEL_NAME={model}: the download to {folder} broke off: {first_line(error)}; a restart downloads the "
+            "missing files"
         ) from error
     if missing:
         log.info("downloaded the model", model=model)
@@ -162,6 +169,48 @@ def _size(folder: Path) -> int:
         with suppress(FileNotFoundError):  # renamed meanwhile, because it is complete
             total += path.stat().st_size
     return total
+
+
+def vocabulary_size(model: str, named_by: str) -> int:
+    """Return the vocabulary size from a model's config.json, without the seconds that importing transformers takes.
+
+    Args:
+        model: a Hugging Face name or a directory.
+        named_by: the setting or option that names the model, for the error.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or has no vocabulary size.
+    """
+    return _configured(model, named_by, "vocab_size")
+
+
+def context_length(model: str, named_by: str) -> int:
+    """Return the longest prompt and completion together, in tokens; see ``vocabulary_size``."""
+    return _configured(model, named_by, "max_position_embeddings")
+
+
+def model_file(model: str, name: str) -> Path:
+    """Return the path of a file of a model: in its directory, or in the hub's cache, where it is downloaded.
+
+    Raises:
+        OSError, ValueError: the hub does not give it.
+    """
+    directory = Path(model).expanduser()
+    return directory / name if directory.is_dir() else Path(huggingface_hub.hf_hub_download(model, name))
+
+
+def _configured(model: str, named_by: str, field: str) -> int:
+    try:
+        config: dict[str, Any] = json.loads(model_file(model, "config.json").read_text())
+        # Multimodal models have a configuration for each modality.
+        return int((config | (config.get("text_config") or {}))[field])
+    except KeyError:
+        reason = f"its config.json has no {field}"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = first_line(error)
+    raise ConfigurationError(
+        f"{named_by} {model!r}: its configuration cannot be loaded: {reason}; give a Hugging Face name or directory"
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tests.waiting import IDLE_SECONDS, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
-START = "from services.core.leftovers import end_leftovers; end_leftovers(grace_seconds={seconds}); print('started')"
+START = "from services.core.processes import end_leftovers; end_leftovers(grace_seconds={seconds}); print('started')"
 
 
 @contextmanager

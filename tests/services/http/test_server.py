@@ -15,13 +15,15 @@ import websockets
 from fastapi import FastAPI, Request, WebSocket
 
 from services.core.settings import Settings
-from services.http import connections
 from services.http.app import create_service_app
-from services.http.server import listen
+from services.http.server import listen, server_config
 from tests.waiting import IDLE_SECONDS
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[], Awaitable[Connection]]
+
+LIMIT_SECONDS = 3.0
+"""The limit of a request in the test of what is not closed."""
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ async def connect() -> AsyncIterator[Connect]:
 
     @app.get("/late")
     async def late() -> str:
-        await asyncio.sleep(1.5 * connections.REQUEST_SECONDS)
+        await asyncio.sleep(1.5 * LIMIT_SECONDS)
         return "late"
 
     @app.websocket("/echo")
@@ -49,7 +51,7 @@ async def connect() -> AsyncIterator[Connect]:
         return len(await request.body())
 
     listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(connections.server_config(app, lifespan="on", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(server_config(app, lifespan="on", timeout_graceful_shutdown=1))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     writers: list[asyncio.StreamWriter] = []
 
@@ -88,7 +90,7 @@ async def test_http_2_is_refused_without_a_warning_and_other_protocols_with_one(
 async def test_connections_without_a_whole_request_are_closed(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr("services.http.server.REQUEST_SECONDS", 0.5)
     silent = [await connect() for _ in range(20)]
     served = [await connect() for _ in range(5)]
     for connection in served:
@@ -121,7 +123,7 @@ async def test_connections_without_a_whole_request_are_closed(
 async def test_a_late_answer_a_slow_body_and_a_socket_keep_their_connections(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 3.0)
+    monkeypatch.setattr("services.http.server.REQUEST_SECONDS", LIMIT_SECONDS)
     waiting = asyncio.create_task(answer(await connect(), b"GET /late HTTP/1.1\r\nHost: x\r\n\r\n"))
     _, writer = await connect()
     socket = websockets.connect("ws://{}:{}/echo".format(*writer.get_extra_info("peername")))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.core.reasoning_entries import Entry
+from services.protocol.ground_truths import Entry
 
 
 def entry(metadata: Any) -> Entry:
