@@ -19,7 +19,7 @@ from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
 from services.protocol.prompts import DataStats
-from services.run_page.rewards import first_and_last
+from services.run_page.directory import first_and_last
 from services.weights.broadcast_group import match_engines_nccl
 from trainer.checkpoints.admission import has_succeeded
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState

@@ -1,22 +1,25 @@
-"""Slurm: the batch file, and a whole evaluation on a Slurm whose commands start processes of this machine."""
+"""Servers on clusters: a Slurm whose commands start processes of this machine, and a local Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from evaluation import node, slurm
-from evaluation.allocation import Allocation
-from evaluation.plan import Origin, Plan
+from evaluation import clusters
+from evaluation.launchers import servers_for
+from evaluation.node import Allocation
+from evaluation.plan import Plan, ServerOptions
 from evaluation.report import Results
-from evaluation.schedulers import servers_for
 from evaluation.settings import EvaluationSettings, SchedulerName
 from services.core.errors import ConfigurationError, DependencyLostError
 from tests.evaluation.conftest import ARITHMETIC
@@ -64,7 +67,7 @@ def slurm_path(tmp_path: Path) -> str:
 
 def test_the_batch_file_can_be_read(tmp_path: Path) -> None:
     variables = {"MODEL_NAME": "some/model", "SGLANG_EXTRA_FLAGS": "--pp-size 2"}
-    text = slurm.script("evaluate", Allocation(3, 2, 4), variables, tmp_path)
+    text = clusters.slurm_script("evaluate", Allocation(3, 2, 4), variables, tmp_path)
     assert text.splitlines() == [
         "#!/bin/bash",
         "#SBATCH --job-name=evaluate",
@@ -72,7 +75,7 @@ def test_the_batch_file_can_be_read(tmp_path: Path) -> None:
         "#SBATCH --gpus-per-task=8",
         f"#SBATCH --output={tmp_path}/slurm.log",
         "set -euo pipefail",
-        f"cd {slurm.ROOT}",
+        f"cd {clusters.ROOT}",
         "export MODEL_NAME=some/model",
         "export SGLANG_EXTRA_FLAGS='--pp-size 2'",
         f"exec srun --kill-on-bad-exit=0 {sys.executable} -m evaluation.node {tmp_path}",
@@ -80,7 +83,7 @@ def test_the_batch_file_can_be_read(tmp_path: Path) -> None:
 
 
 def test_a_directory_with_unusual_characters_is_quoted_as_sbatch_reads_it() -> None:
-    text = slurm.script("evaluate", Allocation(), {}, Path("/data/my 100% runs"))
+    text = clusters.slurm_script("evaluate", Allocation(), {}, Path("/data/my 100% runs"))
     assert "#SBATCH --output='/data/my 100%% runs/slurm.log'\n" in text
     assert text.endswith(" -m evaluation.node '/data/my 100% runs'\n")
 
@@ -96,7 +99,7 @@ async def test_ctrl_c_during_the_submission_leaves_no_job(tmp_path: Path, monkey
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     async def submit() -> None:
-        async with slurm.running("", tmp_path):
+        async with clusters.on_slurm("", tmp_path):
             pass
 
     job = asyncio.create_task(submit())
@@ -115,8 +118,10 @@ async def test_a_given_reward_server_takes_the_place_of_our_own(
     monkeypatch.setenv("PATH", slurm_path)
     monkeypatch.setenv("DATASET", "arithmetic")
     (tmp_path / "slurm" / "srun").write_text("#!/bin/sh\nexec sleep 60\n")
-    origin = Origin(scheduler=SchedulerName.SLURM, reward_url="http://127.0.0.1:2")
-    plan = Plan(EvaluationSettings(), models=[str(tiny_model)], run_dir=None, origin=origin, output=None, variables={})
+    options = ServerOptions(scheduler=SchedulerName.SLURM, reward_url="http://127.0.0.1:2")
+    plan = Plan(
+        EvaluationSettings(), models=[str(tiny_model)], run_dir=None, servers=options, output=None, variables={}
+    )
     said: list[str] = []
     async with servers_for(plan, str(tiny_model), tmp_path, said.append) as servers:
         assert servers.reward.url == "http://127.0.0.1:2"
@@ -144,7 +149,7 @@ async def test_an_answer_without_a_number_is_refused(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(ConfigurationError, match="no job's number"):
-        async with slurm.running("", tmp_path):
+        async with clusters.on_slurm("", tmp_path):
             pass
 
 
@@ -152,9 +157,9 @@ async def test_a_job_that_ends_is_an_error_with_the_end_of_its_log(
     slurm_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", slurm_path)
-    monkeypatch.setattr(slurm, "POLL_SECONDS", 0.05)
-    text = f"#SBATCH --output={tmp_path / slurm.LOG}\necho no such model >&2; exit 78\n"
-    async with slurm.running(text, tmp_path) as watch:
+    monkeypatch.setattr(clusters, "POLL_SECONDS", 0.05)
+    text = f"#SBATCH --output={tmp_path / clusters.LOG}\necho no such model >&2; exit 78\n"
+    async with clusters.on_slurm(text, tmp_path) as (_, watch):
         with pytest.raises(DependencyLostError, match="has ended: no such model; see"):
             await watch()
 
@@ -171,14 +176,14 @@ def fail(program: Path, times: int | None = None) -> None:
 
 async def test_squeue_may_fail_for_a_while(slurm_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", slurm_path)
-    monkeypatch.setattr(slurm, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(clusters, "POLL_SECONDS", 0.05)
     squeue = tmp_path / "slurm" / "squeue"
-    text = f"#SBATCH --output={tmp_path / slurm.LOG}\necho all done; exit 0\n"
+    text = f"#SBATCH --output={tmp_path / clusters.LOG}\necho all done; exit 0\n"
     fail(squeue, times=3)
-    async with slurm.running(text, tmp_path) as watch:
+    async with clusters.on_slurm(text, tmp_path) as (_, watch):
         with pytest.raises(DependencyLostError, match="has ended: all done"):
             await watch()
-        monkeypatch.setattr(slurm, "UNKNOWN_SECONDS", 0.0)
+        monkeypatch.setattr(clusters, "UNKNOWN_SECONDS", 0.0)
         squeue.with_suffix(".calls").unlink()
         with pytest.raises(ConfigurationError, match=r"squeue .* failed: Socket timed out"):
             await watch()
@@ -189,19 +194,10 @@ async def test_a_failing_scancel_does_not_take_the_place_of_the_error(
 ) -> None:
     monkeypatch.setenv("PATH", slurm_path)
     fail(tmp_path / "slurm" / "scancel")
-    text = f"#SBATCH --output={tmp_path / slurm.LOG}\nexit 0\n"
+    text = f"#SBATCH --output={tmp_path / clusters.LOG}\nexit 0\n"
     with pytest.raises(DependencyLostError, match="the servers are gone"):
-        async with slurm.running(text, tmp_path):
+        async with clusters.on_slurm(text, tmp_path):
             raise DependencyLostError("the servers are gone")
-
-
-def test_nodes_are_found_by_the_files_that_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: dict[str, Any] = {}
-    monkeypatch.setattr(os, "execve", lambda program, command, environment: started.update(environment))
-    node.main(tmp_path, {"MODEL_NAME": "m"})
-    [url] = node.registered(tmp_path)
-    assert url.removeprefix("http://") in started["JOBGROUP_ENDPOINTS"]
-    assert (started["MODEL_NAME"], started["SKYPILOT_NODE_RANK"]) == ("m", "0")
 
 
 @pytest.mark.slow
@@ -227,3 +223,82 @@ def _command_line(process: psutil.Process) -> list[str]:
         return [*process.cmdline(), process.environ().get("SHARED_DIR", "")]
     except psutil.Error:
         return []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed here")
+def test_without_ray_the_error_says_how_to_install_it(evaluate: Any, tiny_model: Path) -> None:
+    command = evaluate("--model", tiny_model, "--scheduler", "ray", "--dataset", "arithmetic", PROMPT_STYLE="plain")
+    assert command.wait() == 78
+    assert "Ray is not installed here; install it with pip install ray" in command.text
+
+
+class Reference(asyncio.Future[Any]):
+    """Ray's reference to a result, which is not there while the actor waits for room."""
+
+
+class FakeRay(ModuleType):
+    """As much of Ray as the scheduler uses. A node's placement is its URL, None for one that waits, or an error."""
+
+    def __init__(self, placements: list[str | Exception | None]) -> None:
+        super().__init__("ray")
+        self.placements, self.stopped, self.is_up = iter(placements), 0, False
+
+    def init(self, **_: Any) -> None:
+        self.is_up = True
+
+    def shutdown(self) -> None:
+        self.is_up = False
+
+    def wait(self, references: list[Reference], **_: Any) -> tuple[list[Reference], list[Reference]]:
+        return [one for one in references if one.done()], [one for one in references if not one.done()]
+
+    def remote(self, **_: Any) -> Callable[[type], SimpleNamespace]:
+        return lambda _: SimpleNamespace(remote=lambda _: self.actor(next(self.placements)))
+
+    def actor(self, placement: str | Exception | None) -> SimpleNamespace:
+        def method(result: Callable[[], Any]) -> SimpleNamespace:
+            def call() -> Reference:
+                reference = Reference()
+                if isinstance(placement, Exception):
+                    reference.set_exception(placement)
+                elif placement is not None:
+                    reference.set_result(result())
+                return reference
+
+            return SimpleNamespace(remote=call)
+
+        def stop() -> None:
+            self.stopped += 1
+
+        return SimpleNamespace(url=method(lambda: placement), exit_code=method(lambda: 3), stop=method(stop))
+
+
+async def test_nodes_are_found_as_ray_starts_them_and_all_that_started_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = FakeRay(["http://a:1", RuntimeError("the machine was lost"), None])
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    async with asyncio.timeout(IDLE_SECONDS):
+        async with clusters.on_ray(Allocation(data=3), {}) as (discover, _):
+            assert await discover() == ["http://a:1"]
+    assert (ray.stopped, ray.is_up) == (1, False)
+
+
+async def test_a_lost_machine_ends_only_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(["http://a:1", RuntimeError("the machine was lost")])
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    async with clusters.on_ray(Allocation(data=2), {}) as (_, watch):
+        with pytest.raises(DependencyLostError, match="have ended, with 3, the machine was lost; see"):
+            await watch()
+
+
+@pytest.mark.oracles
+def test_an_evaluation_runs_on_a_local_ray_cluster(evaluate: Any, tiny_model: Path) -> None:
+    own = {"ROLLOUT_ENGINE": "embedded", **ARITHMETIC}
+    options = [option for name, value in own.items() for option in ("--env", f"{name}={value}")]
+    given = ("--model", tiny_model, "--scheduler", "ray", "--num-servers", "2", "--samples", "4", "--split", "all")
+    command = evaluate(*given, *options)
+    results = Results.model_validate(command.succeed())
+    assert results.left_out == {}
+    assert len(results.servers["urls"]) == 2
+    assert len(command.samples()) == 500

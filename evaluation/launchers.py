@@ -1,4 +1,4 @@
-"""The origin of an evaluation's servers: started on this machine, or running already.
+"""Launchers of an evaluation's servers: on this machine, by Slurm or Ray, or none where servers run already.
 
 With SkyPilot (``skypilot.py``) the whole evaluation runs elsewhere, beside its servers.
 """
@@ -9,16 +9,17 @@ import asyncio
 import os
 import signal
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from evaluation import node, ray_nodes, skypilot, slurm, vllm
+from evaluation import clusters, node, skypilot
+from evaluation.clusters import Watch
 from evaluation.plan import Plan
+from evaluation.pool import Discover
 from evaluation.server import parse_url
-from evaluation.servers import Discover
 from evaluation.settings import Backend, SchedulerName
 from local_runner import nodes, watchdog
 from local_runner.environment import Run
@@ -46,7 +47,6 @@ MAX_RESTARTS = 3
 LOG_LINES = 5
 
 Say = Callable[[str], None]
-Watch = Callable[[], Awaitable[None]]
 
 
 def secrets() -> dict[str, str]:
@@ -90,10 +90,8 @@ async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIt
     match plan.scheduler:
         case SchedulerName.LOCAL:
             started = _started(plan, model, output, say)
-        case SchedulerName.SLURM:
-            started = _on_slurm(plan, model, output, say)
-        case SchedulerName.RAY:
-            started = _on_ray(plan, model, output, say)
+        case SchedulerName.SLURM | SchedulerName.RAY:
+            started = _on_cluster(plan, model, output, say)
         case _:
             started = _running(plan, output, say)
     async with started as servers:
@@ -103,18 +101,18 @@ async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIt
 @asynccontextmanager
 async def _running(plan: Plan, output: Path, say: Say) -> AsyncIterator[Servers]:
     """Yield servers that run already, with a reward-server."""
-    origin = plan.origin
-    urls = [parse_url(url).url for url in origin.urls] + [parse_url(url, is_api=True).url for url in origin.endpoints]
+    options = plan.servers
+    urls = [parse_url(url).url for url in options.urls] + [parse_url(url, is_api=True).url for url in options.endpoints]
     discover: Discover | None = None
-    if origin.discover is not None:
+    if options.discover is not None:
         skypilot.import_sky()
-        discover = partial(in_background, partial(skypilot.find, origin.discover))
+        discover = partial(in_background, partial(skypilot.find, options.discover))
     if not urls and discover is None:
         if not in_job_group():
             raise ConfigurationError("--scheduler endpoints needs --url, --endpoint or --discover outside a job group")
         urls = [endpoints.endpoint(Task.ROLLOUT_SERVER).url]
     start_seconds = JOB_GROUP_START_SECONDS if in_job_group() else START_SECONDS
-    if in_job_group() and origin.reward_url is None:
+    if in_job_group() and options.reward_url is None:
         yield Servers(urls, endpoints.endpoint(Task.REWARD_SERVER), discover, start_seconds)
     else:
         async with _started(plan, None, output, say) as servers:
@@ -122,42 +120,29 @@ async def _running(plan: Plan, output: Path, say: Say) -> AsyncIterator[Servers]
 
 
 @asynccontextmanager
-async def _on_slurm(plan: Plan, model: str, output: Path, say: Say) -> AsyncIterator[Servers]:
-    """Start rollout nodes as a job of Slurm, and a reward-server here."""
-    directory = output / "servers" / f"slurm-{uuid.uuid4().hex[:8]}"
-    directory.mkdir(parents=True)
-    text = slurm_script(plan, model, directory)
-    async with _started(plan, None, output, say) as own, slurm.running(text, directory) as watch:
-        say(f"submitted {plan.origin.allocation} to Slurm; log and addresses in {directory}")
-        yield Servers(
-            [],
-            own.reward,
-            partial(asyncio.to_thread, node.registered, directory),
-            QUEUE_SECONDS,
-            partial(_watch_both, own.watch, watch),
-        )
-
-
-@asynccontextmanager
-async def _on_ray(plan: Plan, model: str, output: Path, say: Say) -> AsyncIterator[Servers]:
-    """Start rollout nodes as actors of Ray, and a reward-server here."""
-    allocation = plan.origin.allocation
-    variables = _node_variables(plan, model) | secrets()
-    async with (
-        _started(plan, None, output, say) as own,
-        ray_nodes.running(allocation, variables) as (discover, watch),
-    ):
-        say(f"asked Ray for {allocation}; each node works once Ray has started it")
-        yield Servers([], own.reward, discover, QUEUE_SECONDS, partial(_watch_both, own.watch, watch))
+async def _on_cluster(plan: Plan, model: str, output: Path, say: Say) -> AsyncIterator[Servers]:
+    """Start rollout nodes by Slurm or Ray, and a reward-server here."""
+    allocation = plan.servers.allocation
+    if plan.scheduler is SchedulerName.SLURM:
+        directory = output / "servers" / f"slurm-{uuid.uuid4().hex[:8]}"
+        directory.mkdir(parents=True)
+        starting = clusters.on_slurm(slurm_script(plan, model, directory), directory)
+        started = f"submitted {allocation} to Slurm; log and addresses in {directory}"
+    else:
+        starting = clusters.on_ray(allocation, _node_variables(plan, model) | secrets())
+        started = f"asked Ray for {allocation}; each node works once Ray has started it"
+    async with _started(plan, None, output, say) as here, starting as (discover, watch):
+        say(started)
+        yield Servers([], here.reward, discover, QUEUE_SECONDS, partial(_watch_both, here.watch, watch))
 
 
 def slurm_script(plan: Plan, model: str, directory: Path) -> str:
     """Return the batch file of the rollout nodes of a plan; ``directory`` gets their log and addresses."""
-    return slurm.script("evaluate", plan.origin.allocation, _node_variables(plan, model), directory)
+    return clusters.slurm_script("evaluate", plan.servers.allocation, _node_variables(plan, model), directory)
 
 
 def _node_variables(plan: Plan, model: str) -> dict[str, str]:
-    return {**plan.variables, "MODEL_NAME": model, **plan.origin.allocation.sglang_variables(_given(plan))}
+    return {**plan.variables, "MODEL_NAME": model, **plan.servers.allocation.sglang_variables(_given(plan))}
 
 
 def _given(plan: Plan) -> dict[str, str]:
@@ -169,7 +154,7 @@ def _given(plan: Plan) -> dict[str, str]:
 async def _started(plan: Plan, model: str | None, output: Path, say: Say) -> AsyncIterator[Servers]:
     """Start a reward-server, unless one is given, and with a ``model`` the plan's rollout nodes behind one router."""
     group = _group(model, plan)
-    given = plan.origin.reward_url
+    given = plan.servers.reward_url
     if given is not None and not group.tasks:
         yield Servers([], parse_url(given))
         return
@@ -202,8 +187,8 @@ async def _started(plan: Plan, model: str | None, output: Path, say: Say) -> Asy
             try:
                 reward = parse_url(given or addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
                 urls = []
-                if model is not None and plan.origin.backend is Backend.VLLM:
-                    ranks = range(plan.origin.allocation.data)
+                if model is not None and plan.servers.backend is Backend.VLLM:
+                    ranks = range(plan.servers.allocation.data)
                     nodes_of = (addresses.find(Task.ROLLOUT_SERVER, rank, endpoints.ENGINE_PORT) for rank in ranks)
                     urls = [f"http://{address}/v1" for address in nodes_of]
                 elif model is not None:
@@ -252,14 +237,14 @@ def _group(model: str | None, plan: Plan) -> JobGroup:
             is_primary=True,
         )
 
-    tasks = [] if plan.origin.reward_url else [task(Task.REWARD_SERVER, 1, 0, "services.reward_server")]
+    tasks = [] if plan.servers.reward_url else [task(Task.REWARD_SERVER, 1, 0, "services.reward_server")]
     if model is not None:
-        allocation = plan.origin.allocation
+        allocation = plan.servers.allocation
         share = allocation.gpus if allocation.gpus > 1 else len(machine.visible_gpus()) // allocation.data
-        is_vllm = plan.origin.backend is Backend.VLLM
-        module = vllm.MODULE if is_vllm else "services.rollout_server"
+        is_vllm = plan.servers.backend is Backend.VLLM
+        module = f"{node.MODULE} {node.VLLM}" if is_vllm else "services.rollout_server"
         given = _given(plan)
-        sizes = vllm.variables(allocation, given) if is_vllm else allocation.sglang_variables(given)
+        sizes = allocation.vllm_variables(given) if is_vllm else allocation.sglang_variables(given)
         own = {"MODEL_NAME": model, **sizes}
         tasks.append(task(Task.ROLLOUT_SERVER, allocation.data, share, module, **own))
     return JobGroup("evaluation", tuple(tasks))

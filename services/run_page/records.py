@@ -1,13 +1,15 @@
-"""Search for groups in samples.jsonl and evaluations.jsonl, by an index of each group's place in the file.
+"""The JSON Lines files of a run directory: a reader, and a search for groups by an index of their places in the file.
 
-These files grow without bound. They have a line a completion, or a line a branch of an agent's episode; the lines of a
-group are adjacent. A search reads only the groups that may match.
+Another process appends to the files, and a resumed run may replace them by shorter ones. samples.jsonl and
+evaluations.jsonl have a line a completion, or a line a branch of an agent's episode; the lines of a group are adjacent.
+A search reads only the groups that may match.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
 import threading
 import time
 from collections import Counter
@@ -16,13 +18,74 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.run_page.lines import Position, parse, read_lines
-
+BLOCK_BYTES = 4 * 2**20
 LINES_A_BLOCK = 4096
 SEARCH_SECONDS = 0.5
 """Longest search of one request; its reply says where to continue."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """A reader's position: ``offset`` bytes into the file that ``file`` identifies."""
+
+    file: str = ""
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Complete lines after a position.
+
+    ``restarted`` says that the file is not the position's file (a resumed run replaces it by its beginning), so that
+    ``lines`` are the first of the new file. ``more`` says that further lines can be read now.
+    """
+
+    lines: list[bytes]
+    offsets: list[int]
+    """The offset of each line's first byte."""
+    end: Position
+    restarted: bool
+    more: bool
+
+
+def read_lines(path: Path, start: Position, limit: int) -> Lines:
+    """Return up to ``limit`` complete lines after ``start``; none while the file does not exist."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return Lines([], [], Position(), restarted=bool(start.file), more=False)
+    with file:
+        status = os.fstat(file.fileno())
+        identity = f"{status.st_dev:x}-{status.st_ino:x}"
+        restarted = start.file not in ("", identity) or start.offset > status.st_size
+        offset = 0 if restarted or not start.file else start.offset
+        file.seek(offset)
+        lines: list[bytes] = []
+        offsets: list[int] = []
+        spent = 0
+        while len(lines) < limit and spent < BLOCK_BYTES:
+            line = file.readline()
+            if not line.endswith(b"\n"):
+                break  # the end, or still being written
+            lines.append(line)
+            offsets.append(offset + spent)
+            spent += len(line)
+    end = Position(identity, offset + spent)
+    is_full = len(lines) == limit or spent >= BLOCK_BYTES
+    return Lines(lines, offsets, end, restarted, more=is_full and end.offset < status.st_size)
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line; None for a line that a crash left broken, which is no object with a step."""
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int | float) else None
+
 
 Spread = Literal["any", "mixed", "equal"]
 """A group's rewards differ (``mixed``) or not (``equal``); only ``mixed`` groups have a gradient."""

@@ -16,10 +16,10 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from tokenizers import Tokenizer
 
+from evaluation import pool as pool_module
 from evaluation import server as inference
-from evaluation import servers
+from evaluation.pool import ServerPool
 from evaluation.server import RolloutServer, parse_url
-from evaluation.servers import ServerPool
 from evaluation.settings import EvaluationSettings
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
@@ -124,7 +124,7 @@ async def make_server():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(servers, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(inference, "PROMPT_SECONDS", IDLE_SECONDS)
 
 
@@ -182,7 +182,7 @@ async def test_a_server_that_comes_back_gets_work_again(make_server):
 
 
 async def test_a_server_that_hangs_is_given_up(make_server, monkeypatch):
-    monkeypatch.setattr(servers, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(pool_module, "SILENT_SECONDS", 0.3)
     first, second = await make_server(), await make_server()
     first.seconds = 30
     async with pool_of(first.url, second.url, places=1) as pool:
@@ -196,7 +196,7 @@ async def test_a_server_that_hangs_is_given_up(make_server, monkeypatch):
 
 
 async def test_without_any_server_work_fails_after_its_patience(make_server, monkeypatch):
-    monkeypatch.setattr(servers, "LOST_SECONDS", 0.3)
+    monkeypatch.setattr(pool_module, "LOST_SECONDS", 0.3)
     server = await make_server()
     async with pool_of(server.url) as pool:
         await pool.wait_ready(IDLE_SECONDS)
@@ -220,7 +220,7 @@ async def test_work_that_living_servers_lose_is_not_tried_for_ever(make_server):
         with pytest.raises(DependencyLostError, match="poison"):
             await pool.run(lose)
         assert await pool.run(work) == server.url
-    assert tries == servers.MAX_TRIES
+    assert tries == pool_module.MAX_TRIES
 
 
 async def test_cancelling_ends_the_work_and_frees_the_place(make_server):
@@ -240,7 +240,7 @@ async def test_cancelling_ends_the_work_and_frees_the_place(make_server):
 
 
 async def test_cancelling_ends_work_whose_server_is_found_dead_at_the_same_time(make_server, monkeypatch):
-    monkeypatch.setattr(servers, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(pool_module, "SILENT_SECONDS", 0.3)
     server = await make_server()
     server.seconds = 30
     ended = asyncio.Event()
@@ -274,7 +274,7 @@ class Stuck(RolloutServer):
 
 
 async def test_a_server_that_never_takes_a_prompt_keeps_no_other_from_work(make_server, monkeypatch):
-    monkeypatch.setattr(servers, "ADMISSION_SECONDS", 0.2)
+    monkeypatch.setattr(pool_module, "ADMISSION_SECONDS", 0.2)
     stuck, good = await make_server(), await make_server()
     settings = EvaluationSettings()
     kinds = {stuck.url: Stuck, good.url: RolloutServer}
@@ -287,7 +287,7 @@ async def test_a_server_that_never_takes_a_prompt_keeps_no_other_from_work(make_
 
 
 async def test_discovery_adds_servers_and_drops_dead_ones(make_server, monkeypatch):
-    monkeypatch.setattr(servers, "DISCOVER_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "DISCOVER_SECONDS", 0.05)
     first, second = await make_server(), await make_server()
     found = [first.url]
 

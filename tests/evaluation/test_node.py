@@ -1,15 +1,17 @@
-"""Allocations in shorthand, what they mean to the engines, and which a machine can hold."""
+"""Nodes: allocations in shorthand and what they mean to engines, addresses, and the programs that nodes become."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from evaluation import vllm
-from evaluation.allocation import Allocation, parse_allocation
+from evaluation import node
+from evaluation.node import Allocation, parse_allocation
 from services.core.errors import ConfigurationError
 from tests.evaluation.conftest import ROOT
 
@@ -67,10 +69,19 @@ def test_vllm_is_started_at_its_nodes_address(tmp_path: Path, monkeypatch: pytes
         "MODEL_NAME": "some/model",
         "SKYPILOT_NODE_RANK": "1",
         "JOBGROUP_ENDPOINTS": '{"rollout-server-1:30001": "127.0.0.3:4711"}',
-        **vllm.variables(parse_allocation("t2"), {"VLLM_FLAGS": "--max-model-len 2048"}),
+        **parse_allocation("t2").vllm_variables({"VLLM_FLAGS": "--max-model-len 2048"}),
     }
-    subprocess.run([sys.executable, "-m", vllm.MODULE], cwd=ROOT, env=own, check=True)
+    subprocess.run([sys.executable, "-m", node.MODULE, node.VLLM], cwd=ROOT, env=own, check=True)
     assert told.read_text().split() == [
         *("serve", "some/model", "--served-model-name", "some/model", "--host", "127.0.0.3", "--port", "4711"),
         *("--tensor-parallel-size", "2", "--pipeline-parallel-size", "1", "--max-model-len", "2048", "secret"),
     ]
+
+
+def test_nodes_are_found_by_the_files_that_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(os, "execve", lambda program, command, environment: started.update(environment))
+    node.main(tmp_path, {"MODEL_NAME": "m"})
+    [url] = node.registered(tmp_path)
+    assert url.removeprefix("http://") in started["JOBGROUP_ENDPOINTS"]
+    assert (started["MODEL_NAME"], started["SKYPILOT_NODE_RANK"]) == ("m", "0")

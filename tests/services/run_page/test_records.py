@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from services.run_page import samples
-from services.run_page.samples import GroupsQuery, SampleIndex, prompt_key
+from services.run_page import records
+from services.run_page.records import GroupsQuery, SampleIndex, prompt_key
 from tests.services.run_page.runs import append, episodes, group, write_run
 
 
@@ -115,7 +115,7 @@ def test_no_samples_yet(tmp_path):
 
 def test_a_search_that_takes_long_says_how_far_it_has_come(index, monkeypatch):
     index.refresh()
-    monkeypatch.setattr(samples, "SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(records, "SEARCH_SECONDS", 0.0)
     found = index.search(GroupsQuery(text="not there"))
     assert found.groups == []
     assert found.before is not None
