@@ -17,12 +17,12 @@ import torch
 
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
-from trainer.algorithm.packing import TrainingGroup
-from trainer.algorithm.training_groups import TokenNumbers
+from services.protocol.groups import joined, split
+from trainer.algorithm.packing import TrainingGroup, pack_group, unpack_group
+from trainer.algorithm.training_groups import PerToken
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import PublishedType, TrainerSettings
-from trainer.group_arrays import from_arrays, to_arrays
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
@@ -111,7 +111,7 @@ class Team:
             result = result.with_critic(critic.update(groups, step, position=position, should_stop=stop))
         return result
 
-    def values(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
+    def values(self, groups: Sequence[TrainingGroup]) -> list[PerToken]:
         """Return the critic's values before the groups' trained tokens; see CriticLearner.values."""
         self._tell("values", groups=groups)
         assert self.critic is not None, "only ADVANTAGE=gae has values"
@@ -119,7 +119,7 @@ class Team:
 
     def logprobs(
         self, groups: Sequence[TrainingGroup], temperature: float | None = None, *, use_adapters: bool = True
-    ) -> list[TokenNumbers]:
+    ) -> list[PerToken]:
         """Return the policy's log-probabilities of the groups' trained tokens; see Learner.logprobs."""
         self._tell("logprobs", groups=groups, temperature=temperature, use_adapters=use_adapters)
         return self.learner.logprobs(groups, temperature, use_adapters=use_adapters)
@@ -129,7 +129,7 @@ class Team:
         self._tell("mean_entropy", groups=groups)
         return self.learner.mean_entropy(groups)
 
-    def reference_logprobs(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
+    def reference_logprobs(self, groups: Sequence[TrainingGroup]) -> list[PerToken]:
         """Return the reference's log-probabilities of the groups' trained tokens; see Learner.reference_logprobs."""
         self._tell("reference_logprobs", groups=groups)
         return self.learner.reference_logprobs(groups)
@@ -180,25 +180,20 @@ class Team:
     def _tell(self, name: str, *, groups: Sequence[TrainingGroup] | None = None, **arguments: Any) -> None:
         if not self.ranks.is_main or self.ranks.world_size == 1:
             return
-        header, arrays = ([], []) if groups is None else to_arrays(groups)
+        packed = b"" if groups is None else joined([pack_group(group) for group in groups])
         self.ranks.broadcast_json(
-            {
-                "name": name,
-                "arguments": arguments,
-                "groups": None if groups is None else header,
-                "arrays": [(array.dtype.str, len(array)) for array in arrays],
-            }
+            {"name": name, "arguments": arguments, "bytes": None if groups is None else len(packed)}
         )
-        for array in arrays:
-            self.ranks.broadcast_array(array)
+        if packed:
+            self.ranks.broadcast_array(np.frombuffer(packed, np.uint8).copy())
 
     def _heard(self) -> tuple[str, dict[str, Any]]:
         """Return the name and arguments of rank 0's next call."""
         call = self.ranks.broadcast_json()
         arguments = call["arguments"]
-        arrays = [self.ranks.broadcast_array(np.empty(length, dtype)) for dtype, length in call["arrays"]]
-        if call["groups"] is not None:
-            arguments["groups"] = from_arrays(call["groups"], arrays)
+        if call["bytes"] is not None:
+            packed = self.ranks.broadcast_array(np.empty(call["bytes"], np.uint8)) if call["bytes"] else b""
+            arguments["groups"] = [unpack_group(part) for part in split(bytes(packed))]
         if "state" in arguments:
             arguments["state"] = RunState.model_validate(arguments["state"])
         return call["name"], arguments

@@ -47,7 +47,7 @@ def _experiences(rng: np.random.Generator) -> list[dict[str, object]]:
             "completion": "She sold 48 clips in April, and half as many in May. " * 8,
             "completion_ids": ids[i],
             "logprobs": logprobs[i],
-            "policy_versions": [{"version": 0, "start": 0, "end": COMPLETION_TOKENS}],
+            "policy_versions": [0] * COMPLETION_TOKENS,
             "finish_reason": "stop",
             "result": {"reward": float(i % 2)},
         }
@@ -58,10 +58,13 @@ def _experiences(rng: np.random.Generator) -> list[dict[str, object]]:
 def _group(number: int, experiences: list[dict[str, object]]) -> dict[str, object]:
     return {
         "group_id": f"group-{number}",
-        "prompt": "Natalia sold clips to 48 of her friends in April. How many?",
-        "ground_truth": "72",
-        "prompt_ids": list(range(number, number + 80)),
-        "experiences": experiences,
+        "prompt": {
+            "id": f"clips/{number}",
+            "prompt": "Natalia sold clips to 48 of her friends in April. How many?",
+            "ground_truth": "72",
+            "prompt_ids": list(range(number, number + 80)),
+        },
+        "sequences": experiences,
     }
 
 

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from benchmarks.common import harness
 from services.core import machine
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from services.protocol.groups import TokenSequence
+from services.protocol.rewards import FinishReason
+from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
@@ -63,7 +65,7 @@ class Work:
         def ids(count: int) -> list[int]:
             return [rng.randrange(vocabulary) for _ in range(count)]
 
-        def sequences(index: int) -> Iterator[TrainingSequence]:
+        def sequences(index: int) -> Iterator[TokenSequence]:
             history: list[int] = []
             trained: list[bool] = []
             for turn in range(self.turns):
@@ -71,7 +73,14 @@ class Work:
                 tokens, mask = history + sampled, trained + [True] * len(sampled)
                 if self.rewrites_history or turn == self.turns - 1:
                     logprobs = [-rng.random() for _ in tokens]
-                    yield TrainingSequence(tokens, logprobs, [1.0 if index % 2 else -1.0] * len(tokens), mask)
+                    yield TokenSequence(
+                        completion_ids=tokens,
+                        logprobs=logprobs,
+                        policy_versions=[0] * len(tokens),
+                        advantages=[1.0 if index % 2 else -1.0] * len(tokens),
+                        loss_mask=mask,
+                        finish_reason=FinishReason.STOP,
+                    )
                 if self.rewrites_history:
                     history += sampled[len(sampled) // 2 :] + result
                     trained = [False] * len(history)
@@ -154,7 +163,7 @@ def _bare(work: Work) -> Callable[[int], None]:
 
     def forward_and_backward(number: int) -> None:
         groups = work.groups(model.config.vocab_size, number)
-        ids = torch.tensor([group.prompt_ids + s.completion_ids for group in groups for s in group.sequences])
+        ids = torch.tensor([group.prompt_ids + s.completion_ids.tolist() for group in groups for s in group.sequences])
         with torch.autocast("cpu", torch.bfloat16, enabled=work.dtype == "bfloat16"):
             logits = cast("Tensor", model(input_ids=ids, use_cache=False, logits_to_keep=last + 1).logits)
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, -last:].flatten()).backward()

@@ -20,8 +20,8 @@ from services.embedded_engine.compute.sequences import Sequence as Completion
 from services.embedded_engine.http.requests import SamplingParams, make_request
 from services.embedded_engine.settings import EngineSettings
 from services.protocol.base import derive_seed
-from services.protocol.groups import Experience, Group, VersionSpan
-from services.protocol.prompts import Cursor, Split
+from services.protocol.groups import Group, TokenSequence
+from services.protocol.prompts import Cursor, Prompt, Split
 from services.protocol.rewards import FinishReason, RewardResult
 from services.replay_buffer.store import PriorityIndex
 from trainer.algorithm.packing import TrainingGroup
@@ -134,7 +134,7 @@ class InProcess:
             self.engine.stop()
         rewards = np.array([group.rewards for group in groups])
         result.rewards = [float((rewards.max(axis=1) if best else rewards).mean())]
-        result.tokens = [sum(len(e.completion_ids) for group in groups for e in group.experiences)]
+        result.tokens = [sum(e.tokens for group in groups for e in group.sequences)]
 
     def _step(self, step: int, result: Result) -> None:
         """Take one step in the order of TrainingLoop.step."""
@@ -160,7 +160,7 @@ class InProcess:
             self.index.set_priority(self.position[group.group_id], group.mean_absolute_advantage)
         self._publish(step + 1)
         result.rewards.append(float(np.mean([group.rewards for group in batch.scored])))
-        result.tokens.append(sum(len(e.completion_ids) for group in batch.scored for e in group.experiences))
+        result.tokens.append(sum(e.tokens for group in batch.scored for e in group.sequences))
         result.seconds.append(time.perf_counter() - started)
         if isinstance(self.rounding, MeasuredRounding) and (share := self.rounding.share(self.ranks)) is not None:
             result.figures["publish_share"] = share
@@ -188,7 +188,7 @@ class InProcess:
         seeds = [derive_seed(settings.seed, "evaluation", prompt["id"]) for prompt in prompts]
         sampling = SamplingParams(n=settings.eval_samples, temperature=1.0)
         groups = self._make_groups(prompts, seeds, sampling)
-        measured = sample_metrics([[e.result for e in group.experiences] for group in groups], settings.eval_samples)
+        measured = sample_metrics([[e.scoring for e in group.sequences] for group in groups], settings.eval_samples)
         result.accuracy = measured[f"{estimate}_at_{settings.eval_samples}"]
         result.accuracy_error = measured[f"{estimate}_at_{settings.eval_samples}_stderr"]
         result.prompts, result.samples = len(groups), settings.eval_samples
@@ -207,22 +207,20 @@ class InProcess:
         return [
             Group(
                 group_id=f"{prompt['epoch']}-{prompt['position']}",
-                prompt=prompt["prompt"],
-                ground_truth=prompt["ground_truth"],
-                prompt_ids=prompt["prompt_ids"],
-                experiences=[self._score(sequence, prompt) for sequence in request.done.result().sequences],
+                prompt=Prompt.model_validate(prompt),
+                sequences=[self._score(sequence, prompt) for sequence in request.done.result().sequences],
             )
             for prompt, request in zip(prompts, requests, strict=True)
         ]
 
-    def _score(self, sequence: Completion, prompt: Mapping[str, Any]) -> Experience:
+    def _score(self, sequence: Completion, prompt: Mapping[str, Any]) -> TokenSequence:
         text = self.loaded.decode_text(sequence.output_ids, True)
         assert sequence.finish is not None
-        return Experience(
+        return TokenSequence(
             completion=text,
             completion_ids=sequence.output_ids,
             logprobs=sequence.logprobs,
-            policy_versions=[VersionSpan(version=self.version, start=0, end=len(sequence.output_ids))],
+            policy_versions=[self.version] * len(sequence.output_ids),
             finish_reason=FinishReason(sequence.finish["type"]),
             result=RewardResult(reward=self.reward(prompt["prompt"], text, prompt["ground_truth"])),
         )

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import orjson
 from pydantic import ValidationError
 from tokenizers import Tokenizer
@@ -14,13 +15,13 @@ from tokenizers import Tokenizer
 from services.core.errors import DependencyLostError, first_line
 from services.core.logs import get_logger
 from services.core.models import model_file
-from services.protocol.groups import Completion, VersionSpan
+from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
 
 log = get_logger(__name__)
 
 
-def read_completions(url: str, reply: bytes) -> list[Completion]:
+def read_completions(url: str, reply: bytes) -> list[TokenSequence]:
     """Return the completions of ``url``'s reply to SGLang's /generate, which is one record or a list of records.
 
     Raises:
@@ -29,22 +30,28 @@ def read_completions(url: str, reply: bytes) -> list[Completion]:
     try:
         body = orjson.loads(reply)
         return [_completion(record) for record in (body if isinstance(body, list) else [body])]
-    except (KeyError, TypeError, ValueError, ValidationError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, ValidationError) as error:
         raise DependencyLostError(f"{url} answered with something else than completions: {error}") from error
 
 
-def _completion(record: dict[str, Any]) -> Completion:
+def _completion(record: dict[str, Any]) -> TokenSequence:
     meta = record["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     ids = [pair[1] for pair in pairs]
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
-    return Completion(
+    place = 0
+    for span in spans:
+        if span["start"] != place or span["end"] < place:
+            raise ValueError(f"weight_versions must cover the completion without gaps, broken at token {place}")
+        place = span["end"]
+    return TokenSequence(
         completion=record.get("text") or "",
         completion_ids=ids,
         logprobs=[pair[0] for pair in pairs],
-        policy_versions=[
-            VersionSpan(version=int(span["version"]), start=span["start"], end=span["end"]) for span in spans
-        ],
+        policy_versions=np.repeat(
+            np.array([int(span["version"]) for span in spans], np.int64),
+            [span["end"] - span["start"] for span in spans],
+        ),
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
     )
 
@@ -59,7 +66,7 @@ class CompletionDecoder:
         self._load = functools.cache(functools.partial(_load_tokenizer, model_name))
         self._loading = asyncio.Lock()
 
-    async def decode(self, completion: Completion, stop: Sequence[str]) -> Completion:
+    async def decode(self, completion: TokenSequence, stop: Sequence[str]) -> TokenSequence:
         """Return a completion with the text that an engine gives for one request: no special tokens, and no ``stop``.
 
         A model without a tokenizer.json keeps the texts of the pieces.
@@ -80,9 +87,9 @@ def _load_tokenizer(model_name: str) -> Tokenizer | None:
         return None
 
 
-def _text(tokenizer: Tokenizer, completion: Completion, stop: Sequence[str]) -> str:
+def _text(tokenizer: Tokenizer, completion: TokenSequence, stop: Sequence[str]) -> str:
     """Return a completion's text without special tokens, up to the stop text or stop token that ended it."""
-    ids = completion.completion_ids
+    ids = completion.completion_ids.tolist()
     text = tokenizer.decode(ids)
     if completion.finish_reason is not FinishReason.STOP:
         return text

@@ -124,7 +124,7 @@ def _parts(groups: Sequence[Group]) -> Iterator[slice]:
     """Yield the parts of ``groups`` that requests of their own carry; one for no groups at all."""
     start = tokens = 0
     for end, group in enumerate(groups):
-        size = len(group.prompt_ids) + sum(len(e.completion_ids) for e in group.experiences)
+        size = len(group.prompt_ids) + sum(sequence.tokens for sequence in group.sequences)
         if end > start and (end - start == GROUPS_A_REQUEST or tokens + size > TOKENS_A_REQUEST):
             yield slice(start, end)
             start, tokens = end, 0

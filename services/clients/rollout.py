@@ -21,7 +21,7 @@ from services.clients.completions import CompletionDecoder, read_completions
 from services.core.endpoints import Endpoint, Task, endpoint
 from services.core.errors import DependencyLostError
 from services.http.client import HttpClient, RequestRefusedError
-from services.protocol.groups import EMPTY, Completion, joined
+from services.protocol.groups import EMPTY, TokenSequence
 from services.protocol.rewards import FinishReason
 from services.weights.policy_store import ADAPTER_NAME
 
@@ -70,18 +70,18 @@ class _Begun:
 
     key: str
     """The routing key of its requests: the worker that has its tokens in its cache."""
-    so_far: Completion = EMPTY
+    so_far: TokenSequence = EMPTY
 
     @property
     def tokens(self) -> int:
-        return len(self.so_far.completion_ids)
+        return self.so_far.tokens
 
 
 @dataclass(frozen=True)
 class _Reply:
     """The completions of one request: those that have ended, and those that go on."""
 
-    done: list[Completion]
+    done: list[TokenSequence]
     begun: list[_Begun]
     error: DependencyLostError | None = None
 
@@ -132,7 +132,7 @@ class RolloutClient(HttpClient):
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int, seed: int | None = None
-    ) -> list[Completion]:
+    ) -> list[TokenSequence]:
         """Return ``n`` completions of a prompt, or as many as could be generated.
 
         Lost completions are asked for again and aborted ones continued, until MAX_ROUNDS rounds in a row bring no token
@@ -153,7 +153,7 @@ class RolloutClient(HttpClient):
             DependencyLostError: no completion could be generated within deadline and tries.
         """
         self._check_prompt(prompt_ids)
-        done: list[Completion] = []
+        done: list[TokenSequence] = []
         begun: list[_Begun] = []
         lost: DependencyLostError | None = None
         sent = rounds = 0
@@ -220,7 +220,7 @@ class RolloutClient(HttpClient):
         if seed is not None:
             sampling["sampling_seed"] = seed % 2**31
         payload = {
-            "input_ids": [*prompt_ids, *begun.so_far.completion_ids],
+            "input_ids": [*prompt_ids, *begun.so_far.completion_ids.tolist()],
             "sampling_params": sampling,
             "return_logprob": True,
             "logprob_start_len": -1,
@@ -238,7 +238,7 @@ class RolloutClient(HttpClient):
             # Under a new key, so that another worker continues it.
             kept = [_Begun(secrets.token_hex(8), begun.so_far)] if begun.tokens else []
             return _Reply([], kept, error)
-        TOKENS.inc(sum(len(completion.completion_ids) for completion in completions))
+        TOKENS.inc(sum(completion.tokens for completion in completions))
         RESUBMITTED.labels("missing").inc(max(n - len(completions), 0))
         sorted_by_end = _sorted_by_end(begun, completions[:n], piece, params.max_new_tokens)
         if begun.tokens and self._decoder is not None:
@@ -247,7 +247,7 @@ class RolloutClient(HttpClient):
         return sorted_by_end
 
 
-def _sorted_by_end(begun: _Begun, received: Sequence[Completion], piece: int, most: int) -> _Reply:
+def _sorted_by_end(begun: _Begun, received: Sequence[TokenSequence], piece: int, most: int) -> _Reply:
     """Return the completions that begin with ``begun`` and go on with what was ``received``; count them.
 
     Args:
@@ -258,22 +258,22 @@ def _sorted_by_end(begun: _Begun, received: Sequence[Completion], piece: int, mo
     """
     done, going_on = [], []
     for part in received:
-        whole = joined(begun.so_far, part)
+        whole = begun.so_far.then(part)
         is_aborted = part.finish_reason is FinishReason.ABORT
-        if len(whole.completion_ids) >= most or _has_ended(part, piece):
+        if whole.tokens >= most or _has_ended(part, piece):
             done.append(whole.model_copy(update={"finish_reason": FinishReason.LENGTH}) if is_aborted else whole)
             COMPLETIONS.labels(done[-1].finish_reason.value).inc()
             continue
         if is_aborted:
             COMPLETIONS.labels(FinishReason.ABORT.value).inc()
             RESUBMITTED.labels("aborted").inc()
-        if whole.completion_ids:
+        if whole.tokens:
             going_on.append(_Begun(begun.key, whole))
     return _Reply(done, going_on)
 
 
-def _has_ended(received: Completion, piece: int) -> bool:
+def _has_ended(received: TokenSequence, piece: int) -> bool:
     """Return whether a completion ended before the ``piece`` tokens that were asked for."""
     # A piece that the engine cut short has filled the model's context.
-    is_short = received.finish_reason is FinishReason.LENGTH and len(received.completion_ids) < piece
+    is_short = received.finish_reason is FinishReason.LENGTH and received.tokens < piece
     return is_short or received.finish_reason is FinishReason.STOP

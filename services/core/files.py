@@ -121,3 +121,19 @@ def database_damage(error: BaseException, file: Path, loss: str) -> Configuratio
         f"{str(file)!r} is damaged: {error}; see whether its disk is well, move its directory away and start again: "
         f"{loss}"
     )
+
+
+def require_database_format(database: sqlite3.Connection, file: Path, version: int) -> None:
+    """Pass if a database is new, which gives it the ``version``, or has the version.
+
+    Raises:
+        ConfigurationError: another version of this program wrote it.
+    """
+    [(found,)] = database.execute("PRAGMA user_version")
+    [(tables,)] = database.execute("SELECT count(*) FROM sqlite_master")
+    if tables and found != version:
+        raise ConfigurationError(
+            f"{str(file)!r} was written by another version of this program (its format is {found}, this program reads "
+            f"{version}); go on with that version, or begin a new run"
+        )
+    database.execute(f"PRAGMA user_version = {version}")

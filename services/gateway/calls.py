@@ -55,7 +55,7 @@ from services.http.client import (
 )
 from services.http.problems import ProblemError
 from services.protocol.base import derive_seed
-from services.protocol.groups import Completion
+from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
 
 log = get_logger(__name__)
@@ -207,14 +207,14 @@ class Calls:
 
     async def _sample(
         self, session: Session, request: ChatRequest, call: Call, prompt_ids: list[int]
-    ) -> list[Completion]:
+    ) -> list[TokenSequence]:
         """Return a completion for each choice.
 
         Raises:
             ProblemError: 400, the engine refuses the prompt; 429, no engine answered before the deadline.
         """
 
-        async def choice(index: int) -> Completion | Exception:
+        async def choice(index: int) -> TokenSequence | Exception:
             rid = f"{call.name}-{derive_seed(session.id):x}-{index}"
             seed = session.request.seed
             seeded = {} if seed is None else {"sampling_seed": derive_seed(seed, call.name, index)}
@@ -238,10 +238,10 @@ class Calls:
 
         # A task for the only choice would take three more turns of the event loop.
         answers = [await choice(0)] if request.n == 1 else await asyncio.gather(*map(choice, range(request.n)))
-        completions = [answer for answer in answers if isinstance(answer, Completion)]
+        completions = [answer for answer in answers if isinstance(answer, TokenSequence)]
         failures = [answer for answer in answers if isinstance(answer, Exception)]
         if failures:
-            lose("incomplete", sum(len(completion.completion_ids) for completion in completions))
+            lose("incomplete", sum(completion.tokens for completion in completions))
         for reason, tokens in lost.items():
             await self._lose(session, reason, tokens)
         if failures:
@@ -332,7 +332,7 @@ class EngineClient:
         seconds: float,
         on_aborted: Callable[[int], None],
         lora_path: str | None = None,
-    ) -> Completion:
+    ) -> TokenSequence:
         """Return a completion that was not aborted; ask again for a lost or aborted one until the deadline.
 
         Args:
@@ -362,9 +362,9 @@ class EngineClient:
             while (left := end - time.monotonic()) > 0:
                 try:
                     completion = await self._ask(session_id, {**payload, "rid": f"{rid}-{attempt}"}, left)
-                    if completion.finish_reason is not FinishReason.ABORT and completion.completion_ids:
+                    if completion.finish_reason is not FinishReason.ABORT and completion.tokens:
                         return completion
-                    on_aborted(len(completion.completion_ids))
+                    on_aborted(completion.tokens)
                     reason, failure = "aborted", "the engine aborted the request"
                 except DependencyLostError as error:
                     reason, failure = "lost", str(error)
@@ -374,7 +374,7 @@ class EngineClient:
                 attempt, pause = attempt + 1, min(2 * pause, LONGEST_PAUSE_SECONDS)
         raise DependencyLostError(f"no engine answered within {seconds:.1f} s and {attempt} attempts: {failure}")
 
-    async def _ask(self, session_id: str, payload: dict[str, Any], seconds: float) -> Completion:
+    async def _ask(self, session_id: str, payload: dict[str, Any], seconds: float) -> TokenSequence:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=min(CONNECT_SECONDS, seconds))
         headers, data = {ROUTING_KEY: session_id}, orjson.dumps(payload)
         try:

@@ -15,7 +15,7 @@ from services.gateway.prompts import PromptMaker
 from services.gateway.requests import ChatRequest, next_key
 from services.gateway.sessions import Session
 from services.gateway.tree import Call, Turn
-from services.protocol.groups import Completion
+from services.protocol.groups import TokenSequence
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def named_event(content: Mapping[str, Any]) -> bytes:
 
 
 def add_turns(
-    call: Call, completions: Sequence[Completion], request: ChatRequest, key: bytes, prompts: PromptMaker
+    call: Call, completions: Sequence[TokenSequence], request: ChatRequest, key: bytes, prompts: PromptMaker
 ) -> None:
     """Add a turn for each completion to ``call``; ``key`` is that of the request's conversation."""
     for completion in completions:
@@ -104,7 +104,7 @@ CHAT = Api(
 
 
 def _message(
-    completion: Completion, request: ChatRequest, call: Call, prompts: PromptMaker
+    completion: TokenSequence, request: ChatRequest, call: Call, prompts: PromptMaker
 ) -> tuple[dict[str, Any], int]:
     """Return a completion as the agent gets it, and the number of tool calls in it that cannot be parsed."""
     if request.offered_tools is None:
@@ -121,7 +121,7 @@ def _message(
     return message, unparsed
 
 
-def _matched_stop(completion: Completion, request: ChatRequest, prompts: PromptMaker) -> str | None:
+def _matched_stop(completion: TokenSequence, request: ChatRequest, prompts: PromptMaker) -> str | None:
     """Return the stop string that ended a completion, None if none did."""
     if not request.stop:
         return None
@@ -129,9 +129,9 @@ def _matched_stop(completion: Completion, request: ChatRequest, prompts: PromptM
     return min((end for end in request.stop if end in text), key=text.find, default=None)
 
 
-def _logprobs(completion: Completion, prompts: PromptMaker) -> dict[str, Any]:
+def _logprobs(completion: TokenSequence, prompts: PromptMaker) -> dict[str, Any]:
     entries = []
-    for token, logprob in zip(completion.completion_ids, completion.logprobs, strict=True):
+    for token, logprob in zip(completion.completion_ids.tolist(), completion.logprobs.tolist(), strict=True):
         text = prompts.token_text(token)
         entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
     return {"content": entries}

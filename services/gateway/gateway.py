@@ -220,7 +220,7 @@ class Gateway:
             trace = session.trace()
             if not session.is_finished:
                 await self._account.trace(
-                    sum(sum(sequence.loss_mask) for sequence in trace.sequences), (_FINISH, (session_id,))
+                    sum(sequence.trained_tokens for sequence in trace.sequences), (_FINISH, (session_id,))
                 )
                 session.is_finished = True
                 self._sessions.pop(session_id, None)

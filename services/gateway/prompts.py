@@ -21,7 +21,7 @@ from services.chat.tokenizers import TextCodec
 from services.chat.tool_calls import ToolCall
 from services.gateway.sessions import refuse
 from services.http.problems import ProblemError
-from services.protocol.groups import Completion
+from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class PromptMaker:
     async def suffix(
         self,
         turn: Mapping[str, Any],
-        completion: Completion,
+        completion: TokenSequence,
         new: Messages,
         tools: list[dict[str, Any]] | None,
         options: Mapping[str, Any],
@@ -112,7 +112,7 @@ class PromptMaker:
         except Exception:  # noqa: BLE001  # ``whole`` finds the reason.
             return None
         suffix = await self._encode(close + continuation)
-        has_end = completion.finish_reason is FinishReason.STOP and completion.completion_ids[-1] in self._special
+        has_end = completion.finish_reason is FinishReason.STOP and int(completion.completion_ids[-1]) in self._special
         # The end token that the model sampled stands for the first token of the close.
         closed = has_end and bool(close and suffix) and suffix[0] in self._special
         return suffix[1:] if closed else suffix
@@ -171,7 +171,7 @@ class PromptMaker:
         return encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text)
 
     def text_and_calls(
-        self, completion: Completion, stop: Sequence[str], prompt_ids: Sequence[int], tools: list[dict[str, Any]]
+        self, completion: TokenSequence, stop: Sequence[str], prompt_ids: Sequence[int], tools: list[dict[str, Any]]
     ) -> tuple[str, list[ToolCall], int]:
         """Return a completion's text without its tool calls, these, and the number of calls that cannot be parsed."""
         text = self.text(completion, stop)
@@ -179,9 +179,9 @@ class PromptMaker:
         raw = self.text(completion, stop, skip_special_tokens=False) if needs_raw else text
         return tool_calls.read(self._tokenizer, text, raw, prompt_ids, tools)
 
-    def text(self, completion: Completion, stop: Sequence[str], *, skip_special_tokens: bool = True) -> str:
+    def text(self, completion: TokenSequence, stop: Sequence[str], *, skip_special_tokens: bool = True) -> str:
         """Return a completion's text up to the first stop string."""
-        text = self._codec.decode(completion.completion_ids, skip_special_tokens=skip_special_tokens)
+        text = self._codec.decode(completion.completion_ids.tolist(), skip_special_tokens=skip_special_tokens)
         return text[: min((text.find(end) for end in stop if end in text), default=len(text))]
 
     def token_text(self, token: int) -> str:

@@ -24,6 +24,7 @@ from services.core import files
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.http.problems import ProblemError
+from services.protocol.groups import FORMAT
 
 log = get_logger(__name__)
 
@@ -225,9 +226,10 @@ class Store:
             self._db = sqlite3.connect(self._file, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
             # The exclusive lock needs no shared memory, which network disks lack.
             self._db.executescript(
-                "PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; "
-                f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT"
+                "PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL"
             )
+            files.require_database_format(self._db, self._file, FORMAT)
+            self._db.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT")
             # Open sessions take some MB, which are read in no time.
             [(found,)] = self._db.execute("PRAGMA integrity_check(1)")
             if found != "ok":

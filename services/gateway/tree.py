@@ -6,8 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.protocol.groups import Completion, VersionSpan
-from services.protocol.sessions import TraceSequence, TurnSpan
+import numpy as np
+
+from services.protocol import groups
+from services.protocol.groups import TokenSequence
+from services.protocol.sessions import TraceSequence
 
 
 @dataclass(eq=False)
@@ -15,7 +18,7 @@ class Turn:
     """A turn that an engine sampled: a node of the tree."""
 
     call: Call
-    completion: Completion
+    completion: TokenSequence
     message: dict[str, Any]
     """The turn as the agent got it."""
     key: bytes
@@ -40,7 +43,9 @@ class Turn:
     @property
     def held_ids(self) -> list[int]:
         """The tokens of the conversation up to and with this turn."""
-        return [token for turn in self.path for token in (*turn.call.added_ids, *turn.completion.completion_ids)]
+        return [
+            token for turn in self.path for token in (*turn.call.added_ids, *turn.completion.completion_ids.tolist())
+        ]
 
 
 @dataclass(eq=False)
@@ -67,14 +72,14 @@ class Call:
     @property
     def sampled_tokens(self) -> int:
         """The number of tokens that the engine sampled for all choices."""
-        return sum(len(turn.completion.completion_ids) for turn in self.turns)
+        return sum(turn.completion.tokens for turn in self.turns)
 
     def record(self) -> dict[str, Any]:
         """Return the call as plain data, from which ``restored`` makes it again."""
         parent = None if self.parent is None else [self.parent.call.name, self.parent.call.turns.index(self.parent)]
         turns = [
             {
-                "completion": turn.completion.model_dump(mode="json"),
+                "completion": turn.completion.model_dump(mode="json", exclude={"arrays"}, exclude_none=True),
                 "message": turn.message,
                 "key": turn.key.hex(),
                 "unparsed_calls": turn.unparsed_calls,
@@ -121,7 +126,7 @@ class Tree:
         call.turns = [
             Turn(
                 call,
-                Completion.model_validate(turn["completion"]),
+                TokenSequence.model_validate(turn["completion"]),
                 turn["message"],
                 bytes.fromhex(turn["key"]),
                 turn["unparsed_calls"],
@@ -171,33 +176,35 @@ def _choices(calls: Iterable[Call]) -> list[Turn]:
 
 
 def _sequence(path: list[Turn], trained: set[Turn], numbers: Mapping[Call, tuple[int, int]]) -> TraceSequence:
-    ids: list[int] = []
-    logprobs: list[float] = []
-    mask: list[bool] = []
-    spans: list[VersionSpan] = []
-    turns: list[TurnSpan] = []
+    ids: list[Any] = []
+    logprobs: list[Any] = []
+    mask: list[Any] = []
+    versions: list[Any] = []
+    turns: list[groups.Turn] = []
+    place = 0
     for number, turn in enumerate(path):
         completion = turn.completion
         added = turn.call.added_ids if number else []
-        start = len(ids)
-        first = start + len(added)
-        ids += [*added, *completion.completion_ids]
-        logprobs += [*(0.0 for _ in added), *completion.logprobs]
-        mask += [*(False for _ in added), *(turn not in trained for _ in completion.completion_ids)]
-        for span in completion.policy_versions:
-            spans.append(VersionSpan(version=span.version, start=start, end=first + span.end))
-            start = first + span.end
-        if turn not in trained and completion.completion_ids:
-            call, place = numbers[turn.call]
-            turns.append(TurnSpan(call=call, place=place, start=first, end=len(ids)))
+        first, end = place + len(added), place + len(added) + completion.tokens
+        ids += [np.array(added, np.int32), completion.completion_ids]
+        logprobs += [np.zeros(len(added)), completion.logprobs]
+        mask += [np.zeros(len(added), bool), np.full(completion.tokens, turn not in trained)]
+        versions += [
+            np.full(len(added), completion.policy_versions[0] if completion.tokens else 0),
+            completion.policy_versions,
+        ]
+        if turn not in trained and completion.tokens:
+            call, number_of_turn = numbers[turn.call]
+            turns.append(groups.Turn(number=number_of_turn, call=call, start=first, end=end))
         trained.add(turn)
+        place = end
     last = path[-1]
     return TraceSequence(
         prompt_ids=path[0].call.added_ids,
-        completion_ids=ids,
-        logprobs=logprobs,
-        loss_mask=mask,
-        policy_versions=spans,
+        completion_ids=np.concatenate(ids),
+        logprobs=np.concatenate(logprobs),
+        loss_mask=np.concatenate(mask),
+        policy_versions=np.concatenate(versions),
         finish_reason=last.completion.finish_reason,
         text=last.message["content"] or "",
         messages=[message for turn in path for message in (*turn.call.messages, {**turn.message, "sampled": True})],

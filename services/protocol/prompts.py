@@ -24,7 +24,8 @@ class Prompt(WireModel):
     ``ground_truth`` is the seed of an episode.
     ``prompt`` is the text of the user's turn. ``prompt_ids`` is the whole prompt that the model sees: the chat template
     applied and tokenised, generation marker included. ``epoch`` and ``position`` are the prompt's place in the shuffled
-    order, so that a consumer can count each prompt once an epoch.
+    order, so that a consumer can count each prompt once an epoch. ``source`` names the dataset where there are
+    several, and ``row`` has the dataset's row as JSON where its reward needs more of it than the ground truth.
     """
 
     id: str
@@ -35,6 +36,8 @@ class Prompt(WireModel):
     category: str | None = None
     epoch: Count = 0
     position: Count = 0
+    source: str = Field(default="", exclude_if=lambda source: not source)
+    row: bytes = Field(default=b"", exclude_if=lambda row: not row)
 
 
 class Split(StrEnum):

@@ -9,8 +9,7 @@ from pydantic import Field
 
 from services.protocol.base import MAX_TOKENS, Count, Finite, Seed, StrictModel, TokenId, WireModel
 from services.protocol.episodes import EpisodeFigures
-from services.protocol.groups import VersionSpan
-from services.protocol.rewards import FinishReason
+from services.protocol.groups import Tokens
 
 
 class CreateSessionRequest(StrictModel):
@@ -70,7 +69,7 @@ class RewardRequest(StrictModel):
 DEADLINE = "deadline_seconds"
 """The limit over which a call is refused when no engine answers until the session's deadline, and after it. No agent is
 at fault, because the trainer ends an episode before whose own time is over."""
-END_BEFORE = "end the agent's loop before, or catch this error and return a reward"
+END_BEFORE = "stop the agent's loop earlier, or catch this error and return a reward"
 """The advice to an agent in the refusal of a call over a session's limit."""
 REQUEST_MARK = "X-Request-Mark"
 """A header by which PatientTransport marks agents' requests: the same mark in all attempts to send a request, and in no
@@ -78,37 +77,17 @@ other request. From the second attempt on, AGAIN follows it."""
 AGAIN = ";again"
 
 
-class TurnSpan(WireModel):
-    """The tokens ``start`` to ``end`` (exclusive) of a sequence, sampled by call ``call`` of the episode, from 0 on.
-
-    Calls with the same prompt have the same ``place``, as the choices of one call do: each samples the same turn anew.
-    """
-
-    call: Count
-    place: Count = Field(default_factory=lambda fields: fields["call"])
-    start: Count
-    end: Count
-
-
-class TraceSequence(WireModel):
+class TraceSequence(Tokens):
     """One sequence of an episode's tokens, from a prompt to a leaf of its tree of calls.
 
     Every sampled token of the episode has ``loss_mask`` True in exactly one sequence and is context (False) in others.
-    ``logprobs`` and ``policy_versions`` have an entry for every completion token; those of context mean nothing.
-    ``messages`` is the conversation as the agent and the model wrote it; the model's messages have ``sampled`` true.
-    ``turns`` has the spans that are trained on in this sequence; calls are numbered in the order of their answers.
+    ``text`` is the last turn's. ``messages`` is the conversation as the agent and the model wrote it; the model's
+    messages have ``sampled`` true.
     """
 
     prompt_ids: list[TokenId] = Field(min_length=1)
-    completion_ids: list[TokenId]
-    logprobs: list[Finite]
-    loss_mask: list[bool]
-    policy_versions: list[VersionSpan]
-    finish_reason: FinishReason
     text: str = ""
-    """The last turn's text."""
     messages: list[dict[str, Any]] = Field(default_factory=list)
-    turns: list[TurnSpan] = Field(default_factory=list)
 
 
 class Trace(EpisodeFigures):
@@ -128,7 +107,7 @@ class Trace(EpisodeFigures):
 
 
 class GatewayStats(WireModel):
-    """Reply of GET /stats. Tokens are those since the gateway's directory was made, whatever it restarted.
+    """Reply of GET /stats. Counts cover the life of the gateway's directory, across restarts.
 
     ``engine_tokens`` is what engines sampled, and equals the sum of the others: tokens in the traces of finished
     sessions, tokens in open sessions, and tokens lost, by reason.

@@ -10,7 +10,6 @@ SQLite's planner would otherwise read all rows of snapshot 0.
 from __future__ import annotations
 
 import sqlite3
-import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +18,10 @@ from typing import Any
 from services.core import files
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.problems import ProblemError
-from services.replay_buffer.packing import unpack
+from services.protocol.groups import FORMAT, GroupFormatError, unpack_sequences
 
 _SCHEMA = """
--- A group as packing.py writes it, or the JSON of an experience without tokens. A sequence number is never used again.
+-- A group as ``pack`` writes it, or the JSON of an experience without tokens. A sequence number is never used again.
 CREATE TABLE IF NOT EXISTS contents (sequence INTEGER PRIMARY KEY AUTOINCREMENT, data BLOB NOT NULL);
 
 -- Group ids that were added. An id stays known after its group is gone, so that a late repetition adds nothing.
@@ -100,9 +99,10 @@ class Database(sqlite3.Connection):
             # The exclusive lock needs no shared memory, which network disks lack. Deleted contents need no overwriting.
             self.executescript(
                 f"PRAGMA page_size = {_PAGE_BYTES}; PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; "
-                f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}; PRAGMA secure_delete = OFF; "
-                f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT"
+                f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}; PRAGMA secure_delete = OFF"
             )
+            files.require_database_format(self, directory / _FILE, FORMAT)
+            self.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT")
         except (OSError, sqlite3.Error) as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
                 raise DependencyLostError(
@@ -165,9 +165,10 @@ class Database(sqlite3.Connection):
             sqlite3.DatabaseError: the contents of one are damaged.
         """
         try:
-            return [unpack(data) for data in self.contents(sequences)]
-        except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise sqlite3.DatabaseError(f"a group in it cannot be read ({error!r})") from error
+            unpacked = [unpack_sequences(data) for data in self.contents(sequences)]
+        except GroupFormatError as error:
+            raise sqlite3.DatabaseError(f"a group in it cannot be read: {error}") from error
+        return [{**header, "sequences": of_group} for header, of_group in unpacked]
 
     def _says_disk_full(self, error: sqlite3.Error) -> bool:
         """Return whether the disk is used up: SQLite says so, or a write failed while hardly anything is free."""

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from services.http.problems import ProblemError
-from services.protocol.groups import Group
+from services.protocol.groups import Group, pack
 from services.protocol.replay import (
     AddExperiencesReply,
     AddGroupsReply,
@@ -25,7 +25,6 @@ from services.protocol.replay import (
     UpdatePrioritiesReply,
 )
 from services.replay_buffer.database import Database
-from services.replay_buffer.packing import pack
 from services.replay_buffer.settings import ReplaySettings
 
 Rows = np.ndarray[Any, np.dtype[np.void]]

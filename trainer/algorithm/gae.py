@@ -19,14 +19,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from services.protocol.groups import by_episode
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
-from trainer.algorithm.training_groups import TokenNumbers, kl_terms, scatter, trained_mask
+from services.protocol.groups import TokenSequence, by_episode
+from trainer.algorithm.packing import RETURNS, VALUES, TrainingGroup
+from trainer.algorithm.training_groups import (
+    Array,
+    PerToken,
+    kl_terms,
+    reward_of,
+    rewarded_turns,
+    scatter,
+    with_arrays,
+)
 
 WHITENING_EPS = 1e-8
 """Added to the variance of the advantages, as in verl."""
@@ -173,12 +183,12 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 def with_critic_targets(
     groups: Sequence[TrainingGroup],
-    values: Sequence[TokenNumbers],
+    values: Sequence[PerToken],
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
     is_per_turn: bool = False,
-    reference: Sequence[TokenNumbers] | None = None,
+    reference: Sequence[PerToken] | None = None,
     kl_coef: float = 0.0,
 ) -> list[TrainingGroup]:
     """Return the groups of a step with a whitened advantage, a return and a value for each trained token.
@@ -201,16 +211,16 @@ def with_critic_targets(
     sequences = [s for group in groups for s in group.sequences]
     if not any(s.trained_tokens for s in sequences):
         return list(groups)
-    value = [scatter(s, own) for s, own in zip(sequences, chain(*values), strict=True)]
-    reward = [_rewards(s) for s in sequences]
-    rewards, old_values = (torch.tensor([*chain(*rows)], dtype=torch.float64) for rows in (reward, value))
+    value = [scatter(s, np.asarray(own)) for s, own in zip(sequences, chain(*values), strict=True)]
+    rewards = torch.from_numpy(np.concatenate([_rewards(s) for s in sequences]))
+    old_values = torch.from_numpy(np.concatenate(value))
     if reference is not None:
         terms = kl_terms(groups, reference)
         _add_elsewhere(groups, terms)
-        rewards -= kl_coef * torch.tensor([*chain(*(terms[id(s)] for s in sequences))], dtype=torch.float64)
-    lengths = torch.tensor([len(s.completion_ids) for s in sequences])
-    turn_ids = torch.tensor([*chain(*map(_turn_ids, sequences))], dtype=torch.int64)
-    loss_mask = torch.tensor([*chain(*(trained_mask(s) for s in sequences))])
+        rewards -= kl_coef * torch.from_numpy(np.concatenate([terms[id(s)] for s in sequences]))
+    lengths = torch.tensor([s.tokens for s in sequences])
+    turn_ids = torch.from_numpy(np.concatenate([_turn_ids(s) for s in sequences]))
+    loss_mask = torch.from_numpy(np.concatenate([s.mask for s in sequences]))
     advantages = generalized_advantages(
         rewards,
         old_values,
@@ -222,18 +232,20 @@ def with_critic_targets(
     )
     returns = value_targets(advantages, old_values).split(lengths.tolist())
     parts = zip(whitened(advantages, loss_mask).split(lengths.tolist()), returns, value, strict=True)
-    found = (
-        replace(s, advantages=s.advantages if s.has_own_advantages else a.tolist(), returns=r.tolist(), values=v)
+    updated = (
+        with_arrays(s, advantages=a.numpy(), returns=r.numpy(), values=v)
         for s, (a, r, v) in zip(sequences, parts, strict=True)
     )
-    return [replace(group, sequences=[next(found) for _ in group.sequences]) for group in groups]
+    return [replace(group, sequences=[next(updated) for _ in group.sequences]) for group in groups]
 
 
 def critic_metrics(groups: Sequence[TrainingGroup]) -> dict[str, float]:
     """Return the metrics of the values that the critic gave before the step, over trained tokens."""
     values, returns = (
-        torch.tensor([x for g in groups for s in g.sequences for x in s.trained(getattr(s, name) or ())])
-        for name in ("values", "returns")
+        torch.from_numpy(
+            np.concatenate([[], *(s.trained(s.arrays[name]) for g in groups for s in g.sequences if name in s.arrays)])
+        ).float()
+        for name in (VALUES, RETURNS)
     )
     if not len(values):
         return {}
@@ -244,34 +256,37 @@ def critic_metrics(groups: Sequence[TrainingGroup]) -> dict[str, float]:
     }
 
 
-def _rewards(sequence: TrainingSequence) -> list[float]:
+def _rewards(sequence: TokenSequence) -> Array:
     """Return the reward of each of L tokens."""
-    rewards = [0.0] * len(sequence.completion_ids)
-    for turn in sequence.rewarded_turns if rewards else ():
-        rewards[turn.end - 1] = turn.reward
+    rewards = np.zeros(sequence.tokens)
+    for turn in rewarded_turns(sequence) if sequence.tokens else ():
+        rewards[turn.end - 1] = reward_of(turn)
     return rewards
 
 
-def _turn_ids(sequence: TrainingSequence) -> list[int]:
+def _turn_ids(sequence: TokenSequence) -> NDArray[np.int64]:
     """Return the turn of each of L tokens; without rewards of turns, a turn is a run of trained tokens."""
-    mask = trained_mask(sequence)
+    begins = np.diff(sequence.mask, prepend=False) & sequence.mask
     if sequence.turns:
-        starts = {turn.start for turn in sequence.turns}
-        return [*accumulate(place in starts for place in range(len(mask)))]
-    return [*accumulate(now and not before for before, now in pairwise([False, *mask]))]
+        begins = np.zeros(sequence.tokens, bool)
+        begins[[turn.start for turn in sequence.turns]] = True
+    return begins.cumsum()
 
 
-def _add_elsewhere(groups: Sequence[TrainingGroup], terms: dict[int, list[float]]) -> None:
+def _add_elsewhere(groups: Sequence[TrainingGroup], terms: dict[int, Array]) -> None:
     """Add to the KL term of each turn's last token those of the episode's other sequences up to the next turn.
 
     So the terms of a sequence from a turn on sum to those of the episode from that turn on, as rewards of turns do.
     """
     for episode in (sequences for group in groups for sequences in by_episode(group.sequences) if len(sequences) > 1):
         parts = [
-            (s, turn.number, sum(terms[id(s)][turn.start : turn.end])) for s in episode for turn in s.rewarded_turns
+            (s, turn.number, sum(terms[id(s)][turn.start : turn.end].tolist()))
+            for s in episode
+            for turn in rewarded_turns(s)
         ]
-        for s in filter(lambda s: s.completion_ids, episode):
-            following = [turn.number for turn in s.rewarded_turns[1:]]
-            for turn, end in zip(s.rewarded_turns, [*following, math.inf], strict=True):
+        for s in (s for s in episode if s.tokens):
+            turns = rewarded_turns(s)
+            following = [turn.number for turn in turns[1:]]
+            for turn, end in zip(turns, [*following, math.inf], strict=True):
                 elsewhere = (kl for other, number, kl in parts if other is not s and turn.number <= number < end)
                 terms[id(s)][turn.end - 1] += sum(elsewhere)

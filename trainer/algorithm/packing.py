@@ -9,93 +9,35 @@ unless another one goes on from it, because no token is predicted from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import compress, pairwise
-from typing import Any, TypeVar
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.protocol.groups import TokenSequence, pack_sequences, unpack_sequences
+from services.protocol.rewards import FinishReason
 from trainer.algorithm.attention_layout import AttentionLayout, TreeMask
 
-T = TypeVar("T")
 Rows = NDArray[np.int64]
 """Packed indices."""
+Ids = NDArray[np.int32]
 
-
-@dataclass(frozen=True)
-class Turn:
-    """A turn of an episode: completion tokens ``start`` to ``end``, and the reward that follows (see TurnReward)."""
-
-    number: int
-    start: int
-    end: int
-    reward: float
-
-
-@dataclass(frozen=True)
-class TrainingSequence:
-    """One completion as the loss sees it: L tokens, each with its advantage."""
-
-    completion_ids: list[int]
-    behaviour_logprobs: list[float]
-    """L log-probabilities; those of tokens outside the loss mask are not used."""
-    advantages: list[float]
-    """L advantages."""
-    loss_mask: list[bool] | None = None
-    """L flags, False for tokens that are read but not trained on, such as a tool's results; None: all are trained."""
-    reward: float = 0.0
-    has_own_advantages: bool = False
-    """The advantages came with the completion, so none are computed from its reward."""
-    values: list[float] | None = None
-    """L values that the critic gave before the step; None without a critic."""
-    returns: list[float] | None = None
-    """L returns that the critic is fitted to; None without a critic."""
-    episode: int | None = None
-    """The episode within its group; None for a completion, which is an episode of its own."""
-    turns: list[Turn] | None = None
-    """The rewards of the model's turns; None where the episode has one reward alone."""
-    seat: int | None = None
-    """The seat of a game; None elsewhere."""
-
-    def __post_init__(self) -> None:
-        for name in ("behaviour_logprobs", "advantages", "loss_mask", "values", "returns"):
-            values = getattr(self, name)
-            if values is not None and len(values) != len(self.completion_ids):
-                raise ValueError(
-                    f"{len(self.completion_ids)} completion_ids but {len(values)} {name}: every completion token "
-                    "needs one"
-                )
-
-    @property
-    def rewarded_turns(self) -> list[Turn]:
-        """The turns; without turns, the whole sequence as one turn with the episode's reward."""
-        return self.turns or [Turn(0, 0, len(self.completion_ids), self.reward)]
-
-    @property
-    def read_ids(self) -> list[int]:
-        """The tokens that a forward pass reads: all but the last, from which nothing is predicted."""
-        return self.completion_ids[:-1]
-
-    def trained(self, values: Sequence[T]) -> list[T]:
-        """Return those of L ``values`` whose token is trained on."""
-        return list(values) if self.loss_mask is None else list(compress(values, self.loss_mask))
-
-    @property
-    def trained_tokens(self) -> int:
-        """The number of tokens that are trained on."""
-        return len(self.completion_ids) if self.loss_mask is None else sum(self.loss_mask)
+VALUES, RETURNS = "values", "returns"
+"""The arrays of a sequence, besides its own, with the values that the critic gave before the step, and the returns that
+the critic is fitted to."""
 
 
 @dataclass(frozen=True)
 class Branch:
     """A completion's way through its group's prefix tree, from the prompt's first token on."""
 
-    sequence: TrainingSequence
+    sequence: TokenSequence
     index: int
     """The place of the completion in its group."""
     shared: int
@@ -114,7 +56,7 @@ class TrainingGroup:
     """One prompt with its completions as the loss sees them."""
 
     prompt_ids: list[int]
-    sequences: list[TrainingSequence]
+    sequences: list[TokenSequence]
     group_id: str = ""
     weight: float = 1.0
     """Importance weight: 1, unless the group was drawn by priority from the replay buffer."""
@@ -126,16 +68,12 @@ class TrainingGroup:
                 f"group {self.group_id!r} has no prompt_ids: the first completion token is predicted from the prompt"
             )
 
-    @property
+    @cached_property
     def branches(self) -> list[Branch]:
         """The completions in depth-first order of the group's prefix tree."""
-        return self._branches
-
-    # orjson writes all attributes of a dataclass whose names have no leading underscore, fields or not.
-    @cached_property
-    def _branches(self) -> list[Branch]:
-        reads = [sequence.read_ids for sequence in self.sequences]
-        order = sorted(range(len(reads)), key=reads.__getitem__)
+        reads = [read_ids(sequence) for sequence in self.sequences]
+        # Bytes of unsigned integers with the highest byte first are in the order of the integers.
+        order = sorted(range(len(reads)), key=[ids.astype(">u4").tobytes() for ids in reads].__getitem__)
         prompt = len(self.prompt_ids)
         shared = [0, *(prompt + _common(reads[i], reads[j]) for i, j in pairwise(order))]
         return [Branch(self.sequences[i], i, shared[n], prompt + len(reads[i])) for n, i in enumerate(order)]
@@ -153,14 +91,34 @@ class TrainingGroup:
     @property
     def mean_absolute_advantage(self) -> float:
         """Mean of |advantage| over the trained tokens: the group's priority in the replay buffer."""
-        total = sum(abs(a) for sequence in self.sequences for a in sequence.trained(sequence.advantages))
+        total: float = sum(
+            abs(a) for s in self.sequences if s.advantages is not None for a in s.trained(s.advantages).tolist()
+        )
         return total / max(self.trained_tokens, 1)
 
-    def all_ids(self) -> Iterator[list[int]]:
-        """Yield the token ids of the prompt, then those of each completion."""
-        yield self.prompt_ids
-        for sequence in self.sequences:
-            yield sequence.completion_ids
+    def all_ids(self) -> NDArray[np.int64]:
+        """Return the token ids of the prompt, then those of each completion."""
+        return np.concatenate([np.array(self.prompt_ids, np.int64), *(s.completion_ids for s in self.sequences)])
+
+
+def pack_group(group: TrainingGroup) -> bytes:
+    """Return a group as bytes for the other ranks, without the texts that no rank trains on."""
+    header = {field.name: getattr(group, field.name) for field in fields(group) if field.name != "sequences"}
+    return pack_sequences(header, [s.model_copy(update={"completion": "", "messages": None}) for s in group.sequences])
+
+
+def unpack_group(data: bytes | memoryview) -> TrainingGroup:
+    """Return the group of ``pack_group``, equal to the bit. Nothing is checked, because rank 0 has checked it."""
+    header, sequences = unpack_sequences(data)
+    return TrainingGroup(**header, sequences=[TokenSequence.trusted(fields) for fields in sequences])
+
+
+FILLER = TrainingGroup(
+    [0],
+    [TokenSequence(completion_ids=[0], logprobs=[0.0], policy_versions=[0], finish_reason=FinishReason.STOP)],
+    weight=0.0,
+)
+"""A group of one token whose loss is 0."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +185,7 @@ def pack(
     """
     is_filler = not pieces
     if is_filler:
-        pieces = [TrainingGroup([0], [TrainingSequence([0], [0.0], [0.0])], weight=0.0)]
+        pieces = [FILLER]
     trees = _Trees(sum(piece.tokens for piece in pieces))
     predicting = np.concatenate([rows for piece in pieces for rows in trees.add(piece)])
     predict_rows, state_ids = torch.from_numpy(predicting).unique(return_inverse=True)
@@ -240,12 +198,12 @@ def pack(
         layout=order.of(torch.from_numpy(trees.ends)),
         predict_rows=predict_rows,
         state_ids=state_ids,
-        targets=_per_token(sequences, [s.completion_ids for s in sequences], np.int64),
+        targets=_per_token(sequences, "completion_ids", np.int64),
         sequence_ids=torch.arange(len(sequences)).repeat_interleave(lengths),
-        behaviour_logprobs=_per_token(sequences, [s.behaviour_logprobs for s in sequences]),
-        advantages=_per_token(sequences, [s.advantages for s in sequences]),
-        old_values=_per_token(sequences, [s.values for s in sequences]),
-        returns=_per_token(sequences, [s.returns for s in sequences]),
+        behaviour_logprobs=_per_token(sequences, "logprobs"),
+        advantages=_per_token(sequences, "advantages"),
+        old_values=_per_token(sequences, VALUES),
+        returns=_per_token(sequences, RETURNS),
         weights=torch.tensor([group.weight for group in groups]).repeat_interleave(lengths),
         is_replayed=torch.tensor([group.is_replayed for group in groups]).repeat_interleave(lengths),
         n_replayed=sum(s.trained_tokens for s, group in zip(sequences, groups, strict=True) if group.is_replayed),
@@ -254,13 +212,11 @@ def pack(
     )
 
 
-def _per_token(
-    sequences: Sequence[TrainingSequence], numbers: Sequence[Sequence[float] | None], dtype: Any = np.float32
-) -> Tensor:
-    """Return the numbers [N] of the trained tokens of completions; 0 for a completion without numbers."""
+def _per_token(sequences: Sequence[TokenSequence], name: str, dtype: Any = np.float32) -> Tensor:
+    """Return the numbers [N] of a name of the trained tokens; 0 for a completion without such numbers."""
     parts = [
-        np.zeros(s.trained_tokens, dtype) if own is None else np.array(s.trained(own), dtype)
-        for s, own in zip(sequences, numbers, strict=True)
+        np.zeros(s.trained_tokens, dtype) if (own := s.per_token.get(name)) is None else s.trained(own).astype(dtype)
+        for s in sequences
     ]
     return torch.from_numpy(np.concatenate(parts))
 
@@ -282,16 +238,21 @@ class _Trees:
             new = slice(self._used, self._used + branch.new)
             self._used = new.stop
             path = np.concatenate([path[: branch.shared], np.arange(new.start, new.stop)])
-            self.ids[new] = [*group.prompt_ids, *branch.sequence.read_ids][branch.shared :]
+            self.ids[new] = np.concatenate([group.prompt_ids, read_ids(branch.sequence)])[branch.shared :]
             self.depths[new] = np.arange(branch.shared, branch.length)
-            rows = path[n_prompt - 1 : n_prompt - 1 + len(branch.sequence.completion_ids)]
-            mask = branch.sequence.loss_mask
-            predicting[branch.index] = rows if mask is None else rows[np.array(mask, bool)]
+            rows = path[n_prompt - 1 : n_prompt - 1 + branch.sequence.tokens]
+            predicting[branch.index] = branch.sequence.trained(rows)
         self.ends[path] = self._used
         return predicting
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def read_ids(sequence: TokenSequence) -> Ids:
+    """Return the tokens that a forward pass reads: all but the last, from which nothing is predicted."""
+    return sequence.completion_ids[:-1]
+
+
+def _common(first: Ids, second: Ids) -> int:
     """Return the length of the longest common prefix."""
-    differs = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(differs, min(len(first), len(second)))
+    least = min(len(first), len(second))
+    differs = first[:least] != second[:least]
+    return int(differs.argmax()) if differs.any() else least

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, groupby
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from services.protocol.groups import Experience, Group, by_episode
+from services.protocol.groups import Group, TokenSequence, Turn, by_episode
 from services.protocol.rewards import FinishReason
 from trainer.algorithm.advantages import AdvantageFunction, Outcomes, dr_grpo, overlong_penalty
 from trainer.algorithm.methods import Credit
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
+from trainer.algorithm.packing import TrainingGroup
 
-TokenNumbers = list[list[float]]
-"""Numbers of a group's trained tokens, by completion."""
+Array = NDArray[np.float64]
+PerToken = Sequence[Array]
+"""``values[completion][trained token]`` of a group."""
 
 
 def training_group(
@@ -39,40 +43,32 @@ def training_group(
         weight: importance weight of the group.
         is_replayed: the group comes from the replay buffer.
     """
-    sequences = [
-        TrainingSequence(
-            completion_ids=e.completion_ids,
-            behaviour_logprobs=e.logprobs,
-            advantages=[0.0] * len(e.completion_ids) if e.advantages is None else e.advantages,
-            loss_mask=_loss_mask(e, masks_truncated=masks_truncated),
-            reward=_reward(e, overlong_buffer, max_length),
-            has_own_advantages=e.advantages is not None,
-            episode=e.episode,
-            turns=None if e.turns is None else [Turn(**dict(turn)) for turn in e.turns],
-            seat=e.seat,
-        )
-        for e in scored(group)
-    ]
+    sequences = []
+    for sequence in scored(group):
+        changes: dict[str, Any] = {}
+        if masks_truncated and sequence.finish_reason is FinishReason.LENGTH:
+            changes["loss_mask"] = np.zeros(sequence.tokens, bool)
+        if overlong_buffer:
+            penalty = overlong_penalty(torch.tensor([sequence.tokens]), max_length, overlong_buffer).item()
+            changes["result"] = sequence.scoring.model_copy(update={"reward": reward_of(sequence) + penalty})
+        sequences.append(sequence.model_copy(update=changes) if changes else sequence)
     return TrainingGroup(group.prompt_ids, sequences, group.group_id, weight, is_replayed)
 
 
-def scored(group: Group) -> list[Experience]:
-    """Return the experiences of a group that are trained on."""
-    return [e for e in group.experiences if e.reward is not None and e.finish_reason is not FinishReason.ABORT]
+def scored(group: Group) -> list[TokenSequence]:
+    """Return the sequences of a group that are trained on."""
+    return [s for s in group.sequences if s.reward is not None and s.finish_reason is not FinishReason.ABORT]
 
 
-def _reward(experience: Experience, overlong_buffer: int, max_length: int) -> float:
-    assert experience.reward is not None
-    if not overlong_buffer:
-        return experience.reward
-    length = torch.tensor([len(experience.completion_ids)])
-    return experience.reward + overlong_penalty(length, max_length, overlong_buffer).item()
+def reward_of(scored: TokenSequence | Turn) -> float:
+    """Return the reward of a scored sequence, or of a turn that has one."""
+    assert scored.reward is not None
+    return scored.reward
 
 
-def _loss_mask(experience: Experience, *, masks_truncated: bool) -> list[bool] | None:
-    if masks_truncated and experience.finish_reason is FinishReason.LENGTH:
-        return [False] * len(experience.completion_ids)
-    return experience.loss_mask
+def rewarded_turns(sequence: TokenSequence) -> list[Turn]:
+    """Return the turns with their rewards; without turns, the whole sequence as one turn with the episode's reward."""
+    return sequence.turns or [Turn(number=0, start=0, end=sequence.tokens, reward=reward_of(sequence))]
 
 
 def has_signal(group: TrainingGroup, credit: Credit, *, is_by_group: bool) -> bool:
@@ -82,7 +78,7 @@ def has_signal(group: TrainingGroup, credit: Credit, *, is_by_group: bool) -> bo
     """
     if not is_by_group:
         return group.trained_tokens > 0
-    if any(any(s.advantages) for s in group.sequences if s.has_own_advantages):
+    if any(s.advantages is not None and s.advantages.any() for s in group.sequences):
         return True
     rewards: dict[tuple[int, ...], set[float]] = {}
     for unit in credit_units([group], credit):
@@ -102,13 +98,13 @@ class CreditUnit:
     """The number of the episode in the step."""
     compared: tuple[int, ...]
     reward: float
-    spans: list[tuple[TrainingSequence, int, int]]
+    spans: list[tuple[TokenSequence, int, int]]
     """Sequences with the first token and the end of the unit's tokens."""
 
     @property
     def trained_tokens(self) -> int:
         """The number of tokens that are trained on."""
-        return sum(sum(trained_mask(sequence)[start:end]) for sequence, start, end in self.spans)
+        return sum(int(np.count_nonzero(sequence.mask[start:end])) for sequence, start, end in self.spans)
 
 
 def credit_units(groups: Sequence[TrainingGroup], credit: Credit) -> list[CreditUnit]:
@@ -122,13 +118,14 @@ def credit_units(groups: Sequence[TrainingGroup], credit: Credit) -> list[Credit
     for episode, (number, sequences) in enumerate(episodes):
         seat = -1 if sequences[0].seat is None else sequences[0].seat
         if credit is Credit.EPISODE or not all(s.turns for s in sequences):
-            spans = [(s, 0, len(s.completion_ids)) for s in sequences]
-            units.append(CreditUnit(episode, (number, seat, 0), sequences[0].reward, spans))
+            spans = [(s, 0, s.tokens) for s in sequences]
+            units.append(CreditUnit(episode, (number, seat, 0), reward_of(sequences[0]), spans))
             continue
         turns: dict[int, CreditUnit] = {}
         for s in sequences:
-            rewards = [*accumulate(turn.reward for turn in reversed(s.rewarded_turns))][::-1]
-            for turn, reward in zip(s.rewarded_turns, rewards, strict=True):
+            rewarded = rewarded_turns(s)
+            rewards = [*accumulate(reward_of(turn) for turn in reversed(rewarded))][::-1]
+            for turn, reward in zip(rewarded, rewards, strict=True):
                 unit = turns.setdefault(turn.number, CreditUnit(episode, (number, seat, turn.number), reward, []))
                 unit.spans.append((s, turn.start, turn.end))
         units += [unit for _, unit in sorted(turns.items())]
@@ -141,7 +138,7 @@ def with_advantages(
     credit: Credit = Credit.EPISODE,
     *,
     eps: float = 1e-4,
-    reference: Sequence[TokenNumbers] | None = None,
+    reference: Sequence[PerToken] | None = None,
     kl_coef: float = 0.0,
     is_normalised: bool = False,
 ) -> list[TrainingGroup]:
@@ -184,42 +181,43 @@ def with_advantages(
             computed = function(outcomes) - dr_grpo(replace(outcomes, rewards=penalties))
         else:
             computed = function(replace(outcomes, rewards=outcomes.rewards - penalties))
-    advantages = {id(s): [0.0] * len(s.completion_ids) for group in groups for s in group.sequences}
+    advantages = {id(s): np.zeros(s.tokens) for group in groups for s in group.sequences}
     for unit, advantage in zip(units, computed.tolist(), strict=True):
         for s, start, end in unit.spans:
-            advantages[id(s)][start:end] = [advantage] * (end - start)
+            advantages[id(s)][start:end] = advantage
     return [
-        replace(
-            g, sequences=[s if s.has_own_advantages else replace(s, advantages=advantages[id(s)]) for s in g.sequences]
-        )
-        for g in groups
+        replace(group, sequences=[with_arrays(s, advantages=advantages[id(s)]) for s in group.sequences])
+        for group in groups
     ]
 
 
-def _kl_to_go(units: Sequence[CreditUnit], terms: Mapping[int, Sequence[float]]) -> torch.Tensor:
+def with_arrays(sequence: TokenSequence, advantages: Array, **arrays: Array) -> TokenSequence:
+    """Return a sequence with advantages, unless it brings its own, and with further arrays by name."""
+    own = sequence.advantages
+    further = {"arrays": {**sequence.arrays, **arrays}} if arrays else {}
+    return sequence.model_copy(update={"advantages": advantages if own is None else own, **further})
+
+
+def _kl_to_go(units: Sequence[CreditUnit], terms: Mapping[int, Array]) -> torch.Tensor:
     """Return the sum of the KL terms of each unit's tokens and of those of its episode's later units, float64."""
     to_go: list[float] = []
     for _, of_episode in groupby(units, lambda unit: unit.episode):
-        own = [sum(sum(terms[id(s)][start:end]) for s, start, end in unit.spans) for unit in of_episode]
+        own = [sum(sum(terms[id(s)][start:end].tolist()) for s, start, end in unit.spans) for unit in of_episode]
         to_go += [*accumulate(reversed(own))][::-1]
     return torch.tensor(to_go, dtype=torch.float64)
 
 
-def trained_mask(sequence: TrainingSequence) -> list[bool]:
-    """Return which of a sequence's L tokens are trained on."""
-    return [True] * len(sequence.completion_ids) if sequence.loss_mask is None else sequence.loss_mask
-
-
-def scatter(sequence: TrainingSequence, numbers: Sequence[float]) -> list[float]:
+def scatter(sequence: TokenSequence, numbers: Array) -> Array:
     """Return the numbers of a sequence's trained tokens at their places among its L tokens, with 0 between them."""
-    own = iter(numbers)
-    return [next(own) if is_trained else 0.0 for is_trained in trained_mask(sequence)]
+    values = np.zeros(sequence.tokens)
+    values[sequence.mask] = numbers
+    return values
 
 
-def kl_terms(groups: Sequence[TrainingGroup], reference: Sequence[TokenNumbers]) -> dict[int, list[float]]:
+def kl_terms(groups: Sequence[TrainingGroup], reference: Sequence[PerToken]) -> dict[int, Array]:
     """Return log(pi_behaviour / pi_reference) of each sequence's L tokens, 0 outside the loss mask, by its ``id``."""
-    terms = {}
-    for sequence, own in zip((s for group in groups for s in group.sequences), chain(*reference), strict=True):
-        pairs = zip(sequence.trained(sequence.behaviour_logprobs), own, strict=True)
-        terms[id(sequence)] = scatter(sequence, [behaviour - logprob for behaviour, logprob in pairs])
-    return terms
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    return {
+        id(s): scatter(s, s.trained(s.logprobs) - np.asarray(own))
+        for s, own in zip(sequences, chain(*reference), strict=True)
+    }

@@ -20,7 +20,7 @@ from trainer.algorithm.loss import PolicyLoss
 from trainer.algorithm.methods import GROUP_ADVANTAGES, LOSS_OPTIONS, NORMALISED_ADVANTAGES, is_own_function
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, LossFunction, LossTokens, TokenLosses
-from trainer.algorithm.training_groups import TokenNumbers
+from trainer.algorithm.training_groups import PerToken
 from trainer.config.settings import TrainerSettings
 
 
@@ -56,8 +56,8 @@ class Objective:
     def with_advantages(
         self,
         groups: Sequence[TrainingGroup],
-        reference: Sequence[TokenNumbers] | None = None,
-        values: Sequence[TokenNumbers] | None = None,
+        reference: Sequence[PerToken] | None = None,
+        values: Sequence[PerToken] | None = None,
     ) -> list[TrainingGroup]:
         """Return the groups of a step with their advantages, by the formula that ADVANTAGE names.
 

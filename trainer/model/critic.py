@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from trainer.algorithm.loss import Diagnostics, StepSize, critic_loss
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
-from trainer.algorithm.training_groups import TokenNumbers
+from trainer.algorithm.training_groups import PerToken
 from trainer.checkpoints.volume import DiskFullError, write_whole
 from trainer.config import CriticModel, TrainerSettings
 from trainer.model.gathering import gather_state, whole_parameters
@@ -92,7 +92,7 @@ class CriticLearner:
         """Return whether the critic has an update of its own in a training step, beside or instead of the policy's."""
         return not self.is_shared or step < self.settings.critic_warmup_steps
 
-    def values(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
+    def values(self, groups: Sequence[TrainingGroup]) -> list[PerToken]:
         """Return the values of the states before the groups' trained tokens, on every rank."""
         vocabulary, max_tokens = self.policy.config.vocab_size, self.settings.micro_batch_tokens
         return token_numbers(groups, self.compute, max_tokens, vocabulary, self.ranks)
@@ -120,7 +120,7 @@ class CriticLearner:
         """
         started = time.perf_counter()
         settings, vocabulary = self.settings, self.policy.config.vocab_size
-        known = [group for group in groups if not unknown_ids(group, vocabulary)]
+        known = [group for group in groups if not len(unknown_ids(group, vocabulary))]
         shares = [known[i :: settings.updates_per_batch] for i in range(settings.updates_per_batch)]
         parts = [make_part(share, share, settings.micro_batch_tokens, self.ranks) for share in shares]
         parts = [parts[i] for i in part_order(settings, step)]

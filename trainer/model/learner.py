@@ -17,7 +17,7 @@ from services.core.logs import get_logger
 from trainer.algorithm.loss import Diagnostics, StepSize
 from trainer.algorithm.methods import ImportanceCorrection
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
-from trainer.algorithm.training_groups import TokenNumbers
+from trainer.algorithm.training_groups import PerToken
 from trainer.config import CriticModel, TrainerSettings
 from trainer.config.objective import policy_loss
 from trainer.model.micro_batching import Part, make_part, packed, part_order, token_numbers, unknown_ids
@@ -137,7 +137,7 @@ class Learner:
 
     def logprobs(
         self, groups: Sequence[TrainingGroup], temperature: float | None = None, *, use_adapters: bool = True
-    ) -> list[TokenNumbers]:
+    ) -> list[PerToken]:
         """Return the policy's log-probabilities of the groups' trained tokens, on every rank.
 
         Args:
@@ -150,18 +150,16 @@ class Learner:
 
     def mean_entropy(self, groups: Sequence[TrainingGroup]) -> float | None:
         """Return the policy's mean entropy at the groups' trained tokens, in nats, on every rank; None without any."""
-        known = [group for group in groups if not unknown_ids(group, self.policy.config.vocab_size)]
+        known = [group for group in groups if not len(unknown_ids(group, self.policy.config.vocab_size))]
         numbers = self.token_numbers(known, lambda batch: self.policy(batch).entropies)
-        entropies = [x for group in numbers for of_sequence in group for x in of_sequence]
+        entropies = [x for group in numbers for of_sequence in group for x in of_sequence.tolist()]
         return statistics.fmean(entropies) if entropies else None
 
-    def reference_logprobs(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
+    def reference_logprobs(self, groups: Sequence[TrainingGroup]) -> list[PerToken]:
         """Return the reference's log-probabilities of the groups' trained tokens at TEMPERATURE, on every rank."""
         return self.token_numbers(groups, self._reference_logprobs)
 
-    def token_numbers(
-        self, groups: Sequence[TrainingGroup], compute: Callable[[MicroBatch], Tensor]
-    ) -> list[TokenNumbers]:
+    def token_numbers(self, groups: Sequence[TrainingGroup], compute: Callable[[MicroBatch], Tensor]) -> list[PerToken]:
         """Return a number of each of the groups' trained tokens, on every rank; see ``token_numbers``."""
         vocabulary, max_tokens = self.policy.config.vocab_size, self.settings.micro_batch_tokens
         return token_numbers(groups, compute, max_tokens, vocabulary, self.ranks)
@@ -169,14 +167,14 @@ class Learner:
     def _knows(self, group: TrainingGroup) -> bool:
         vocabulary = self.policy.config.vocab_size
         unknown = unknown_ids(group, vocabulary)
-        if unknown and self.ranks.is_main:
+        if len(unknown) and self.ranks.is_main:
             log.warning(
                 "group left out: token ids outside the model's vocabulary",
                 group_id=group.group_id,
-                ids=unknown[:8],
+                ids=unknown[:8].tolist(),
                 vocabulary=vocabulary,
             )
-        return not unknown
+        return not len(unknown)
 
     def _part(self, groups: Sequence[TrainingGroup]) -> Part:
         settings = self.settings

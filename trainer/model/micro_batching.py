@@ -14,14 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import compress
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.protocol.base import derive_seed
 from trainer.algorithm.attention_layout import TreeMask
 from trainer.algorithm.loss import StepSize
 from trainer.algorithm.packing import Branch, MicroBatch, TrainingGroup, pack
-from trainer.algorithm.training_groups import TokenNumbers
+from trainer.algorithm.training_groups import PerToken
 from trainer.config import TrainerSettings
 from trainer.model.ranks import Ranks
 
@@ -216,9 +218,10 @@ def _pinned(pieces: Sequence[TrainingGroup]) -> MicroBatch:
     return pack(pieces, TreeMask).pinned()
 
 
-def unknown_ids(group: TrainingGroup, vocabulary: int) -> list[int]:
-    """Return the token ids of a group that a model with so many tokens does not know."""
-    return [i for ids in group.all_ids() for i in ids if not 0 <= i < vocabulary]
+def unknown_ids(group: TrainingGroup, vocabulary: int) -> NDArray[np.int64]:
+    """Return the group's token ids that are not below ``vocabulary``."""
+    ids = group.all_ids()
+    return ids[(ids < 0) | (ids >= vocabulary)]
 
 
 @torch.no_grad()
@@ -228,7 +231,7 @@ def token_numbers(
     max_tokens: int,
     vocabulary: int,
     ranks: Ranks,
-) -> list[TokenNumbers]:
+) -> list[PerToken]:
     """Return a number of every trained token by group, completion and token, on every rank. A collective.
 
     Args:
@@ -238,18 +241,18 @@ def token_numbers(
         vocabulary: the number of token ids that the model knows.
         ranks: all ranks.
     """
-    is_known = [not unknown_ids(group, vocabulary) for group in groups]
+    is_known = [not len(unknown_ids(group, vocabulary)) for group in groups]
     shares = share_out(list(compress(groups, is_known)), ranks.world_size, max_tokens)
-    # Computed first and read then, so that the device does not wait for the host in between.
+    # Queue all passes before the first read, so that the GPU never waits for the host.
     computed = [compute(batch) for batch in packed(shares[ranks.rank], ranks)]
     # A filler, which computes one token of no group, only keeps the ranks in step.
     own = [values.cpu() for pieces, values in zip(shares[ranks.rank], computed, strict=True) if pieces]
-    numbers: dict[int, list[float]] = {}
+    numbers: dict[int, NDArray[np.float64]] = {}
     for share, values in zip(shares, ranks.gather_vectors(torch.cat([torch.empty(0), *own])), strict=True):
         sequences = [s for pieces in share for piece in pieces for s in piece.sequences]
         parts = values.split([s.trained_tokens for s in sequences]) if sequences else ()
-        numbers |= {id(s): part.tolist() for s, part in zip(sequences, parts, strict=True)}
+        numbers |= {id(s): part.double().numpy() for s, part in zip(sequences, parts, strict=True)}
     return [
-        [numbers[id(s)] if known else [0.0] * s.trained_tokens for s in group.sequences]
+        [numbers[id(s)] if known else np.zeros(s.trained_tokens) for s in group.sequences]
         for group, known in zip(groups, is_known, strict=True)
     ]

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from services.core.logs import get_logger
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from services.protocol.groups import TokenSequence
+from services.protocol.rewards import FinishReason
+from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.main_rank import MainRank
 from trainer.model.micro_batching import unknown_ids
@@ -58,7 +60,8 @@ class Publication:
         if group is None:
             return {}
         (expected,) = self.team.logprobs([group], temperature=1.0)[0]
-        probing = probe_workers(self.settings, group.prompt_ids, group.sequences[0].completion_ids, expected)
+        completion_ids = group.sequences[0].completion_ids.tolist()
+        probing = probe_workers(self.settings, group.prompt_ids, completion_ids, expected.tolist())
         return {"probe_difference": self.services.thread.call(probing)}
 
     def _probes(self, batch: Batch) -> Iterator[TrainingGroup]:
@@ -66,18 +69,21 @@ class Publication:
         vocabulary = self.team.learner.policy.config.vocab_size
         for group in batch.prepared(batch.groups):
             for sequence in group.sequences:
-                probe = replace(group, sequences=[replace(sequence, loss_mask=None)])
-                if sequence.completion_ids and not unknown_ids(probe, vocabulary):
+                probe = replace(group, sequences=[sequence.model_copy(update={"loss_mask": None})])
+                if sequence.tokens and not len(unknown_ids(probe, vocabulary)):
                     yield probe
 
     def _probe_adapters(self) -> dict[str, float]:
         description = self.team.learner.policy.description
         assert description is not None, "rank 0 has it"
         token_ids = description.tokenizer.encode(PROBE_TEXT)[:PROBE_TOKENS]
-        zeros = [0.0] * (len(token_ids) - 1)
-        group = TrainingGroup(token_ids[:1], [TrainingSequence(token_ids[1:], zeros, zeros)])
+        zeros = [0] * (len(token_ids) - 1)
+        tokens = TokenSequence(
+            completion_ids=token_ids[1:], logprobs=zeros, policy_versions=zeros, finish_reason=FinishReason.LENGTH
+        )
+        group = TrainingGroup(token_ids[:1], [tokens])
         if self._adapter_probe is None:
             (model_alone,) = self.team.logprobs([group], temperature=1.0, use_adapters=False)[0]
-            self._adapter_probe = AdapterProbe(self.settings, token_ids, model_alone)
+            self._adapter_probe = AdapterProbe(self.settings, token_ids, model_alone.tolist())
         (expected,) = self.team.logprobs([group], temperature=1.0)[0]
-        return self.services.thread.call(self._adapter_probe.check(expected))
+        return self.services.thread.call(self._adapter_probe.check(expected.tolist()))

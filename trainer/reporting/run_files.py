@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,10 @@ class RunFiles:
         """Write the groups of an update that was not finite to a file, and return its path."""
         path = self.directory / f"diverged-step-{step:06d}.json"
         try:
-            path.write_bytes(orjson.dumps([asdict(group) for group in groups]))
+            records = [vars(group) | {"sequences": [s.model_dump() for s in group.sequences]} for group in groups]
+            for record in records:
+                record.pop("branches", None)
+            path.write_bytes(orjson.dumps(records, option=orjson.OPT_SERIALIZE_NUMPY))
         except OSError as error:
             log.error("the last batch is not written", path=str(path), reason=str(error))
         return path

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from services.protocol.groups import Experience, Group
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+import numpy as np
+
+from services.protocol.groups import Group, TokenSequence
+from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import scored
 
 LOGGED_GROUPS = 8
@@ -47,31 +49,29 @@ class SampleRecords:
             seen = {id(e): s for e, s in zip(scored(group), sequences, strict=False)}
             rendered = self._decode(group.prompt_ids)
             self._before = self._before or group.prompt_ids[:1]
-            for e in group.experiences:
+            for e in group.sequences:
                 record = _record(step, group, e) | {"rendered_prompt": rendered}
-                if len(e.completion_ids) <= room:
-                    room -= len(e.completion_ids)
+                if e.tokens <= room:
+                    room -= e.tokens
                     record["spans"] = list(self._spans(e, seen.get(id(e))))
                 yield record
 
-    def _spans(self, e: Experience, trained: TrainingSequence | None) -> Iterator[dict[str, Any]]:
+    def _spans(self, e: TokenSequence, trained: TokenSequence | None) -> Iterator[dict[str, Any]]:
         """Yield the tokens of an experience in spans: text that was read, or tokens that one policy version sampled.
 
         Sampled tokens have their log-probabilities and, if they were trained on, one advantage for all or one each.
         """
-        versions = [span.version for span in e.policy_versions for _ in range(span.start, span.end)]
-        sampled = [True] * len(versions) if e.loss_mask is None else e.loss_mask
-        labels = [version if is_own else None for version, is_own in zip(versions, sampled, strict=True)]
+        labels = np.where(e.mask, e.policy_versions, -1).tolist()
         for version, places in groupby(range(len(labels)), key=labels.__getitem__):
             first, *rest = places
             span = slice(first, first + len(rest) + 1)
-            if version is None:
-                yield {"text": self._decode(e.completion_ids[span])}
+            if version < 0:
+                yield {"text": self._decode(e.completion_ids[span].tolist())}
                 continue
             yield {
                 "version": version,
-                "tokens": self.token_texts(e.completion_ids[span]),
-                "logprobs": [round(logprob, 3) for logprob in e.logprobs[span]],
+                "tokens": self.token_texts(e.completion_ids[span].tolist()),
+                "logprobs": [round(logprob, 3) for logprob in e.logprobs[span].tolist()],
                 "advantages": _advantages(trained, span),
             }
 
@@ -96,19 +96,19 @@ class SampleRecords:
         return self._decode([*self._before, *ids]).removeprefix(self._decode(self._before))
 
 
-def _record(step: int, group: Group, e: Experience) -> dict[str, Any]:
+def _record(step: int, group: Group, e: TokenSequence) -> dict[str, Any]:
     record = {
         "step": step,
         "group_id": group.group_id,
-        "prompt": group.prompt,
-        "ground_truth": group.ground_truth,
+        "prompt": group.prompt.prompt,
+        "ground_truth": group.prompt.ground_truth,
         "completion": e.completion,
         "reward": e.reward,
         "finish_reason": e.finish_reason.value,
         "policy_version": e.oldest_version,
-        "tokens": len(e.completion_ids),
+        "tokens": e.tokens,
         "trained_tokens": e.trained_tokens,
-        "result": e.result.model_dump(mode="json", exclude_none=True),
+        "result": e.scoring.model_dump(mode="json", exclude_none=True),
     }
     if e.turns:
         record["turn_rewards"] = [turn.reward for turn in e.turns]
@@ -119,9 +119,9 @@ def _record(step: int, group: Group, e: Experience) -> dict[str, Any]:
     return record
 
 
-def _advantages(trained: TrainingSequence | None, span: slice) -> float | list[float] | None:
+def _advantages(trained: TokenSequence | None, span: slice) -> float | list[float] | None:
     """Return the advantage of a span's tokens, or of each where they differ; None if they are not trained on."""
-    if trained is None or not (trained.loss_mask is None or any(trained.loss_mask[span])):
+    if trained is None or trained.advantages is None or not trained.mask[span].any():
         return None
-    advantages = [float(f"{advantage:.4g}") for advantage in trained.advantages[span]]
+    advantages = [float(f"{advantage:.4g}") for advantage in trained.advantages[span].tolist()]
     return advantages[0] if len(set(advantages)) == 1 else advantages

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from services.protocol.groups import Experience, Group
+from services.protocol.groups import Group, TokenSequence
 from services.protocol.rewards import FinishReason, RewardStatus
 from trainer.model.learner import UpdateResult
 from trainer.rollouts.batch import Batch
@@ -97,7 +97,7 @@ def _completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
     metrics = {
         "completions": float(len(episodes)),
         "unscorable": float(len(episodes) - len(rewards)),
-        "over_limit": float(sum(first.result.status is RewardStatus.OVER_LIMIT for first, *_ in episodes)),
+        "over_limit": float(sum(first.scoring.status is RewardStatus.OVER_LIMIT for first, *_ in episodes)),
         "completion_tokens": float(sum(lengths)),
         "prompt_tokens": float(sum(len(g.prompt_ids) for g in groups)),
         "length_mean": statistics.fmean(lengths),
@@ -121,7 +121,7 @@ def _completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def _has_equal_rewards(group: Group) -> bool:
     """Return whether no two episodes of the same seat have different rewards."""
-    scored = {(e.seat, e.reward) for e in group.experiences if e.reward is not None}
+    scored = {(e.seat, e.reward) for e in group.sequences if e.reward is not None}
     return len(scored) == len({seat for seat, _ in scored})
 
 
@@ -165,11 +165,11 @@ def _win_rates(groups: Sequence[Group]) -> dict[str, float]:
     return {f"win_rate_seat_{seat}": statistics.fmean(games) for seat, games in sorted(won.items())}
 
 
-def _reward_parts(experiences: Sequence[Experience]) -> dict[str, float]:
+def _reward_parts(experiences: Sequence[TokenSequence]) -> dict[str, float]:
     """Return the mean value of each reward function before its weight; nothing where there is only one function."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for experience in experiences:
-        for name, value in experience.result.components.items():
+        for name, value in experience.scoring.components.items():
             if value is not None:
                 values[name].append(value)
     return {f"reward_part_{name}": statistics.fmean(found) for name, found in values.items()} if len(values) > 1 else {}
@@ -204,7 +204,7 @@ def failures(groups: Sequence[Group]) -> list[tuple[str, int, str]]:
             counts.update(group.episodes_failed)
             examples = (group.failure_examples or {}) | examples
             continue
-        for result in (e.result for e in group.experiences if e.result.status is not RewardStatus.SCORED):
+        for result in (e.scoring for e in group.sequences if e.scoring.status is not RewardStatus.SCORED):
             reason = f"reward_{result.status.value}"
             counts[reason] += 1
             examples.setdefault(reason, result.reason or "")

@@ -34,7 +34,7 @@ class SuccessRates:
         """Collect the rates of scored groups, and send them as soon as they cover one batch of prompts."""
         if self._are_wanted is False:
             return
-        self._rates |= {g.prompt_id: rate for g in groups if (rate := success_rate(g)) is not None}
+        self._rates |= {g.prompt.id: rate for g in groups if (rate := success_rate(g)) is not None}
         if len(self._rates) < self.batch_size:
             return
         rates, self._rates = self._rates, {}

@@ -32,10 +32,10 @@ from services.protocol.sessions import DEADLINE, CreateSessionRequest
 from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
-from trainer.rollouts.experiences import LOST_TOKENS, Episode, experiences_of
 from trainer.rollouts.game import EnvironmentPlayer
 from trainer.rollouts.groups import OWN_REASONS, GroupMaker
 from trainer.rollouts.patience import PatientTransport
+from trainer.rollouts.traces import LOST_TOKENS, Episode, sequences_of
 
 T = TypeVar("T")
 
@@ -114,12 +114,12 @@ class EpisodeMaker(GroupMaker):
         self.last_generated = time.perf_counter()
         episodes = [episode for episode in played if episode is not None]
         self._count_failed(played)
-        prompt_ids, experiences = experiences_of(episodes)
-        if not experiences or not any(e.failure is None or e.is_over_limit for e in episodes):
+        prompt_ids, sequences = sequences_of(episodes)
+        if not sequences or not any(e.failure is None or e.is_over_limit for e in episodes):
             self.leave_out(prompt, self._why_failed(episodes))
             return None
         self.failed_in_a_row = 0
-        told = {"episodes_failed": dict(self._failed), "failure_examples": self._examples}
+        failures = {"episodes_failed": dict(self._failed), "failure_examples": self._examples}
         self._failed, self._examples = Tally(), {}
         names = set(EpisodeFigures.model_fields) - {"figures", "seat", "won"}
         figures = {
@@ -128,8 +128,8 @@ class EpisodeMaker(GroupMaker):
             )
             for e in episodes
         }
-        group = self.group(prompt, prompt_ids, experiences)
-        return group.model_copy(update={"episode_figures": figures, **told})
+        prompt = prompt.model_copy(update={"prompt_ids": prompt_ids})
+        return self.group(prompt, sequences, episode_figures=figures, **failures)
 
     def _count_failed(self, played: Sequence[Episode | None]) -> None:
         """Count the failed episodes by reason, and keep what one of each reason says."""

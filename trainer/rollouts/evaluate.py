@@ -11,7 +11,7 @@ from services.clients.rollout import SamplingParams
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.protocol.base import derive_seed
-from services.protocol.groups import Experience, Group
+from services.protocol.groups import Group, TokenSequence
 from services.protocol.pass_at_k import interval, is_correct, pass_at_k, standard_error
 from services.protocol.prompts import Cursor, Prompt, Split
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
@@ -61,7 +61,7 @@ class Evaluator:
         self.samples = _samples(prompts, groups)
         judged = [_judged(group) for group in groups]
         results = [result for of_prompt in judged for result in of_prompt]
-        reasons = [answer.result.reason for group in groups for answer in _answers(group)]
+        reasons = [answer.scoring.reason for group in groups for answer in _answers(group)]
         self.failure = None if results else str(reasons[0] if reasons else self.maker.last_failure)
         figures = environment_figures([group for group in groups if group is not None])
         metrics = greedy_metrics(results) | {f"eval_{name}": value for name, value in figures.items()}
@@ -124,10 +124,10 @@ def _samples(prompts: Sequence[Prompt], groups: Sequence[Group | None]) -> list[
 
 def _judged(group: Group | None) -> list[RewardResult]:
     """Return the results of the answers that are right or wrong."""
-    return [answer.result for answer in _answers(group) if is_correct(answer.result) is not None]
+    return [answer.scoring for answer in _answers(group) if is_correct(answer.scoring) is not None]
 
 
-def _answers(group: Group | None) -> list[Experience]:
+def _answers(group: Group | None) -> list[TokenSequence]:
     """Return the whole completions of a group, or the last sequence of each of its episodes."""
     last = [sequences[-1] for sequences in group.episodes] if group else []
     return [answer for answer in last if answer.finish_reason is not FinishReason.ABORT]

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from prometheus_client import Counter
 
@@ -16,7 +17,7 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.http.client import RequestRefusedError
 from services.protocol.base import derive_seed
-from services.protocol.groups import Completion, Experience, Group
+from services.protocol.groups import Group, TokenSequence
 from services.protocol.pass_at_k import is_correct
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
@@ -111,36 +112,32 @@ class GroupMaker:
                 prompt=prompt.prompt,
                 response=completion.completion,
                 ground_truth=prompt.ground_truth,
-                completion_tokens=completion.completion_tokens,
+                completion_tokens=completion.tokens,
                 finish_reason=completion.finish_reason,
             )
             for completion in completions
         ]
         results = await self.score(items)
         scored = zip(completions, results, strict=True)
-        group = self.group(prompt, prompt.prompt_ids, [Experience(**dict(c), result=result) for c, result in scored])
+        group = self.group(prompt, [c.model_copy(update={"result": result}) for c, result in scored])
         if reward_failure(group) is None:
             self.failed_in_a_row = 0
         return group
 
-    def group(self, prompt: Prompt, prompt_ids: list[int], experiences: list[Experience]) -> Group:
-        """Return the experiences of a prompt as a group, in which answers over a limit have a reward."""
+    def group(self, prompt: Prompt, sequences: list[TokenSequence], **figures: Any) -> Group:
+        """Return the scored sequences of a prompt as a group, in which answers over a limit have a reward."""
         return Group(
             group_id=f"{self.settings.run_id}-{prompt.epoch}-{prompt.position}",
-            prompt_id=prompt.id,
-            prompt=prompt.prompt,
-            ground_truth=prompt.ground_truth,
-            prompt_ids=prompt_ids,
-            epoch=prompt.epoch,
-            position=prompt.position,
-            experiences=with_rewards_over_limit(experiences, self.settings.over_limit_reward),
+            prompt=prompt,
+            sequences=with_rewards_over_limit(sequences, self.settings.over_limit_reward),
+            **figures,
         )
 
-    async def _generate(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> list[Completion]:
+    async def _generate(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> list[TokenSequence]:
         """Return at most ``n`` completions; none, counted, when the engine refuses the prompt or answers too late."""
         try:
             answers = await self.rollouts.generate(prompt.prompt_ids, params, n=n, seed=seed)
-            completions = [completion for completion in answers if completion.completion_ids]
+            completions = [completion for completion in answers if completion.tokens]
             if not completions:
                 raise DependencyLostError("every completion came back aborted or empty")
         except (DependencyLostError, RequestRefusedError) as error:
@@ -209,23 +206,23 @@ class GroupMaker:
         return DependencyLostError(reason)
 
 
-def with_rewards_over_limit(experiences: Sequence[Experience], most: float) -> list[Experience]:
+def with_rewards_over_limit(sequences: Sequence[TokenSequence], most: float) -> list[TokenSequence]:
     """Give answers over a limit the lowest reward of their group (in a game, of their seat), and ``most`` at most."""
     lowest: defaultdict[int | None, float] = defaultdict(lambda: most)
-    for e in experiences:
-        if e.reward is not None:
-            lowest[e.seat] = min(lowest[e.seat], e.reward)
+    for s in sequences:
+        if s.reward is not None:
+            lowest[s.seat] = min(lowest[s.seat], s.reward)
     return [
-        e.model_copy(update={"result": e.result.model_copy(update={"reward": lowest[e.seat]})})
-        if e.result.status is RewardStatus.OVER_LIMIT
-        else e
-        for e in experiences
+        s.model_copy(update={"result": s.scoring.model_copy(update={"reward": lowest[s.seat]})})
+        if s.scoring.status is RewardStatus.OVER_LIMIT
+        else s
+        for s in sequences
     ]
 
 
 def reward_failure(group: Group) -> str | None:
     """Return the first failure of the reward function if it failed at every answer of a group of completions."""
-    results = [experience.result for experience in group.experiences]
+    results = [sequence.scoring for sequence in group.sequences]
     if group.episodes_failed is not None or any(result.status is not RewardStatus.ERROR for result in results):
         return None
     return results[0].reason or "it gave no reason"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from services.clients.replay import ReplayClient
@@ -12,7 +13,7 @@ from services.protocol.groups import Group
 from services.protocol.replay import SampledGroup, SampleGroupsRequest
 from trainer.algorithm.loss import k3
 from trainer.algorithm.packing import TrainingGroup
-from trainer.algorithm.training_groups import TokenNumbers
+from trainer.algorithm.training_groups import PerToken
 from trainer.config import TrainerSettings
 
 
@@ -38,7 +39,7 @@ async def sample_groups(
     )
 
 
-def within_kl(groups: Sequence[TrainingGroup], logprobs: Sequence[TokenNumbers], max_kl: float) -> list[TrainingGroup]:
+def within_kl(groups: Sequence[TrainingGroup], logprobs: Sequence[PerToken], max_kl: float) -> list[TrainingGroup]:
     """Return the groups whose KL from the policy that sampled them to the present one is at most ``max_kl``.
 
     Args:
@@ -47,9 +48,9 @@ def within_kl(groups: Sequence[TrainingGroup], logprobs: Sequence[TokenNumbers],
         max_kl: nats a token, estimated by k3 over the group's trained tokens.
     """
 
-    def distance(group: TrainingGroup, now: TokenNumbers) -> float:
-        before = [x for s in group.sequences for x in s.trained(s.behaviour_logprobs)]
-        after = [x for numbers in now for x in numbers]
-        return k3(torch.tensor(before), torch.tensor(after)).mean().item() if before else 0.0
+    def distance(group: TrainingGroup, now: PerToken) -> float:
+        before = torch.from_numpy(np.concatenate([s.trained(s.logprobs) for s in group.sequences])).float()
+        after = torch.from_numpy(np.concatenate(now)).float()
+        return k3(before, after).mean().item() if len(before) else 0.0
 
     return [group for group, now in zip(groups, logprobs, strict=True) if distance(group, now) <= max_kl]

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from services.protocol.episodes import CalledTool, Message
-from trainer.rollouts import conversations
-from trainer.rollouts.conversations import readable
+from trainer.rollouts.traces import shorten
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -20,7 +19,7 @@ def test_tool_calls_and_results_have_the_tools_name() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
         {"role": "tool", "tool_call_id": "another", "content": {"result": 2}},
     ]
-    assert readable(messages) == [
+    assert shorten(messages) == [
         Message(role="user", content="1+1?\n[image_url]"),
         Message(role="assistant", tool_calls=[CalledTool(name="add", arguments='{"a": 1}')], sampled=True),
         Message(role="tool", content="2", name="add"),
@@ -29,13 +28,13 @@ def test_tool_calls_and_results_have_the_tools_name() -> None:
 
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "MOST_CHARACTERS", 10)
+    monkeypatch.setattr(traces, "MOST_CHARACTERS", 10)
     messages = [{"role": role, "content": "12345678"} for role in ("user", "assistant", "user", "assistant")]
-    shown = readable(messages)
+    shown = shorten(messages)
     assert [message.content for message in shown] == ["12345678", "12… 6 more characters", "… 2 more messages"]
-    assert [message.content for message in readable(messages[:1])] == ["12345678"]
+    assert [message.content for message in shorten(messages[:1])] == ["12345678"]
 
 
 @pytest.mark.parametrize("message", [{}, {"role": 3, "tool_calls": [{}]}, {"content": ["a", 1]}, {"content": 7}])
 def test_messages_of_any_form_are_shown(message: dict[str, Any]) -> None:
-    assert len(readable([message])) == 1
+    assert len(shorten([message])) == 1

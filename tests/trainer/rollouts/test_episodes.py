@@ -39,8 +39,8 @@ from trainer.main_rank import MainRank
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.episodes import EpisodeMaker, group_maker
 from trainer.rollouts.evaluate import Evaluator
-from trainer.rollouts.experiences import Episode, experiences_of
 from trainer.rollouts.groups import LEAST_FAILURES
+from trainer.rollouts.traces import Episode, experiences_of
 from trainer.service_thread import ServiceThread
 
 PROMPT = Prompt(id="p/0", prompt="6*7=", ground_truth="42", prompt_ids=[1], epoch=0, position=3)
