@@ -16,12 +16,11 @@ from trainer.algorithm.critic_targets import critic_metrics, with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.checkpoints.checkpoint import RunState
-from trainer.checkpoints.run_checkpoints import RunCheckpoints
-from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import Mode, TrainerSettings
 from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
 from trainer.model.optimizer import StopRequestedError
+from trainer.model.saving import DiskFullError, writing
 from trainer.publishing.publication import Publication
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
@@ -29,6 +28,7 @@ from trainer.reporting.step_metrics import headline, step_metrics
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.evaluate import note_accuracy, reached_target
 from trainer.rollouts.replay import within_kl
+from trainer.run_checkpoints import RunCheckpoints
 from trainer.service_thread import InterruptedCallError
 from trainer.team import ENDINGS, Team, TrainingDivergedError
 

@@ -14,10 +14,8 @@ from benchmarks.scaling.models import CONFIGS
 from benchmarks.scaling.step import Rates, Seconds
 from benchmarks.scaling.step import Work as StepWork
 from trainer.config import TrainerSettings
-from trainer.preflight.limits import Limits
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import Work, needed
-from trainer.preflight.work import USABLE, choose, work_of
+from trainer.preflight.sizes import USABLE, Limits, Work, choose, needed, work_of
 
 WEIGHT_BYTES = 2
 """Size of a parameter in bfloat16, in an engine and when it is published."""

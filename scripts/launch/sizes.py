@@ -19,9 +19,8 @@ from services.rollout_server.placement import Known, split_node
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from trainer.config import TrainerSettings
 from trainer.preflight.check import Machine, NameNodes, check
-from trainer.preflight.limits import Limits
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import needed
+from trainer.preflight.sizes import Limits, needed
 
 _ENOUGH = 1 << 62
 """Bytes of a place whose size is derived and not given."""
