@@ -25,9 +25,9 @@ from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.prompts import Prompt
 from tests.fake_service import fake_service
-from tests.models import save_byte_tokenizer
 from tests.ports import free_port
 from tests.waiting import IDLE_SECONDS
+from toys.models import byte_tokenizer
 
 
 class FakeServer:
@@ -369,8 +369,8 @@ async def test_the_adapter_of_a_training_run_is_evaluated_where_there_is_one(mak
 
 async def test_a_completion_that_goes_on_is_decoded_by_the_model_of_the_checkpoint(tmp_path: Path) -> None:
     # Of equal bytes, one after the other, with other token ids.
-    save_byte_tokenizer(tmp_path / "default", ["<a>", "<b>", "<c>"])
-    save_byte_tokenizer(tmp_path / "checkpoint", ["<a>"])
+    byte_tokenizer(["<a>", "<b>", "<c>"]).save_pretrained(tmp_path / "default")
+    byte_tokenizer(["<a>"]).save_pretrained(tmp_path / "checkpoint")
     ids = Tokenizer.from_file(str(tmp_path / "checkpoint" / "tokenizer.json")).encode("8 \N{EURO SIGN}").ids
 
     def generate(request: Any) -> Any:
