@@ -33,8 +33,7 @@ def check(run: Run) -> None:
             continue
         _check_number(run, task, max(1, n_gpus // (settings.sglang_tp_size or 1)))
         # Only now: most runs on one machine have no such engine, and begin the sooner without these imports.
-        from services.rollout_server.model_files import read_config
-        from services.rollout_server.placement import check_given_sizes
+        from services.rollout_server.placement import check_given_sizes, read_config
 
         try:
             check_model_directory(settings.model_name)

@@ -52,7 +52,7 @@ def unchecked_models(run: Run) -> list[str]:
     tasks = {model: task for model, task in named if model and not Path(model).expanduser().exists()}
     if importlib.util.find_spec("huggingface_hub") is None:
         return list(tasks)
-    return [model for model, task in tasks.items() if not ask(run, task, "services.core.hub", model)]
+    return [model for model, task in tasks.items() if not ask(run, task, "services.core.models", model)]
 
 
 def ask(run: Run, task: TaskSpec, module: str, *arguments: str, seconds: float = IMPORT_SECONDS) -> str:

@@ -23,7 +23,7 @@ from local_runner.commands import Launch
 from local_runner.environment import Run
 from local_runner.output import standard_output
 from local_runner.plan import Plan
-from services.core import gpus
+from services.core import machine
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 
 JobGroupPath = Annotated[
@@ -105,7 +105,7 @@ def main(
                 run_id=run_id or overrides.environment.get("RUN_ID") or environment.new_run_id(group),
                 shared_dir=shared_dir.resolve(),
                 addresses=addresses,
-                gpus=gpus.visible(),
+                gpus=machine.visible_gpus(),
                 mark=f"run-{uuid.uuid4().hex}",
             )
             _check_and_show(planned, console, dry_run=dry_run, commands=commands)

@@ -19,7 +19,7 @@ from local_runner.spec import TaskSpec
 from local_runner.supervisor import State
 from local_runner.view import View, describe
 from services.run_page import activity
-from services.run_page.rewards import first_and_last
+from services.run_page.directory import first_and_last
 from tests.local_runner.test_environment import run_of
 
 SECONDS = {"generate": 3.2, "score": 0.04, "store": 0.02, "train": 16.6, "publish": 3.9, "step": 23.9}
@@ -28,8 +28,7 @@ STEP = Step(step=4, reward=0.484, loss=-0.0395, seconds=SECONDS)
 
 def test_a_line_that_goes_into_a_file_has_everything():
     assert describe(STEP, 10, 274) == (
-        "step 4/10  reward 0.484  loss -0.0395  "
-        "generate 3.2s train 16.6s publish 3.9s step 23.9s  4m34s left"
+        "step 4/10  reward 0.484  loss -0.0395  generate 3.2s train 16.6s publish 3.9s step 23.9s  4m34s left"
     )
 
 

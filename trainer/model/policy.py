@@ -30,9 +30,9 @@ from transformers.utils import (
     cached_file,
 )
 
-from services.core.compute import Compute
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
+from services.core.machine import Compute
 from trainer.algorithm.packing import MicroBatch
 from trainer.config import CriticModel, TrainerSettings
 from trainer.model.gathering import by_layer, gather, plain_name

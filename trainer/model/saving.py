@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from services.core.errors import DependencyLostError
 from services.core.files import replace_directory
-from services.weights.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 from trainer.model.gathering import gather_state
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks

@@ -25,8 +25,8 @@ from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
-from services.core.compute import Compute
 from services.core.errors import ConfigurationError
+from services.core.machine import Compute
 from trainer.config import TrainerSettings
 from trainer.model.attention import FAMILIES
 from trainer.model.loading import ValueHead

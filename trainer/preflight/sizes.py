@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from services.core.memory import host_memory
+from services.core.machine import host_memory
 from trainer.config import CriticModel, PublishedType, TrainerSettings
 from trainer.model.logprobs import CPU_CHUNK, CUDA_MEMORY_SHARE, LEAST_CUDA_CHUNK
 from trainer.preflight.shape import ModelShape
@@ -36,7 +36,7 @@ VERSIONS = 3
 """Published versions on the volume: two are kept, and one more while a worker loads it."""
 MOMENTS = 2
 KEYS_PER_TOKEN = 4
-"""Copies of a token's key and value in the attention of a CPU; see share_out.py."""
+"""Copies of a token's key and value in the attention of a CPU; see micro_batching.py."""
 
 
 @dataclass(frozen=True)
