@@ -18,8 +18,7 @@ from local_runner.variables import all_settings
 from services.core.errors import ConfigurationError
 from services.core.files import check_model
 from services.core.settings import Settings
-from services.data_server.files import check_file, named_files
-from services.data_server.settings import DataSettings
+from services.data_server.settings import DataSettings, check_file, named_files
 
 IMPORT_SECONDS = 120.0
 """Longest time that the import of a component's functions may take."""
