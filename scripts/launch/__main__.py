@@ -1,4 +1,4 @@
-"""Launch a job group of a given size with SkyPilot: ``python -m scripts.launch --model Qwen/Qwen3-8B --gpus H100:8``.
+"""``grpo launch``: a job group of a given size, launched with SkyPilot.
 
 It writes the job group's YAML for the model, the nodes and the GPUs that are given, with the memory, the volume and the
 settings that follow from them; shows what differs from the file of the repository and what it takes on the cluster; and
@@ -23,15 +23,15 @@ from typer import Option
 
 from benchmarks.scaling.plan import ASSUMED, Layout, Model, publish_seconds, publishing
 from benchmarks.scaling.report import table
-from local_runner import nodes, spec, variables
-from local_runner.commands import module
-from local_runner.environment import Run
-from local_runner.settings_classes import READERS
+from local_runner import checks, nodes, spec
+from local_runner.checks import READERS
+from local_runner.directory import grpo_command
+from local_runner.nodes import Run
 from scripts.launch import job_group_text, skypilot
 from scripts.launch.sizes import Sizes, Tier, derive, find_model, gibibytes, parse_gpus
 from services.core import logs
 from services.core.endpoints import Task
-from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
+from services.core.errors import ConfigurationError
 from services.rollout_server.settings import RolloutSettings
 from trainer.config import TrainerSettings
 
@@ -89,45 +89,41 @@ def main(
         typer.echo(context.get_help())
         typer.echo("For example: grpo launch --model Qwen/Qwen2.5-0.5B-Instruct --gpus L4:1 --dry-run")
         raise typer.Exit(2)
-    try:
-        logs.configure("launch", "error")
-        given = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
-        file, chosen = _job_group(
-            asynchronous=asynchronous,
-            agent=agent or given.get("AGENT"),
-            environment=environment or given.get("ENVIRONMENT"),
-        )
-        secrets = spec.assignments(secret or [], "--secret")
-        before = file.read_text()
-        written = job_group_text.values(before)[Task.TRAINER, "envs.MODEL_NAME"]
-        found = find_model(model or given.get("MODEL_NAME") or written)
-        given["MODEL_NAME"] = found.name
-        tiers = _tiers(before, rollout_nodes, trainer_nodes, gpus, rollout_gpus)
-        group = spec.load(file, spec.Overrides(given | chosen, secrets))
-        variables.check_names(group, given | chosen | secrets, {})
-        sizes = _sizes(group, found, tiers)
-        derived = {"MIN_WORKERS": str(sizes.min_workers)}
-        volume = max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text())["size"])))
-        changes = sizes.changes | _variables(group, derived | given | chosen) | _images(group, image)
-        directory = output or _directory(found, gpus, rollout_gpus, rollout_nodes, trainer_nodes)
-        text = job_group_text.edited(before, changes)
-        if check:
-            file, before, text = CHECK, CHECK.read_text(), _check_group(text, tiers, given)
-        files = _write(directory, file.name, text, volume)
-        _show(before, text, volume, derived.keys() - given.keys())
-        if not check:
-            _advise(found, tiers, derived | given | chosen)
-        print(f"\nwritten: {files[0]} and {files[1]}", flush=True)
-        confirm = partial(_confirm, text, secrets, yes=yes)
-        job = _ask_skypilot(files, secrets, dry_run=dry_run, confirm=confirm)
-        if job is None:
-            _tell_commands(files, secrets)
-        else:
-            told = [f"sky jobs logs {job} {task}" for task in (CHECKS if check else [Task.TRAINER])]
-            print(f"job {job}; its log: {' and '.join(told)}; to end it: sky jobs cancel {job}")
-    except ConfigurationError as error:
-        print(f"launch: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_CONFIGURATION) from error
+    logs.configure("launch", "error")
+    given = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
+    file, chosen = _job_group(
+        asynchronous=asynchronous,
+        agent=agent or given.get("AGENT"),
+        environment=environment or given.get("ENVIRONMENT"),
+    )
+    secrets = spec.assignments(secret or [], "--secret")
+    before = file.read_text()
+    written = job_group_text.values(before)[Task.TRAINER, "envs.MODEL_NAME"]
+    found = find_model(model or given.get("MODEL_NAME") or written)
+    given["MODEL_NAME"] = found.name
+    tiers = _tiers(before, rollout_nodes, trainer_nodes, gpus, rollout_gpus)
+    group = spec.load(file, spec.Overrides(given | chosen, secrets))
+    checks.check_names(group, given | chosen | secrets, {})
+    sizes = _sizes(group, found, tiers)
+    derived = {"MIN_WORKERS": str(sizes.min_workers)}
+    volume = max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text())["size"])))
+    changes = sizes.changes | _variables(group, derived | given | chosen) | _images(group, image)
+    directory = output or _directory(found, gpus, rollout_gpus, rollout_nodes, trainer_nodes)
+    text = job_group_text.edited(before, changes)
+    if check:
+        file, before, text = CHECK, CHECK.read_text(), _check_group(text, tiers, given)
+    files = _write(directory, file.name, text, volume)
+    _show(before, text, volume, derived.keys() - given.keys())
+    if not check:
+        _advise(found, tiers, derived | given | chosen)
+    print(f"\nwritten: {files[0]} and {files[1]}", flush=True)
+    confirm = partial(_confirm, text, secrets, yes=yes)
+    job = _ask_skypilot(files, secrets, dry_run=dry_run, confirm=confirm)
+    if job is None:
+        _tell_commands(files, secrets)
+    else:
+        told = [f"sky jobs logs {job} {task}" for task in (CHECKS if check else [Task.TRAINER])]
+        print(f"job {job}; its log: {' and '.join(told)}; to end it: sky jobs cancel {job}")
 
 
 def _job_group(*, asynchronous: bool, agent: str | None, environment: str | None) -> tuple[Path, dict[str, str]]:
@@ -175,10 +171,10 @@ def _sizes(group: spec.JobGroup, model: Model, tiers: Mapping[str, Tier]) -> Siz
     """Check all settings, and return the sizes that follow from them."""
     with nodes.allocate(group) as addresses:
         run = Run(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
-        variables.check_values(run)
+        checks.check_values(run)
         tasks = {task.name: task for task in group.tasks}
-        settings = variables.load_settings(run, tasks[Task.TRAINER], TrainerSettings)
-        rollout = variables.load_settings(run, tasks[Task.ROLLOUT_SERVER], RolloutSettings)
+        settings = checks.load_settings(run, tasks[Task.TRAINER], TrainerSettings)
+        rollout = checks.load_settings(run, tasks[Task.ROLLOUT_SERVER], RolloutSettings)
     return derive(settings, rollout, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER])
 
 
@@ -308,10 +304,10 @@ def _confirm(text: str, secrets: Mapping[str, str], *, yes: bool) -> None:
     if sys.stdin.isatty():
         typer.confirm(f"Launch {told}?", abort=True)
         return
-    typed = sys.argv[2 if Path(sys.argv[0]).name == "grpo" else 1 :]
+    typed = sys.argv[sys.argv.index("launch") + 1 :]
     for name, value in secrets.items():
         typed = [word.removesuffix(f"={value}") if f"{name}=" in word else word for word in typed]
-    command = shlex.join([*module("scripts.launch"), *typed, "--yes"])
+    command = shlex.join([grpo_command(), "launch", *typed, "--yes"])
     print(f"launch: there is no terminal on which to ask about {told}; to launch them: {command}", file=sys.stderr)
     raise typer.Exit(2)
 
@@ -351,7 +347,3 @@ def _tell_commands(files: tuple[Path, Path], secrets: Mapping[str, str]) -> None
         files = files[0].resolve(), files[1].resolve()
     print(f"to launch it: sky volumes apply {shlex.quote(str(files[1]))}")
     print(f"              {shlex.join(['sky', 'jobs', 'launch', str(files[0]), *options])}")
-
-
-if __name__ == "__main__":
-    typer.run(main)
