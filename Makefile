@@ -77,7 +77,7 @@ test-skypilot: $(VENV)/.test $(VENV)/.sky  ## `sky jobs launch` by SkyPilot's re
 	$(RUN) -m pytest tests/skypilot -m skypilot --require-all
 
 test-oracles: $(VENV)-oracles/.oracles $(MODEL)/config.json  ## the algorithm against the real verl and TRL, the evaluation against lm-eval and on Ray, which it installs: 1.7 GB
-	$(VENV)-oracles/bin/python -m pytest tests/trainer/algorithm/test_*oracles.py tests/evaluation/test_lm_eval.py tests/evaluation/test_ray.py -m oracles --require-all
+	$(VENV)-oracles/bin/python -m pytest tests/trainer/algorithm/test_*oracles.py tests/evaluation/test_lm_eval.py tests/evaluation/test_clusters.py -m oracles --require-all
 
 test-openenv: $(VENV)/.test $(VENV)-openenv/.openenv  ## environment-server against the real openenv and verifiers, which it installs: 500 MB
 	OPENENV_PYTHON=$(abspath $(VENV))-openenv/bin/python $(RUN) -m pytest tests/openenv -m openenv --require-all

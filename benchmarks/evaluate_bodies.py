@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from benchmarks.common import harness
 from benchmarks.common.harness import spread
 from benchmarks.common.service import Connection, connect, running
-from services.evaluation_head.bodies import MSGPACK, RAW
+from services.evaluation_head.app import MSGPACK, RAW
 from services.evaluation_head.checkpoint import save_policy
 from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
 

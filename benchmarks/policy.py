@@ -29,12 +29,12 @@ from rich.table import Table
 from benchmarks.common import harness, own_model_worker
 from benchmarks.common.own_model_worker import DEVICE
 from benchmarks.common.service import running
-from evaluation.policy.records import Episode, Work
+from evaluation.policy.worker import Episode, Work
 from evaluation.policy.workers import MODULE, Coordinator, Crew, Worker
-from scripts.cartpole_policy import ACTION, STATE, CartPolePolicy
 from services.core.errors import DependencyLostError, NeverReadyError
-from services.core.processors import cores
+from services.core.machine import cores
 from services.evaluation_head import checkpoint
+from toys.cartpole import ACTION, STATE, CartPolePolicy
 
 DEADLINE_SECONDS = 1800.0
 SIZES = ("64x2", "1024x4", "3072x4")

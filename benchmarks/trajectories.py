@@ -3,7 +3,7 @@
     python -m benchmarks.trajectories [--rounds 3] [--quick] [--json FILE]
 
 Every side plays the same number of steps in 256 environments of one process. "gymnasium alone" steps them and does
-nothing else, which is the floor. "with the policy" also asks the policy of `scripts.cartpole_policy` for the actions
+nothing else, which is the floor. "with the policy" also asks the policy of `toys.cartpole` for the actions
 of all environments at once. "trajectories" is the whole command's work, from loading the policy to the last Parquet
 file; each of its episodes has 500 steps.
 """
@@ -25,9 +25,9 @@ import torch
 from benchmarks.common import harness
 from benchmarks.common.harness import spread
 from evaluation.trajectories.run import Options, generate
-from scripts.cartpole_policy import ACTION, STATE, CartPolePolicy
 from services.core import logs
 from services.evaluation_head import checkpoint
+from toys.cartpole import ACTION, STATE, CartPolePolicy
 
 ENVIRONMENTS = 256
 EPISODE_STEPS = 500

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
-from services.weights.adapter_files import is_adapter
-from services.weights.policy_store import PolicyStore
+from services.weights.policy_store import PolicyStore, is_adapter
 
 CONFIG = "config.json"
 _STEP = re.compile(r"(?:v|step[-_]?|checkpoint[-_]|global_step[-_]?)0*(\d+)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.environment_server.guessing import GuessingGame
+from services.environment_server.games import GuessingGame
 from services.protocol.evaluation import State
 
 # The model has never played. One game, of another number, makes it answer with numbers.

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evaluation.allocation import Allocation
+from evaluation.node import Allocation
 from services.core.errors import ConfigurationError, DependencyLostError, first_line
-from services.evaluation_head.skypilot import find_clusters, find_replicas
+from services.evaluation_head.discovery import find_clusters, find_replicas
 
 if TYPE_CHECKING:
     import sky

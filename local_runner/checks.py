@@ -217,8 +217,7 @@ def check_engines(run: Run) -> None:
             continue
         _check_number(run, task, max(1, n_gpus // (settings.sglang_tp_size or 1)))
         # Only now: most runs on one machine have no such engine, and begin the sooner without these imports.
-        from services.rollout_server.model_files import read_config
-        from services.rollout_server.placement import check_given_sizes
+        from services.rollout_server.placement import check_given_sizes, read_config
 
         try:
             check_model_directory(settings.model_name)
@@ -264,7 +263,7 @@ def unchecked_models(run: Run) -> list[str]:
     tasks = {model: task for model, task in named if model and not Path(model).expanduser().exists()}
     if importlib.util.find_spec("huggingface_hub") is None:
         return list(tasks)
-    return [model for model, task in tasks.items() if not ask(run, task, "services.core.hub", model)]
+    return [model for model, task in tasks.items() if not ask(run, task, "services.core.models", model)]
 
 
 def ask(run: Run, task: TaskSpec, module: str, *arguments: str, seconds: float = IMPORT_SECONDS) -> str:

@@ -22,8 +22,15 @@ from local_runner.processes import MARK
 from local_runner.spec import JobGroup, TaskSpec
 from services.core.endpoints import ENDPOINTS_VARIABLE, ENGINE_PORT, PORTS, Task
 from services.core.errors import ConfigurationError
-from services.core.gpus import PROMISED, VISIBLE, listed
-from services.core.processors import CORES_VARIABLE, RAY_THREADS, THREADS_VARIABLE, cores
+from services.core.machine import (
+    CORES_VARIABLE,
+    PROMISED_GPUS_VARIABLE,
+    RAY_THREADS,
+    THREADS_VARIABLE,
+    VISIBLE_GPUS_VARIABLE,
+    cores,
+    listed_gpus,
+)
 
 BLOCK_TRIES = 64
 GUARD_PORT = 30999
@@ -174,7 +181,7 @@ def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
         # A thread that waits for others sleeps at once. By default libgomp lets it spin, which on a busy machine takes
         # the core from the thread that it waits for: docs/benchmarks/record.md has the figures. macOS was not measured.
         defaults["OMP_WAIT_POLICY"] = "passive"
-    share = {VISIBLE: ",".join(gpus)} if run.gpus else {}
+    share = {VISIBLE_GPUS_VARIABLE: ",".join(gpus)} if run.gpus else {}
     own = _with_local_mounts(task.environment, task.mounts, run.shared_dir)
     threads = (inherited | own).get(THREADS_VARIABLE)
     fixed = {
@@ -184,7 +191,7 @@ def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
         "SKYPILOT_NODE_RANK": str(rank),
         "SKYPILOT_NODE_IPS": "\n".join(hosts),
         "SKYPILOT_NUM_NODES": str(task.num_nodes),
-        PROMISED: str(len(gpus)),
+        PROMISED_GPUS_VARIABLE: str(len(gpus)),
         # Nodes of one task compute at the same time; different tasks mostly take turns.
         CORES_VARIABLE: threads or str(max(1, cores() // task.num_nodes)),
         "SKYPILOT_TASK_ID": f"local-{run.run_id}-{run.mark}_{run.group.name}_{task.name}",
@@ -219,7 +226,7 @@ def check_gpus(run: Run) -> None:
             raise ConfigurationError(
                 f"the {task.num_nodes} nodes of {task.name} cannot share GPUs and ask for {task.gpus_per_node} each; "
                 f"they may use {', '.join(sorted(set(given)))} here. Give --num-nodes {task.name}=1, or "
-                f"--env {VISIBLE}= to compute on the processor"
+                f"--env {VISIBLE_GPUS_VARIABLE}= to compute on the processor"
             )
 
 
@@ -248,8 +255,8 @@ def gpus_of(run: Run, task: TaskSpec, rank: int) -> list[str]:
     """
     if not run.gpus or not task.gpus_per_node:
         return []
-    if VISIBLE in task.environment:
-        return listed(task.environment[VISIBLE])
+    if VISIBLE_GPUS_VARIABLE in task.environment:
+        return listed_gpus(task.environment[VISIBLE_GPUS_VARIABLE])
     before = run.group.tasks[: [other.name for other in run.group.tasks].index(task.name)]
     first = sum(other.num_nodes * other.gpus_per_node for other in before) + rank * task.gpus_per_node
     return sorted({run.gpus[(first + i) % len(run.gpus)] for i in range(task.gpus_per_node)})

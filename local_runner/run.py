@@ -33,7 +33,7 @@ from local_runner.progress import GrowingFile, new_steps
 from local_runner.summary import Launch, trainer_settings
 from local_runner.supervisor import Supervisor
 from local_runner.view import View
-from services.core import gpus
+from services.core import machine
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.run_page.directory import first_failure, read_object
@@ -122,7 +122,7 @@ def main(
                 run_id=run_id or overrides.environment.get("RUN_ID") or nodes.new_run_id(group),
                 shared_dir=shared_dir.resolve(),
                 addresses=addresses,
-                gpus=gpus.visible(),
+                gpus=machine.visible_gpus(),
                 mark=f"run-{uuid.uuid4().hex}",
             )
             _check_and_show(planned, console, dry_run=dry_run, commands=commands)

@@ -23,7 +23,7 @@ from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION
 from services.core.settings import Settings
 from services.run_page.directory import read_object
-from services.run_page.lines import parse
+from services.run_page.records import parse
 
 if TYPE_CHECKING:
     from trainer.config import TrainerSettings

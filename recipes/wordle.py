@@ -8,8 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import ClassVar
 
-from services.environment_server.environments import Conversation, Transition
-from services.environment_server.guessing import text_of
+from services.environment_server.environments import Conversation, Transition, text_of
 from services.protocol.evaluation import Action, State
 
 GUESSES = 6

@@ -18,8 +18,8 @@ from rich.table import Table
 from typer import Option
 
 from evaluation.policy.run import RESULTS, Options, evaluate
-from evaluation.signals import run_until_signal
 from services.core import logs
+from services.core.tasks import run_until_signal
 
 SaveTo = Annotated[Path, Option(help="Directory of episodes, results and logs. Resumes what is there.")]
 Url = Annotated[str | None, Option("--eval-head-url", help="A head that runs, such as http://127.0.0.1:8080.")]

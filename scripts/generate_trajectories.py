@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from evaluation.signals import run_until_signal
 from evaluation.trajectories.run import RESULTS, Options, generate
 from services.core import logs
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
+from services.core.tasks import run_until_signal
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from services.weights.adapter_files import CONFIG_FILE, is_adapter
+from services.weights.policy_store import CONFIG_FILE, is_adapter
 
 
 def merge(adapter: Path, directory: Path) -> None:

@@ -1,165 +1,11 @@
-"""Make a model small enough for tests that start the whole system: ``python -m scripts.tiny_model DIR``.
-
-A Qwen2 of about 0.4M parameters that reads and writes the 15 characters of ``ALPHABET``, and is warmed up on additions
-and subtractions such as ``3+4=`` until it answers a good third of them, so that reinforcement learning has both right
-and wrong completions to learn from. The same seed gives the same model.
-"""
+"""Make the arithmetic model of ``toys``, small enough for tests: ``python -m scripts.tiny_model DIR``."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
-
-ALPHABET = "0123456789+-*= "
-PAD, END = "<pad>", "<end>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}" + END + "{% endif %}{% endfor %}"
-)
-"""A user's turn is the question alone; an answer ends with the end token."""
-CONTEXT = 256
-WARM_ACCURACY = 0.35
-
-
-@dataclass(frozen=True)
-class Question:
-    """An arithmetic question and its answer, as text."""
-
-    prompt: str
-    answer: str
-
-
-def questions(max_operand: int = 9) -> list[Question]:
-    """Return every ``a+b=``, and every ``a-b=`` that is not negative, with operands from 0 to ``max_operand``."""
-    operands = range(max_operand + 1)
-    sums = [Question(f"{a}+{b}=", str(a + b)) for a in operands for b in operands]
-    return sums + [Question(f"{a}-{b}=", str(a - b)) for a in operands for b in operands if b <= a]
-
-
-def build_tokenizer() -> Qwen2Tokenizer:
-    """Return a tokenizer of one token a character; characters outside ``ALPHABET`` vanish.
-
-    It is byte-level BPE without merges, because transformers loads the tokenizer of any Qwen2 model as
-    ``Qwen2Tokenizer``.
-    """
-    from transformers import Qwen2Tokenizer
-
-    characters = ["\u0120" if character == " " else character for character in ALPHABET]  # byte-level BPE's space
-    tokenizer = Qwen2Tokenizer(
-        vocab={token: id for id, token in enumerate([PAD, END, *characters])},
-        merges=[],
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=PAD,
-        model_max_length=CONTEXT,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-def build_model(seed: int = 0) -> Qwen2ForCausalLM:
-    """Return the untrained model in float32, with random weights from ``seed``."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(ALPHABET) + 2,
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        use_sliding_window=False,
-    )
-    return Qwen2ForCausalLM(config)
-
-
-def warm_up(
-    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int = 0, until: float = WARM_ACCURACY
-) -> float:
-    """Train ``model`` on answers until its sampled accuracy passes ``until``, and return that accuracy.
-
-    Raises:
-        RuntimeError: 1,000 steps were not enough.
-    """
-    import torch
-
-    torch.set_num_threads(1)  # A second thread would only wait for the first.
-    everything = questions()
-    draw = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    model.train()
-    for step in range(1, 1001):
-        ids, labels = _supervised_batch(tokenizer, draw.choices(everything, k=64))
-        loss = model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 10 == 0 and (accuracy := sampled_accuracy(model, tokenizer, seed=seed)) > until:
-            return accuracy
-    raise RuntimeError(f"the tiny model did not reach a sampled accuracy of {until} in 1000 steps")
-
-
-def sampled_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> float:
-    """Return the share of one-digit questions answered right by one completion sampled at temperature 1."""
-    import torch
-
-    everything = questions()
-    prompts = torch.tensor([tokenizer.encode(question.prompt) for question in everything])
-    training = model.training
-    model.eval()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        sampled = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=4
-        )
-    model.train(training)
-    completions = tokenizer.batch_decode(sampled[:, prompts.shape[1] :])
-    right: int = sum(
-        completion.split(PAD)[0] == question.answer + END
-        for completion, question in zip(completions, everything, strict=True)
-    )
-    return right / len(everything)
-
-
-def make(directory: Path, *, seed: int = 0) -> float:
-    """Write the warmed-up model and its tokenizer to ``directory``, and return its sampled accuracy."""
-    tokenizer, model = build_tokenizer(), build_model(seed)
-    accuracy = warm_up(model, tokenizer, seed=seed)
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(directory)
-    model.save_pretrained(directory)
-    return accuracy
-
-
-def _supervised_batch(tokenizer: Qwen2Tokenizer, batch: list[Question]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and labels [batch, width]; labels are the ids in answer and end token, -100 elsewhere."""
-    import torch
-
-    rows = [(tokenizer.encode(q.prompt), [*tokenizer.encode(q.answer), 1]) for q in batch]
-    width = max(len(prompt) + len(answer) for prompt, answer in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    labels = torch.full((len(rows), width), -100)
-    for row, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        ids[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
-    return ids, labels
 
 
 def main(
@@ -167,7 +13,9 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of weights and warm-up.")] = 0,
 ) -> None:
     """Write a warmed-up Qwen2 of about 0.4M parameters and its tokenizer, in a few seconds."""
-    accuracy = make(directory, seed=seed)
+    from toys import arithmetic  # Not at the top: torch takes seconds to import, which --help need not.
+
+    accuracy = arithmetic.make(directory, seed=seed)
     print(f"{directory}: sampled accuracy {accuracy:.2f} on one-digit sums and differences")
 
 

@@ -23,9 +23,9 @@ from functools import cache
 from typing import IO, Any
 
 from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example
-from services.core import memory, processors
+from services.core import machine
 from services.core.logs import get_logger
-from services.protocol.groups import RewardResult, RewardStatus
+from services.protocol.rewards import RewardResult, RewardStatus
 
 log = get_logger(__name__)
 
@@ -142,7 +142,7 @@ class Program:
 
 def programs_at_once() -> int:
     """Return the number of programs that this node should run at once, by its cores and its memory."""
-    return max(1, min(EPISODES_AT_ONCE, PROGRAMS_A_CORE * processors.cores(), memory.host_memory() // BYTES_A_PROGRAM))
+    return max(1, min(EPISODES_AT_ONCE, PROGRAMS_A_CORE * machine.cores(), machine.host_memory() // BYTES_A_PROGRAM))
 
 
 @cache

@@ -91,10 +91,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 def waits_in_slow_motion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stopwatches run a thousand times as fast, so that on a busy machine, too, most of an episode was waiting."""
     real = time.monotonic
-    monkeypatch.setattr("services.core.stopwatch.time", SimpleNamespace(monotonic=lambda: 1000 * real()))
+    monkeypatch.setattr("services.core.tasks.time", SimpleNamespace(monotonic=lambda: 1000 * real()))
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """A directory with the tiny model, which tests must not write to."""
-    return made_once("tiny-model", [ROOT / "scripts/tiny_model.py"], "scripts.tiny_model")
+    return made_once("tiny-model", [ROOT / "toys/arithmetic.py", ROOT / "toys/models.py"], "scripts.tiny_model")

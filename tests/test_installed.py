@@ -18,7 +18,7 @@ from scripts.grpo import COMMANDS
 from services.core.errors import EXIT_CONFIGURATION
 
 ROOT = Path(__file__).parents[1]
-OUR_NAMES = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts")
+OUR_NAMES = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts", "toys")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
 OF_A_USER = ("secrets.env", "questions.env", "my_rewards.py", "mine.yaml")
 """Files of somebody's own in the root of a checkout."""

@@ -19,7 +19,7 @@ from services.core.errors import EXIT_CONFIGURATION
 from services.core.extras import EXTRAS, extras_of
 
 ROOT = Path(__file__).parents[1]
-LOCAL = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts")
+LOCAL = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts", "toys")
 
 # The first module of each role, and the extras that the role installs.
 ROLES = {

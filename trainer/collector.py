@@ -15,9 +15,9 @@ from prometheus_client import Counter
 from services.core import endpoints, logs
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
-from services.core.leftovers import end_leftovers
 from services.core.logs import get_logger
-from services.core.vocabulary import vocabulary_size
+from services.core.models import vocabulary_size
+from services.core.processes import end_leftovers
 from services.http import provenance
 from services.protocol.prompts import Cursor, Prompt
 from services.protocol.replay import AdmissionRequest

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
-from trainer.algorithm.critic_targets import critic_metrics, with_critic_targets
+from trainer.algorithm.gae import critic_metrics, with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.checkpoints.checkpoint import RunState

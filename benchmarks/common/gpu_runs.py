@@ -41,7 +41,7 @@ ADDITIONS = QUESTIONS | {
     "EVAL_EVERY": "1",
     "EVAL_PROMPTS": "2",
 }
-"""Settings of --quick, for the model of scripts.tiny_model."""
+"""Settings of --quick, for the model of toys.arithmetic."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.common.harness import ROOT
-from scripts.tiny_model import build_model, build_tokenizer, make
+from toys.arithmetic import build_tokenizer, make
+from toys.models import qwen2, random_model
 
 SIZES = ("tiny", "135m", "0.5b")
 PRETRAINED = ROOT / ".cache/models/smollm2-135m"
@@ -44,12 +45,6 @@ def directory(size: str, new: Path) -> Path:
 
 
 def make_random(new: Path, shape: Mapping[str, int]) -> None:
-    """Write a Qwen2 of a shape with random weights and the tiny model's tokenizer."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    tiny = build_model().config.to_dict()
-    # transformers derives the list, one entry a layer, from the other values.
-    del tiny["layer_types"]
-    config = Qwen2Config(**(tiny | dict(shape)))
-    Qwen2ForCausalLM(config).save_pretrained(new)
+    """Write a Qwen2 of a shape with random weights and the tokenizer of toys.arithmetic."""
+    random_model(qwen2(**shape)).save_pretrained(new)
     build_tokenizer().save_pretrained(new)

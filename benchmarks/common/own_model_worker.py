@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from evaluation.policy import worker
-from evaluation.policy.records import Work
+from evaluation.policy.worker import Work
 from services.evaluation_head import checkpoint
 from services.protocol.evaluation import Action, EpisodePosition, FinishedEpisode, State
 

@@ -15,7 +15,7 @@ from benchmarks.common import harness
 from benchmarks.common.harness import ROOT
 from benchmarks.common.job import JOB_GROUP, QUESTIONS, RUN_SECONDS, run_job
 from benchmarks.common.job import Steps as JobSteps
-from services.core.processors import cores
+from services.core.machine import cores
 from services.data_server.arithmetic import questions
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from benchmarks.results.runs import Result, Run, Settings, result_of
 from benchmarks.results.tasks import REWARDS, Reward, with_model
-from services.core.seeds import derive_seed
 from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings
 from services.embedded_engine.compute.engine import Engine
@@ -20,10 +19,12 @@ from services.embedded_engine.compute.loading import load
 from services.embedded_engine.compute.sequences import Sequence as Completion
 from services.embedded_engine.http.requests import SamplingParams, make_request
 from services.embedded_engine.settings import EngineSettings
-from services.protocol.groups import Experience, FinishReason, Group, RewardResult, VersionSpan
+from services.protocol.base import derive_seed
+from services.protocol.groups import Experience, Group, VersionSpan
 from services.protocol.prompts import Cursor, Split
-from services.replay_buffer.priorities import PriorityIndex
-from trainer.algorithm.critic_targets import with_critic_targets
+from services.protocol.rewards import FinishReason, RewardResult
+from services.replay_buffer.store import PriorityIndex
+from trainer.algorithm.gae import with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.config import TrainerSettings

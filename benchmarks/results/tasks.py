@@ -75,12 +75,12 @@ def with_model(settings: Settings, *, is_bfloat16: bool = False) -> Iterator[Set
     if "MODEL_NAME" in settings:
         yield settings
         return
-    from scripts import tiny_model
+    from toys import arithmetic
 
     with TemporaryDirectory() as directory:
-        model = tiny_model.build_model()
+        model = arithmetic.build_model()
         (model.bfloat16() if is_bfloat16 else model).save_pretrained(Path(directory))
-        tiny_model.build_tokenizer().save_pretrained(directory)
+        arithmetic.build_tokenizer().save_pretrained(directory)
         yield settings | {"MODEL_NAME": directory}
 
 

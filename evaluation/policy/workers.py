@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from evaluation.policy.records import Costs, Episode, Work
+from evaluation.policy.worker import Costs, Episode, Work
 from services.core.errors import (
     EXIT_CONFIGURATION,
     EXIT_RECOVERABLE,
@@ -30,7 +30,7 @@ from services.core.errors import (
     DependencyLostError,
     NeverReadyError,
 )
-from services.core.processors import THREADS_VARIABLE, cores, threads
+from services.core.machine import THREADS_VARIABLE, cores, threads
 from services.rollout_server.child import LAUNCHER_VARIABLE
 from services.rollout_server.commands import Command
 from services.rollout_server.supervisor import describe_exit

@@ -1,28 +1,30 @@
-"""A run of grpo trajectories: plays the shards that are missing, and writes the table of results."""
+"""A run of grpo trajectories: plays the shards that are missing, and writes the table of results.
+
+Policies that play alone get mean returns, policies that play each other get ratings.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation.identity import check_identity, held
-from evaluation.trajectories import ratings
+import numpy as np
+
+from evaluation.identity import check_identity, locked_file
 from evaluation.trajectories.arenas import Arena, open_arena
-from evaluation.trajectories.plan import Plan, Shard, lineups_of
-from evaluation.trajectories.play import ShardPlayer
-from evaluation.trajectories.rows import read_summary, write_shard
+from evaluation.trajectories.play import Plan, Shard, ShardPlayer, lineups_of, read_summary, write_shard
 from services.core.errors import ConfigurationError
 from services.core.files import atomic_write
-from services.evaluation_head.make_policy import make_policy
-from services.evaluation_head.policy import Policy
+from services.evaluation_head.policy import Policy, make_policy
 from services.evaluation_head.settings import HeadSettings
 
 MANIFEST = "manifest.json"
@@ -30,6 +32,12 @@ LOCK = ".lock"
 RESULTS = "results.json"
 REFRESH_SECONDS = 5.0
 """Time between two looks at the version of a model that a rollout server serves."""
+
+
+METHOD = "Bradley-Terry on the Elo scale, mean 1500"
+PRIOR_WINS = 0.5
+"""Wins that each side of every pair is given beforehand, so that a policy that always wins has a finite rating."""
+ITERATIONS = 1000
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ async def generate(options: Options, say: Callable[[str], None]) -> dict[str, An
     if not settings.policies:
         raise ConfigurationError("--policies is empty; name policies, as a=policies/cartpole,b=http://127.0.0.1:30000")
     async with AsyncExitStack() as stack:
-        stack.enter_context(held(options.save_to / LOCK, "--save-to"))
+        stack.enter_context(locked_file(options.save_to / LOCK, "--save-to"))
         arena = await stack.enter_async_context(open_arena(options.environment, options.server, settings.token))
         policies = {
             name: await stack.enter_async_context(make_policy(name, target, settings))
@@ -101,7 +109,7 @@ def _check_manifest(options: Options, arena: Arena, targets: Mapping[str, str], 
         path,
         manifest,
         is_used=is_used,
-        holds="episodes of other settings",
+        results="episodes of other settings",
         option="--save-to",
     )
 
@@ -159,9 +167,9 @@ def results_of(directory: Path, plan: Plan, seats: int) -> dict[str, Any]:
         games[shard.lineup] += summary["returns"]
         steps[shard.lineup] += summary["steps"]
         left_out |= summary["left_out"]
-    rows = ratings.mean_returns(games, steps) if seats == 1 else ratings.ratings(games)
+    rows = mean_returns(games, steps) if seats == 1 else ratings(games)
     return {
-        "method": "mean return" if seats == 1 else ratings.METHOD,
+        "method": "mean return" if seats == 1 else METHOD,
         "episodes": sum(map(len, games.values())),
         "steps": steps.total(),
         "policies": rows,
@@ -174,3 +182,71 @@ def _summary_of(directory: Path, shard: Shard) -> dict[str, Any]:
         return read_summary(directory / shard.name)
     except ValueError as error:
         raise ConfigurationError(f"{error}; remove it, and the same command plays its episodes again") from error
+
+
+Games = Mapping[tuple[str, ...], Sequence[Sequence[float]]]
+"""By lineup, the return of each seat in each episode."""
+
+
+def mean_returns(games: Games, steps: Mapping[tuple[str, ...], int]) -> list[dict[str, Any]]:
+    """Return a row a policy: episodes, steps, mean return and its standard error; for environments of one seat."""
+    rows = []
+    for lineup, returns in games.items():
+        values = np.asarray(returns, float).reshape(-1)
+        error = float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
+        mean = float(values.mean()) if len(values) else None
+        rows.append({"policy": lineup[0], "episodes": len(values), "steps": steps[lineup]})
+        rows[-1] |= {"mean_return": mean, "standard_error": error}
+    return rows
+
+
+def ratings(games: Games) -> list[dict[str, Any]]:
+    """Return a row a policy, the best first: rating, its standard error, games, wins, draws, losses, mean return.
+
+    In each game every pair of seats is compared: the higher return wins, and equal returns share the win. The ratings
+    are the maximum of the Bradley-Terry likelihood with PRIOR_WINS, found by Hunter's minorization-maximization
+    (2004, equation 3); the errors are those of its Fisher information.
+    """
+    names = sorted({name for lineup in games for name in lineup})
+    wins = np.zeros((len(names), len(names)))
+    records: dict[str, list[float]] = {name: [] for name in names}
+    results: dict[str, list[float]] = {name: [] for name in names}
+    for lineup, episodes in games.items():
+        for returns in episodes:
+            for name, value in zip(lineup, returns, strict=True):
+                records[name].append(value)
+            for a, b in itertools.permutations(range(len(lineup)), 2):
+                score = 0.5 + 0.5 * float(np.sign(returns[a] - returns[b]))
+                results[lineup[a]].append(score)
+                if lineup[a] != lineup[b]:
+                    wins[names.index(lineup[a]), names.index(lineup[b])] += score
+    elo, errors = bradley_terry(wins)
+    rows = [
+        {
+            "policy": name,
+            "rating": float(elo[place]),
+            "standard_error": float(errors[place]),
+            "games": len(results[name]),
+            "wins": results[name].count(1.0),
+            "draws": results[name].count(0.5),
+            "losses": results[name].count(0.0),
+            "mean_return": float(np.mean(records[name])) if records[name] else None,
+        }
+        for place, name in enumerate(names)
+    ]
+    return sorted(rows, key=lambda row: -row["rating"])
+
+
+def bradley_terry(wins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return ratings and their standard errors [players] from ``wins`` [players, players], of rows over columns."""
+    wins = wins + PRIOR_WINS * ((wins + wins.T) > 0)
+    played = wins + wins.T
+    strength = np.ones(len(wins))
+    for _ in range(ITERATIONS):
+        expected = played / (strength[:, None] + strength[None, :])
+        strength = np.where(expected.sum(1) > 0, wins.sum(1) / np.maximum(expected.sum(1), 1e-300), 1.0)
+        strength /= np.exp(np.log(strength).mean())
+    information = played * np.outer(strength, strength) / (strength[:, None] + strength[None, :]) ** 2
+    laplacian = np.diag(information.sum(1)) - information
+    scale = 400 / np.log(10)
+    return 1500 + scale * np.log(strength), scale * np.sqrt(np.diag(np.linalg.pinv(laplacian)))

@@ -22,7 +22,7 @@ MODULES = (
     "services.gateway.app",
     "services.environment_server.app",
     "services.evaluation_head.app",
-    "services.evaluation_head.batcher",
+    "services.evaluation_head.torch_policy",
     "trainer.collector",
     "trainer.reporting.metrics",
     "trainer.publishing.workers",

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from services.core.errors import EXIT_CONFIGURATION
 
-OWN = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts")
+OWN = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts", "toys")
 """The project's own packages, which no extra installs."""
 
 EXTRAS: dict[str, tuple[str, ...]] = {

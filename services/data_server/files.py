@@ -8,8 +8,8 @@ import shlex
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
-from services.core.reasoning_entries import PREFIX
 from services.data_server.settings import DataSettings
+from services.protocol.ground_truths import REASONING_GYM
 
 FILE_TYPES = (".jsonl", ".parquet")
 _READ = {
@@ -29,7 +29,7 @@ def is_path(dataset: str) -> bool:
 
 def is_on_hub(dataset: str) -> bool:
     """Return whether DATASET names a dataset on the Hugging Face hub."""
-    return not is_path(dataset) and dataset not in ("arithmetic", "seeds") and not dataset.startswith(PREFIX)
+    return not is_path(dataset) and dataset not in ("arithmetic", "seeds") and not dataset.startswith(REASONING_GYM)
 
 
 def named_files(settings: DataSettings) -> dict[str, Path]:

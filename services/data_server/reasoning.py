@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
 from services.core.logs import get_logger
-from services.core.reasoning_entries import PREFIX
 from services.data_server.settings import DataSettings
+from services.protocol.ground_truths import REASONING_GYM
 
 log = get_logger(__name__)
 
@@ -74,12 +74,12 @@ def tables(settings: DataSettings, refused: Counter[str]) -> tuple[pa.Table, pa.
 def _plan(settings: DataSettings) -> dict[str, Any]:
     """Return the fields of ``reasoning_questions.Plan``."""
     weights: dict[str, float] = {}
-    for part in settings.dataset.removeprefix(PREFIX).split(","):
+    for part in settings.dataset.removeprefix(REASONING_GYM).split(","):
         match = _GENERATOR.fullmatch(part.strip())
         if match is None or float(match["weight"] or 1) == 0 or match["name"] in weights:
             raise ConfigurationError(
                 f"DATASET {settings.dataset!r}: {part.strip()!r} is no generator with a weight above 0, or occurs "
-                f"twice; write {PREFIX}NAME or {PREFIX}NAME=2,OTHER=1"
+                f"twice; write {REASONING_GYM}NAME or {REASONING_GYM}NAME=2,OTHER=1"
             )
         weights[match["name"]] = float(match["weight"] or 1)
     try:
@@ -105,7 +105,7 @@ def _plan(settings: DataSettings) -> dict[str, Any]:
 def _generate(plan: dict[str, Any], refused: Counter[str]) -> list[dict[str, str]]:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigurationError(
-            f"DATASET {PREFIX}... needs reasoning-gym, which is not installed; run: "
+            f"DATASET {REASONING_GYM}... needs reasoning-gym, which is not installed; run: "
             f"{install_command('data', 'reasoning-gym')}"
         )
     rows: list[dict[str, str]] = []

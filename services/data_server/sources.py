@@ -16,14 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from services.core.boxed import last_boxed
 from services.core.errors import ConfigurationError
-from services.core.reasoning_entries import PREFIX
 from services.data_server import arithmetic, json_lines, reasoning, seeds
 from services.data_server.arrow_tables import load_from_hub, read_parquet
 from services.data_server.columns import ReadTable
 from services.data_server.files import check_file, named_files
 from services.data_server.settings import DataSettings, GroundTruthFormat
+from services.protocol.ground_truths import REASONING_GYM, last_boxed
 
 INSTRUCTIONS = {
     GroundTruthFormat.HASH: 'Think step by step, then give the final answer on the last line after "####".',
@@ -118,7 +117,7 @@ def load(settings: DataSettings, first: int | None = None) -> Source:
     test: ReadTable | None
     refused: Counter[str] = Counter()
     files = named_files(settings)
-    if settings.dataset.startswith(PREFIX):
+    if settings.dataset.startswith(REASONING_GYM):
         train, test = (_in_memory(split) for split in reasoning.tables(settings, refused))
         name = "reasoning_gym"
     elif settings.dataset == "seeds":
@@ -135,7 +134,7 @@ def load(settings: DataSettings, first: int | None = None) -> Source:
         train, test = load_from_hub(settings, first)
         name = settings.dataset.rpartition("/")[2]
     form = _format(train, settings)
-    instruction = reasoning.INSTRUCTION if settings.dataset.startswith(PREFIX) else INSTRUCTIONS.get(form)
+    instruction = reasoning.INSTRUCTION if settings.dataset.startswith(REASONING_GYM) else INSTRUCTIONS.get(form)
     train_rows = _rows(train, form, refused)
     if test is None:
         train_rows, test_rows = _hold_out(train_rows, settings)

@@ -16,12 +16,10 @@ from services.core.logs import get_logger
 from services.environment_server.catalogue import describe, open_with_trial
 from services.environment_server.environments import Tasks
 from services.environment_server.episodes import MAX_STUCK, EpisodeTable
-from services.environment_server.openenv_routes import add_openenv_routes
+from services.environment_server.openenv_routes import add_openenv_routes, add_task_routes
 from services.environment_server.openenv_sessions import Sessions
-from services.environment_server.openenv_tasks import add_task_routes
-from services.environment_server.player import Player
+from services.environment_server.player import Player, UsageMeter
 from services.environment_server.settings import EnvironmentSettings
-from services.environment_server.usage import UsageMeter
 from services.http.app import create_service_app, model_response
 from services.http.problems import ProblemError
 from services.protocol.base import Health

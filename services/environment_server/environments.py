@@ -158,3 +158,14 @@ class _DrawnTask(Conversation):
         """Close the task's environment."""
         if self._drawn is not None:
             self._drawn.close()
+
+
+def text_of(action: Action) -> str:
+    """Return an action that is text.
+
+    Raises:
+        ActionRefusedError: the action is not text.
+    """
+    if not isinstance(action, str):
+        raise ActionRefusedError(f"the action is {str(action)[:60]!r}; allowed is text")
+    return action

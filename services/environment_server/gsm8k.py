@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import operator
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from services.core.tasks import in_background
 from services.data_server import sources
 from services.data_server.settings import DataSettings
-from services.environment_server.calculator import CalculationError, calculate
-from services.environment_server.environments import Conversation, EnvironmentBrokenError, Tasks, Tool, Transition
-from services.environment_server.guessing import text_of
+from services.environment_server.environments import (
+    Conversation,
+    EnvironmentBrokenError,
+    Tasks,
+    Tool,
+    Transition,
+    text_of,
+)
 from services.protocol.evaluation import Action, State
-from services.protocol.groups import RewardResult
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardResult
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import Scorer
 from services.reward_server.settings import RewardSettings
@@ -32,6 +39,15 @@ CALCULATOR = Tool(
     parameters={"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     call=lambda expression: calculate(str(expression)),
 )
+MAX_LENGTH = 200
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "%": "**percent ", ",": "", "$": "", "_": ""})  # noqa: RUF001
+"""Replacements of characters. A percent sign becomes a power, which binds tighter than the other operators."""
 _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 
 
@@ -131,3 +147,41 @@ def _answer(expression: str) -> str:
         return f"{expression.strip()} = {calculate(expression)}"
     except CalculationError as error:
         return f"the calculator says: {error}"
+
+
+class CalculationError(ValueError):
+    """An expression that cannot be calculated; the message says why, in words for the model."""
+
+
+def calculate(expression: str) -> str:
+    """Return the value of an expression as a decimal number with up to six places.
+
+    Allowed are numbers, ``+ - * /``, parentheses, and ``%`` behind a number or a parenthesis, which divides it by 100.
+
+    Raises:
+        CalculationError: the expression has anything else, or divides by zero.
+    """
+    if len(expression) > MAX_LENGTH:
+        raise CalculationError(f"the expression has more than {MAX_LENGTH} characters")
+    try:
+        value = _value(ast.parse(expression.translate(_SPELLINGS).strip(), mode="eval").body)
+        return str(value) if value.denominator == 1 else f"{float(value):.6f}".rstrip("0").rstrip(".")
+    except ZeroDivisionError as error:
+        raise CalculationError("division by zero") from error
+    except CalculationError:
+        raise
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        raise CalculationError(f"{expression!r} cannot be calculated") from error
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return Fraction(str(number))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(op=ast.Pow(), left=number, right=ast.Name(id="percent")):
+            return _value(number) / 100
+        case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_value(left), _value(right))
+    raise CalculationError(f"only numbers, + - * / and parentheses are allowed, not {ast.unparse(node)[:40]!r}")

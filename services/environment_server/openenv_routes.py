@@ -1,7 +1,8 @@
-"""OpenEnv's routes (its version 0.10): WebSockets that play episodes, the environment's description, tools and tasks.
+"""OpenEnv's routes (its version 0.10): sockets that play episodes, the environment's description, its tools and tasks.
 
-Its HTTP routes ``/reset`` and ``/step`` are left out: they make a new environment at each request, so they can play no
-episode, and their paths are those of this server's own routes.
+Tools and kept sessions are asked for by JSON-RPC 2.0 (MCP). Environments without numbered tasks answer the task routes
+with 501. OpenEnv's HTTP routes ``/reset`` and ``/step`` are left out: they make a new environment at each request, so
+they can play no episode, and their paths are those of this server's own routes.
 """
 
 from __future__ import annotations
@@ -10,24 +11,35 @@ import asyncio
 import contextlib
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import orjson
 from fastapi import FastAPI, Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.core.tasks import run_until_first_ends
-from services.environment_server import openenv_mcp
-from services.environment_server.openenv_mcp import parse_json
-from services.environment_server.openenv_sessions import Session, Sessions
-from services.environment_server.openenv_wire import OpenEnvError, schemas
+from services.core.tasks import in_background, run_until_first_ends
+from services.environment_server.environments import Tasks, Tool
+from services.environment_server.openenv_sessions import OpenEnvError, Session, Sessions, schemas
 from services.http.app import JsonResponse, version
-from services.http.problems import problem_response
+from services.http.json_body import MAX_DEPTH, json_depth
+from services.http.problems import ProblemError, problem_response
+from services.protocol.base import StrictModel
 
 NORMAL_CLOSURE = 1000
 """The close code by which a client says that it is done. uvicorn gives 1005 for a socket that was lost."""
 SEND_SECONDS = 30.0
 """Limit of sending one frame: a client that does not read has lost its socket."""
+
+
+MAX_TASKS = 10_000
+"""Most tasks in one reply."""
+
+PARSE_ERROR = -32700
+INVALID_REQUEST = -32600
+METHOD_NOT_FOUND = -32601
+INVALID_PARAMS = -32602
+SERVER_ERROR = -32000
 
 
 class _Message(BaseModel):
@@ -61,12 +73,12 @@ def add_openenv_routes(app: FastAPI, token: str | None, sessions: Callable[[], S
     @app.post("/mcp", tags=["openenv"], response_model=dict[str, Any])
     async def post_mcp(request: Request) -> Response:
         """Answer a JSON-RPC request for the environment's tools, or for a session."""
-        return JsonResponse(await openenv_mcp.answer_text(sessions(), await request.body()))
+        return JsonResponse(await answer_rpc_text(sessions(), await request.body()))
 
     @app.websocket("/mcp")
     async def serve_mcp(socket: WebSocket) -> None:
         async def answer(text: str) -> dict[str, Any]:
-            return await openenv_mcp.answer_text(sessions(), text)
+            return await answer_rpc_text(sessions(), text)
 
         if await _accepted(app, socket, token):
             with contextlib.suppress(WebSocketDisconnect, TimeoutError):
@@ -152,7 +164,7 @@ async def _answer(sessions: Sessions, session: Session, text: str) -> dict[str, 
             case "state":
                 return {"type": "state", "data": await session.state()}
             case "mcp" if message.data is not None:
-                return {"type": "mcp", "data": await openenv_mcp.answer(sessions, message.data)}
+                return {"type": "mcp", "data": await answer_rpc(sessions, message.data)}
             case "step" | "mcp":
                 raise OpenEnvError("VALIDATION_ERROR", f"a message {message.type!r} needs data")
             case "close":
@@ -169,3 +181,185 @@ def _error_frame(error: OpenEnvError) -> dict[str, Any]:
 async def _send(socket: WebSocket, frame: dict[str, Any]) -> None:
     async with asyncio.timeout(SEND_SECONDS):
         await socket.send_text(bytes(JsonResponse(frame).body).decode())
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    jsonrpc: Literal["2.0"]
+    method: str
+    params: dict[str, Any] = Field(default_factory=dict)
+    id: Annotated[str | int | None, Field(union_mode="left_to_right")] = None
+
+
+class _RpcError(Exception):
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return a parsed frame or body.
+
+    Raises:
+        ValueError: it is not JSON, or too deep.
+    """
+    body = text.encode() if isinstance(text, str) else text
+    if (depth := json_depth(body)) > MAX_DEPTH:
+        raise ValueError(f"nested {depth} levels deep; allowed are {MAX_DEPTH}")
+    return orjson.loads(body)
+
+
+async def answer_rpc_text(sessions: Sessions, text: str | bytes) -> dict[str, Any]:
+    """Return the JSON-RPC response to a request as it came."""
+    try:
+        data = parse_json(text)
+    except ValueError as error:
+        return _error(None, PARSE_ERROR, f"Parse error: {error}")
+    return await answer_rpc(sessions, data)
+
+
+async def answer_rpc(sessions: Sessions, data: Any) -> dict[str, Any]:
+    """Return the JSON-RPC response to a request for the tools, or to create or close a session."""
+    try:
+        request = _Request.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return _error(None, INVALID_REQUEST, f"Invalid request: {'.'.join(map(str, first['loc']))}: {first['msg']}")
+    try:
+        result = await _result(sessions, request.method, request.params)
+    except _RpcError as error:
+        return _error(request.id, error.code, str(error))
+    except OpenEnvError as error:
+        return _error(request.id, INVALID_PARAMS if error.code == "SESSION_ERROR" else SERVER_ERROR, str(error))
+    return {"jsonrpc": "2.0", "id": request.id, "result": result}
+
+
+async def _result(sessions: Sessions, method: str, params: dict[str, Any]) -> dict[str, Any]:
+    if method == "openenv/session/create":
+        return {"session_id": sessions.create(is_kept=True).id}
+    if method == "openenv/session/close":
+        session = sessions.find(params.get("session_id"))
+        await sessions.end(session)
+        return {"session_id": session.id, "closed": True}
+    if "session_id" in params:
+        sessions.find(params["session_id"]).touch()
+    if method == "tools/list":
+        return {
+            "tools": [
+                {"name": tool.name, "description": tool.description, "inputSchema": tool.parameters}
+                for tool in sessions.tools.values()
+            ]
+        }
+    if method == "tools/call":
+        name = params.get("name")
+        tool = sessions.tools.get(name) if isinstance(name, str) else None
+        if tool is None:
+            raise _RpcError(INVALID_PARAMS, f"Tool not found: {name!r}; there are {sorted(sessions.tools)}")
+        return _call(tool, params.get("arguments") or {})
+    raise _RpcError(METHOD_NOT_FOUND, f"Method not found: {method}")
+
+
+def _call(tool: Tool, arguments: Any) -> dict[str, Any]:
+    """Return the result of a tool; its refusal is a result, too, which the model reads."""
+    names = tool.parameters["properties"].keys()
+    if not isinstance(arguments, dict) or arguments.keys() != names:
+        raise _RpcError(INVALID_PARAMS, f"{tool.name} takes the arguments {sorted(names)}")
+    is_error = False
+    try:
+        text = tool.call(**arguments)
+    except ValueError as error:
+        text, is_error = str(error), True
+    return {"content": [{"type": "text", "text": text}], "data": text, "isError": is_error}
+
+
+def _error(request_id: str | int | None, code: int, message: str) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": request_id, "error": {"code": code, "message": message, "data": None}}
+
+
+class SplitRequest(StrictModel):
+    """Body of POST /{env}/tasks and /{env}/num_tasks."""
+
+    split: str
+
+
+class TaskRequest(SplitRequest):
+    """Body of POST /{env}/task."""
+
+    index: int = Field(ge=0)
+
+
+class TaskRangeRequest(SplitRequest):
+    """Body of POST /{env}/task_range: the tasks from ``start`` to ``stop`` (exclusive)."""
+
+    start: int | None = Field(default=None, ge=0)
+    stop: int | None = Field(default=None, ge=0)
+
+
+def add_task_routes(app: FastAPI, sessions: Callable[[], Sessions]) -> None:
+    """Add the task routes to a service; ``sessions`` returns the server's sessions once it is ready."""
+
+    @app.get("/list_environments", tags=["openenv tasks"], response_model=list[str])
+    async def get_environments() -> Response:
+        """Return the name of the environment."""
+        return JsonResponse([sessions().table.info.id])
+
+    @app.get("/{environment:path}/splits", tags=["openenv tasks"], response_model=list[dict[str, Any]])
+    async def get_splits(environment: str) -> Response:
+        """Return the splits."""
+        tasks = _tasks(sessions(), environment)
+        kinds = ("train", "validation", "test")
+        return JsonResponse([{"name": s, "type": s if s in kinds else "validation"} for s in tasks.splits])
+
+    @app.post("/{environment:path}/num_tasks", tags=["openenv tasks"], response_model=dict[str, Any])
+    async def post_num_tasks(environment: str, request: SplitRequest) -> Response:
+        """Return the number of tasks of a split."""
+        return JsonResponse({"num_tasks": _size(_tasks(sessions(), environment), request.split)})
+
+    @app.post("/{environment:path}/tasks", tags=["openenv tasks"], response_model=dict[str, Any])
+    async def post_tasks(environment: str, request: SplitRequest) -> Response:
+        """Return all tasks of a split, without their solutions."""
+        tasks = await _describe(_tasks(sessions(), environment), request.split, 0, None)
+        return JsonResponse({"tasks": tasks, "env_name": sessions().table.info.id})
+
+    @app.post("/{environment:path}/task_range", tags=["openenv tasks"], response_model=dict[str, Any])
+    async def post_task_range(environment: str, request: TaskRangeRequest) -> Response:
+        """Return a range of a split's tasks."""
+        tasks = _tasks(sessions(), environment)
+        return JsonResponse({"tasks": await _describe(tasks, request.split, request.start or 0, request.stop)})
+
+    @app.post("/{environment:path}/task", tags=["openenv tasks"], response_model=dict[str, Any])
+    async def post_task(environment: str, request: TaskRequest) -> Response:
+        """Return one task."""
+        tasks = _tasks(sessions(), environment)
+        if request.index >= (size := _size(tasks, request.split)):
+            raise ProblemError(400, f"index is {request.index}; {request.split} has {size} tasks")
+        return JsonResponse({"task": await in_background(lambda: tasks.describe(request.split, request.index))})
+
+
+def _tasks(sessions: Sessions, environment: str) -> Tasks:
+    """Return the tasks of the environment that a path names.
+
+    Raises:
+        ProblemError: 404 for another environment, 501 where it has no tasks.
+    """
+    name = sessions.table.info.id
+    if environment.lower() != name.lower():
+        raise ProblemError(404, f"unknown environment {environment[:100]!r}; this server hosts {name!r}")
+    if sessions.tasks is None:
+        raise ProblemError(501, f"{name!r} has no numbered tasks; a reset's seed chooses the episode")
+    return sessions.tasks
+
+
+def _size(tasks: Tasks, split: str) -> int:
+    if split not in tasks.splits:
+        raise ProblemError(400, f"split is {split[:60]!r}; there are {', '.join(tasks.splits)}")
+    return tasks.splits[split]
+
+
+async def _describe(tasks: Tasks, split: str, start: int, stop: int | None) -> list[dict[str, Any]]:
+    size = _size(tasks, split)
+    indices = range(size)[start:stop]
+    if len(indices) > MAX_TASKS:
+        raise ProblemError(400, f"{len(indices)} tasks; ask for {MAX_TASKS} at a time by task_range")
+    return await in_background(lambda: [tasks.describe(split, index) for index in indices])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+
+from prometheus_client import PROCESS_COLLECTOR
 
 from services.clients.evaluation_head import EvaluationHeadClient
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.environment_server.episodes import EpisodeTable
 from services.environment_server.settings import EnvironmentSettings
-from services.environment_server.usage import UsageMeter
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
 from services.protocol.evaluation import (
@@ -21,9 +23,35 @@ from services.protocol.evaluation import (
     OngoingEpisode,
     StateKind,
     StepStatus,
+    Usage,
 )
 
 log = get_logger(__name__)
+
+
+class UsageMeter:
+    """A meter of this process's use, read once a second or less often."""
+
+    def __init__(self) -> None:
+        self.usage: Usage | None = None
+        """The use between the last two readings; None before them, and on systems without /proc."""
+        self._last = self._read()
+
+    def update(self) -> None:
+        """Read the counters again."""
+        last, self._last = self._last, self._read()
+        if last is not None and self._last is not None and self._last[0] > last[0]:
+            cores = (self._last[1] - last[1]) / (self._last[0] - last[0])
+            self.usage = Usage(cores=max(0.0, cores), memory_bytes=self._last[2])
+
+    @staticmethod
+    def _read() -> tuple[float, float, int] | None:
+        """Return the time, the seconds of processor time so far, and the bytes of memory."""
+        values = {sample.name: sample.value for metric in PROCESS_COLLECTOR.collect() for sample in metric.samples}
+        if "process_cpu_seconds_total" not in values:
+            return None
+        return time.monotonic(), values["process_cpu_seconds_total"], int(values["process_resident_memory_bytes"])
+
 
 REQUEST_SECONDS = 60.0
 """Limit of one request with its retries. After it the episodes are marked as in use and the request is sent again."""

@@ -1,18 +1,59 @@
-"""The evaluation head's routes."""
+"""The evaluation head's routes, its dashboard, and the WebSocket that keeps the dashboard up to date.
+
+The states of POST /evaluate may be bytes: raw float32, or MessagePack with the fields of the JSON body. Both have the
+states as float32 in little-endian byte order and row-major (C) order, with their shape beside them. The readers return
+the request's other fields and the states, and refuse what the JSON route refuses.
+"""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import Response
+import asyncio
+import hmac
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from services.evaluation_head import dashboard
-from services.evaluation_head.bodies import BinaryRoute, read_request
+import msgpack
+import numpy as np
+import orjson
+from fastapi import APIRouter, FastAPI, Request, WebSocket, WebSocketDisconnect
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, RedirectResponse, Response
+from fastapi.routing import APIRoute
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from starlette.datastructures import Headers
+from starlette.routing import Match
+from starlette.types import Scope
+
+from services import run_page
+from services.core.tasks import run_until_first_ends
 from services.evaluation_head.head import SERVICE, Head
+from services.evaluation_head.policy import StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
 from services.http.app import create_service_app, model_response
+from services.http.problems import ProblemError
 from services.protocol.evaluation import DiscoveryReply, EvaluateReply, EvaluateRequest
+from services.run_page.routes import HEADERS
 
 MAX_BODY_BYTES = 16 * 2**20
+
+
+STATIC = Path(__file__).parent / "static"
+SHARED = Path(run_page.__file__).parent / "static"
+# The run page's files come first, so that both pages have one style, one chart and one way to write a number.
+FILES = {p.name: p for folder in (SHARED, STATIC) for p in folder.iterdir() if p.suffix in (".js", ".css")}
+PUBLIC = ("/", "/dashboard", *(f"/static/{name}" for name in FILES))
+"""Paths that a browser may load before it has the token; they contain no data."""
+
+TOKEN_SECONDS = 10.0
+SEND_SECONDS = 10.0
+REFUSED = 4401
+"""Close code for clients without the token, from the range 4000 to 4999 that RFC 6455 leaves to applications."""
+RAW = "application/octet-stream"
+MSGPACK = "application/msgpack"
+_SHAPE = re.compile(r"[0-9]{1,9}(,[0-9]{1,9}){0,8}")
 
 
 def create_app(settings: HeadSettings) -> FastAPI:
@@ -24,10 +65,10 @@ def create_app(settings: HeadSettings) -> FastAPI:
         lifespan=head.running,
         stats=head.stats,
         description=__doc__ or "",
-        public=dashboard.PUBLIC,
+        public=PUBLIC,
         max_body_bytes=MAX_BODY_BYTES,
     )
-    dashboard.add_dashboard(app, head)
+    add_dashboard(app, head)
 
     binary = APIRouter(route_class=BinaryRoute)
 
@@ -59,3 +100,163 @@ def create_app(settings: HeadSettings) -> FastAPI:
         return model_response(head.discovery.reply())
 
     return app
+
+
+def add_dashboard(app: FastAPI, head: Head) -> None:
+    """Add the page and ``/ws`` to an application made with ``public=PUBLIC``."""
+    token = head.settings.token
+    page = (STATIC / "dashboard.html").read_text()
+    page = page.replace('data-asks-token="false"', f'data-asks-token="{str(token is not None).lower()}"')
+
+    @app.get("/", include_in_schema=False)
+    async def get_root() -> Response:
+        return RedirectResponse("dashboard")
+
+    @app.get("/dashboard", tags=["dashboard"], response_class=Response)
+    async def get_dashboard() -> Response:
+        """Return the dashboard, a page for a browser."""
+        return Response(page, media_type="text/html", headers=HEADERS)
+
+    for name, path in FILES.items():
+        _add_file(app, name, path)
+
+    @app.websocket("/ws")
+    async def watch(socket: WebSocket) -> None:
+        await socket.accept()
+        if not await _has_token(socket, token):
+            await socket.close(REFUSED, 'send the token, {"token": JOBGROUP_TOKEN}, first')
+            return
+        draining = app.state.lifecycle.draining
+        try:
+            await run_until_first_ends(_send(socket, head), _receive(socket), draining.wait())
+            if draining.is_set():
+                await socket.close(1001, "the head ends")
+        except (WebSocketDisconnect, TimeoutError, RuntimeError):
+            pass  # the client left, or reads too slowly
+
+
+def _add_file(app: FastAPI, name: str, path: Path) -> None:
+    @app.get(f"/static/{name}", include_in_schema=False)
+    async def get_file() -> Response:
+        return FileResponse(path, headers=HEADERS)
+
+
+async def _has_token(socket: WebSocket, token: str | None) -> bool:
+    """Return whether the client has the token, in its header or, as browsers cannot set one, in its first message."""
+    if token is None:
+        return True
+    given = socket.headers.get("authorization", "")
+    if not given:
+        try:
+            async with asyncio.timeout(TOKEN_SECONDS):
+                first = orjson.loads(await socket.receive_text())
+        except (TimeoutError, WebSocketDisconnect, orjson.JSONDecodeError, KeyError):
+            return False
+        given = f"Bearer {first.get('token')}" if isinstance(first, dict) else ""
+    return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
+
+
+async def _send(socket: WebSocket, head: Head) -> None:
+    """Send statistics as they come: first with the whole history, then with new points only."""
+    sent = 0.0
+    while True:
+        added = head.history.added
+        points = head.history.since(sent)
+        sent = points[-1]["time"] if points else sent
+        message: dict[str, Any] = {"stats": head.stats(), "history": points}
+        async with asyncio.timeout(SEND_SECONDS):
+            await socket.send_text(orjson.dumps(message).decode())
+        await added.wait()
+
+
+async def _receive(socket: WebSocket) -> None:
+    """Return when the client disconnects."""
+    while (await socket.receive())["type"] != "websocket.disconnect":
+        pass
+
+
+class BinaryRoute(APIRoute):
+    """A route for requests whose body is raw float32 or MessagePack; others pass on to the next route of the path."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Return whether the route takes the request."""
+        return super().matches(scope) if media_type(scope) in (RAW, MSGPACK) else (Match.NONE, {})
+
+
+def media_type(scope: Scope) -> str:
+    """Return the media type of a request's body without its parameters, "" where it has none."""
+    given = Headers(scope=scope).get("content-type", "") if scope["type"] == "http" else ""
+    return given.partition(";")[0].strip().lower()
+
+
+class BinaryRequest(NamedTuple):
+    """A request, and its states [count, *shape]. In ``request`` zeros stand for the states; None: only reports."""
+
+    request: EvaluateRequest
+    states: NDArray[np.float32] | None
+
+
+async def read_request(http: Request) -> BinaryRequest:
+    """Read a request of a BinaryRoute. A raw body has its shape and the other fields in the query.
+
+    Raises:
+        ProblemError: the body is not MessagePack (400); shape and bytes disagree, or a number is not finite (422).
+        RequestValidationError: a field is not allowed.
+    """
+    body = await http.body()
+    fields: dict[str, Any]
+    if media_type(http.scope) == RAW:
+        fields = {**http.query_params, "states": body}
+        if _SHAPE.fullmatch(fields.get("shape", "")):
+            fields["shape"] = [int(size) for size in fields["shape"].split(",")]
+    else:
+        fields = _unpacked(body)
+    states = _states(fields)
+    if states is not None:
+        # So that the model checks their number, and the number of episodes.
+        fields["states"] = [0.0] * len(states)
+    try:
+        return BinaryRequest(EvaluateRequest.model_validate(fields), states)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from error
+
+
+def _unpacked(body: bytes) -> dict[str, Any]:
+    try:
+        fields = msgpack.unpackb(body)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProblemError(400, f"the body is not valid MessagePack: {error!r}") from error
+    if not isinstance(fields, dict):
+        raise ProblemError(422, "the body must be a map with the fields of the JSON body, and 'shape' beside 'states'")
+    return fields
+
+
+def _states(fields: dict[str, Any]) -> NDArray[np.float32] | None:
+    """Take ``states`` and ``shape`` out of a request's fields and return the array; None where there is neither.
+
+    Raises:
+        StatesRefusedError: they do not fit together, or a number is not finite.
+    """
+    if "state" in fields:
+        raise StatesRefusedError("state is for JSON; send the bytes of one state as states, with a shape such as 1,4")
+    if not fields.keys() & {"states", "shape"}:
+        return None
+    content, shape = fields.pop("states", None), fields.pop("shape", None)
+    _check_form(content, shape)
+    states = np.frombuffer(content, "<f4").reshape(shape).astype(np.float32, copy=False)
+    finite = np.isfinite(states).reshape(len(states), -1).all(axis=1)
+    if not finite.all():
+        raise StatesRefusedError(f"state {int(finite.argmin())} has NaN or an infinity; needed are finite float32")
+    return states
+
+
+def _check_form(content: object, shape: object) -> None:
+    if not isinstance(shape, list) or not shape or not all(type(size) is int and size > 0 for size in shape):
+        raise StatesRefusedError(
+            f"shape is {repr(shape)[:60]}; needed are the number of states and the shape of one, as in ?shape=64,4 of "
+            "a raw body or [64, 4] in MessagePack"
+        )
+    needed = 4 * math.prod(shape)
+    if not isinstance(content, bytes) or len(content) != needed:
+        given = f"{len(content)} bytes" if isinstance(content, bytes) else type(content).__name__
+        raise StatesRefusedError(f"states are {given}; {shape} of float32 are {needed} bytes")

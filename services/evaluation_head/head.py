@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 from services.core.errors import ConfigurationError
 from services.evaluation_head.discovery import Discovery
 from services.evaluation_head.driver import Driver
-from services.evaluation_head.make_policy import make_policy
-from services.evaluation_head.policy import OverloadedError, Policy
-from services.evaluation_head.registry import Registry
+from services.evaluation_head.policy import OverloadedError, Policy, make_policy
+from services.evaluation_head.registry import History, Meter, Moments, Registry
 from services.evaluation_head.settings import HeadSettings
-from services.evaluation_head.statistics import History, Meter, Moments
 from services.http.problems import ProblemError
 from services.protocol.evaluation import EvaluateReply, EvaluateRequest
 

@@ -14,11 +14,10 @@ from services.chat.tokenizers import import_transformers_alone
 from services.core.errors import first_line
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.gateway.account import Account
 from services.gateway.calls import Calls
 from services.gateway.sessions import Session, refuse
 from services.gateway.settings import GatewaySettings
-from services.gateway.store import Store
+from services.gateway.store import Account, Store
 from services.http.problems import ProblemError
 from services.protocol.sessions import CreateSessionRequest, GatewayStats, RewardRequest, SessionReply, Trace
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, Field, field_validator
 
-from services.gateway.api import Api, named_event
+from services.gateway.chat_api import Api, named_event
 from services.gateway.requests import ChatRequest, as_float, check_tool_choice, must_be_absent, validated
 from services.gateway.sessions import Session
 from services.http.problems import ProblemError

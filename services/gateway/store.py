@@ -1,4 +1,7 @@
-"""The gateway's sessions in SQLite: what was written is on disk before the write returns."""
+"""The gateway's sessions in SQLite: what was written is on disk before the write returns.
+
+The account of sampled tokens is in the same file: tokens recorded in sessions, tokens in traces, and tokens lost.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import sqlite3
+from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +18,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.core import databases, files
+from prometheus_client import Counter
+
+from services.core import files
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.http.problems import ProblemError
 
+log = get_logger(__name__)
+
+
 T = TypeVar("T")
 Statement = tuple[str, tuple[Any, ...]]
 
-log = get_logger(__name__)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -164,7 +172,9 @@ class Store:
 
     def _damage(self, error: Exception) -> ConfigurationError | None:
         """Return the error that ends the process, and report it, if ``error`` says that the file is damaged."""
-        found = databases.damage(error, self._file, "the open episodes are lost, and their prompts are played anew")
+        found = files.database_damage(
+            error, self._file, "the open episodes are lost, and their prompts are played anew"
+        )
         if found is not None:
             self._on_damage(found)
         return found
@@ -242,3 +252,73 @@ def _settle(done: asyncio.Future[T], result: T, error: Exception | None) -> None
         done.set_result(result)
     else:
         done.set_exception(error)
+
+
+SAMPLED = Counter("gateway_sampled_tokens", "Sampled tokens recorded in sessions.")
+TRACED = Counter("gateway_trace_tokens", "Sampled tokens in the traces of finished sessions.")
+LOST = Counter("gateway_lost_tokens", "Sampled tokens that no trace has, by reason.", ["reason"])
+
+_READ = "SELECT name, tokens FROM account"
+_ADD = "INSERT INTO account VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET tokens = tokens + excluded.tokens"
+_RECORDED, _TRACED, _LOST = "recorded", "traced", "lost:"
+
+LOST_WITH_SESSION = ("deleted", "expired", "abandoned")
+"""Reasons of losing tokens that were recorded: their session was removed before it was finished."""
+
+
+class Account:
+    """All sampled tokens since the sessions' directory was made, entered in the transactions that they come with."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._tokens: Tally[str] = Tally()
+
+    async def load(self) -> None:
+        """Read the account from the disk."""
+        self._tokens = Tally(dict(await self._store.read(_READ)))
+
+    async def record(self, tokens: int, *change: Statement) -> None:
+        """Write a change that records tokens.
+
+        Raises:
+            ProblemError: 507, the disk refuses to write; the tokens are then lost as ``unwritten``.
+        """
+        try:
+            await self._enter(_RECORDED, tokens, change)
+        except Exception:
+            LOST.labels("unwritten").inc(tokens)
+            self._tokens[f"{_LOST}unwritten"] += tokens
+            raise
+        SAMPLED.inc(tokens)
+
+    async def trace(self, tokens: int, *change: Statement) -> None:
+        """Write the change that finishes a session; raises as ``record`` does."""
+        await self._enter(_TRACED, tokens, change)
+        TRACED.inc(tokens)
+
+    async def lose(self, reason: str, tokens: int, *change: Statement) -> None:
+        """Write a change by which tokens are lost; raises as ``record`` does."""
+        await self._enter(f"{_LOST}{reason}", tokens, change)
+        LOST.labels(reason).inc(tokens)
+
+    async def _enter(self, name: str, tokens: int, change: tuple[Statement, ...]) -> None:
+        await self._store.write(*change, (_ADD, (name, tokens)))
+        self._tokens[name] += tokens
+
+    @property
+    def engine_tokens(self) -> int:
+        """The tokens that engines sampled, as far as they reached the gateway."""
+        lost = self.lost
+        return self._tokens[_RECORDED] + lost.total() - sum(lost[reason] for reason in LOST_WITH_SESSION)
+
+    @property
+    def trace_tokens(self) -> int:
+        """The sampled tokens in traces, each counted in the one sequence that is trained on it."""
+        return self._tokens[_TRACED]
+
+    @property
+    def lost(self) -> Tally[str]:
+        """The sampled tokens that no trace has, by reason."""
+        return Tally(
+            {name.removeprefix(_LOST): n for name, n in self._tokens.items() if name.startswith(_LOST) and n > 0}
+        )

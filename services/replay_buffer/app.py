@@ -39,12 +39,10 @@ from services.protocol.replay import (
     UpdatePrioritiesReply,
     UpdatePrioritiesRequest,
 )
-from services.replay_buffer.admission import Admission
 from services.replay_buffer.database import damage
-from services.replay_buffer.fresh_queue import FreshQueue
+from services.replay_buffer.fresh_queue import Admission, FreshQueue
 from services.replay_buffer.settings import ReplaySettings
-from services.replay_buffer.snapshots import Snapshots
-from services.replay_buffer.store import Store
+from services.replay_buffer.store import Snapshots, Store
 
 T = TypeVar("T")
 

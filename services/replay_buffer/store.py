@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import orjson
 
+from services.http.problems import ProblemError
 from services.protocol.groups import Group
 from services.protocol.replay import (
     AddExperiencesReply,
@@ -19,12 +21,141 @@ from services.protocol.replay import (
     SampleExperiencesRequest,
     SampleGroupsRequest,
     SampleStrategy,
+    SnapshotReply,
     UpdatePrioritiesReply,
 )
 from services.replay_buffer.database import Database
 from services.replay_buffer.packing import pack
-from services.replay_buffer.priorities import PriorityIndex
 from services.replay_buffer.settings import ReplaySettings
+
+Rows = np.ndarray[Any, np.dtype[np.void]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+
+_ROW = np.dtype([("position", np.int64), ("sequence", np.int64), ("version", np.int64), ("priority", np.float64)])
+_LEAST_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A drawn record: its priority, the probability of drawing it first, and its importance weight."""
+
+    sequence: int
+    priority: float
+    probability: float
+    weight: float
+
+
+class PriorityIndex:
+    """Records in order of arrival, one row each: position, sequence number, policy version, priority.
+
+    ``position`` is the order of arrival and names a record. Records leave in this order, too. A draw depends on the
+    records and the seed alone, not on how the index came to hold them, so that a restarted buffer draws the same.
+    """
+
+    def __init__(self, rows: Sequence[tuple[int, int, int, float]] = ()) -> None:
+        """Fill the index with rows (position, sequence, version, priority), sorted by position."""
+        self._rows = np.array(list(rows), _ROW)
+        self._first, self._end = 0, len(rows)
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return self._end - self._first
+
+    @property
+    def _records(self) -> Rows:
+        return self._rows[self._first : self._end]
+
+    def add(self, sequence: int, version: int, priority: float) -> int:
+        """Add a record at the end and return its position."""
+        kept = self._records
+        if self._end == len(self._rows):
+            self._rows = np.zeros(max(_LEAST_ROWS, 2 * len(kept)), _ROW)
+            self._rows[: len(kept)] = kept
+            self._first, self._end = 0, len(kept)
+        position = int(kept["position"][-1]) + 1 if len(kept) else 1
+        self._rows[self._end] = (position, sequence, version, priority)
+        self._end += 1
+        return position
+
+    def remove_oldest(self, count: int) -> list[int]:
+        """Remove the ``count`` records that came first and return their sequence numbers."""
+        sequences: list[int] = self._records["sequence"][:count].tolist()
+        self._first += len(sequences)
+        return sequences
+
+    def set_priority(self, position: int, priority: float) -> None:
+        """Change the priority of the record at ``position``."""
+        self._records["priority"][self._row_of(position)] = priority
+
+    def highest_priority(self) -> float:
+        """Return the highest priority in the index, 1 in an empty one."""
+        return float(self._records["priority"].max()) if len(self) else 1.0
+
+    def newest_version(self) -> int | None:
+        """Return the newest policy version in the index, None in an empty one."""
+        return int(self._records["version"].max()) if len(self) else None
+
+    def newest(self, count: int, *, least_version: int = 0, exclude: Iterable[int] = ()) -> list[Draw]:
+        """Return the ``count`` records that came last, newest first; ``exclude`` are positions."""
+        rows = self._records[np.flatnonzero(self._qualifying(least_version, exclude))[-count:][::-1]]
+        return [Draw(int(row["sequence"]), float(row["priority"]), 1.0, 1.0) for row in rows]
+
+    def draw(
+        self,
+        count: int,
+        random: np.random.Generator,
+        *,
+        exponent: float,
+        correction: float = 0.0,
+        least_version: int = 0,
+        exclude: Iterable[int] = (),
+    ) -> list[Draw]:
+        """Draw without replacement, with chances proportional to priority ** exponent (arXiv:1511.05952, eq. 1).
+
+        The draw is systematic (Madow 1949): records are lined up in random order, each as long as the expected number
+        of times that it is drawn, at most 1, and drawn where points at equal distances fall on them. So the chance of
+        a record to be in the draw is exactly its length P, and ``probability`` is P / count. Its ``weight`` is
+        (N P / count) ** -correction (section 3.4), divided by the expected value of that over the records that can be
+        drawn, whose number is N. With ``correction`` 1 the weighted sum over a draw is therefore an unbiased estimate
+        of ``count`` times the mean over these records, up to the cap of P at 1.
+
+        Records qualify if they are at least of ``least_version`` and their position is not in ``exclude``.
+        """
+        powers = self._records["priority"] ** exponent * self._qualifying(least_version, exclude)
+        rows = random.permutation(np.flatnonzero(powers))
+        count = min(count, len(rows))
+        if not count:
+            return []
+        chances = _capped(powers[rows], count)
+        points = random.random() + np.arange(count)
+        # Rounding can put a point at the very end of the sums.
+        places = np.minimum(np.searchsorted(np.cumsum(chances), points, side="right"), len(rows) - 1)
+        factors = (len(rows) * chances / count) ** -correction
+        factors /= (factors * chances).sum() / count
+        drawn = self._records[rows[places]]
+        columns = (drawn["sequence"], drawn["priority"], chances[places] / count, factors[places])
+        return [Draw(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+
+    def _qualifying(self, least_version: int, exclude: Iterable[int]) -> Mask:
+        mask: Mask = self._records["version"] >= least_version
+        mask[[self._row_of(position) for position in exclude]] = False
+        return mask
+
+    def _row_of(self, position: int) -> int:
+        return int(np.searchsorted(self._records["position"], position))
+
+
+def _capped(powers: Numbers, total: int) -> Numbers:
+    """Return numbers proportional to ``powers`` that add up to ``total``, except that none is above 1."""
+    chances: Numbers = powers * (total / powers.sum())
+    while (chances > 1).any():
+        full = chances >= 1
+        rest = powers[~full]
+        chances[full] = 1.0
+        chances[~full] = rest * ((total - full.sum()) / rest.sum()) if len(rest) else 0.0
+    return chances
+
 
 # Only clients of the stock example add experiences without tokens, which are small: as many as groups by default.
 EXPERIENCE_CAPACITY = 100_000
@@ -210,3 +341,80 @@ def _priority(experience: FlatExperience) -> float:
     if isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= _HIGHEST_PRIORITY:
         return float(given)
     return min(abs(experience.reward) + _LEAST_PRIORITY, _HIGHEST_PRIORITY)
+
+
+_COPY_MEMBERS = """
+INSERT INTO members SELECT :target, sequence, place, position, version, priority, stored_at, NULL
+FROM members WHERE snapshot = :source
+"""
+_COPY_HISTORY = """
+INSERT INTO histories SELECT :target, first, min(last, :newest) FROM histories
+WHERE snapshot = :source AND first <= :newest
+"""
+
+
+class Snapshots:
+    """The snapshots in the store's database, so that a resumed run finds what its checkpoint had."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._db = store.database
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels of the snapshots, sorted."""
+        return [label for (label,) in self._db.execute("SELECT label FROM snapshots WHERE id != 0 ORDER BY label")]
+
+    def save(self, label: str) -> SnapshotReply:
+        """Save store and queue under a label, in place of its former snapshot. Leased groups count as waiting."""
+        with self._store.transaction():
+            self._delete(label)
+            snapshot = self._db.execute("INSERT INTO snapshots (label) VALUES (?)", (label,)).lastrowid
+            self._copy(0, snapshot)
+        return SnapshotReply(label=label, groups=self._groups(label))
+
+    def restore(self, label: str) -> SnapshotReply:
+        """Take store and queue back to a snapshot. Groups added since are unknown again, and leases have ended.
+
+        Raises:
+            ProblemError: 404, there is no such snapshot.
+        """
+        found = self._db.execute("SELECT id FROM snapshots WHERE label = ?", (label,)).fetchone()
+        if found is None:
+            known = ", ".join(self.labels) or "none"
+            raise ProblemError(404, f"there is no snapshot {label!r}; there are: {known}")
+        with self._store.transaction():
+            self._db.execute("DELETE FROM leases")
+            self._db.execute("DELETE FROM members WHERE snapshot = 0")
+            self._db.execute("DELETE FROM histories WHERE snapshot = 0")
+            self._copy(found[0], 0)
+            self._db.execute(
+                "INSERT INTO histories VALUES (0, ?, 9223372036854775807)", (self._db.newest_sequence + 1,)
+            )
+        self._store.load()
+        return SnapshotReply(label=label, groups=self._groups(label))
+
+    def drop(self, label: str) -> SnapshotReply:
+        """Drop a snapshot, and the contents that were kept for it alone. A label without a snapshot has 0 groups."""
+        groups = self._groups(label)
+        with self._store.transaction():
+            self._delete(label)
+        return SnapshotReply(label=label, groups=groups)
+
+    def _copy(self, source: int, target: int | None) -> None:
+        names = {"source": source, "target": target, "newest": self._db.newest_sequence}
+        self._db.execute(_COPY_MEMBERS, names)
+        self._db.execute(_COPY_HISTORY, names)
+
+    def _delete(self, label: str) -> None:
+        for (snapshot,) in self._db.execute("SELECT id FROM snapshots WHERE label = ?", (label,)).fetchall():
+            self._db.execute("DELETE FROM snapshots WHERE id = ?", (snapshot,))
+            self._db.execute("DELETE FROM members WHERE snapshot = ?", (snapshot,))
+            self._db.execute("DELETE FROM histories WHERE snapshot = ?", (snapshot,))
+
+    def _groups(self, label: str) -> int:
+        rows = self._db.execute(
+            "SELECT count(*) FROM snapshots JOIN members ON snapshot = id WHERE label = ? AND place != 'experiences'",
+            (label,),
+        )
+        return int(rows.fetchone()[0])

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from services.core.boxed import last_boxed
+from services.protocol.ground_truths import last_boxed
 from services.reward_server.numbers import Quantity, clean, plain, quantity, time_of_day
 
 TAIL = 16_384

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import policy
-from evaluation.policy.records import Work
+from evaluation.policy.worker import Work
 from evaluation.policy.workers import MODULE
 from services.evaluation_head.checkpoint import save_policy
 from tests.services.evaluation_head import policies

@@ -118,7 +118,7 @@ def math_agent() -> ModuleType:
 @pytest.fixture(scope="session")
 def tool_model() -> Path:
     """A directory with the model that calls tools. Not to be written to."""
-    sources = [Path(__file__).with_name("tool_model.py"), ROOT / "evaluation/math_agent.py"]
+    sources = [Path(__file__).with_name("tool_model.py"), ROOT / "evaluation/math_agent.py", ROOT / "toys/models.py"]
     return made_once("tool-model", sources, "tests.evaluation.tool_model")
 
 

@@ -19,9 +19,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
-from evaluation.policy.head_actor import HeadActor
-from evaluation.policy.records import Work
 from evaluation.policy.run import EPISODES, RESULTS, Options, evaluate
+from evaluation.policy.worker import HeadActor, Work
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.evaluation_head.app import create_app
 from services.evaluation_head.settings import HeadSettings

@@ -22,9 +22,8 @@ import pytest
 from fastapi import FastAPI
 
 from evaluation.trajectories import arenas
-from evaluation.trajectories.plan import lineups_of
-from evaluation.trajectories.ratings import METHOD, bradley_terry
-from evaluation.trajectories.run import Options, generate
+from evaluation.trajectories.play import lineups_of
+from evaluation.trajectories.run import METHOD, Options, bradley_terry, generate
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings

@@ -1,7 +1,7 @@
-"""Makes a model that answers arithmetic by calling tools only: ``python -m tests.evaluation.tool_model DIR``.
+"""Make a model that answers arithmetic by calling tools only: ``python -m tests.evaluation.tool_model DIR``.
 
-A Qwen2 of some 0.2M parameters that writes a call of ``add`` or ``multiply`` for a question such as ``3*4=``, and then
-what the tool said as its answer. So an agent's whole loop can be run against a real engine, and must come out right.
+A Qwen2 of about 0.2M parameters that writes a call of ``add`` or ``multiply`` for a question such as ``3*4=``, and then
+the tool's result as its answer. So tests run an agent's whole loop against a real engine, with a known outcome.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
-from scripts.tiny_model import build_tokenizer
+from toys.arithmetic import build_tokenizer
+from toys.models import Example, batch, qwen2, random_model, train
 
 TOOLS = {"+": ("add", lambda a, b: a + b), "*": ("multiply", lambda a, b: a * b)}
 PIECES = [
@@ -64,46 +65,23 @@ def make(directory: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in PIECES])
     tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-            use_sliding_window=False,
-        )
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model = random_model(qwen2(vocab_size=len(tokenizer), **sizes, **heads))
     rows = [_row(tokenizer, conversation(q["question"])) for q in questions()]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     draw = random.Random(0)
-    for step in range(1, 2001):
-        ids, labels = _batch(draw.sample(rows, 32))
-        logits = model(input_ids=ids, attention_mask=(ids != 0).long()).logits[:, :-1]
-        wanted = labels[:, 1:]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    losses = train(model, lambda: draw.sample(rows, 32), learning_rate=2e-3, steps=2000)
+    for step, loss in enumerate(losses, start=1):
         if step % 50 == 0 and _knows(model, rows):
-            break
-    else:
-        raise RuntimeError(f"the model did not learn within {step} steps; the loss is {loss.item():.3f}")
-    tokenizer.save_pretrained(directory)
-    model.save_pretrained(directory)
-    print(json.dumps({"steps": step, "loss": loss.item()}))
+            tokenizer.save_pretrained(directory)
+            model.save_pretrained(directory)
+            print(json.dumps({"steps": step, "loss": loss}))
+            return
+    raise RuntimeError("the model did not learn its conversations within 2,000 steps")
 
 
-def _row(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """Ids, and labels that are -100 but for what the model says after the solved example."""
+def _row(tokenizer: Any, messages: list[dict[str, Any]]) -> Example:
+    """Return the ids of a conversation; the model learns what it says after the solved example."""
 
     def ids_of(count: int) -> list[int]:
         ids: list[int] = tokenizer.apply_chat_template(messages[:count], tokenize=True, return_dict=False)
@@ -118,16 +96,10 @@ def _row(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], lis
     return ids, labels
 
 
-def _batch(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(len(ids) for ids, _ in rows)
-    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
-    return ids, torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in rows])
-
-
 @torch.no_grad()
-def _knows(model: Qwen2ForCausalLM, rows: list[tuple[list[int], list[int]]]) -> bool:
+def _knows(model: Qwen2ForCausalLM, rows: list[Example]) -> bool:
     """Return whether the model chooses the right token, and clearly, at every place of its turns."""
-    ids, labels = _batch(rows)
+    ids, labels = batch(rows)
     chances = model(input_ids=ids, attention_mask=(ids != 0).long()).logits[:, :-1].softmax(-1)
     wanted = labels[:, 1:]
     said = wanted != -100

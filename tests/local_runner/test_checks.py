@@ -152,7 +152,7 @@ def told(here: Path, *env: str, job_group: str = "group.yaml") -> tuple[int, str
             "none of the columns answer, ground_truth, solution; set GROUND_TRUTH_COLUMN to one of ['sum', 'total']",
         ),
         (["MODEL_NAME=./models/x"], "rollout-server: MODEL_NAME=./models/x: the directory does not exist, seen from"),
-        (["MODEL_NAME=empty"], "MODEL_NAME=empty: {here}/empty has no config.json, so it is no model's directory"),
+        (["MODEL_NAME=empty"], "MODEL_NAME=empty: {here}/empty has no config.json, so it is not a model's directory"),
         (["REWARD_FN=nowhere:close"], "reward-server: REWARD_FN 'nowhere:close' cannot be loaded: ModuleNotFoundError"),
         (["REWARD_FN=math=1,my_rewards:far=1"], "module 'my_rewards' has no attribute 'far'; correct it or its module"),
         (["REWARD_FN=my_rewards:closs"], "has no attribute 'closs', the nearest is close; correct it or its module"),

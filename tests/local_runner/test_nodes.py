@@ -19,7 +19,7 @@ from local_runner.spec import JobGroup, TaskSpec
 from services.core import endpoints
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.core.gpus import visible
+from services.core.machine import visible_gpus
 from tests.waiting import IDLE_SECONDS
 
 GROUP = JobGroup(
@@ -193,7 +193,7 @@ def test_an_exported_choice_of_gpus_is_shared_out_among_the_nodes(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     rollout = TaskSpec("rollout-server", "", num_nodes=1, gpus_per_node=1)
     trainer = TaskSpec("ppo-trainer", "", num_nodes=2, gpus_per_node=1)
-    run = run_of(rollout, trainer, gpus=visible())
+    run = run_of(rollout, trainer, gpus=visible_gpus())
     ranks = [(rollout, 0), (trainer, 0), (trainer, 1)]
     given = [nodes.node_environment(run, task, rank)["CUDA_VISIBLE_DEVICES"] for task, rank in ranks]
     assert given == ["4", "5", "6"]

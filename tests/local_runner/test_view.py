@@ -18,7 +18,7 @@ from local_runner.summary import Launch, next_commands
 from local_runner.supervisor import State
 from local_runner.view import View, describe
 from services.run_page import activity
-from services.run_page.rewards import first_and_last
+from services.run_page.directory import first_and_last
 from tests.local_runner.test_nodes import run_of
 
 SECONDS = {"generate": 3.2, "score": 0.04, "store": 0.02, "train": 16.6, "publish": 3.9, "step": 23.9}

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.scaling.roofline import Kernel
 from tests.pretend_cuda.learner import packed_sequences
-from trainer.algorithm.tree_mask import TILE, tiles
+from trainer.algorithm.attention_layout import TILE, tiles
 from trainer.model.attention import TREE_ATTENTION
 
 PRODUCTS = {False: 2, True: 7}

@@ -10,8 +10,8 @@ from torch._inductor import config
 from torch.nn.attention.flex_attention import flex_attention
 
 from tests.trainer.tiny import random_groups
+from trainer.algorithm.attention_layout import TreeMask
 from trainer.algorithm.packing import pack
-from trainer.algorithm.tree_mask import TreeMask
 from trainer.model.attention import KERNEL_OPTIONS
 
 pytestmark = pytest.mark.cuda

@@ -17,10 +17,10 @@ from tests.pretend_cuda.learner import pretended_learner, pretended_ranks
 from tests.pretend_cuda.seen import Call, Seen
 from tests.trainer.tiny import FAMILIES, random_groups
 from tests.waiting import LIMIT_SECONDS
+from trainer.algorithm.attention_layout import TreeMask
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
-from trainer.algorithm.tree_mask import TreeMask
 from trainer.checkpoints import checkpoint
-from trainer.model import sharing
+from trainer.model import micro_batching
 
 pytestmark = pytest.mark.cuda
 
@@ -137,10 +137,10 @@ def test_the_next_micro_batch_is_packed_into_pinned_memory_while_the_device_comp
         return pack(pieces, order)
 
     pinned = []
-    monkeypatch.setattr(sharing, "pack", watched)
+    monkeypatch.setattr(micro_batching, "pack", watched)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     with pretended_ranks() as ranks:
-        batches = sharing.packed([[GROUPS[0]], [GROUPS[1]]], ranks)
+        batches = micro_batching.packed([[GROUPS[0]], [GROUPS[1]]], ranks)
         batch = next(batches)
         assert second.wait(LIMIT_SECONDS), "the second is packed though nobody has asked for it"
         assert batch.input_ids.is_cuda

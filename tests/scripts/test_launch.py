@@ -14,12 +14,13 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from benchmarks.scaling import report, roofline
-from benchmarks.scaling.plan import MODELS, Batch, Layout, work
+from benchmarks.scaling import roofline
+from benchmarks.scaling.plan import MODELS, Batch, work
 from local_runner import spec
 from scripts.launch import job_group_text, skypilot
 from scripts.launch.__main__ import main
-from scripts.launch.sizes import find_model
+from scripts.launch.models import MEMORY, find_model
+from scripts.launch.sizes import Layout, changes, volume_gibibytes
 from services.core.errors import ConfigurationError
 from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
 from trainer.preflight.sizes import needed
@@ -59,10 +60,10 @@ def test_memory_and_volume_are_the_planners(tmp_path: Path, label: str, engines:
     values = job_group_text.values(text)
     layout = Layout(5, 8, 6, 8)
     need = needed(MODELS[label].shape, work(MODELS[label], Batch(), 6, 8))
-    for (task, key), value in report.changes(MODELS[label], layout, need, engines).items():
+    for (task, key), value in changes(MODELS[label], layout, need, engines).items():
         assert values[task, key] == (f"[{value}]" if "accelerators" in key else value), (task, key)
     volume = yaml.safe_load((tmp_path / "volume.yaml").read_text())
-    assert volume["size"] == f"{report.volume_gibibytes(need)}Gi"
+    assert volume["size"] == f"{volume_gibibytes(need)}Gi"
     assert volume["config"]["access_mode"] == "ReadWriteMany"
     assert values["ppo-trainer", "envs.MIN_WORKERS"] == str(5 * engines // 2)
 
@@ -350,7 +351,7 @@ def test_a_check_launches_two_pods_with_a_gpu_of_each_tier_and_the_images(
 
 
 def test_the_memory_of_known_gpus_is_that_of_the_planner() -> None:
-    assert {gpu.name: gpu.memory for gpu in roofline.GPUS}.items() <= roofline.MEMORY.items()
+    assert {gpu.name: gpu.memory for gpu in roofline.GPUS}.items() <= MEMORY.items()
 
 
 @pytest.fixture

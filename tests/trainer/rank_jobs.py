@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.protocol.prompts import Cursor
-from trainer.algorithm.critic_targets import with_critic_targets
+from trainer.algorithm.gae import with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.checkpoints import volume

@@ -24,8 +24,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from services.core.errors import EXIT_RECOVERABLE, ConfigurationError, DependencyLostError, exit_code_of
-from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
+from services.protocol.groups import Experience, Group, VersionSpan
 from services.protocol.prompts import Cursor
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
 from tests.trainer.tiny import FAMILIES, save_model
 from trainer.algorithm.training_groups import training_group, with_advantages

@@ -18,7 +18,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from scripts.tiny_model import build_tokenizer
+from toys.arithmetic import build_tokenizer
+from toys.models import random_model
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 
 VOCABULARY = 17
@@ -55,11 +56,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
 
 def save_model(directory: Path, config: PretrainedConfig, seed: int = 0) -> Path:
     """Write a model with random weights and a tokenizer as a Hugging Face directory."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():  # livelier than the initialisation, so that differences show
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model = random_model(config, seed, noise=(0.1, 0.1))
     model.save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
     return directory

@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.algorithm.attention_layout import AttentionLayout
-from trainer.algorithm.tree_mask import TreeMask
+from trainer.algorithm.attention_layout import AttentionLayout, TreeMask
 
 T = TypeVar("T")
 Rows = NDArray[np.int64]

@@ -9,8 +9,9 @@ from itertools import accumulate, chain, groupby
 import torch
 
 from services.core.errors import ConfigurationError
-from services.core.functions import load_function
-from services.protocol.groups import Experience, FinishReason, Group, by_episode
+from services.core.imports import load_function
+from services.protocol.groups import Experience, Group, by_episode
+from services.protocol.rewards import FinishReason
 from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes, dr_grpo, overlong_penalty
 from trainer.algorithm.methods import GROUP_ADVANTAGES, NORMALISED_ADVANTAGES, Credit, is_own_function
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn

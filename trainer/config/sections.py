@@ -8,11 +8,11 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from services.core.compute import AUTO_RULE, ComputeType
+from services.core.machine import AUTO_RULE, ComputeType
 from services.core.settings import Settings
 from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS
-from services.protocol.groups import LARGEST_REWARD
 from services.protocol.replay import SampleStrategy
+from services.protocol.rewards import LARGEST_REWARD
 from trainer.algorithm.methods import (
     Aggregation,
     Credit,

@@ -1,8 +1,8 @@
 """Attention over packed trees of tokens, registered with transformers under the name ``token_tree``.
 
-On CUDA one ``flex_attention`` computes it, over the tiles of tree_mask.py. On a CPU it is computed in the blocks of
-attention_layout.py. The work of either grows with the lengths of the trees' paths and not with the square of the packed
-row. Any model can use it whose attention goes through transformers' attention interface.
+On CUDA one ``flex_attention`` computes it, over the tiles of ``TreeMask``. On a CPU it is computed in the blocks of
+``AttentionLayout`` (attention_layout.py). The work of either grows with the lengths of the trees' paths and not with
+the square of the packed row. Any model can use it whose attention goes through transformers' attention interface.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from trainer.algorithm.methods import ImportanceCorrection
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.config import CriticModel, TrainerSettings
+from trainer.model.micro_batching import Part, make_part, packed, part_order, token_numbers, unknown_ids
 from trainer.model.optimizer import HEAD_GROUPS, is_finite, learning_rate, make_optimizer, optimizer_steps, over_steps
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
-from trainer.model.sharing import Part, make_part, packed, part_order, token_numbers, unknown_ids
 
 log = get_logger(__name__)
 
@@ -161,7 +161,7 @@ class Learner:
     def token_numbers(
         self, groups: Sequence[TrainingGroup], compute: Callable[[MicroBatch], Tensor]
     ) -> list[TokenNumbers]:
-        """Return a number of each of the groups' trained tokens, on every rank; see ``token_numbers`` in sharing.py."""
+        """Return a number of each of the groups' trained tokens, on every rank; see ``token_numbers``."""
         vocabulary, max_tokens = self.policy.config.vocab_size, self.settings.micro_batch_tokens
         return token_numbers(groups, compute, max_tokens, vocabulary, self.ranks)
 

@@ -24,7 +24,7 @@ VERSIONS = 3
 """Published versions on the volume: two are kept, and one more while a worker loads it."""
 MOMENTS = 2
 KEYS_PER_TOKEN = 4
-"""Copies of a token's key and value in the attention of a CPU; see share_out.py."""
+"""Copies of a token's key and value in the attention of a CPU; see micro_batching.py."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 from trainer.algorithm.training_groups import training_group
 from trainer.config import TrainerSettings
 from trainer.main_rank import MainRank
-from trainer.model.sharing import unknown_ids
+from trainer.model.micro_batching import unknown_ids
 from trainer.publishing.adapter_probe import PROBE_TEXT, PROBE_TOKENS, AdapterProbe
 from trainer.publishing.probe import probe_workers
 from trainer.rollouts.batch import Batch

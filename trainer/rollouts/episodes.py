@@ -21,19 +21,19 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError, own_error
 from services.core.logs import get_logger
-from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
 from services.programs import programs_at_once
+from services.protocol.base import derive_seed
 from services.protocol.episodes import EpisodeFigures
-from services.protocol.groups import Group, RewardResult, RewardStatus
+from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
 from services.protocol.sessions import DEADLINE, CreateSessionRequest
-from services.weights.adapter_files import ADAPTER_NAME
+from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
-from trainer.rollouts.environment_player import EnvironmentPlayer
 from trainer.rollouts.experiences import LOST_TOKENS, Episode, experiences_of
+from trainer.rollouts.game import EnvironmentPlayer
 from trainer.rollouts.groups import OWN_REASONS, GroupMaker
 from trainer.rollouts.patience import PatientTransport
 

@@ -10,7 +10,8 @@ from itertools import takewhile
 from prometheus_client import Counter
 
 from services.agents import AgentFailedError
-from services.protocol.groups import Experience, RewardResult, RewardStatus, TurnReward, VersionSpan
+from services.protocol.groups import Experience, TurnReward, VersionSpan
+from services.protocol.rewards import RewardResult, RewardStatus
 from services.protocol.sessions import Trace, TraceSequence
 from trainer.rollouts.conversations import readable
 

@@ -1,24 +1,31 @@
-"""An episode on an environment-server, whose seats are played at the same time; most environments have one seat."""
+"""Games of ROLLOUT=environment, with the model in training at one seat or at all; most environments have one seat.
+
+A game is an episode on an environment-server whose seats are played at the same time. The model of OPPONENT=http://...
+plays the seats that are not trained.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
+from pydantic import BaseModel, Field
 
 from services.agents import AgentFailedError, Example
-from services.clients.environment_episode import EnvironmentFailedError, Episode, EpisodeLostError
-from services.core.errors import DependencyLostError
-from services.core.stopwatch import Stopwatch
-from services.http.client import RequestRefusedError, problem_detail
+from services.clients.environment import EnvironmentClient, EnvironmentFailedError, Episode, EpisodeLostError
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.tasks import Stopwatch
+from services.http.client import HttpClient, RequestRefusedError, problem_detail
 from services.protocol.evaluation import ActionKind, State, StateKind, StepStatus
+from services.protocol.prompts import Prompt
 from services.protocol.sessions import END_BEFORE
+from trainer.config import TrainerSettings
 
 Ask = Callable[[list[dict[str, Any]]], Awaitable[str]]
 """Returns a model's answer to a conversation."""
@@ -184,3 +191,139 @@ def _check(episode: Episode) -> None:
             "model plays environments of messages and text",
             "environment",
         )
+
+
+class _Model(BaseModel):
+    id: str
+
+
+class _Models(BaseModel):
+    data: list[_Model] = Field(min_length=1)
+
+
+class _Message(BaseModel):
+    content: str | None = None
+
+
+class _Choice(BaseModel):
+    message: _Message
+
+
+class _Reply(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
+
+
+class Opponent:
+    """The first model of an OpenAI endpoint. An async context manager.
+
+    It gets no key: JOBGROUP_TOKEN must not leave the job group. Its answers have the trained policy's temperature and
+    length limit.
+    """
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        url = settings.opponent.rstrip("/").removesuffix("/v1")
+        seconds = settings.agent_seconds
+        self._http = HttpClient(url, service="opponent", timeout=seconds, deadline=seconds)
+        self._sampling = {"temperature": settings.temperature, "max_tokens": settings.max_new_tokens}
+        self._naming = asyncio.Lock()
+        self._model: str | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.__aexit__()
+
+    async def wait_healthy(self, deadline_seconds: float) -> None:
+        """Wait until the endpoint tells its models.
+
+        Raises:
+            ConfigurationError: it refuses to.
+            DependencyLostError: it did not within ``deadline_seconds``.
+        """
+        try:
+            await self._name(deadline_seconds)
+        except RequestRefusedError as error:
+            raise ConfigurationError(
+                f"OPPONENT: {error}; it must be an OpenAI endpoint that asks for no key"
+            ) from error
+
+    async def ask(self, messages: list[dict[str, Any]]) -> str:
+        """Return the model's answer.
+
+        Raises:
+            DependencyLostError: it did not answer within AGENT_SECONDS.
+            RequestRefusedError: it refuses the conversation, or asks for a key.
+        """
+        body = {"model": await self._name(), "messages": messages, **self._sampling}
+        reply = await self._http.call("POST", "/v1/chat/completions", _Reply, body)
+        return reply.choices[0].message.content or ""
+
+    async def _name(self, deadline: float | None = None) -> str:
+        async with self._naming:
+            if self._model is None:
+                self._model = (await self._http.call("GET", "/v1/models", _Models, deadline=deadline)).data[0].id
+        return self._model
+
+
+class EnvironmentPlayer:
+    """A player of games by seeds. ``opponent`` is a fixed model; without it the model in training plays every seat."""
+
+    def __init__(self, environments: EnvironmentClient, opponent: Opponent | None = None) -> None:
+        self._environments = environments
+        self._opponent = opponent
+        self._counting = asyncio.Lock()
+        self._count: int | None = None
+
+    async def trained_seats(self, prompt: Prompt) -> list[int]:
+        """Return the seats of a prompt's games that are trained: all, or with an opponent one, which the seed chooses.
+
+        Raises:
+            AgentFailedError: the prompt is no seed.
+            ConfigurationError: there is an opponent, and the environment has one seat.
+            DependencyLostError: no environment-server answered.
+        """
+        seats = await self.seats()
+        if self._opponent is None:
+            return list(range(seats))
+        if seats == 1:
+            raise ConfigurationError("OPPONENT is set, but the environment has one seat; unset OPPONENT")
+        return [_seed_of(prompt) % seats]
+
+    async def seats(self) -> int:
+        """Return the number of the environment's seats, from an episode that is begun and ended.
+
+        Raises:
+            DependencyLostError: no environment-server answered.
+        """
+        async with self._counting:
+            if self._count is None:
+                async with await self._environments.begin(0) as episode:
+                    self._count = episode.environment.seats
+        return self._count
+
+    @asynccontextmanager
+    async def game(self, prompt: Prompt, trained: Sequence[int]) -> AsyncIterator[Game]:
+        """Yield the game of a prompt's seed, for agents at the ``trained`` seats; the opponent has the others."""
+        async with Game(lambda: self._environments.begin(_seed_of(prompt), _split_of(prompt))) as game:
+            if self._opponent is not None:
+                for seat in set(range(await self.seats())) - set(trained):
+                    game.seat_opponent(seat, self._opponent.ask)
+            yield game
+
+
+def _seed_of(prompt: Prompt) -> int:
+    if not (prompt.ground_truth.isascii() and prompt.ground_truth.isdecimal()):
+        raise AgentFailedError(
+            f"prompt {prompt.id} has the ground truth {prompt.ground_truth[:60]!r} in place of a seed; "
+            "set DATASET=seeds for ROLLOUT=environment",
+            "seed",
+        )
+    return int(prompt.ground_truth) % 2**31
+
+
+def _split_of(prompt: Prompt) -> str | None:
+    """Return the split that the prompt's id names, as in ``seeds/train/17``."""
+    parts = prompt.id.split("/")
+    return parts[-2] if len(parts) > 1 else None

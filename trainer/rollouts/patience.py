@@ -9,7 +9,7 @@ import uuid
 
 import httpx
 
-from services.core.stopwatch import Stopwatch
+from services.core.tasks import Stopwatch
 from services.protocol.sessions import AGAIN, REQUEST_MARK
 
 FIRST_PAUSE_SECONDS = 0.1

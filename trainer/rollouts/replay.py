@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from services.clients.replay import ReplayClient
-from services.core.seeds import derive_seed
+from services.protocol.base import derive_seed
 from services.protocol.groups import Group
 from services.protocol.replay import SampledGroup, SampleGroupsRequest
-from trainer.algorithm.aggregation import k3
+from trainer.algorithm.loss import k3
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.config import TrainerSettings

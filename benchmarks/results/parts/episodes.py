@@ -17,7 +17,7 @@ from benchmarks.results.plots import curves
 from benchmarks.results.runs import Part, Result, Results, Run, Settings
 from benchmarks.results.tables import paragraph, table
 from benchmarks.results.tasks import seeded
-from services.environment_server.nim import draw_heaps, is_optimal
+from services.environment_server.games import draw_heaps, is_optimal
 
 SEEDS = range(3)
 VARIANT = "GRPO"

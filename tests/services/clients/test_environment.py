@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from services.clients import environment
-from services.clients.environment import EnvironmentClient, find_servers
-from services.clients.environment_episode import EpisodeLostError
+from services.clients.environment import EnvironmentClient, EpisodeLostError, find_servers
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
 from services.environment_server.app import create_app

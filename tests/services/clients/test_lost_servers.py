@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from services.clients import environment
-from services.clients.environment import EnvironmentClient
-from services.clients.environment_episode import REPLAYED, Episode, EpisodeLostError
+from services.clients.environment import REPLAYED, EnvironmentClient, Episode, EpisodeLostError
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
-from services.environment_server.guessing import GuessingGame
+from services.environment_server.games import GuessingGame
 from tests.services.conftest import RunningService, StartService
 
 ODD = "tests.services.environment_server.odd_environments:"

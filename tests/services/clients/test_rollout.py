@@ -16,14 +16,14 @@ from prometheus_client import REGISTRY
 from transformers import Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from scripts.tiny_model import END, PAD
 from services.clients import rollout
 from services.clients.rollout import MAX_ROUNDS, PIECE_TOKENS, RolloutClient, SamplingParams, generation_seconds
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
 from services.http.client import RequestRefusedError
-from services.protocol.groups import FinishReason
+from services.protocol.rewards import FinishReason
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
+from toys.arithmetic import END, PAD
 
 PARAMS = SamplingParams(max_new_tokens=3, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(7,), stop=("Q:",))
 Answer = Callable[[dict[str, Any]], Any]

@@ -5,7 +5,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from tests.models import save_byte_tokenizer
+from toys.models import byte_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
@@ -21,7 +21,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _save_tokenizer(directory: Path, chat_template: str | None) -> str:
     specials = ["<s>", "</s>", "<system>", "<user>", "<assistant>"]
-    save_byte_tokenizer(directory, specials, chat_template, bos_token="<s>", eos_token="</s>")
+    byte_tokenizer(specials, chat_template, bos_token="<s>", eos_token="</s>").save_pretrained(directory)
     return str(directory)
 
 

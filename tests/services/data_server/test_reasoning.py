@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.core.reasoning_entries import Entry
 from services.data_server import sources
 from services.data_server.dataset import load as load_dataset
 from services.data_server.reasoning_questions import Plan, PlanError, Question, questions
 from services.data_server.settings import DataSettings
+from services.protocol.ground_truths import Entry
 
 pytest.importorskip("reasoning_gym", reason="no reasoning-gym, which needs a C compiler")
 

@@ -12,14 +12,12 @@ from typing import Any
 import openai
 import pytest
 import structlog
-import torch
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from services.chat import tool_calls
 from services.embedded_engine.http.app import create_app
 from tests.services.embedded_engine.conftest import settings_for
+from toys.models import byte_tokenizer, qwen2, random_model, train
 
 Serving = Callable[..., Any]
 
@@ -39,43 +37,17 @@ CONVERSATIONS = {
 
 @pytest.fixture(scope="module")
 def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of single bytes that knows three conversations by heart, one of them with a tool call."""
+    """Return the directory of a model of single bytes that knows three conversations by heart, one with a tool call."""
     directory = tmp_path_factory.mktemp("tool-model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0, "<end>": 1} | {letter: 2 + place for place, letter in enumerate(alphabet)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<end>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(vocabulary),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            eos_token_id=1,
-        )
-    )
-    texts = [prompt + answer + "<end>" for prompt, answer in CONVERSATIONS.items()]
-    batch = tokenizer(texts, return_tensors="pt", padding=True)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    for row, prompt in enumerate(CONVERSATIONS):
-        labels[row, : len(tokenizer(prompt)["input_ids"])] = -100
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for _ in range(250):
-        loss = model(**batch, labels=labels).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if loss < 0.005:
-            break
-    assert loss < 0.05
+    tokenizer = byte_tokenizer(["<pad>", "<end>"], CHAT_TEMPLATE, pad_token="<pad>", eos_token="<end>")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = random_model(qwen2(vocab_size=len(tokenizer), **sizes, **heads))
+    examples = []
+    for prompt, answer in CONVERSATIONS.items():
+        before, after = tokenizer(prompt)["input_ids"], tokenizer(answer + "<end>")["input_ids"]
+        examples.append((before + after, [-100] * len(before) + after))
+    assert any(loss < 0.005 for loss in train(model, lambda: examples, learning_rate=5e-3, steps=500))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.environment_server.calculator import CalculationError, calculate
-from services.environment_server.guessing import GuessingGame
+from services.environment_server.games import GuessingGame
+from services.environment_server.gsm8k import CalculationError, calculate
 
 
 async def play(client: Any, episode: dict[str, Any], *actions: str) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 from services.core.errors import ConfigurationError
 from services.environment_server import app as app_module
 from services.environment_server import episodes
-from services.environment_server.usage import UsageMeter
+from services.environment_server.player import UsageMeter
 from tests.services.environment_server import odd_environments
 from tests.services.environment_server.conftest import ODD
 from tests.waiting import IDLE_SECONDS, eventually, stats_show

@@ -18,8 +18,7 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from services.core.errors import EXIT_CONFIGURATION, EXIT_FAILED, DependencyLostError
 from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError, Transition
-from services.environment_server.openenv_environment import OpenEnvEnvironment
-from services.environment_server.openenv_schema import Forms, NotAnActionError, messages_of
+from services.environment_server.openenv_environment import Forms, NotAnActionError, OpenEnvEnvironment, messages_of
 from tests.ports import free_port
 from tests.services.run_page.serving import served, served_ready
 from tests.waiting import IDLE_SECONDS, wait_until

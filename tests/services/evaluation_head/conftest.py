@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.evaluation_head import discovery, driver, language_policy, policy, registry
+from services.evaluation_head import discovery, driver, policy, registry
 from services.evaluation_head import head as head_module
 from services.evaluation_head.app import create_app
 from services.evaluation_head.settings import HeadSettings
@@ -37,7 +37,7 @@ CONSTANTS = {
     "ENTRANCE_SECONDS": driver,
     "INTERVAL_SECONDS": discovery,
     "TIMEOUT_SECONDS": discovery,
-    "ANSWER_SECONDS": language_policy,
+    "ANSWER_SECONDS": policy,
 }
 
 

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from services.evaluation_head import checkpoint
-from services.evaluation_head.batcher import KEPT_BATCHES, Batcher
 from services.evaluation_head.policy import Decision
+from services.evaluation_head.torch_policy import KEPT_BATCHES, Batcher
 from tests.services.evaluation_head import policies
 
 STATE = np.zeros((1, 1), np.float32)

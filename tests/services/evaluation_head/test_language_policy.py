@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 
 from services.embedded_engine.http.app import create_app as create_engine_app
 from services.environment_server.app import create_app as create_environment_app
-from services.environment_server.guessing import GuessingGame
+from services.environment_server.games import GuessingGame
 from services.environment_server.settings import EnvironmentSettings
 from services.rollout_server.settings import RolloutSettings
 from tests.services.run_page.serving import served, served_ready

@@ -10,7 +10,7 @@ import pytest
 import websockets
 from pydantic import SecretStr
 
-from services.evaluation_head import dashboard
+from services.evaluation_head import app
 from tests.services.run_page.serving import served, served_ready
 from tests.waiting import IDLE_SECONDS
 
@@ -33,7 +33,7 @@ async def test_the_websocket_wants_the_token(head: Any, first: str) -> None:
             await socket.send(first)
             with pytest.raises(websockets.ConnectionClosed) as refused:
                 await socket.recv()
-            assert refused.value.rcvd.code == dashboard.REFUSED
+            assert refused.value.rcvd.code == app.REFUSED
         async with websockets.connect(address, additional_headers={"Authorization": "Bearer secret"}) as socket:
             assert "stats" in orjson.loads(await socket.recv())
         assert httpx.get(f"{url}/stats", timeout=IDLE_SECONDS, trust_env=False).status_code == 401  # noqa: ASYNC210

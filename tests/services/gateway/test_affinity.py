@@ -11,7 +11,7 @@ import pytest
 
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.endpoints import ENDPOINTS_VARIABLE
-from services.gateway.engine import EngineClient
+from services.gateway.calls import EngineClient
 from services.protocol.groups import Completion
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.waiting import IDLE_SECONDS

@@ -16,11 +16,11 @@ import pytest
 from services.clients.gateway import GatewayClient
 from services.clients.rollout_admin import WorkerAdmin
 from services.core.endpoints import Endpoint
-from services.protocol.groups import Group, RewardResult
+from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardResult
 from services.protocol.sessions import CreateSessionRequest
-from services.weights.adapter_files import ADAPTER_NAME
+from services.weights.policy_store import ADAPTER_NAME
 from tests.adapters import adapted_logprobs, save_adapter
 from tests.e2e import agents
 from tests.services.conftest import RunningService, StartService

@@ -13,8 +13,7 @@ from services.protocol.replay import LeaseRequest, SampleGroupsRequest
 from services.replay_buffer.fresh_queue import FreshQueue
 from services.replay_buffer.packing import unpack
 from services.replay_buffer.settings import ReplaySettings
-from services.replay_buffer.snapshots import Snapshots
-from services.replay_buffer.store import Store
+from services.replay_buffer.store import Snapshots, Store
 
 
 class Clock:

@@ -6,22 +6,22 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.protocol.groups import RewardStatus
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings
-from tests.models import save_byte_tokenizer
 from tests.waiting import wait_ready
 
 
 def _save(directory: Path, *, labels: int, positions: int = 2048, **tokens: str) -> str:
-    """A random reward model of a few thousand parameters with a tokenizer of one token a byte."""
-    import torch
-    from transformers import LlamaConfig, LlamaForSequenceClassification
+    """Write a random reward model of a few thousand parameters with a tokenizer of one token a byte."""
+    from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-    torch.manual_seed(0)
+    from toys.models import byte_tokenizer, random_model
+
+    tokenizer = byte_tokenizer(["</s>"], **(tokens or {"eos_token": "</s>"}))
+    tokenizer.save_pretrained(directory)
     config = LlamaConfig(
-        vocab_size=save_byte_tokenizer(directory, ["</s>"], **(tokens or {"eos_token": "</s>"})),
+        vocab_size=len(tokenizer),
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,
@@ -30,7 +30,7 @@ def _save(directory: Path, *, labels: int, positions: int = 2048, **tokens: str)
         max_position_embeddings=positions,
         pad_token_id=0,
     )
-    LlamaForSequenceClassification(config).save_pretrained(directory)
+    random_model(config, kind=AutoModelForSequenceClassification).save_pretrained(directory)
     return str(directory)
 
 

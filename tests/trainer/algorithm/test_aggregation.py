@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.trainer.algorithm.formulas import gradient_of, losses_by_formula
 from tests.trainer.ragged import Ragged, random_ragged
-from trainer.algorithm.aggregation import KL_LIMIT, aggregate, k3, kl_penalty
+from trainer.algorithm.loss import KL_LIMIT, aggregate, k3, kl_penalty
 from trainer.algorithm.methods import Aggregation
 
 SEEDS = range(5)

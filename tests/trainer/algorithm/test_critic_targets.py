@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from services.core.errors import ConfigurationError
-from trainer.algorithm.critic_targets import critic_metrics, with_critic_targets
+from trainer.algorithm.gae import critic_metrics, with_critic_targets
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn, pack
 from trainer.config import TrainerSettings
 

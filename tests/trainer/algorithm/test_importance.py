@@ -10,8 +10,8 @@ import torch
 
 from tests.trainer.algorithm.formulas import losses_by_formula
 from tests.trainer.ragged import pack_rows, random_ragged
-from trainer.algorithm.importance import importance_weights, off_policy_mask, sequence_means
 from trainer.algorithm.methods import ImportanceCorrection
+from trainer.algorithm.policy_losses import importance_weights, off_policy_mask, sequence_means
 
 SEEDS = range(5)
 

@@ -17,12 +17,19 @@ from torch import Tensor
 from tests.trainer.algorithm.formulas import loss_tokens
 from tests.trainer.ragged import Ragged, random_ragged
 from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, Outcomes, overlong_penalty
-from trainer.algorithm.aggregation import KL_LIMIT, aggregate, k3, kl_penalty
-from trainer.algorithm.importance import importance_weights, off_policy_mask
-from trainer.algorithm.loss import PolicyLoss, StepSize
+from trainer.algorithm.loss import KL_LIMIT, PolicyLoss, StepSize, aggregate, k3, kl_penalty
 from trainer.algorithm.methods import Aggregation, ImportanceCorrection
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
-from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, cispo, clip_cov, clipped, gspo, sapo
+from trainer.algorithm.policy_losses import (
+    LOSS_FUNCTIONS,
+    cispo,
+    clip_cov,
+    clipped,
+    gspo,
+    importance_weights,
+    off_policy_mask,
+    sapo,
+)
 from trainer.config import TrainerSettings
 
 pytestmark = pytest.mark.oracles

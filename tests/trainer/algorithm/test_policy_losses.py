@@ -13,9 +13,17 @@ from torch import Tensor
 
 from tests.trainer.algorithm.formulas import clamped_ratio, gradient_of, loss_tokens, losses_by_formula
 from tests.trainer.ragged import Rows, pack_rows, random_ragged
-from trainer.algorithm.importance import sequence_means
 from trainer.algorithm.methods import LOSS_OPTIONS, LOSSES
-from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, LossTokens, cispo, clip_cov, clipped, gspo, sapo
+from trainer.algorithm.policy_losses import (
+    LOSS_FUNCTIONS,
+    LossTokens,
+    cispo,
+    clip_cov,
+    clipped,
+    gspo,
+    sapo,
+    sequence_means,
+)
 
 SEEDS = range(5)
 

@@ -9,8 +9,9 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from services.environment_server.nim import NAMES, Nim
-from services.protocol.groups import Experience, FinishReason, Group, RewardResult, VersionSpan
+from services.environment_server.games import NAMES, Nim
+from services.protocol.groups import Experience, Group, VersionSpan
+from services.protocol.rewards import FinishReason, RewardResult
 from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.config import TrainerSettings
 

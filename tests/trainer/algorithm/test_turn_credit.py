@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from services.protocol.groups import Group
-from trainer.algorithm.critic_targets import with_critic_targets
+from trainer.algorithm.gae import with_critic_targets
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
 from trainer.algorithm.training_groups import has_signal, with_advantages
 from trainer.config import TrainerSettings

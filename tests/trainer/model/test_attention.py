@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from services.core.errors import ConfigurationError
 from tests.trainer.tiny import FAMILIES, SHAPE, plain_logprobs, plain_model, random_groups, random_trees, save_model
-from trainer.algorithm.attention_layout import AttentionLayout
+from trainer.algorithm.attention_layout import AttentionLayout, TreeMask
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
-from trainer.algorithm.tree_mask import TreeMask
 from trainer.model import policy as policies
 from trainer.model.attention import TREE_ATTENTION, tree_attention
 from trainer.model.logprobs import token_logprobs

@@ -21,8 +21,7 @@ from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays, make_learner, train_critic, weights_of
 from tests.trainer.tiny import plain_model, random_groups
 from tests.trainer.walks import Walk, all_walks, value
-from trainer.algorithm.critic_targets import critic_metrics, with_critic_targets
-from trainer.algorithm.gae import explained_variance
+from trainer.algorithm.gae import critic_metrics, explained_variance, with_critic_targets
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 from trainer.model.critic import CriticLearner
 from trainer.model.gathering import whole_parameters

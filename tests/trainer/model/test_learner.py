@@ -29,11 +29,10 @@ from tests.trainer.tiny import (
     random_trees,
 )
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack
-from trainer.algorithm.share_out import share_out
 from trainer.config import TrainerSettings
+from trainer.model.micro_batching import part_order, share_out
 from trainer.model.optimizer import StopRequestedError, learning_rate
 from trainer.model.ranks import Ranks, join_ranks
-from trainer.model.sharing import part_order
 
 
 def settings_of(model: Path, **options: Any) -> TrainerSettings:
@@ -225,7 +224,7 @@ def test_one_micro_batch_at_a_time_is_packed(alone: Ranks, model: Path, monkeypa
         packed.append(pieces)
         return pack(pieces)
 
-    monkeypatch.setattr("trainer.model.sharing.pack", remember)
+    monkeypatch.setattr("trainer.model.micro_batching.pack", remember)
     assert learner.update(random_groups(9), 0).steps == 1
     assert len(packed) > 2
 

@@ -28,8 +28,9 @@ from services.environment_server.settings import EnvironmentSettings
 from services.gateway.requests import ChatRequest
 from services.gateway.sessions import Session
 from services.http.problems import ProblemError
-from services.protocol.groups import Group, RewardStatus
+from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardStatus
 from services.protocol.sessions import CreateSessionRequest
 from tests.fake_service import fake_service
 from tests.services.clients.test_environment import address_of

@@ -11,13 +11,14 @@ import torch
 from pydantic import ValidationError
 
 from services.core.errors import ConfigurationError
-from services.core.seeds import derive_seed
-from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan, joined
+from services.protocol.base import derive_seed
+from services.protocol.groups import Experience, Group, VersionSpan, joined
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 from trainer.algorithm.advantages import Outcomes
-from trainer.algorithm.importance import importance_weights
 from trainer.algorithm.methods import GROUP_ADVANTAGES
 from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.policy_losses import importance_weights
 from trainer.algorithm.training_groups import has_signal, training_group, with_advantages
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import failures, group_metrics, reward_counts

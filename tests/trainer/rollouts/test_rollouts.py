@@ -23,8 +23,8 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.protocol.groups import RewardStatus
 from services.protocol.prompts import Cursor
+from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, Route, fake_service
 from trainer.checkpoints.checkpoint import RunState

@@ -26,10 +26,11 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.embedded_engine.http.app import create_app as create_engine
 from services.embedded_engine.settings import EngineSettings
 from services.environment_server.app import create_app
-from services.environment_server.nim import NAMES, draw_heaps
+from services.environment_server.games import NAMES, draw_heaps
 from services.environment_server.settings import EnvironmentSettings
-from services.protocol.groups import Group, RewardStatus
+from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardStatus
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.services.clients.test_environment import address_of
@@ -43,8 +44,7 @@ from trainer.reporting.metrics import _measure
 from trainer.reporting.step_metrics import group_metrics
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import Evaluator
-from trainer.rollouts.game import Seat
-from trainer.rollouts.opponent import Opponent
+from trainer.rollouts.game import Opponent, Seat
 from trainer.service_thread import ServiceThread
 
 Messages = list[dict[str, Any]]

@@ -1,0 +1,137 @@
+"""An API of agents, and the first one, OpenAI's chat completions: its replies, whole or replayed as a stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from services.chat.messages import for_template
+from services.gateway.prompts import PromptMaker
+from services.gateway.requests import ChatRequest, next_key
+from services.gateway.sessions import Session
+from services.gateway.tree import Call, Turn
+from services.protocol.groups import Completion
+
+
+@dataclass(frozen=True)
+class Api:
+    """An API of agents. A reply depends on chat completion and request alone, and a stream on the reply."""
+
+    path: str
+    """The route's path behind ``/v1``."""
+    request: Callable[[Mapping[str, Any], Session], ChatRequest]
+    """Returns the request of a body; raises ProblemError, 400."""
+    reply: Callable[[dict[str, Any], ChatRequest], dict[str, Any]]
+    """Returns a chat completion in the API's form."""
+    stream: Callable[[Mapping[str, Any], ChatRequest], Iterator[bytes]]
+    """Yields a reply as server-sent events."""
+
+
+def named_event(content: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event with the name that its content has as ``type``."""
+    return f"event: {content['type']}\ndata: ".encode() + orjson.dumps(content) + b"\n\n"
+
+
+def add_turns(
+    call: Call, completions: Sequence[Completion], request: ChatRequest, key: bytes, prompts: PromptMaker
+) -> None:
+    """Add a turn for each completion to ``call``; ``key`` is that of the request's conversation."""
+    for completion in completions:
+        message, unparsed = _message(completion, request, call, prompts)
+        call.turns.append(Turn(call, completion, message, next_key(key, for_template(message)), unparsed))
+
+
+def reply_of(call: Call, request: ChatRequest, model: str, prompt_tokens: int, prompts: PromptMaker) -> dict[str, Any]:
+    """Return the chat completion of a call's turns."""
+    choices = [
+        {
+            "index": index,
+            "message": turn.message,
+            "logprobs": _logprobs(turn.completion, prompts) if request.logprobs else None,
+            "finish_reason": "tool_calls" if turn.message.get("tool_calls") else turn.completion.finish_reason.value,
+            "matched_stop": _matched_stop(turn.completion, request, prompts),
+        }
+        for index, turn in enumerate(call.turns)
+    ]
+    sampled = call.sampled_tokens
+    return {
+        "id": f"chatcmpl-{call.name}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": request.model or model,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": prompt_tokens + sampled,
+        },
+    }
+
+
+def _stream(reply: Mapping[str, Any], request: ChatRequest) -> Iterator[bytes]:
+    """Yield a whole reply as server-sent events: role, text, tool calls and end of each choice."""
+    head = {"id": reply["id"], "object": "chat.completion.chunk", "created": reply["created"], "model": reply["model"]}
+
+    def event(choices: list[dict[str, Any]], **fields: Any) -> bytes:
+        return b"data: " + orjson.dumps({**head, "choices": choices, **fields}) + b"\n\n"
+
+    for choice in reply["choices"]:
+        message = choice["message"]
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        if message["content"]:
+            deltas.append({"content": message["content"]})
+        if calls := message.get("tool_calls"):
+            deltas.append({"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]})
+        for delta in deltas:
+            yield event([{"index": choice["index"], "delta": delta, "logprobs": None, "finish_reason": None}])
+        yield event([{name: value for name, value in choice.items() if name != "message"} | {"delta": {}}])
+    if request.stream_options.include_usage:
+        yield event([], usage=reply["usage"])
+    yield b"data: [DONE]\n\n"
+
+
+CHAT = Api(
+    path="/chat/completions",
+    request=lambda body, _session: ChatRequest.of(body),
+    reply=lambda completion, _request: completion,
+    stream=_stream,
+)
+
+
+def _message(
+    completion: Completion, request: ChatRequest, call: Call, prompts: PromptMaker
+) -> tuple[dict[str, Any], int]:
+    """Return a completion as the agent gets it, and the number of tool calls in it that cannot be parsed."""
+    if request.offered_tools is None:
+        return {"role": "assistant", "content": prompts.text(completion, request.stop)}, 0
+    text, calls, unparsed = prompts.text_and_calls(completion, request.stop, call.added_ids, request.offered_tools)
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+    if calls:
+        # The ids follow from the request, so that a call that is sampled again after a crash has the same.
+        named = (
+            dataclasses.replace(found, id=f"call_{call.name[:20]}{call.name[32:]}_{len(call.turns)}_{number}")
+            for number, found in enumerate(calls)
+        )
+        message["tool_calls"] = [found.as_openai() for found in named]
+    return message, unparsed
+
+
+def _matched_stop(completion: Completion, request: ChatRequest, prompts: PromptMaker) -> str | None:
+    """Return the stop string that ended a completion, None if none did."""
+    if not request.stop:
+        return None
+    text = prompts.text(completion, ())
+    return min((end for end in request.stop if end in text), key=text.find, default=None)
+
+
+def _logprobs(completion: Completion, prompts: PromptMaker) -> dict[str, Any]:
+    entries = []
+    for token, logprob in zip(completion.completion_ids, completion.logprobs, strict=True):
+        text = prompts.token_text(token)
+        entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return {"content": entries}

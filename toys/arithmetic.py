@@ -1,0 +1,126 @@
+"""A language model of arithmetic that tests can start the whole system with.
+
+A Qwen2 of about 0.4M parameters that reads and writes the 15 characters of ``ALPHABET``, and is warmed up on additions
+and subtractions such as ``3+4=`` until it answers a good third of them, so that reinforcement learning has both right
+and wrong completions to learn from. The same seed gives the same model.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+
+from toys.models import Example, qwen2, random_model, train
+
+ALPHABET = "0123456789+-*= "
+PAD, END = "<pad>", "<end>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}" + END + "{% endif %}{% endfor %}"
+)
+"""A user's turn is the question alone; an answer ends with the end token."""
+CONTEXT = 256
+WARM_ACCURACY = 0.35
+
+
+@dataclass(frozen=True)
+class Question:
+    """An arithmetic question and its answer, as text."""
+
+    prompt: str
+    answer: str
+
+
+def questions(max_operand: int = 9) -> list[Question]:
+    """Return every ``a+b=``, and every ``a-b=`` that is not negative, with operands from 0 to ``max_operand``."""
+    operands = range(max_operand + 1)
+    sums = [Question(f"{a}+{b}=", str(a + b)) for a in operands for b in operands]
+    return sums + [Question(f"{a}-{b}=", str(a - b)) for a in operands for b in operands if b <= a]
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """Return a tokenizer of one token a character; characters outside ``ALPHABET`` vanish.
+
+    It is byte-level BPE without merges, because transformers loads the tokenizer of any Qwen2 model as
+    ``Qwen2Tokenizer``.
+    """
+    characters = ["\u0120" if character == " " else character for character in ALPHABET]  # byte-level BPE's space
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: id for id, token in enumerate([PAD, END, *characters])},
+        merges=[],
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=PAD,
+        model_max_length=CONTEXT,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(seed: int = 0) -> Qwen2ForCausalLM:
+    """Return the untrained model in float32, with random weights from ``seed``."""
+    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = qwen2(vocab_size=len(ALPHABET) + 2, **sizes, **heads, max_position_embeddings=CONTEXT)
+    model: Qwen2ForCausalLM = random_model(config, seed)
+    return model
+
+
+def warm_up(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int = 0, until: float = WARM_ACCURACY
+) -> float:
+    """Train ``model`` on answers until its sampled accuracy passes ``until``, and return that accuracy.
+
+    Raises:
+        RuntimeError: 1,000 steps were not enough.
+    """
+    everything = questions()
+    draw = random.Random(seed)
+
+    def examples() -> list[Example]:
+        return [_example(tokenizer, question) for question in draw.choices(everything, k=64)]
+
+    for step, _ in enumerate(train(model, examples, learning_rate=1e-3, steps=1000), start=1):
+        if step % 10 == 0 and (accuracy := sampled_accuracy(model, tokenizer, seed=seed)) > until:
+            return accuracy
+    raise RuntimeError(f"the arithmetic model did not reach a sampled accuracy of {until} in 1,000 steps")
+
+
+def sampled_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> float:
+    """Return the share of one-digit questions answered right by one completion sampled at temperature 1."""
+    everything = questions()
+    prompts = torch.tensor([tokenizer.encode(question.prompt) for question in everything])
+    training = model.training
+    model.eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        sampled = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=4
+        )
+    model.train(training)
+    completions = tokenizer.batch_decode(sampled[:, prompts.shape[1] :])
+    right: int = sum(
+        completion.split(PAD)[0] == question.answer + END
+        for completion, question in zip(completions, everything, strict=True)
+    )
+    return right / len(everything)
+
+
+def make(directory: Path, *, seed: int = 0) -> float:
+    """Write the warmed-up model and its tokenizer to ``directory``, and return its sampled accuracy."""
+    tokenizer, model = build_tokenizer(), build_model(seed)
+    accuracy = warm_up(model, tokenizer, seed=seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(directory)
+    model.save_pretrained(directory)
+    return accuracy
+
+
+def _example(tokenizer: Qwen2Tokenizer, question: Question) -> Example:
+    """Return a question with its answer and the end token, which the model learns to say."""
+    prompt, answer = tokenizer.encode(question.prompt), [*tokenizer.encode(question.answer), 1]
+    return prompt + answer, [-100] * len(prompt) + answer

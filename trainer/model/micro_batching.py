@@ -1,0 +1,255 @@
+"""Micro-batches: groups shared among ranks, for an optimizer step or to compute a number of every trained token.
+
+A group is shared in pieces, each a prompt with some of the group's completions. A group that is too large for a
+micro-batch is cut between branches of its prefix tree; each piece repeats the tokens that it shares with the pieces
+before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import compress
+
+import torch
+from torch import Tensor
+
+from services.protocol.base import derive_seed
+from trainer.algorithm.attention_layout import TreeMask
+from trainer.algorithm.loss import StepSize
+from trainer.algorithm.packing import Branch, MicroBatch, TrainingGroup, pack
+from trainer.algorithm.training_groups import TokenNumbers
+from trainer.config import TrainerSettings
+from trainer.model.ranks import Ranks
+
+KEYS_PER_TOKEN = 4
+"""Most keys in attention for each token of the budget, before padding, which at most doubles them. Every branch gets a
+copy of the keys and values of its path, so the memory of attention depends on this number."""
+
+
+@dataclass(frozen=True)
+class _Size:
+    """The size of branches or pieces packed together."""
+
+    tokens: int = 0
+    keys: int = 0
+
+    @classmethod
+    def of(cls, branches: Sequence[Branch]) -> _Size:
+        """Return the size of branches that follow one another in depth-first order."""
+        size = cls()
+        for branch in branches:
+            size = size.with_branch(branch)
+        return size
+
+    def with_branch(self, branch: Branch) -> _Size:
+        """Return the size with one more branch; the first one shares nothing."""
+        new = branch.new if self.tokens else branch.length
+        return self + _Size(new, branch.length if new else 0)
+
+    def __add__(self, other: _Size) -> _Size:
+        return _Size(self.tokens + other.tokens, self.keys + other.keys)
+
+    def fits(self, max_tokens: int) -> bool:
+        return self.tokens <= max_tokens and self.keys <= KEYS_PER_TOKEN * max_tokens
+
+
+def share_out(groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int) -> list[list[list[TrainingGroup]]]:
+    """Share groups among ranks and micro-batches: ``result[rank][micro_batch]`` is a list of pieces.
+
+    Every rank gets the same number of micro-batches (some may be empty). Each has at most ``max_tokens`` tokens and
+    ``KEYS_PER_TOKEN`` times as many keys in attention; a completion beyond that gets a micro-batch of its own. The same
+    groups are always shared in the same way.
+
+    Args:
+        groups: the groups to train on.
+        n_ranks: the number of ranks.
+        max_tokens: tokens in one micro-batch.
+    """
+    pieces = [piece for group in groups for piece in _split(group, max_tokens)]
+    # With fewer pieces than ranks, halve the largest piece: an idle rank costs more than a second copy of the prompt.
+    while len(pieces) < n_ranks:
+        divisible = [piece for piece in pieces if len(piece.sequences) > 1]
+        if not divisible:
+            break
+        largest = max(divisible, key=lambda piece: piece.tokens)
+        pieces.remove(largest)
+        pieces += _halve(largest)
+    by_rank = _balance(pieces, n_ranks)
+    filled = [_fill(own, max_tokens) for own in by_rank]
+    most = max(len(batches) for batches in filled)
+    return [batches + [[] for _ in range(most - len(batches))] for batches in filled]
+
+
+def _split(group: TrainingGroup, max_tokens: int) -> list[TrainingGroup]:
+    """Cut a group that exceeds the budget; a piece ends, in its second half, where the next one repeats least."""
+    branches = group.branches
+    if _Size.of(branches).fits(max_tokens):
+        return [group] if branches else []
+    pieces: list[TrainingGroup] = []
+    while branches:
+        size, count = _Size(), 0
+        for branch in branches:
+            size = size.with_branch(branch)
+            if count and not size.fits(max_tokens):
+                break
+            count += 1
+        if count < len(branches):
+            places = range(count, count // 2, -1)
+            count = min(places, key=lambda place: branches[place].shared)
+        pieces.append(_piece(group, branches[:count]))
+        branches = branches[count:]
+    return pieces
+
+
+def _halve(group: TrainingGroup) -> list[TrainingGroup]:
+    """Cut a group in two, so that the larger piece has as few tokens as possible."""
+    branches = group.branches
+    cuts = []
+    before, after = 0, group.tokens
+    for place, branch in enumerate(branches[1:], start=1):
+        before += branches[place - 1].new
+        after -= branches[place - 1].new
+        cuts.append((max(before, after + branch.shared), place))
+    _, place = min(cuts)
+    return [_piece(group, branches[:place]), _piece(group, branches[place:])]
+
+
+def _piece(group: TrainingGroup, branches: Sequence[Branch]) -> TrainingGroup:
+    return replace(group, sequences=[branch.sequence for branch in branches])
+
+
+def _balance(pieces: list[TrainingGroup], n_ranks: int) -> list[list[TrainingGroup]]:
+    """Give each piece, the longest first, to the rank with the fewest tokens so far."""
+    loads = [0] * n_ranks
+    by_rank: list[list[TrainingGroup]] = [[] for _ in range(n_ranks)]
+    for piece in sorted(pieces, key=lambda piece: piece.tokens, reverse=True):
+        rank = loads.index(min(loads))
+        by_rank[rank].append(piece)
+        loads[rank] += piece.tokens
+    return by_rank
+
+
+def _fill(pieces: list[TrainingGroup], max_tokens: int) -> list[list[TrainingGroup]]:
+    """Fill micro-batches by first fit, the largest pieces first."""
+    batches: list[list[TrainingGroup]] = []
+    sizes: list[_Size] = []
+    for piece in sorted(pieces, key=lambda piece: piece.tokens, reverse=True):
+        size = _Size.of(piece.branches)
+        for i, used in enumerate(sizes):
+            if (used + size).fits(max_tokens):
+                batches[i].append(piece)
+                sizes[i] = used + size
+                break
+        else:
+            batches.append([piece])
+            sizes.append(size)
+    return batches
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of one optimizer step."""
+
+    own: list[list[TrainingGroup]]
+    """This rank's micro-batches, not yet packed."""
+    size: StepSize
+    tokens: int
+    """Tokens that all ranks read."""
+
+
+def make_part(
+    groups: Sequence[TrainingGroup], trainable: Sequence[TrainingGroup], max_tokens: int, ranks: Ranks
+) -> Part:
+    """Return this rank's part of an optimizer step, which is empty when there is no token to train on.
+
+    Args:
+        groups: the groups of the step, which the loss's denominators count.
+        trainable: those of them that are computed, unless all of their tokens are masked.
+        max_tokens: tokens in one micro-batch.
+        ranks: all ranks.
+    """
+    shares = share_out([group for group in trainable if group.trained_tokens], ranks.world_size, max_tokens)
+    return Part(
+        own=shares[ranks.rank],
+        size=StepSize(
+            tokens=sum(g.trained_tokens for g in groups),
+            sequences=sum(s.trained_tokens > 0 for g in groups for s in g.sequences),
+        ),
+        tokens=sum(piece.tokens for batches in shares for pieces in batches for piece in pieces),
+    )
+
+
+def part_order(settings: TrainerSettings, step: int) -> list[int]:
+    """Return the numbers of a batch's parts in the order of a step's updates.
+
+    The first pass takes them in order; each further one of EPOCHS_PER_BATCH by an order drawn from (SEED, step, pass).
+    """
+    parts = range(settings.updates_per_batch)
+    seeds = (derive_seed(settings.seed, "parts", step, number) for number in range(1, settings.epochs_per_batch))
+    return [*parts, *(i for seed in seeds for i in random.Random(seed).sample(parts, len(parts)))]
+
+
+def packed(parts: Iterable[Sequence[TrainingGroup]], ranks: Ranks) -> Iterator[MicroBatch]:
+    """Yield micro-batches on this rank's device, which holds one at a time, each packed from its pieces.
+
+    On a CPU each is packed when its turn comes. On CUDA a thread packs the next one while the device computes, and the
+    host waits neither for the packing nor for the copy.
+    """
+    if ranks.device.type == "cpu":
+        yield from map(pack, parts)
+        return
+    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(ranks.device,)) as thread:
+        waiting = deque(parts)
+        ahead = deque([thread.submit(_pinned, waiting.popleft())] if waiting else [])
+        while ahead:
+            batch = ahead.popleft().result()
+            if waiting:
+                ahead.append(thread.submit(_pinned, waiting.popleft()))
+            yield batch.to(ranks.device)
+
+
+def _pinned(pieces: Sequence[TrainingGroup]) -> MicroBatch:
+    return pack(pieces, TreeMask).pinned()
+
+
+def unknown_ids(group: TrainingGroup, vocabulary: int) -> list[int]:
+    """Return the token ids of a group that a model with so many tokens does not know."""
+    return [i for ids in group.all_ids() for i in ids if not 0 <= i < vocabulary]
+
+
+@torch.no_grad()
+def token_numbers(
+    groups: Sequence[TrainingGroup],
+    compute: Callable[[MicroBatch], Tensor],
+    max_tokens: int,
+    vocabulary: int,
+    ranks: Ranks,
+) -> list[TokenNumbers]:
+    """Return a number of every trained token by group, completion and token, on every rank. A collective.
+
+    Args:
+        groups: the groups; the ranks share them. Those with token ids outside the vocabulary get zeros.
+        compute: from a micro-batch to one number for each of its N trained tokens, [N].
+        max_tokens: tokens in one micro-batch.
+        vocabulary: the number of token ids that the model knows.
+        ranks: all ranks.
+    """
+    is_known = [not unknown_ids(group, vocabulary) for group in groups]
+    shares = share_out(list(compress(groups, is_known)), ranks.world_size, max_tokens)
+    # Computed first and read then, so that the device does not wait for the host in between.
+    computed = [compute(batch) for batch in packed(shares[ranks.rank], ranks)]
+    # A filler, which computes one token of no group, only keeps the ranks in step.
+    own = [values.cpu() for pieces, values in zip(shares[ranks.rank], computed, strict=True) if pieces]
+    numbers: dict[int, list[float]] = {}
+    for share, values in zip(shares, ranks.gather_vectors(torch.cat([torch.empty(0), *own])), strict=True):
+        sequences = [s for pieces in share for piece in pieces for s in piece.sequences]
+        parts = values.split([s.trained_tokens for s in sequences]) if sequences else ()
+        numbers |= {id(s): part.tolist() for s, part in zip(sequences, parts, strict=True)}
+    return [
+        [numbers[id(s)] if known else [0.0] * s.trained_tokens for s in group.sequences]
+        for group, known in zip(groups, is_known, strict=True)
+    ]
