@@ -28,8 +28,7 @@ from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import check_model, check_model_directory
 from services.core.settings import Settings
-from services.data_server.files import check_file, named_files
-from services.data_server.settings import DataSettings
+from services.data_server.settings import DataSettings, check_file, named_files
 from services.rollout_server.settings import EngineKind, RolloutSettings
 
 

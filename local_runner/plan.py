@@ -19,7 +19,7 @@ from local_runner.nodes import Run, gpus_of
 from local_runner.progress import counted
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
-from services.data_server.files import is_on_hub, is_path
+from services.data_server.settings import is_on_hub, is_path
 
 READ_SECONDS = 600.0
 """Longest time that the rows may take to be read before a run."""

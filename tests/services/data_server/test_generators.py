@@ -3,6 +3,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,9 +14,61 @@ import pytest
 from services.core.errors import ConfigurationError
 from services.data_server import sources
 from services.data_server.dataset import load as load_dataset
+from services.data_server.generators import ARITHMETIC_HELD_OUT_SHARE, arithmetic_questions
 from services.data_server.reasoning_questions import Plan, PlanError, Question, questions
 from services.data_server.settings import DataSettings
 from services.protocol.ground_truths import Entry
+
+TEMPLATE = "What is {a} {op} {b}? Answer with just the number."
+
+
+def make(digits: list[int], operations: str, seed: int = 0) -> tuple[list[tuple[int, str, int, str]], ...]:
+    sides = arithmetic_questions(digits=digits, operations=operations, template=TEMPLATE, seed=seed)
+    parsed = []
+    for side in sides:
+        found = [(re.fullmatch(r"What is (\d+) ([-+*]) (\d+)\? .*", q.question), q.answer) for q in side]
+        parsed.append([(int(m[1]), m[2], int(m[3]), answer) for m, answer in found if m])
+        assert len(parsed[-1]) == len(side)
+    return tuple(parsed)
+
+
+@pytest.mark.parametrize(("digits", "operations"), [([1], "+"), ([2], "+"), ([1, 2], "+-*")])
+def test_answers_are_right_and_operands_have_their_digits(digits: list[int], operations: str) -> None:
+    for a, op, b, answer in [q for side in make(digits, operations) for q in side]:
+        assert str({"+": a + b, "-": a - b, "*": a * b}[op]) == answer
+        assert len(str(a)) in digits
+        assert len(str(b)) in digits
+        assert not answer.startswith("-")
+
+
+@pytest.mark.parametrize(("digits", "operations"), [([1], "+"), ([2], "*"), ([1, 2], "+-*")])
+def test_no_held_out_question_is_a_training_question_turned_round(digits: list[int], operations: str) -> None:
+    train, held_out = make(digits, operations)
+    pairs = [{(op, *sorted((a, b))) for a, op, b, _ in side} for side in (train, held_out)]
+    assert pairs[0].isdisjoint(pairs[1])
+    assert len(pairs[1]) == pytest.approx(ARITHMETIC_HELD_OUT_SHARE * len(pairs[0] | pairs[1]), rel=0.1)
+
+
+def test_one_digit_sums_are_all_there() -> None:
+    train, held_out = make([1], "+")
+    assert sorted((a, b) for a, _, b, _ in train + held_out) == [(a, b) for a in range(10) for b in range(10)]
+
+
+def test_the_seed_decides_the_split_and_nothing_else_does() -> None:
+    assert make([2], "+", 1) == make([2], "+", 1)
+    assert make([2], "+", 1) != make([2], "+", 2)
+
+
+def test_seeds_are_digits_and_held_out_ones_are_others() -> None:
+    source = sources.load(DataSettings(dataset="seeds"))
+    train, test = (
+        {row.ground_truth for row in rows.take(list(range(len(rows))))} for rows in (source.train, source.test)
+    )
+    assert (len(train), len(test)) == (10_000, 1_000)
+    assert all(seed.isdecimal() for seed in train | test)
+    assert not train & test
+    assert source.instruction is None
+
 
 pytest.importorskip("reasoning_gym", reason="no reasoning-gym, which needs a C compiler")
 
@@ -94,7 +147,7 @@ def test_questions_are_the_same_on_every_day() -> None:
 @pytest.mark.parametrize(
     ("dataset", "config", "message"),
     [
-        ("chain_sum=0", None, r"'chain_sum=0' is no generator with a weight above 0"),
+        ("chain_sum=0", None, r"'chain_sum=0' is not a generator with a weight above 0"),
         ("chain_sum,chain_sum", None, "occurs twice"),
         ("", None, "write reasoning_gym:NAME"),
         ("chain_sum", "main", r"DATASET_CONFIG 'main'.*write JSON such as"),

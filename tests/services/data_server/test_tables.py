@@ -1,18 +1,58 @@
-"""Values of JSON Lines reach a run as the file has them; a line without a row is refused, and its place named."""
+"""Values of files reach a run as the file has them, or the row that cannot be used is refused and named."""
 
 from __future__ import annotations
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from services.core.errors import ConfigurationError
 from services.data_server import sources
 from services.data_server.settings import DataSettings
+
+
+def truths(path: Path, answers: pa.Array) -> list[str]:
+    pq.write_table(pa.table({"question": [f"q{i}" for i in range(len(answers))], "answer": answers}), path)
+    source = sources.load(DataSettings(dataset=str(path)))
+    rows = [row for split in (source.train, source.test) for row in split.take(list(range(len(split))))]
+    assert all(row.answer == row.ground_truth for row in rows)
+    return [row.ground_truth for row in sorted(rows, key=lambda row: row.number)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (pa.array([1.0, None, 2.5, 1e15, -1e14, 1.5e-7, 100.0]), "1 2.5 1000000000000000 -100000000000000 1.5e-7 100"),
+        (pa.array([0.1, 3.0, 16777215.0], pa.float32()), "0.1 3 16777215"),
+        (pa.array([9007199254740993, 2**63 - 1]), "9007199254740993 9223372036854775807"),
+        (pa.array([2**64 - 1, 1], pa.uint64()), "18446744073709551615 1"),
+    ],
+)
+def test_numbers_are_written_in_full(tmp_path: Path, answers: Any, expected: str) -> None:
+    assert truths(tmp_path / "rows.parquet", answers) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        (pa.array([1.0, None, 9007199254740992.0]), "holds double, and row 2 (from 0) has 9007199254740992.0"),
+        (pa.array([1.0, float("nan")]), "holds double, and row 1 (from 0) has nan"),
+        (pa.array([1.0, 2.0, float("-inf")]), "holds double, and row 2 (from 0) has -inf"),
+        (pa.array([2.0**24, 1.0], pa.float32()), "holds float, and row 0 (from 0) has 16777216.0"),
+    ],
+)
+def test_numbers_whose_type_has_lost_digits_are_refused_with_their_row(tmp_path: Path, answers: Any, told: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        truths(tmp_path / "rows.parquet", answers)
+    assert told in str(error.value)
+    assert "store the column as text or as whole numbers" in str(error.value)
+
 
 MIXED = r"""{"question": "wie heißt es? \u00e9 \ud83d\ude00", "answer": "x  ", "category": "a"}
 
@@ -38,7 +78,7 @@ def loaded(path: Path, content: str | bytes) -> sources.Source:
     return sources.load(DataSettings(dataset=str(path)))
 
 
-def truths(path: Path, *answers: object) -> list[str]:
+def json_truths(path: Path, *answers: object) -> list[str]:
     """Return the ground truths of a file with these answers, in its order."""
     source = loaded(path, answered(*answers))
     rows = [row for split in (source.train, source.test) for row in split.take(list(range(len(split))))]
@@ -57,14 +97,14 @@ def truths(path: Path, *answers: object) -> list[str]:
     ],
 )
 def test_values_are_as_in_the_file(tmp_path: Path, answers: list[str], expected: list[str]) -> None:
-    assert truths(tmp_path / "rows.jsonl", *answers) == expected
+    assert json_truths(tmp_path / "rows.jsonl", *answers) == expected
 
 
 def test_numbers_with_a_fraction_are_the_text_that_arrow_writes(tmp_path: Path) -> None:
     drawn = random.Random(0)
     values = [drawn.uniform(-1, 1) * 10 ** drawn.randint(-12, 14) + 0.5 for _ in range(500)]
     expected = pc.cast(pa.array(values), pa.string()).to_pylist()
-    assert truths(tmp_path / "rows.jsonl", *map(repr, values)) == expected
+    assert json_truths(tmp_path / "rows.jsonl", *map(repr, values)) == expected
 
 
 @pytest.mark.parametrize(
