@@ -180,7 +180,7 @@ def derive(
 
 
 def _options(trainer: Tier, gpus: Gpus) -> NameNodes:
-    """Return a function that names trainer nodes by the options of ``scripts.launch`` that change."""
+    """Return a function that names trainer nodes by the options of ``grpo launch`` that change."""
 
     def name(nodes: int, count: int) -> str:
         options = [f"--trainer-nodes {nodes}"] if nodes != trainer.nodes else []
