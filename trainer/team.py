@@ -21,14 +21,13 @@ from services.protocol.groups import joined, split
 from trainer.algorithm.packing import TrainingGroup, pack_group, unpack_group
 from trainer.algorithm.training_groups import PerToken
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
-from trainer.checkpoints.volume import DiskFullError
 from trainer.config import PublishedType, TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import Rounding, UnbiasedRounding
-from trainer.model.saving import save_pretrained
+from trainer.model.saving import DiskFullError, save_pretrained
 from trainer.model.sharding import leave_gpu
 from trainer.publishing import Publisher
 from trainer.service_thread import InterruptedCallError

@@ -309,7 +309,7 @@ class EpisodeMaker(GroupMaker):
             return ConfigurationError(f"{reason}; see the logs of environment-server and gateway")
         option = f"--agent {self.settings.agent}" if self.settings.agent else "--agent-command"
         return ConfigurationError(
-            f"{reason}; if it asks for chat completions, `scripts.evaluate {option} --check` plays one episode"
+            f"{reason}; if it asks for chat completions, `grpo evaluate {option} --check` plays one episode"
         )
 
 

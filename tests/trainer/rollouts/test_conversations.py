@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.protocol.episodes import CalledTool, Message
+from trainer.rollouts import traces
 from trainer.rollouts.traces import shorten
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from local_runner import status, summary
-from local_runner.environment import Run
+from local_runner.nodes import Run
 from local_runner.progress import Step
 from local_runner.spec import TaskSpec
 from local_runner.view import View, describe
-from tests.local_runner.test_environment import run_of
+from tests.local_runner.test_nodes import run_of
 
 NO_REWARD = "none of 96 completions got a reward; all have 0. Look at the completions"
 NO_SCORE = "no completion could be scored. Look at the completions"
@@ -69,7 +69,7 @@ def shown_end(run: Run) -> str:
 
 def shown_status(run: Run) -> str:
     console = Console(file=io.StringIO(), width=400)
-    asyncio.run(status.show(console, run.run_dir, None))
+    asyncio.run(status.print_status(console, run.run_dir, None))
     return console.file.getvalue()
 
 

@@ -1,5 +1,7 @@
 """One rule says what state a run is in, from its runner, its files and their age."""
 
+from __future__ import annotations
+
 import json
 import os
 import socket
@@ -9,8 +11,92 @@ from pathlib import Path
 import psutil
 import pytest
 
-from local_runner import directory
-from local_runner.run_state import error_of, last_error, state_of
+from local_runner import clean, directory, logs, status
+from local_runner.directory import error_of, last_error, state_of
+from scripts import chat, view
+from services.core.errors import EXIT_CONFIGURATION, ConfigurationError, exit_code_of
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path, monkeypatch) -> Path:
+    """Two runs below runs/, and one elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("runs/newer", "runs/older", "volume/runs/other")):
+        run = tmp_path / name
+        (run / "logs").mkdir(parents=True)
+        (run / "logs" / "ppo-trainer-0.log").write_text(f"trainer of {run.name}\n")
+        (run / "logs" / "data-server-0.log").write_text(f"data of {run.name}\n")
+        (run / "metrics.jsonl").write_text("")
+        when = time.time() - 60 * age
+        for path in [*run.rglob("*"), run]:
+            os.utime(path, (when, when))
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (None, "runs/newer"),
+        ("older", "runs/older"),
+        ("runs/older", "runs/older"),
+        ("volume/runs/other", "volume/runs/other"),
+    ],
+)
+def test_a_run_is_named_by_id_or_directory_and_is_the_newest_by_default(given, found):
+    assert directory.find_run(given) == Path(found)
+
+
+def test_an_unknown_run_is_refused_with_the_existing_ones():
+    with pytest.raises(ConfigurationError, match=r"oldest is neither .*: newer, older"):
+        directory.find_run("oldest")
+
+
+def shown(capfd, *names: str, **options) -> list[str]:
+    logs.main(list(names) or None, **options)
+    return capfd.readouterr().out.splitlines()
+
+
+def test_logs_are_of_a_run_and_of_tasks(capfd):
+    assert shown(capfd, "ppo-trainer") == ["trainer of newer"]
+    assert shown(capfd, "older", "data-server-0") == ["data of older"]
+    assert shown(capfd, "volume/runs/other", "ppo-trainer") == ["trainer of other"]
+    assert len(shown(capfd, "older")) == len(shown(capfd)) == 2
+
+
+def test_logs_of_an_unknown_task_are_refused():
+    with pytest.raises(ConfigurationError, match="oldest is not a run, and there is no log of it"):
+        logs.main(["oldest"])
+
+
+def test_status_takes_an_id(capfd):
+    status.main("older", token=None)
+    assert "run older  may be under way" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        lambda: status.main("oldest", token=None),
+        lambda: logs.main(["oldest"]),
+        lambda: view.main(["newer", "oldest"]),
+        lambda: clean.main(["oldest"]),
+        lambda: chat.main("oldest"),
+    ],
+    ids=["status", "logs", "view", "clean", "chat"],
+)
+def test_every_command_says_in_one_line_which_runs_there_are(capfd, named):
+    assert exit_code_of(named) == EXIT_CONFIGURATION
+    [line] = capfd.readouterr().err.splitlines()
+    assert "oldest" in line
+    assert line.endswith(": newer, older")
+
+
+def test_a_directory_of_runs_is_a_directory_but_no_run(runs):
+    assert directory.find_directory("older") == Path("runs/older")
+    assert directory.find_directory("runs") == Path("runs")
+    with pytest.raises(ConfigurationError, match="runs is neither a run"):
+        directory.find_run("runs")
+
 
 HERE = {"pid": 1, "started": 0.0, "endpoints": {}, "machine": socket.gethostname()}
 ELSEWHERE = HERE | {"machine": "another-machine"}

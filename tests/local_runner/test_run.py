@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from local_runner import spec
-from local_runner.directory import read_nodes
-from local_runner.run_state import state_of
+from local_runner.directory import read_nodes, state_of
 from tests.local_runner.runner import HEADER, OUTPUT, Runner, is_running, run, task
 from tests.waiting import bytes_in, wait_until
 
@@ -391,7 +390,7 @@ def test_a_run_whose_logs_and_record_cannot_be_written_goes_on_and_ends_as_it_wo
 
 def test_a_run_whose_own_output_cannot_be_written_goes_on_and_ends_as_it_would(tmp_path):
     (tmp_path / "group.yaml").write_text(HEADER + task("ppo-trainer", "touch ran; exit 7"))
-    command = [sys.executable, "-m", "scripts.run_local", "group.yaml", "--run-id", "test"]
+    command = [sys.executable, "-m", "scripts.grpo", "run", "group.yaml", "--run-id", "test"]
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=full, timeout=200, check=False)
     assert ended.returncode == 7
@@ -539,7 +538,7 @@ def test_it_says_when_a_component_is_up(tmp_path, hosts):
 
 
 def test_it_records_which_components_are_up(tmp_path):
-    """``scripts.status`` tells a component that starts from one that fell silent by this record."""
+    """``grpo status`` tells a component that starts from one that fell silent by this record."""
     (tmp_path / "server.py").write_text(SERVER)
     runner = Runner(
         tmp_path,

@@ -1,26 +1,65 @@
-"""The removal of runs, with the table that lists them; a run that is or may be under way is never removed."""
+"""``grpo clean``: a table of runs with their sizes, and the removal of some.
+
+A run that is under way, or may be on another machine, is never removed.
+"""
 
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from local_runner import directory, run_state
-from local_runner.commands import module
-from local_runner.directory import RUNS
+from local_runner import directory
+from local_runner.directory import RUNS, grpo_command
 from local_runner.spec import seconds
 from local_runner.view import duration
 from services.core.errors import ConfigurationError
 
 PARTS = ("checkpoints", "policy")
 """The directories of a run that only its continuation needs."""
+
+
+def main(
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs to remove, by id or directory.")
+    ] = None,
+    keep: Annotated[int | None, typer.Option(min=0, help="Remove all but so many of the newest runs.")] = None,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Remove runs not written to for that long: 12h, 7d, 2w.")
+    ] = None,
+    keep_model: Annotated[
+        bool,
+        typer.Option("--keep-model", help="Remove only checkpoints and policy versions; such a run cannot resume."),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = directory.RUNS,
+) -> None:
+    """List runs with their sizes, and remove some."""
+
+    console = Console()
+    has_rule = keep is not None or bool(older_than)
+    if not runs and not has_rule:
+        if keep_model:
+            raise ConfigurationError("--keep-model needs runs to clean: name them, or give --keep 0 for all")
+        _list_runs(console, below)
+        return
+    if runs and has_rule:
+        raise ConfigurationError("give either runs or --keep and --older-than")
+    if runs:
+        chosen = [Listed.of(path) for path in dict.fromkeys(directory.find_run(name, below) for name in runs)]
+    else:
+        chosen = select(directory.all_runs(below), keep, older_than)
+    confirm = typer.confirm if not yes and sys.stdin.isatty() else None
+    remove(console, chosen, named=bool(runs), keep_model=keep_model, confirm=confirm)
 
 
 @dataclass(frozen=True)
@@ -37,7 +76,7 @@ class Listed:
     def of(cls, path: Path) -> Listed:
         """Measure the run at ``path``."""
         size, written = directory.usage(path)
-        return cls(path, size, written, run_state.under_way(path, written))
+        return cls(path, size, written, directory.under_way(path, written))
 
 
 def select(runs: list[Path], keep: int | None, older_than: str | None) -> list[Listed]:
@@ -53,14 +92,14 @@ def select(runs: list[Path], keep: int | None, older_than: str | None) -> list[L
     return [run for run in map(Listed.of, runs[keep or 0 :]) if run.written < limit]
 
 
-def show(console: Console, below: Path) -> None:
+def _list_runs(console: Console, below: Path) -> None:
     """Print a table of the runs in ``below``, their total size, and the command that removes some."""
     runs = [Listed.of(path) for path in directory.all_runs(below)]
     if not runs:
         console.print(f"there is no run below {below}/")
         return
     _table(console, runs)
-    command = " ".join([*module("scripts.clean"), *(["--runs", str(below)] if below != RUNS else [])])
+    command = " ".join([grpo_command(), "clean", *(["--runs", str(below)] if below != RUNS else [])])
     told = f"Remove some: {command} RUN..., or --keep 3, or --older-than 7d; --keep-model leaves model and records"
     console.print(told, highlight=False, soft_wrap=True)
 
@@ -122,6 +161,6 @@ def _table(console: Console, runs: list[Listed]) -> None:
         table.add_column(column, overflow="fold", justify="right" if column == "size" else "left")
     for run in runs:
         ago = f"{duration(max(time.time() - run.written, 0))} ago"
-        table.add_row(run.path.name, run_state.state_of(run.path), decimal(run.size), ago)
+        table.add_row(run.path.name, directory.state_of(run.path), decimal(run.size), ago)
     console.print(table)
     console.print(f"number of runs: {len(runs)}, size: {decimal(sum(run.size for run in runs))}", highlight=False)

@@ -1,5 +1,8 @@
-"""Functions and files of the user's own that do not exist are refused before anything starts."""
+"""Misspelt variables, wrong values, and files and functions that do not exist are refused before anything starts."""
 
+from __future__ import annotations
+
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +12,75 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from local_runner import run
+from services.core.errors import ConfigurationError
+
 ROOT = Path(__file__).parents[2]
+
+
+def dry_run(*env: str, job_group: str = "jobgroup.yaml", **options) -> None:
+    run.main(ROOT / job_group, env=list(env), dry_run=True, **options)
+
+
+def refused(*env: str, **options) -> str:
+    with pytest.raises(ConfigurationError) as refusal:
+        dry_run(*env, **options)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("BATCHSIZE=3", "BATCHSIZE is read by no component; the nearest setting is BATCH_SIZE"),
+        ("SGLANG_TP_SIZ=2", "the nearest setting is SGLANG_TP_SIZE"),
+        ("MY_THRESHOLD=2", "declare it under `envs` of its task"),
+        ("EVAL_SPLIT=test", "EVAL_SPLIT is read by evaluate alone, which job group grpo does not have"),
+        ("BATCH_SIZE=two", "ppo-trainer: BATCH_SIZE is 'two': Input should be a valid integer"),
+        ("REWARD_FN=maths", "reward-server: REWARD_FN is 'maths'"),
+        ("UPDATES_PER_BATCH=9", "UPDATES_PER_BATCH is 9; allowed is at most BATCH_SIZE (4)"),
+        ("SGLANG_TP_SIZE=3", "rollout-server: an engine needs 3 GPUs"),
+        ("LOG_LEVEL=loud", "ppo-trainer, data-server, rollout-server, reward-server, replay-buffer: LOG_LEVEL"),
+    ],
+)
+def test_variables_that_no_component_accepts_are_refused(given, said):
+    assert said in refused(given)
+
+
+def test_all_errors_are_reported_at_once():
+    said = refused("BATCH_SIZE=0", "REWARD_FN=maths")
+    assert "BATCH_SIZE is '0'" in said
+    assert "REWARD_FN is 'maths'" in said
+
+
+def test_variables_of_libraries_and_components_pass(tmp_path):
+    dry_run("NCCL_DEBUG=INFO", "HF_HUB_OFFLINE=1", "SGLANG_ENABLE_TORCH_COMPILE=1", "https_proxy=", "MAX_STEPS=3")
+    # A file of settings may serve an evaluation of the run, too.
+    settings = tmp_path / "settings.env"
+    settings.write_text("MAX_STEPS=3\nEVAL_SPLIT=test\n")
+    dry_run(env_file=[settings])
+    dry_run(env_file=[settings], job_group="evaluation/evaluate.yaml")
+
+
+def test_an_evaluation_takes_the_settings_of_its_questions() -> None:
+    dry_run("DATASET=arithmetic", "PROMPT_STYLE=plain", "REWARD_FN=math", job_group="evaluation/evaluate.yaml")
+
+
+def test_variables_that_the_file_declares_pass(tmp_path):
+    document = (ROOT / "jobgroup.yaml").read_text()
+    group = tmp_path / "group.yaml"
+    group.write_text(document.replace("  REWARD_FN: math\n", "  REWARD_FN: math\n  MY_THRESHOLD: 1\n"))
+    dry_run("MY_THRESHOLD=2", job_group=str(group))
+    assert "the nearest setting is MY_THRESHOLD" in refused("MY_TRESHOLD=2", job_group=str(group))
+
+
+def test_the_environment_of_this_process_is_checked_and_left_alone(monkeypatch):
+    monkeypatch.setenv("GROUP_SIZE", "many")
+    assert "GROUP_SIZE is 'many'" in refused()
+    monkeypatch.setenv("GROUP_SIZE", "4")
+    dry_run("GROUP_SIZE=2")
+    assert "SKYPILOT_NODE_RANK" not in os.environ
+
+
 MODULES = {
     "my_rewards.py": "def close(response): return 0.0\ndef by_level(response, level): return 0.0\n",
     "my_methods.py": "def quadratic(tokens): ...\nasync def solve(example): ...\ndef plain(example): ...\n",
@@ -47,7 +118,7 @@ def here(tmp_path: Path) -> Path:
 def told(here: Path, *env: str, job_group: str = "group.yaml") -> tuple[int, str]:
     """Return the exit code and the error of a dry run in ``here``."""
     options = [option for assignment in env for option in ("--env", assignment)]
-    command = [sys.executable, "-m", "scripts.run_local", job_group, "--small", *options, "--dry-run"]
+    command = [sys.executable, "-m", "scripts.grpo", "run", job_group, "--small", *options, "--dry-run"]
     done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
     assert not (here / "runs").exists()
     return done.returncode, done.stderr
@@ -103,7 +174,7 @@ def test_what_is_not_there_is_refused_with_its_setting(here, env, said):
         assert (code, error) == (0, "")
         return
     assert code == 78
-    assert re.fullmatch(r"run_local: .*\n", error), "one line"
+    assert re.fullmatch(r"error: .*\n", error), "one line"
     assert said.format(here=here) in error
 
 
