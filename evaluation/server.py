@@ -202,8 +202,8 @@ class RolloutServer(Server):
                 completion.completion,
                 completion.finish_reason,
                 len(prompt.prompt_ids),
-                len(completion.completion_ids),
-                completion.oldest_version if completion.policy_versions else None,
+                completion.tokens,
+                completion.oldest_version if completion.tokens else None,
             )
             for completion in await self.rollouts.generate(prompt.prompt_ids, params, n=n, seed=seed)
         ]

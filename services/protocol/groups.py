@@ -62,13 +62,6 @@ def _numbers(value: Any) -> NDArray[np.float64]:
     return _frozen(array, np.float64)
 
 
-def _logprobs(value: Any) -> NDArray[np.float64]:
-    array = _numbers(value)
-    if len(array) and array.max() > LARGEST_LOGPROB:
-        raise ValueError(f"logprobs must be <= 0, got {array.max()}")
-    return array
-
-
 def _flags(value: Any) -> NDArray[np.bool_]:
     return _frozen(_array(value, "b", np.bool_), np.bool_)
 
@@ -79,7 +72,6 @@ _NUMBERS = WithJsonSchema({"type": "array", "items": {"type": "number"}})
 
 Counts = Annotated[NDArray[np.int32], PlainValidator(_counts), _AS_LIST, _INTEGERS]
 """Token ids or policy versions, [L]."""
-Logprobs = Annotated[NDArray[np.float64], PlainValidator(_logprobs), _AS_LIST, _NUMBERS]
 Numbers = Annotated[NDArray[np.float64], PlainValidator(_numbers), _AS_LIST, _NUMBERS]
 Flags = Annotated[
     NDArray[np.bool_],
@@ -118,7 +110,7 @@ class Tokens(WireModel):
     """
 
     completion_ids: Counts
-    logprobs: Logprobs
+    logprobs: Numbers
     policy_versions: Counts
     loss_mask: Flags | None = None
     finish_reason: FinishReason
@@ -129,6 +121,8 @@ class Tokens(WireModel):
         for name, values in self.per_token.items():
             if len(values) != self.tokens:
                 raise ValueError(f"{self.tokens} completion_ids but {len(values)} {name}: give one a token")
+        if (largest := self.trained(self.logprobs).max(initial=-math.inf)) > LARGEST_LOGPROB:
+            raise ValueError(f"logprobs must be <= 0, got {largest}")
         place = 0
         for turn in self.turns or ():
             if not place <= turn.start < turn.end <= self.tokens:
@@ -192,7 +186,9 @@ class TokenSequence(Tokens):
             return NotImplemented
         return pack_sequences({}, [self]) == pack_sequences({}, [other])
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        """Return the hash of the token ids, which equal sequences have in common."""
+        return hash(self.completion_ids.tobytes())
 
     @property
     def per_token(self) -> dict[str, NDArray[Any]]:
@@ -349,7 +345,8 @@ def pack_sequences(header: Mapping[str, Any], sequences: Sequence[TokenSequence]
             continue
         columns.append([name, joined.dtype.str, [values is not None for values in found]])
         parts.append(joined.tobytes())
-    fields = [s.model_dump(mode="json", exclude=_ARRAYS, exclude_none=True) | {"tokens": s.tokens} for s in sequences]
+    dumps = (s.model_dump(mode="json", exclude=_ARRAYS) | {"tokens": s.tokens} for s in sequences)
+    fields = [{name: value for name, value in dump.items() if value is not None} for dump in dumps]
     text = orjson.dumps({**header, "sequences": fields, "columns": columns})
     body = b"".join((text, *parts))
     return _PREFIX.pack(FORMAT, len(text), zlib.crc32(body)) + body

@@ -20,10 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from services.core.machine import Compute, ComputeType
+from tests.sequences import trained_sequence
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import save_model
 from trainer.algorithm.attention_layout import TreeMask
-from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack
+from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
 from trainer.config import TrainerSettings
 from trainer.model import attention, loading, policy, sharding
 from trainer.model.attention import TREE_ATTENTION
@@ -98,7 +99,7 @@ def _adapted_on_the_device(model: PreTrainedModel, settings: TrainerSettings) ->
 
 def packed_sequences(tokens: int, sequence: int) -> MicroBatch:
     """Return a micro-batch of sequences of equal length, on the CPU."""
-    half = [TrainingSequence([7] * (sequence - 1), [0.1] * (sequence - 1), [-1.0] * (sequence - 1))]
+    half = [trained_sequence([7] * (sequence - 1), [0.1] * (sequence - 1), [-1.0] * (sequence - 1))]
     return pack([TrainingGroup([5, 5], half) for _ in range(tokens // sequence)], TreeMask)
 
 

@@ -17,10 +17,11 @@ from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.core.endpoints import Endpoint
 from services.http.client import RequestRefusedError
-from services.protocol.groups import Completion, Experience, Group
+from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Cursor, Split
 from services.protocol.replay import AcknowledgeRequest, LeaseRequest, SampleGroupsRequest
 from services.protocol.rewards import RewardItem
+from tests.sequences import make_group
 from tests.waiting import IDLE_SECONDS, wait_until
 
 
@@ -108,20 +109,20 @@ async def test_the_reward_client_scores_in_order_over_several_requests(healthy: 
     assert [result.reward for result in results] == [float(i % 2 == 0) for i in range(2500)]
 
 
-def make_group(name: str) -> Group:
-    completion = Completion(
+def group_named(name: str) -> Group:
+    sequence = TokenSequence(
         completion="4",
         completion_ids=[3, 1],
         logprobs=[-0.25, -0.125],
-        policy_versions=[{"version": 2, "start": 0, "end": 2}],
+        policy_versions=[2, 2],
         finish_reason="stop",
+        result={"reward": 1.0},
     )
-    experience = Experience(**completion.model_dump(), result={"reward": 1.0})
-    return Group(group_id=name, prompt="2 + 2?", ground_truth="4", prompt_ids=[1, 2], experiences=[experience] * 2)
+    return make_group(group_id=name, prompt="2 + 2?", ground_truth="4", prompt_ids=[1, 2], sequences=[sequence] * 2)
 
 
 async def test_the_replay_client_reaches_every_route(healthy: dict[str, Any]) -> None:
-    groups = [make_group(f"client-{i}") for i in range(70)]
+    groups = [group_named(f"client-{i}") for i in range(70)]
     async with ReplayClient(endpoint(healthy["replay"])) as replay:
         assert (await replay.add(groups, [1.0] * 70)).added == 70
         assert (await replay.add(groups[:3])).duplicates == 3
@@ -129,7 +130,7 @@ async def test_the_replay_client_reaches_every_route(healthy: dict[str, Any]) ->
         assert all(s.group in groups for s in sampled)
         assert (await replay.update_priorities({"client-0": 3.0, "unheard": 1.0})).unknown == 1
         assert (await replay.save_snapshot("a")).groups == 70
-        assert (await replay.enqueue([make_group("fresh-0"), make_group("fresh-1")])).size == 2
+        assert (await replay.enqueue([group_named("fresh-0"), group_named("fresh-1")])).size == 2
         lease = await replay.lease(LeaseRequest(max_groups=2, wait_seconds=5))
         assert [group.group_id for group in lease.groups] == ["fresh-0", "fresh-1"]
         assert (await replay.acknowledge(AcknowledgeRequest(lease_id=lease.lease_id or ""))).acknowledged == 2

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from services.protocol.groups import TokenSequence
 from tests.trainer.rank_jobs import Arrays, array
 from tests.trainer.tiny import plain_forward, plain_model
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.model.micro_batching import part_order
 
@@ -77,7 +78,7 @@ def _forward(model: PreTrainedModel, groups: Sequence[TrainingGroup], settings: 
 
 
 def _token_losses(
-    sequence: TrainingSequence,
+    sequence: TokenSequence,
     settings: TrainerSettings,
     decoupled: bool,
     now: tuple[Tensor, Tensor],

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.protocol.prompts import Cursor
 from trainer.algorithm.packing import TrainingGroup
-from trainer.algorithm.training_groups import TokenNumbers
+from trainer.algorithm.training_groups import PerToken
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
@@ -273,7 +273,7 @@ def hear_groups(ranks: Ranks, groups: list[TrainingGroup]) -> list[list[Training
     heard: list[list[TrainingGroup]] = []
 
     class Hearing(Team):
-        def values(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
+        def values(self, groups: Sequence[TrainingGroup]) -> list[PerToken]:
             self._tell("values", groups=groups)
             heard.append(list(groups))
             return []

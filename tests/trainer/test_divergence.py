@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 import orjson
 import pytest
 
+from tests.sequences import changed
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
 from tests.trainer.tiny import FAMILIES, random_groups, save_model
 from trainer.algorithm.packing import TrainingGroup
@@ -26,7 +27,7 @@ BOUND = 2
 
 def broken(groups: list[TrainingGroup]) -> list[TrainingGroup]:
     first, *others = groups
-    sequences = [replace(s, behaviour_logprobs=[math.nan] * len(s.completion_ids)) for s in first.sequences]
+    sequences = [changed(s, logprobs=[math.nan] * s.tokens) for s in first.sequences]
     return [replace(first, sequences=sequences), *others]
 
 
@@ -66,7 +67,7 @@ def test_too_many_in_a_row_end_it_with_the_batch_in_a_file(loop: TrainingLoop) -
     assert file.name == "diverged-step-000005.json"
     groups = orjson.loads(file.read_bytes())
     assert [g["group_id"] for g in groups] == [g.group_id for g in GOOD]
-    assert groups[1]["sequences"][0]["behaviour_logprobs"] == GOOD[1].sequences[0].behaviour_logprobs
+    assert groups[1]["sequences"][0]["logprobs"] == GOOD[1].sequences[0].logprobs
 
 
 def test_a_step_counts_once_however_many_updates_it_has(

@@ -24,9 +24,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from services.core.errors import EXIT_RECOVERABLE, ConfigurationError, DependencyLostError, exit_code_of
-from services.protocol.groups import Experience, Group, VersionSpan
+from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Cursor
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
+from tests.sequences import make_group
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
 from tests.trainer.tiny import FAMILIES, save_model
 from trainer.checkpoints.checkpoint import CheckpointStore
@@ -150,19 +151,17 @@ class Outside:
 
 def group(name: str, version: int) -> Group:
     experiences = [
-        Experience(
+        TokenSequence(
             completion="x",
             completion_ids=[5 + number, 6],
             logprobs=[-2.0, -2.0],
-            policy_versions=[VersionSpan(version=version, start=0, end=2)],
+            policy_versions=[version] * 2,
             finish_reason=FinishReason.STOP,
             result=RewardResult(reward=float(number), status=RewardStatus.SCORED),
         )
         for number in range(2)
     ]
-    return Group(
-        group_id=name, prompt_id=name, prompt="1+1=", ground_truth="2", prompt_ids=[2, 3], experiences=experiences
-    )
+    return make_group(group_id=name, id=name, prompt="1+1=", ground_truth="2", prompt_ids=[2, 3], sequences=experiences)
 
 
 def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> TrainingLoop:

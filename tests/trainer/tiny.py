@@ -18,10 +18,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from services.protocol.groups import Group
+from services.protocol.groups import Group, TokenSequence
+from tests.sequences import trained_sequence
 from toys.arithmetic import build_tokenizer
 from toys.models import random_model
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 
@@ -91,9 +92,9 @@ def plain_forward(
     """Run one forward pass a completion; return each token's log-probability and the entropy where it was sampled."""
     result = []
     for sequence in group.sequences:
-        ids = torch.tensor([group.prompt_ids + sequence.completion_ids])
+        ids = torch.tensor([group.prompt_ids + sequence.completion_ids.tolist()])
         logits = model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1].float() / temperature
-        targets = torch.tensor(sequence.completion_ids, dtype=torch.int64)
+        targets = torch.tensor(sequence.completion_ids.tolist(), dtype=torch.int64)
         log_p = logits.log_softmax(-1)
         result.append((log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)))
     return result
@@ -115,7 +116,7 @@ def random_groups(
             completion = ids(longest)
             logprobs = [draw.uniform(-4, -1) for _ in completion]
             advantage = draw.choice([-1.0, 0.5, 1.0]) if s else 1.5
-            sequences.append(TrainingSequence(completion, logprobs, [advantage] * len(completion)))
+            sequences.append(trained_sequence(completion, logprobs, [advantage] * len(completion)))
         groups.append(TrainingGroup(ids(8), sequences, f"group-{g}"))
     return groups
 
@@ -134,9 +135,9 @@ def random_trees(
 
     groups = []
     for g in range(n_groups):
-        sequences: list[TrainingSequence] = []
+        sequences: list[TokenSequence] = []
         for _ in range(n_sequences):
-            earlier = draw.choice([[], *(s.completion_ids for s in sequences)])
+            earlier = draw.choice([[], *(s.completion_ids.tolist() for s in sequences)])
             tokens = earlier[: draw.randint(0, len(earlier))]
             loss_mask = [False] * len(tokens)
             for turn in range(draw.randint(1, 4)):
@@ -145,6 +146,6 @@ def random_trees(
                 loss_mask += [turn % 2 == 0] * len(new)
             logprobs = [draw.uniform(-4, -1) for _ in tokens]
             advantages = [draw.choice([-1.0, 0.5, 1.0])] * len(tokens)
-            sequences.append(TrainingSequence(tokens, logprobs, advantages, loss_mask))
+            sequences.append(trained_sequence(tokens, logprobs, advantages, loss_mask))
         groups.append(TrainingGroup(ids(8), sequences, f"tree-{g}"))
     return groups

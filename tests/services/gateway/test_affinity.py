@@ -12,7 +12,7 @@ import pytest
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.endpoints import ENDPOINTS_VARIABLE
 from services.gateway.calls import EngineClient
-from services.protocol.groups import Completion
+from services.protocol.groups import TokenSequence
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.waiting import IDLE_SECONDS
 
@@ -36,7 +36,7 @@ def counts(nodes: Nodes, ranks: range, name: str) -> list[int]:
     return [int(reply["internal_states"][0][name]) for reply in replies]
 
 
-async def turn(client: EngineClient, session: str, ids: list[int], number: int) -> Completion:
+async def turn(client: EngineClient, session: str, ids: list[int], number: int) -> TokenSequence:
     sampling = {"max_new_tokens": 10 + 7 * number, "ignore_eos": True}
     return await client.sample(session, ids, sampling, f"{session}-{number}", IDLE_SECONDS, lambda _: None)
 

@@ -102,7 +102,7 @@ def test_every_token_that_the_engine_sampled_is_in_one_sequence_or_counted_as_lo
     # A call that its agent left may still be sampled.
     wait_until(adds_up, "the engine's tokens in the gateway's records")
     sampled, lost = recorded_tokens(gateway)
-    trained = sum(e.trained_tokens for group in groups for e in group.experiences)
+    trained = sum(e.trained_tokens for group in groups for e in group.sequences)
     assert trained == sampled - sampled_before
     assert lost == lost_before or agent is agents.hasty
 
@@ -136,7 +136,7 @@ def test_episodes_that_fork_are_several_sequences_and_others_are_one(gateway: Ru
 
 def test_a_seed_gives_the_same_episodes_again(gateway: RunningService, tiny_model: Path) -> None:
     first, again = (play(agents.twice, gateway, tiny_model, seed=3) for _ in range(2))
-    ids = [[e.completion_ids for group in groups for e in group.experiences] for groups in (first, again)]
+    ids = [[e.completion_ids for group in groups for e in group.sequences] for groups in (first, again)]
     assert ids[0] == ids[1]
 
 

@@ -418,7 +418,7 @@ async def test_the_guides_voter_is_five_samples_that_count_against_the_limit(gat
                 with pytest.raises(openai.RateLimitError, match="AGENT_MAX_TURNS"):
                     await vote
             trace = await running.finish(f"s{limit}")
-            assert (trace["turns"], {turn["place"] for s in trace["sequences"] for turn in s["turns"]}) == (limit, {0})
+            assert (trace["turns"], {turn["number"] for s in trace["sequences"] for turn in s["turns"]}) == (limit, {0})
         assert scored == ["7"]
 
 

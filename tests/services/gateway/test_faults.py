@@ -242,7 +242,7 @@ def world(
 
 def figures(group: Group) -> list[dict[str, Any]]:
     """Return the experiences of a group without their log-probabilities."""
-    return [experience.model_dump(exclude={"logprobs"}) for experience in group.experiences]
+    return [experience.model_dump(exclude={"logprobs"}) for experience in group.sequences]
 
 
 @pytest.mark.parametrize(
@@ -259,9 +259,9 @@ async def test_whatever_is_killed_the_trained_tokens_stay_the_same(world: World,
     assert [group.prompt_ids for group in found] == [group.prompt_ids for group in wanted]
     assert [figures(group) for group in found] == [figures(group) for group in wanted]
     for ours, theirs in zip(found, wanted, strict=True):
-        for one, other in zip(ours.experiences, theirs.experiences, strict=True):
+        for one, other in zip(ours.sequences, theirs.sequences, strict=True):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-    assert sum(len(group.experiences) for group in wanted) == prompts * GROUP_SIZE * 2
+    assert sum(len(group.sequences) for group in wanted) == prompts * GROUP_SIZE * 2
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from services.chat.tokenizers import load_tokenizer
 from services.gateway.prompts import PromptMaker
-from services.protocol.groups import Completion, VersionSpan
+from services.protocol.groups import TokenSequence
 from tests.services.gateway.conftest import ADD, StartGateway
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 30}}\n</tool_call>'
@@ -183,8 +183,7 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
 
 async def test_a_shape_is_rendered_with_two_answers_once_and_a_suffix_of_the_answer_never_counts(models: Any) -> None:
     tokenizer = load_tokenizer(str(models("smollm2")))
-    span = VersionSpan(version=0, start=0, end=1)
-    completion = Completion(completion_ids=[5], logprobs=[0.0], policy_versions=[span], finish_reason="length")
+    completion = TokenSequence(completion_ids=[5], logprobs=[0.0], policy_versions=[0], finish_reason="length")
     renders = []
     render = tokenizer.apply_chat_template
     tokenizer.apply_chat_template = lambda *a, **k: renders.append(1) or render(*a, **k)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.gateway.tree import Call, Tree, Turn
-from services.protocol.groups import Completion, VersionSpan
+from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
 
 
@@ -12,10 +12,10 @@ def call(tree: Tree, parent: Turn | None, added: list[int], *sampled: list[int])
     name = f"c{len(tree.calls)}"
     made = Call(name, parent, added, [], {}, {})
     for number, ids in enumerate(sampled):
-        completion = Completion(
+        completion = TokenSequence(
             completion_ids=ids,
             logprobs=[-1.0] * len(ids),
-            policy_versions=[VersionSpan(version=1, start=0, end=len(ids))],
+            policy_versions=[1] * len(ids),
             finish_reason=FinishReason.STOP,
         )
         made.turns.append(Turn(made, completion, {"content": name}, f"{name}{number}".encode(), 0))
@@ -25,7 +25,7 @@ def call(tree: Tree, parent: Turn | None, added: list[int], *sampled: list[int])
 
 def spans(tree: Tree) -> list[list[tuple[int, list[int]]]]:
     """Return by sequence the calls and their tokens."""
-    return [[(t.call, s.completion_ids[t.start : t.end]) for t in s.turns] for s in tree.sequences()]
+    return [[(t.call, s.completion_ids[t.start : t.end].tolist()) for t in s.turns] for s in tree.sequences()]
 
 
 def test_calls_with_one_prompt_have_one_place_as_choices_have() -> None:
@@ -36,7 +36,7 @@ def test_calls_with_one_prompt_have_one_place_as_choices_have() -> None:
     call(tree, votes[1], [4], [32])
     call(tree, votes[2], [4], [33])
     call(tree, choice, [5], [40])
-    places = {tuple(s.completion_ids[t.start : t.end]): t.place for s in tree.sequences() for t in s.turns}
+    places = {tuple(s.completion_ids[t.start : t.end].tolist()): t.number for s in tree.sequences() for t in s.turns}
     assert [places[10,], places[11,], places[12,], places[20,]] == [0, 0, 0, 1]
     assert [places[30,], places[31,], places[32,], places[33,], places[40,]] == [2, 2, 2, 3, 4]
 

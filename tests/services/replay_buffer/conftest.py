@@ -8,12 +8,12 @@ from typing import Any
 import orjson
 import pytest
 
-from services.protocol.groups import Group
+from services.protocol.groups import Group, unpack
 from services.protocol.replay import LeaseRequest, SampleGroupsRequest
 from services.replay_buffer.fresh_queue import FreshQueue
-from services.replay_buffer.packing import unpack
 from services.replay_buffer.settings import ReplaySettings
 from services.replay_buffer.store import Snapshots, Store
+from tests.sequences import make_group
 
 
 class Clock:
@@ -66,7 +66,7 @@ class Parts:
             "WHERE group_id = ? AND snapshot = 0",
             (group_id,),
         ).fetchone()
-        read: dict[str, Any] = orjson.loads(orjson.dumps(unpack(data), option=orjson.OPT_SERIALIZE_NUMPY))
+        read: dict[str, Any] = unpack(data).model_dump(mode="json")
         return read
 
     def contents(self) -> int:
@@ -107,16 +107,16 @@ def group() -> Callable[..., Group]:
             "completion": "4",
             "completion_ids": list(range(tokens)),
             "logprobs": [-0.25 * (i + 1) for i in range(tokens)],
-            "policy_versions": [{"version": version, "start": 0, "end": tokens}],
+            "policy_versions": [version] * tokens,
             "finish_reason": "stop",
             "result": {"reward": 1.0},
         }
-        return Group(
+        return make_group(
             group_id=name,
             prompt=prompt,
             ground_truth="4",
             prompt_ids=[1, 2],
-            experiences=[experience] * completions,
+            sequences=[experience] * completions,
         )
 
     return make

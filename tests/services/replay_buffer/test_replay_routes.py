@@ -102,8 +102,9 @@ async def test_a_request_that_does_not_fit_is_refused_and_changes_nothing(
         {"completion_ids": [1, 2, -3]},
         {"completion_ids": [1, 2, 2**31]},
         {"policy_versions": []},
-        {"policy_versions": [{"version": 1, "start": 0, "end": 2}]},
-        {"policy_versions": [{"version": 1, "start": 1, "end": 3}]},
+        {"policy_versions": [1] * 2},
+        {"policy_versions": [1, 1, -1]},
+        {"loss_mask": [1, 0, 1]},
         {"finish_reason": "tired"},
         {"result": {"reward": None, "status": "scored"}},
         {"result": {"reward": 1.0, "status": "timeout"}},
@@ -112,10 +113,10 @@ async def test_a_request_that_does_not_fit_is_refused_and_changes_nothing(
 async def test_a_damaged_experience_is_refused(serving: Any, app: Any, group: Any, damage: dict[str, Any]) -> None:
     async with serving(app) as client:
         request = body(group, "good", "bad")
-        request["groups"][1]["experiences"][1].update(damage)
+        request["groups"][1]["sequences"][1].update(damage)
         response = await client.post("/groups", json=request)
         assert response.status_code == 422
-        assert "groups.1.experiences.1" in response.json()["detail"]
+        assert "groups.1.sequences.1" in response.json()["detail"]
         assert (await client.get("/stats")).json()["groups"] == 0
 
 

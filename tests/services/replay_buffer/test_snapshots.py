@@ -92,10 +92,10 @@ def test_two_snapshots_that_went_different_ways_both_come_back(buffer: Any, grou
     parts.store.add([group("same", prompt="second way"), group("y")], None)
     parts.snapshots.save("second")
     second = picture(parts)
-    assert parts.group("same")["prompt"] == "second way"
+    assert parts.group("same")["prompt"]["prompt"] == "second way"
     parts.snapshots.restore("first")
     assert picture(parts) == first
-    assert parts.group("same")["prompt"] == "first way"
+    assert parts.group("same")["prompt"]["prompt"] == "first way"
     assert parts.store.add([group("x")], None).duplicates == 1
     assert parts.store.add([group("y")], None).added == 1
     parts.snapshots.restore("second")

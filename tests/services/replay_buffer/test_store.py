@@ -30,7 +30,7 @@ def test_adding_a_known_id_again_changes_nothing(buffer: Any, group: Any) -> Non
     again = parts.store.add([group("a", prompt="another"), group("c"), group("c")], [9.0, 3.0, 4.0])
     assert (again.added, again.duplicates, again.size) == (1, 2, 3)
     assert parts.stored() == {"a": 1.0, "b": 2.0, "c": 3.0}
-    assert parts.group("a")["prompt"] == "2 + 2?"
+    assert parts.group("a")["prompt"]["prompt"] == "2 + 2?"
     # Not even after it has left, or waits in the queue.
     parts = buffer(replay_capacity=1)
     parts.store.add([group("d")], None)

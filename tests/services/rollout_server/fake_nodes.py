@@ -16,7 +16,7 @@ import psutil
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.core.errors import DependencyLostError
-from services.protocol.groups import Completion
+from services.protocol.groups import TokenSequence
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.waiting import IDLE_SECONDS, wait_until
 
@@ -102,7 +102,7 @@ class Traffic(AbstractContextManager["Traffic"]):
     """Asks for groups through the router, several at once, until its block ends; then all are checked."""
 
     def __init__(self, nodes: FakeNodes, concurrency: int = 6) -> None:
-        self.groups: list[list[Completion]] = []
+        self.groups: list[list[TokenSequence]] = []
         self.errors: list[BaseException] = []
         self._nodes = nodes
         self._concurrency = concurrency

@@ -12,11 +12,12 @@ import torch
 from services.clients.rollout_admin import WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from tests.ports import free_ports
+from tests.sequences import trained_sequence
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import logprob_tolerance
 from tests.trainer.tiny import FAMILIES, random_groups, save_model
 from tests.waiting import IDLE_SECONDS
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings, Transport
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
@@ -49,7 +50,7 @@ def test_an_engine_computes_what_the_trainer_computes_after_each_publication(nod
         learning_rate=1e-2,
     )
     zeros = [0.0] * len(PROBE[1:])
-    probe = TrainingGroup(PROBE[:1], [TrainingSequence(PROBE[1:], zeros, zeros)])
+    probe = TrainingGroup(PROBE[:1], [trained_sequence(PROBE[1:], zeros, zeros)])
 
     async def rescore() -> list[float]:
         async with WorkerAdmin(node.worker().url, TOKEN, timeout=IDLE_SECONDS) as worker:

@@ -22,15 +22,16 @@ from services.clients.rollout import RolloutClient, SamplingParams
 from services.clients.rollout_admin import ASLEEP, RouterAdmin, WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
-from services.protocol.groups import Completion
+from services.protocol.groups import TokenSequence
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import RANK
 from tests.ports import free_ports
+from tests.sequences import trained_sequence
 from tests.services.rollout_server.conftest import ENGINES, check_installed
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS, wait_until
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.model.learner import Learner
 from trainer.model.policy import Policy, load_policy
@@ -108,7 +109,7 @@ class Trainer:
         """Compares the workers' log-probabilities with the trainer's own, as after each publication."""
         assert self._policy is not None
         zeros = [0.0] * len(PROBE[1:])
-        group = TrainingGroup(PROBE[:1], [TrainingSequence(PROBE[1:], zeros, zeros)])
+        group = TrainingGroup(PROBE[:1], [trained_sequence(PROBE[1:], zeros, zeros)])
         learner = Learner(self._settings, self._policy, self._ranks, None, 1)
         if self._probe is None:
             ((alone,),) = learner.logprobs([group], 1.0, use_adapters=False)
@@ -149,7 +150,7 @@ class Traffic(AbstractContextManager["Traffic"]):
     """Asks for groups through the router until its block ends."""
 
     def __init__(self, nodes: Nodes, lora_path: str | None = None) -> None:
-        self.answers: list[tuple[list[int], Completion]] = []
+        self.answers: list[tuple[list[int], TokenSequence]] = []
         self.errors: list[BaseException] = []
         self._nodes = nodes
         self._lora_path = lora_path

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from services.clients.completions import read_completions
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
 from services.core.errors import DependencyLostError
-from services.protocol.groups import Completion, VersionSpan
 from services.protocol.rewards import FinishReason
 from services.weights.broadcast_group import join_weights_group, leave_weights_group, send_buckets
 from tests.ports import free_ports
@@ -140,19 +141,14 @@ async def test_a_request_in_flight_goes_on_with_new_weights_and_tells_which_made
     for reply in replies:
         assert len(reply["output_ids"]) == 240
         assert reply["meta_info"]["finish_reason"]["type"] == "length"
-        spans = [VersionSpan.model_validate(span) for span in reply["meta_info"]["weight_versions"]]
-        pairs = reply["meta_info"]["output_token_logprobs"]
-        Completion(
-            completion_ids=[pair[1] for pair in pairs],
-            logprobs=[pair[0] for pair in pairs],
-            policy_versions=spans,
-            finish_reason=FinishReason.LENGTH,
-        )
-        assert [span.version for span in spans] == [0, 11]
-        # Tokens of the first span come from the old weights alone.
-        ids = [*PROMPT, *reply["output_ids"][: spans[0].end]]
+        [sequence] = read_completions("the worker", orjson.dumps(reply))
+        versions = sequence.policy_versions.tolist()
+        first = versions.index(11)
+        assert versions == [0] * first + [11] * (240 - first)
+        # Tokens of the first version come from the old weights alone.
+        ids = [*PROMPT, *reply["output_ids"][:first]]
         old = logprobs(server.model, ids)[len(PROMPT) - 1 :]
-        assert [pair[0] for pair in pairs[: spans[0].end]] == pytest.approx(old, abs=engine_tolerance())
+        assert sequence.logprobs[:first].tolist() == pytest.approx(old, abs=engine_tolerance())
 
 
 async def mixed_versions(server: Nodes, worker: WorkerAdmin, flight: Flight, other_model: Path) -> list[dict[str, Any]]:

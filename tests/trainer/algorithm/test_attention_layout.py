@@ -7,10 +7,11 @@ from hypothesis import given
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from tests.sequences import trained_sequence
 from tests.trainer.algorithm.shapes import fast, groups_of_many_shapes, prefixes
 from tests.trainer.tiny import random_trees
 from trainer.algorithm.attention_layout import ALIGNMENT, TILE, AttentionLayout, TreeMask, tiles
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
+from trainer.algorithm.packing import TrainingGroup, pack
 
 
 @fast
@@ -55,7 +56,7 @@ def test_the_blocks_of_attention_show_each_token_what_the_ends_say(groups: list[
 def group_of(prompt: int, lengths: list[int]) -> TrainingGroup:
     """Return a group whose completions share nothing but the prompt."""
     return TrainingGroup(
-        [0] * prompt, [TrainingSequence([i] * n, [0.0] * n, [1.0] * n) for i, n in enumerate(lengths, start=1)]
+        [0] * prompt, [trained_sequence([i] * n, [0.0] * n, [1.0] * n) for i, n in enumerate(lengths, start=1)]
     )
 
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from services.core.errors import ConfigurationError
+from services.protocol.groups import TokenSequence, Turn
+from tests.sequences import changed, trained_sequence
 from trainer.algorithm.gae import critic_metrics
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn, pack
+from trainer.algorithm.packing import TrainingGroup, pack
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 
 # Three sampled tokens; and a sampled token, an observation, a sampled token.
-FIRST = TrainingSequence([3, 4, 5], [-1.0, -2.0, -3.0], [0.0] * 3, reward=1.0)
-SECOND = TrainingSequence([6, 7, 8], [-1.0, -9.0, -2.0], [0.0] * 3, loss_mask=[True, False, True], reward=-1.0)
-EMPTY = TrainingSequence([], [], [], reward=5.0)
+FIRST = trained_sequence([3, 4, 5], [-1.0, -2.0, -3.0], [0.0] * 3, reward=1.0)
+SECOND = trained_sequence([6, 7, 8], [-1.0, -9.0, -2.0], [0.0] * 3, loss_mask=[True, False, True], reward=-1.0)
+EMPTY = trained_sequence([], [], [], reward=5.0)
 GROUPS = [TrainingGroup([2], [FIRST, EMPTY], "a"), TrainingGroup([2, 2], [SECOND], "b")]
 VALUES = [[[0.1, 0.2, 0.3], []], [[0.4, 0.5]]]
 
@@ -30,13 +31,17 @@ def settings_of(**options: Any) -> TrainerSettings:
 
 
 def returns_of(groups: list[TrainingGroup]) -> list[list[float]]:
-    return [s.trained(s.returns or []) for group in groups for s in group.sequences]
+    return [s.trained(s.arrays["returns"]).tolist() for group in groups for s in group.sequences]
 
 
 def test_the_reward_is_of_the_last_token_and_observations_take_no_step() -> None:
     groups = Objective(settings_of(gamma=0.5)).with_advantages(GROUPS, None, VALUES)
     assert returns_of(groups) == [pytest.approx([0.25, 0.5, 1.0]), [], pytest.approx([-0.5, -1.0])]
-    assert [s.values for group in groups for s in group.sequences] == [[0.1, 0.2, 0.3], [], [0.4, 0.0, 0.5]]
+    assert [s.arrays["values"].tolist() for group in groups for s in group.sequences] == [
+        [0.1, 0.2, 0.3],
+        [],
+        [0.4, 0.0, 0.5],
+    ]
     advantages = torch.tensor([0.15, 0.3, 0.7, -0.9, -1.5])
     expected = (advantages - advantages.mean()) / advantages.std()
     found = [a for group in groups for s in group.sequences for a in s.trained(s.advantages)]
@@ -53,12 +58,14 @@ def test_the_kl_of_a_token_is_taken_from_its_reward() -> None:
 def test_a_turn_pays_the_kl_of_the_turns_after_it_whichever_sequences_they_are_in() -> None:
     settings = settings_of(kl_coef=0.1, kl_in_reward=True)
 
-    def sequence(*numbers: int) -> TrainingSequence:
+    def sequence(*numbers: int) -> TokenSequence:
         """Return turns of one token each, of the episode's four, with a token of the environment after each."""
-        turns = [Turn(number, 2 * place, 2 * place + 1, 0.0) for place, number in enumerate(numbers)]
+        turns = [
+            Turn(number=number, start=2 * place, end=2 * place + 1, reward=0.0) for place, number in enumerate(numbers)
+        ]
         n = 2 * len(numbers)
         mask = [True, False] * len(numbers)
-        return TrainingSequence([5] * n, [-1.0] * n, [0.0] * n, mask, episode=0, turns=turns)
+        return trained_sequence([5] * n, [-1.0] * n, [0.0] * n, mask, episode=0, turns=turns)
 
     # log(pi_behaviour / pi_reference) of the turns 0 to 3 is 1, 2, 4 and 8.
     for of_sequences in ([(0, 1, 2, 3)], [(0, 1), (2, 3)], [(0, 3), (1,), (2,)]):
@@ -72,7 +79,7 @@ def test_a_turn_pays_the_kl_of_the_turns_after_it_whichever_sequences_they_are_i
 
 def test_without_rewards_of_turns_a_sequence_pays_the_kl_of_the_episodes_others() -> None:
     settings = settings_of(kl_coef=0.1, kl_in_reward=True)
-    sequences = [replace(s, episode=episode) for s, episode in ((FIRST, 0), (EMPTY, 0), (FIRST, 0), (FIRST, 1))]
+    sequences = [changed(s, episode=episode) for s, episode in ((FIRST, 0), (EMPTY, 0), (FIRST, 0), (FIRST, 1))]
     reference = [[[-1.0, -2.0, -4.0], [], [-1.0, -4.0, -3.0], [-1.0, -2.0, -5.0]]]
     values = [[[0.0] * 3, [], [0.0] * 3, [0.0] * 3]]
     [group] = Objective(settings).with_advantages([TrainingGroup([2], sequences)], reference, values)
@@ -84,8 +91,8 @@ def test_without_rewards_of_turns_a_sequence_pays_the_kl_of_the_episodes_others(
 def test_steps_of_turns_are_those_of_the_rewarded_turns_or_of_runs_of_trained_tokens() -> None:
     settings = settings_of(gae_per_turn=True, gamma=0.5)
     # Turns of two tokens and of one, without a token between them: the last reward is a turn away from the first one.
-    turns = [Turn(0, 0, 2, 0.0), Turn(1, 2, 3, 1.0)]
-    [played, runs] = [replace(FIRST, turns=turns), replace(SECOND, reward=1.0)]
+    turns = [Turn(number=0, start=0, end=2, reward=0.0), Turn(number=1, start=2, end=3, reward=1.0)]
+    [played, runs] = [changed(FIRST, turns=turns), changed(SECOND, reward=1.0)]
     groups = [TrainingGroup([2], [played, FIRST, runs])]
     groups = Objective(settings).with_advantages(groups, None, [[[0.0] * 3, [0.0] * 3, [0.0] * 2]])
     assert returns_of(groups) == [pytest.approx(row) for row in ([0.5, 0.5, 1.0], [1.0, 1.0, 1.0], [0.5, 1.0])]
@@ -93,8 +100,8 @@ def test_steps_of_turns_are_those_of_the_rewarded_turns_or_of_runs_of_trained_to
 
 def test_every_sequence_of_an_episode_ends_with_its_reward() -> None:
     # The second sequence forgets the first one's second token, and has its first as context.
-    first = replace(FIRST, completion_ids=[3, 4], behaviour_logprobs=[-1.0] * 2, advantages=[0.0] * 2, episode=0)
-    second = replace(SECOND, completion_ids=[3, 7, 8], loss_mask=[False, True, True], reward=1.0, episode=0)
+    first = changed(FIRST, completion_ids=[3, 4], logprobs=[-1.0] * 2, episode=0)
+    second = changed(SECOND, completion_ids=[3, 7, 8], loss_mask=[False, True, True], reward=1.0, episode=0)
     values = [[[0.1, 0.2], [0.4, 0.5]]]
     [group] = Objective(settings_of()).with_advantages([TrainingGroup([2], [first, second])], None, values)
     assert returns_of([group]) == [pytest.approx([1.0, 1.0]), pytest.approx([1.0, 1.0])]
@@ -116,8 +123,8 @@ def test_a_true_critic_gives_every_choice_of_a_forked_episode_its_true_advantage
 
     groups, values = [], []
     for (a, x, y), r in reward.items():
-        forward = TrainingSequence([a, x], [-0.7] * 2, [0.0] * 2, reward=r, episode=0)
-        fork = TrainingSequence([a, y], [-0.7] * 2, [0.0] * 2, reward=r, loss_mask=[False, True], episode=0)
+        forward = trained_sequence([a, x], [-0.7] * 2, [0.0] * 2, reward=r, episode=0)
+        fork = trained_sequence([a, y], [-0.7] * 2, [0.0] * 2, reward=r, loss_mask=[False, True], episode=0)
         groups.append(TrainingGroup([2], [forward, fork]))
         values.append([[mean(), mean(a=a)], [mean(a=a)]])
     found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
@@ -138,16 +145,16 @@ def test_a_true_critic_gives_every_choice_of_a_forked_episode_its_true_advantage
 
 
 def test_advantages_that_came_with_a_completion_stay() -> None:
-    own = replace(FIRST, advantages=[7.0, 8.0, 9.0], has_own_advantages=True)
+    own = changed(FIRST, advantages=[7.0, 8.0, 9.0])
     [first, _] = Objective(settings_of()).with_advantages(
         [TrainingGroup([2], [own]), GROUPS[1]], None, [[VALUES[0][0]], VALUES[1]]
     )
-    assert first.sequences[0].advantages == [7.0, 8.0, 9.0]
-    assert first.sequences[0].returns == pytest.approx([1.0, 1.0, 1.0])
+    assert first.sequences[0].advantages.tolist() == [7.0, 8.0, 9.0]
+    assert first.sequences[0].arrays["returns"] == pytest.approx([1.0, 1.0, 1.0])
 
 
 def test_nothing_to_train_on_stays_as_it_is() -> None:
-    masked = TrainingGroup([2], [replace(FIRST, loss_mask=[False] * 3), EMPTY])
+    masked = TrainingGroup([2], [changed(FIRST, loss_mask=[False] * 3), EMPTY])
     assert Objective(settings_of()).with_advantages([masked], None, [[[], []]]) == [masked]
     assert Objective(settings_of()).with_advantages([], None, []) == []
     assert critic_metrics([masked]) == {}

@@ -13,10 +13,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from services.core.errors import ConfigurationError
+from tests.sequences import changed, trained_sequence
 from tests.trainer.tiny import random_groups
 from trainer.algorithm.loss import Diagnostics, StepSize
 from trainer.algorithm.methods import Aggregation
-from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack
+from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
 from trainer.algorithm.policy_losses import LossTokens, TokenLosses
 from trainer.config import TrainerSettings
 from trainer.config.objective import policy_loss
@@ -344,7 +345,7 @@ def test_a_filler_says_nothing() -> None:
 
 
 def test_completions_without_tokens_have_a_loss_of_0() -> None:
-    empty = pack([TrainingGroup([1], [TrainingSequence([], [], [])])])
+    empty = pack([TrainingGroup([1], [trained_sequence([], [], [])])])
     loss, gradient = loss_of(empty, torch.tensor([]), {})
     assert loss == 0
     assert gradient.shape == (0,)
@@ -352,6 +353,7 @@ def test_completions_without_tokens_have_a_loss_of_0() -> None:
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])
 def test_a_broken_behaviour_logprob_shows_as_a_loss_that_is_not_finite(broken: float) -> None:
-    batch = pack([TrainingGroup([1], [TrainingSequence([2, 3], [broken, -1.0], [1.0, 1.0])])])
+    sequence = changed(trained_sequence([2, 3], [-1.0, -1.0], [1.0, 1.0]), logprobs=[broken, -1.0])
+    batch = pack([TrainingGroup([1], [sequence])])
     loss, _ = loss_of(batch, torch.tensor([-1.0, -1.0]), {})
     assert math.isfinite(loss) is (broken == -math.inf), "a ratio without bound is clamped, NaN is not hidden"

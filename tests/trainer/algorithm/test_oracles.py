@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.sequences import trained_sequence
 from tests.trainer.algorithm.formulas import loss_tokens
 from tests.trainer.ragged import Ragged, random_ragged
 from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, Outcomes, overlong_penalty
 from trainer.algorithm.loss import KL_LIMIT, StepSize, aggregate, k3, kl_penalty
 from trainer.algorithm.methods import Aggregation, ImportanceCorrection
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
+from trainer.algorithm.packing import TrainingGroup, pack
 from trainer.algorithm.policy_losses import (
     LOSS_FUNCTIONS,
     cispo,
@@ -301,7 +302,7 @@ def test_the_decoupled_objective_is_areals(seed: int, later: bool) -> None:
 def one_update(batch: Ragged, proximal: Tensor | None = None, **settings: Any) -> tuple[Tensor, Tensor]:
     """Return the loss of a step and its gradient at every token, as the trainer computes them, float32."""
     sequences = [
-        TrainingSequence([2 + s, *[1] * (length - 1)], behaviour, advantages)
+        trained_sequence([2 + s, *[1] * (length - 1)], behaviour, advantages)
         for s, (length, behaviour, advantages) in enumerate(
             zip(batch.lengths, batch.rows["behaviour"], batch.rows["advantage"], strict=True)
         )

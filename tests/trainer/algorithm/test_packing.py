@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-import orjson
 import pytest
 import torch
 from hypothesis import given
 
+from services.protocol.groups import Turn
+from tests.sequences import changed, trained_sequence
+from tests.trainer import rank_jobs
 from tests.trainer.algorithm.shapes import fast, groups_of_many_shapes, prefixes
-from tests.trainer.tiny import random_groups
-from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack
+from tests.trainer.processes import run_on_ranks
+from tests.trainer.tiny import random_groups, random_trees
+from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack, pack_group, unpack_group
 
 
 def in_order(batch: MicroBatch) -> list[list[int]]:
@@ -31,7 +35,7 @@ def test_a_packed_token_is_predicted_from_the_one_before_it_in_its_own_completio
         return
     batch = pack(groups)
     rows = [(group, sequence) for group in groups for sequence in group.sequences]
-    assert in_order(batch) == [sequence.trained(sequence.completion_ids) for _, sequence in rows]
+    assert in_order(batch) == [sequence.trained(sequence.completion_ids).tolist() for _, sequence in rows]
     assert len(batch.input_ids) == sum(group.tokens for group in groups), "no padding"
     assert len(batch.predict_rows.unique()) == len(batch.predict_rows)
     read = iter(batch.input_ids[batch.predict_rows[batch.state_ids]].tolist())
@@ -58,7 +62,7 @@ def test_a_group_of_episodes_costs_its_distinct_tokens() -> None:
             own = [next(token) for _ in range(sampled)]
             n = len(history)
             mask = [False] * n + [True] * sampled
-            sequences.append(TrainingSequence(history + own, [0.0] * len(mask), [1.0] * len(mask), mask))
+            sequences.append(trained_sequence(history + own, [0.0] * len(mask), [1.0] * len(mask), mask))
             history = history + own + [next(token) for _ in range(result)]
     batch = pack([TrainingGroup(ids, sequences)])
     # The last token of an episode predicts nothing.
@@ -82,15 +86,7 @@ def test_a_rank_with_nothing_left_computes_a_filler_that_weighs_nothing() -> Non
     batch = pack([])
     assert batch.is_filler
     assert batch.advantages.abs().sum() + batch.weights.abs().sum() == 0
-    assert not pack([TrainingGroup([1], [TrainingSequence([2], [0.0], [1.0])])]).is_filler
-
-
-@pytest.mark.parametrize("logprobs", [[], [-1.0], [-1.0] * 3], ids=len)
-def test_a_truncated_record_is_refused(logprobs: list[float]) -> None:
-    with pytest.raises(ValueError, match=f"2 completion_ids but {len(logprobs)} behaviour_logprobs"):
-        TrainingSequence([3, 4], logprobs, [1.0, 1.0])
-    with pytest.raises(ValueError, match="2 completion_ids but 1 loss_mask"):
-        TrainingSequence([3, 4], [-1.0, -1.0], [1.0, 1.0], [True])
+    assert not pack([TrainingGroup([1], [trained_sequence([2], [0.0], [1.0])])]).is_filler
 
 
 def test_a_group_without_a_prompt_is_refused() -> None:
@@ -98,15 +94,45 @@ def test_a_group_without_a_prompt_is_refused() -> None:
         TrainingGroup([], [], "g7")
 
 
-def test_a_group_goes_to_other_ranks_as_its_fields_whatever_was_computed_of_it() -> None:
-    group = TrainingGroup([1, 2], [TrainingSequence([3, 4], [0.0, 0.0], [1.0, 1.0])])
-    assert group.tokens == 3
-    assert orjson.loads(orjson.dumps(group)).keys() == {field.name for field in fields(TrainingGroup)}
+ODD = TrainingGroup(
+    [7],
+    [
+        trained_sequence([], []),
+        changed(
+            trained_sequence([3, 2**31 - 1], [-1.0, -1e-30], [1 / 3, 5e-324], [False, True], 0.1),
+            logprobs=[-math.inf, math.nan],
+            values=[0.1, -0.0],
+            returns=[1.0, math.nan],
+            episode=3,
+            turns=[Turn(number=0, start=0, end=1, reward=0.5), Turn(number=1, start=1, end=2, reward=-0.0)],
+            seat=1,
+        ),
+    ],
+    group_id="größe",
+    weight=0.7,
+    is_replayed=True,
+)
+GROUPS = [*random_groups(0), *random_trees(1), ODD, replace(ODD, sequences=[], group_id="")]
+
+
+def test_a_group_reaches_other_ranks_to_the_bit_whatever_was_computed_of_it() -> None:
+    for group in GROUPS:
+        assert group.tokens >= 0
+        received = unpack_group(pack_group(group))
+        assert received == group
+        assert pack_group(received) == pack_group(group)
+    values = unpack_group(pack_group(ODD)).sequences[1].arrays["values"]
+    assert math.copysign(1, values[1]) == -1
+
+
+def test_every_rank_hears_the_groups_of_rank_0() -> None:
+    first, second = run_on_ranks(2, rank_jobs.hear_groups, GROUPS)
+    assert first == second == [GROUPS, []]
 
 
 def test_a_priority_is_of_trained_tokens_only() -> None:
     """Tokens that are read only may have an advantage: an episode's is that of all of its sequences' tokens."""
-    sequence = TrainingSequence([3, 4, 5], [-1.0] * 3, [0.5, 9.0, -1.0], [True, False, True])
+    sequence = trained_sequence([3, 4, 5], [-1.0] * 3, [0.5, 9.0, -1.0], [True, False, True])
     assert TrainingGroup([1, 2], [sequence]).mean_absolute_advantage == 0.75
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.environment_server.games import NAMES, Nim
-from services.protocol.groups import Experience, Group, VersionSpan
+from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason, RewardResult
+from tests.sequences import make_group
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 
@@ -61,13 +62,13 @@ async def play(table: Table, seed: int) -> tuple[list[Moves], list[float], list[
             return moves, returns, optimal
 
 
-def experience(moves: Moves, reward: float, seat: int) -> Experience:
+def experience(moves: Moves, reward: float, seat: int) -> TokenSequence:
     """Return a seat's moves as an experience with a token a move."""
     n = len(moves)
-    return Experience(
+    return TokenSequence(
         completion_ids=[1] * n,
         logprobs=[-1.0] * n,
-        policy_versions=[VersionSpan(version=1, start=0, end=n)],
+        policy_versions=[1] * n,
         finish_reason=FinishReason.STOP,
         result=RewardResult(reward=reward),
         seat=seat,
@@ -81,7 +82,7 @@ async def test_self_play_raises_the_share_of_optimal_moves() -> None:
         optimal: list[float] = []
         for seed in range(step * PROMPTS, (step + 1) * PROMPTS):
             played: list[Moves] = []
-            experiences: list[Experience] = []
+            experiences: list[TokenSequence] = []
             for _ in range(GAMES):
                 moves, returns, found = await play(table, seed)
                 optimal += found
@@ -89,7 +90,7 @@ async def test_self_play_raises_the_share_of_optimal_moves() -> None:
                     if moves[seat]:
                         played.append(moves[seat])
                         experiences.append(experience(moves[seat], returns[seat], seat))
-            group = Group(group_id="g", prompt="", ground_truth="", prompt_ids=[1], experiences=experiences)
+            group = make_group(group_id="g", prompt="", ground_truth="", prompt_ids=[1], sequences=experiences)
             [trained] = Objective(SETTINGS).with_advantages([Objective(SETTINGS).training_group(group)])
             for sequence, of_seat in zip(trained.sequences, played, strict=True):
                 for (heaps, move), advantage in zip(of_seat, sequence.advantages, strict=True):

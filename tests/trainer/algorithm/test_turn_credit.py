@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
-import orjson
 import pytest
 
-from services.protocol.groups import Group
+from services.protocol.groups import TokenSequence, Turn
+from tests.sequences import changed, make_group, trained_sequence
 from tests.trainer.tiny import has_signal
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
+from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
-from trainer.group_arrays import from_arrays, to_arrays
 
 
 def settings_of(**options: Any) -> TrainerSettings:
     return TrainerSettings.load(**({"rollout": "environment", "credit": "turn", "advantage": "dr_grpo"} | options))
 
 
-def episode(*rewards: float, number: int = 0, tokens: int = 1) -> TrainingSequence:
+def episode(*rewards: float, number: int = 0, tokens: int = 1) -> TokenSequence:
     """Return an episode whose turns have ``tokens`` tokens each, and a token of the environment between two."""
     size = tokens + 1
     turns = [Turn(number=i, start=i * size, end=i * size + tokens, reward=r) for i, r in enumerate(rewards)]
     mask = ([True] * tokens + [False]) * len(rewards)
     n = len(mask)
-    return TrainingSequence([5] * n, [-1.0] * n, [0.0] * n, mask, sum(rewards), episode=number, turns=turns)
+    return trained_sequence([5] * n, [-1.0] * n, [0.0] * n, mask, sum(rewards), episode=number, turns=turns)
 
 
-def advantages(*sequences: TrainingSequence, settings: TrainerSettings, **given: Any) -> list[list[float]]:
+def advantages(*sequences: TokenSequence, settings: TrainerSettings, **given: Any) -> list[list[float]]:
     [group] = Objective(settings).with_advantages([TrainingGroup([1], list(sequences))], **given)
-    return [s.trained(s.advantages) for s in group.sequences]
+    return [s.trained(s.advantages).tolist() for s in group.sequences]
 
 
 def test_a_turn_has_the_rewards_from_it_on_less_their_mean_over_the_episodes_that_have_it() -> None:
@@ -66,7 +64,7 @@ def test_a_turn_that_one_episode_alone_has_gets_no_advantage() -> None:
 def test_credit_is_the_episodes_by_default_and_where_turns_have_no_rewards() -> None:
     one, two = episode(1, 2), episode(0, 1, number=1)
     assert advantages(one, two, settings=settings_of(credit="episode")) == [[1.0, 1.0], [-1.0, -1.0]]
-    bare = [replace(s, turns=None) for s in (one, two)]
+    bare = [changed(s, turns=None) for s in (one, two)]
     assert advantages(*bare, settings=settings_of()) == [[1.0, 1.0], [-1.0, -1.0]]
 
 
@@ -79,7 +77,7 @@ def test_a_turn_pays_the_kl_of_its_own_and_the_later_tokens() -> None:
     assert found == [pytest.approx([-0.75, -0.5]), pytest.approx([0.75, 0.5])]
 
 
-def in_two_sequences(sequence: TrainingSequence) -> list[TrainingSequence]:
+def in_two_sequences(sequence: TokenSequence) -> list[TokenSequence]:
     """Return an episode of two turns as an agent plays it that forgets the first turn before the second."""
     first, second = sequence.turns or []
     parts = []
@@ -88,13 +86,12 @@ def in_two_sequences(sequence: TrainingSequence) -> list[TrainingSequence]:
         reward = turn.reward + (second.reward if turn is first else 0)
         n = turn.end - turn.start + 1
         parts.append(
-            replace(
+            changed(
                 sequence,
                 completion_ids=[5] * n,
-                behaviour_logprobs=sequence.behaviour_logprobs[turn.start : turn.end + 1],
-                advantages=[0.0] * n,
+                logprobs=sequence.logprobs[turn.start : turn.end + 1],
                 loss_mask=[True] * (n - 1) + [False],
-                turns=[Turn(turn.number, 0, n - 1, reward)],
+                turns=[Turn(number=turn.number, start=0, end=n - 1, reward=reward)],
             )
         )
     return parts
@@ -125,7 +122,7 @@ def test_episodes_of_equal_returns_differ_by_their_turns() -> None:
         return {
             "completion_ids": [5] * len(rewards),
             "logprobs": [-1.0] * len(rewards),
-            "policy_versions": [{"version": 1, "start": 0, "end": len(rewards)}],
+            "policy_versions": [1] * len(rewards),
             "finish_reason": "stop",
             "result": {"reward": sum(rewards)},
             "episode": number,
@@ -134,10 +131,10 @@ def test_episodes_of_equal_returns_differ_by_their_turns() -> None:
 
     fields = {"group_id": "g", "prompt": "", "ground_truth": "", "prompt_ids": [1]}
     early, late = experience(0, 1, 0), experience(1, 0, 1)
-    made = Group.model_validate(fields | {"experiences": [early, late]})
+    made = make_group(**(fields | {"sequences": [early, late]}))
     assert has_signal(made, settings_of())
     assert not has_signal(made, settings_of(credit="episode"))
-    assert not has_signal(Group.model_validate(fields | {"experiences": [early, experience(1, 1, 0)]}), settings_of())
+    assert not has_signal(make_group(**(fields | {"sequences": [early, experience(1, 1, 0)]})), settings_of())
 
 
 def test_gae_has_the_rewards_at_the_ends_of_turns() -> None:
@@ -146,13 +143,7 @@ def test_gae_has_the_rewards_at_the_ends_of_turns() -> None:
     values = [[[0.0] * 4]]
     [group] = Objective(settings).with_advantages([TrainingGroup([1], [episode(1, 4, tokens=2)])], None, values)
     [sequence] = group.sequences
-    assert sequence.trained(sequence.returns or []) == pytest.approx([1.0, 2.0, 2.0, 4.0])
-
-
-def test_groups_with_turns_reach_the_other_ranks_as_they_are() -> None:
-    groups = [TrainingGroup([1], [episode(1, 2), replace(episode(3), turns=None)])]
-    header, arrays = to_arrays(groups)
-    assert from_arrays(orjson.loads(orjson.dumps(header)), arrays) == groups
+    assert sequence.trained(sequence.arrays["returns"]) == pytest.approx([1.0, 2.0, 2.0, 4.0])
 
 
 @pytest.mark.parametrize(

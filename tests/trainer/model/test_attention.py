@@ -13,9 +13,10 @@ from torch.nn.attention import flex_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from services.core.errors import ConfigurationError
+from tests.sequences import trained_sequence
 from tests.trainer.tiny import FAMILIES, SHAPE, plain_logprobs, plain_model, random_groups, random_trees, save_model
 from trainer.algorithm.attention_layout import AttentionLayout, TreeMask
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
+from trainer.algorithm.packing import TrainingGroup, pack
 from trainer.model import policy as policies
 from trainer.model.attention import TREE_ATTENTION, check_config, check_model, tree_attention
 from trainer.model.logprobs import token_logprobs
@@ -124,7 +125,7 @@ def test_on_a_gpu_the_compiled_kernel_computes_what_a_cpu_does(directory: Path) 
 def test_a_group_may_have_completions_without_tokens(directory: Path) -> None:
     policy = packed_policy(directory)
     (group,) = random_groups(6, n_groups=1)
-    empty = TrainingSequence([], [], [])
+    empty = trained_sequence([], [], [])
     expected = policy(pack([group])).logprobs
     with_empty = TrainingGroup(group.prompt_ids, [empty, *group.sequences, empty])
     torch.testing.assert_close(policy(pack([with_empty]))[0], expected, **CLOSE)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForTokenClassification
 
+from tests.sequences import changed, trained_sequence
 from tests.tolerance import both_types
 from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks
@@ -22,7 +23,7 @@ from tests.trainer.rank_jobs import Arrays, make_learner, train_critic, weights_
 from tests.trainer.tiny import plain_model, random_groups
 from tests.trainer.walks import Walk, all_walks, value
 from trainer.algorithm.gae import critic_metrics, explained_variance
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.algorithm.packing import TrainingGroup
 from trainer.config.objective import Objective
 from trainer.model.critic import CriticLearner
 from trainer.model.gathering import whole_parameters
@@ -38,7 +39,7 @@ def rewarded(seed: int = 1, **options: Any) -> list[TrainingGroup]:
     groups = []
     for group in random_groups(seed, **options):
         sequences = [
-            replace(s, reward=i / 2 - 0.5, loss_mask=[j != 1 for j in range(len(s.completion_ids))] if i % 2 else None)
+            changed(s, reward=i / 2 - 0.5, loss_mask=[j != 1 for j in range(s.tokens)] if i % 2 else None)
             for i, s in enumerate(group.sequences)
         ]
         groups.append(replace(group, sequences=sequences))
@@ -115,7 +116,7 @@ def test_an_own_critics_update_is_the_value_loss_by_hand(alone: Ranks, model: Pa
     weight, bias = (part.requires_grad_() for part in set_head(critic))
     # As in the second update of a batch: values have moved since the advantages were computed.
     groups = with_targets(critic, groups)
-    rounds = [[replace(s, values=[v - 0.3 for v in s.values or ()]) for s in g.sequences] for g in groups]
+    rounds = [[changed(s, values=[v - 0.3 for v in s.values or ()]) for s in g.sequences] for g in groups]
     groups = [replace(g, sequences=sequences) for g, sequences in zip(groups, rounds, strict=True)]
     states = plain_model(model).base_model
     losses = []
@@ -229,7 +230,7 @@ def test_a_loss_that_is_not_finite_leaves_the_critic_as_it_was(alone: Ranks, mod
     critic = make_critic(alone, model, "own")
     groups = with_targets(critic, rewarded())
     first, *rest = groups[0].sequences
-    broken = replace(first, returns=[float("nan")] * len(first.completion_ids))
+    broken = changed(first, returns=[float("nan")] * first.tokens)
     assert critic.update([replace(groups[0], sequences=[broken, *rest]), *groups[1:]], 0).skipped == 1
     assert {x for of_group in critic.values(groups) for row in of_group for x in row} == {0.0}
 
@@ -316,5 +317,5 @@ def test_a_critic_fitted_on_walks_knows_their_values(alone: Ranks, model: Path) 
 
 def walks_as_group(walks: Sequence[Walk]) -> tuple[TrainingGroup, list[list[float]]]:
     """Return walks as completions of one prompt, and a reference whose KL gives each token its reward."""
-    sequences = [TrainingSequence(w.tokens, [-2.0] * len(w.tokens), [0.0] * len(w.tokens)) for w in walks]
+    sequences = [trained_sequence(w.tokens, [-2.0] * len(w.tokens), [0.0] * len(w.tokens)) for w in walks]
     return TrainingGroup([9], sequences, "walks"), [[-2.0 + reward for reward in walk.rewards] for walk in walks]

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from tests.sequences import changed, trained_sequence
 from tests.tolerance import both_types, logprob_tolerance
 from tests.trainer import by_hand, rank_jobs
 from tests.trainer.processes import run_on_ranks
@@ -28,7 +29,7 @@ from tests.trainer.tiny import (
     random_groups,
     random_trees,
 )
-from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack
+from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
 from trainer.config import TrainerSettings
 from trainer.model.micro_batching import part_order, share_out
 from trainer.model.optimizer import StopRequestedError, learning_rate
@@ -45,7 +46,7 @@ def near(groups: Sequence[TrainingGroup], learner: Any, spread: float = 0.3) -> 
     result = []
     for group, of_group in zip(groups, learner.logprobs(groups, temperature=1.0), strict=True):
         sequences = [
-            replace(s, behaviour_logprobs=[x + spread * torch.randn(1, generator=noise).item() for x in logprobs])
+            changed(s, logprobs=[x + spread * torch.randn(1, generator=noise).item() for x in logprobs])
             for s, logprobs in zip(group.sequences, of_group, strict=True)
         ]
         result.append(replace(group, sequences=sequences))
@@ -272,7 +273,7 @@ def without_advantage(group: TrainingGroup) -> TrainingGroup:
     return replace(
         group,
         group_id=group.group_id + "-flat",
-        sequences=[replace(s, advantages=[0.0] * len(s.completion_ids)) for s in group.sequences],
+        sequences=[changed(s, advantages=[0.0] * s.tokens) for s in group.sequences],
     )
 
 
@@ -348,7 +349,7 @@ def test_completions_that_are_masked_whole_do_not_count_in_the_mean(
 ) -> None:
     """With MASK_TRUNCATED such are those that were cut off."""
     groups = random_groups(5)
-    masked = [replace(s, loss_mask=[False] * len(s.completion_ids)) for s in random_groups(6)[0].sequences]
+    masked = [changed(s, loss_mask=[False] * s.tokens) for s in random_groups(6)[0].sequences]
     assert_same_gradients(
         rank_jobs.update(
             alone,
@@ -375,8 +376,7 @@ def test_a_step_without_trained_tokens_changes_nothing_whatever_its_loss_has(alo
     learner.update(random_groups(2), 0)
     before = weights_of(learner.policy)
     masked = [
-        replace(g, sequences=[replace(s, loss_mask=[False] * len(s.completion_ids)) for s in g.sequences])
-        for g in random_groups(3)
+        replace(g, sequences=[changed(s, loss_mask=[False] * s.tokens) for s in g.sequences]) for g in random_groups(3)
     ]
     result = learner.update(masked, 1)
     assert (result.steps, result.tokens) == (0, 0)
@@ -385,7 +385,7 @@ def test_a_step_without_trained_tokens_changes_nothing_whatever_its_loss_has(alo
 
 def test_completions_without_tokens_are_no_trouble(alone: Ranks, model: Path) -> None:
     groups = random_groups(6)
-    empty = TrainingSequence([], [], [])
+    empty = trained_sequence([], [], [])
     with_empty = [replace(g, sequences=[empty, *g.sequences, empty]) for g in groups]
     assert_same_gradients(
         rank_jobs.update(alone, model, {}, with_empty).gradients,
@@ -402,7 +402,7 @@ def test_completions_without_tokens_are_no_trouble(alone: Ranks, model: Path) ->
 
 def broken(group: TrainingGroup, **changes: Any) -> TrainingGroup:
     first, *rest = group.sequences
-    return replace(group, sequences=[replace(first, **changes), *rest])
+    return replace(group, sequences=[changed(first, **changes), *rest])
 
 
 def with_advantage(group: TrainingGroup, advantage: float) -> TrainingGroup:
@@ -467,7 +467,7 @@ def test_groups_with_tokens_that_the_model_does_not_know_are_left_out_and_counte
     if where == "prompt":
         bad = replace(bad, prompt_ids=[2, token])
     else:
-        bad = broken(bad, completion_ids=[2, token], behaviour_logprobs=[-1.0, -1.0], advantages=[1.0, 1.0])
+        bad = broken(bad, completion_ids=[2, token], logprobs=[-1.0, -1.0], advantages=[1.0, 1.0])
     with structlog.testing.capture_logs() as logs:
         trained = rank_jobs.update(alone, model, {}, [bad, *groups])
     assert trained.result.refused == trained.result.metrics["groups_refused"] == 1

@@ -8,16 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sequences import trained_sequence
 from tests.trainer.algorithm.shapes import fast, groups_of_many_shapes
 from trainer.algorithm.attention_layout import runs
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
+from trainer.algorithm.packing import TrainingGroup, pack
 from trainer.model.micro_batching import KEYS_PER_TOKEN, share_out
 
 
 def group_of(prompt: int, lengths: list[int]) -> TrainingGroup:
     """Return a group whose completions share nothing but the prompt."""
     return TrainingGroup(
-        [0] * prompt, [TrainingSequence([i] * n, [0.0] * n, [1.0] * n) for i, n in enumerate(lengths, start=1)]
+        [0] * prompt, [trained_sequence([i] * n, [0.0] * n, [1.0] * n) for i, n in enumerate(lengths, start=1)]
     )
 
 
@@ -79,14 +80,14 @@ def test_many_groups_are_balanced_to_a_few_percent() -> None:
 
 
 def test_a_group_is_cut_where_ranks_would_be_idle_and_its_prompt_repeated() -> None:
-    group = TrainingGroup([1, 2], [TrainingSequence([3, i], [0.0, 0.0], [1.0, 1.0]) for i in range(4)], "only")
+    group = TrainingGroup([1, 2], [trained_sequence([3, i], [0.0, 0.0], [1.0, 1.0]) for i in range(4)], "only")
     shares = share_out([group], 4, 1000)
     assert [sum(len(piece.sequences) for pieces in batches for piece in pieces) for batches in shares] == [1] * 4
     assert all(piece.prompt_ids == [1, 2] for batches in shares for pieces in batches for piece in pieces)
 
 
 def test_the_whole_group_shares_one_prompt_where_it_fits() -> None:
-    group = TrainingGroup([1, 2], [TrainingSequence([3], [0.0], [1.0])] * 8, "only")
+    group = TrainingGroup([1, 2], [trained_sequence([3], [0.0], [1.0])] * 8, "only")
     assert share_out([group], 1, 10) == [[[group]]]
 
 
@@ -115,7 +116,7 @@ def tree_of(turns: int, episodes: int, prompt: int = 40, length: int = 10) -> Tr
         history: list[int] = []
         for _ in range(turns):
             own = [next(token) for _ in range(length)]
-            sequences.append(TrainingSequence(history + own, [0.0] * len(history + own), [1.0] * len(history + own)))
+            sequences.append(trained_sequence(history + own, [0.0] * len(history + own), [1.0] * len(history + own)))
             history = history + [next(token) for _ in range(length)]
     return TrainingGroup([0] * prompt, sequences)
 

@@ -13,6 +13,7 @@ import torch
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.protocol.groups import Group
 from tests.fake_service import fake_service
+from tests.sequences import changed
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.test_lost_services import group
 from tests.trainer.tiny import VOCABULARY, plain_model
@@ -28,10 +29,9 @@ from trainer.team import Team
 def with_completion(ids: list[int]) -> Group:
     """Return a group of one completion."""
     whole = group("g", 0)
-    first = whole.experiences[0].model_copy(
-        update={"completion_ids": ids, "logprobs": [-2.0] * len(ids), "policy_versions": []}
-    )
-    return whole.model_copy(update={"experiences": [first]})
+    n = len(ids)
+    first = changed(whole.sequences[0], completion_ids=ids, logprobs=[-2.0] * n, policy_versions=[0] * n)
+    return whole.model_copy(update={"sequences": [first]})
 
 
 @pytest.mark.parametrize("ids", [[5, VOCABULARY], []], ids=["unknown", "empty"])

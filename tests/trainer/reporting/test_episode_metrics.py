@@ -8,32 +8,33 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.protocol.groups import Group
+from tests.sequences import make_group
 from trainer.reporting.metrics import export
 from trainer.reporting.step_metrics import group_metrics
 
 EXPERIENCE = {
     "completion_ids": [5],
     "logprobs": [-0.5],
-    "policy_versions": [{"version": 1, "start": 0, "end": 1}],
+    "policy_versions": [1] * 1,
     "finish_reason": "stop",
     "result": {"reward": 1.0},
 }
 
 
 def group(**told: Any) -> Group:
-    fields = {"group_id": "g", "prompt": "", "ground_truth": "", "prompt_ids": [1], "experiences": [EXPERIENCE]}
-    return Group.model_validate(fields | told)
+    fields = {"group_id": "g", "prompt": "", "ground_truth": "", "prompt_ids": [1], "sequences": [EXPERIENCE]}
+    return make_group(**(fields | told))
 
 
 def test_a_batch_tells_between_which_rewards_most_completions_are() -> None:
     rewards = [0.0] * 2 + [0.25] * 7 + [1.0] * 2
-    made = [group(experiences=[EXPERIENCE | {"result": {"reward": reward}} for reward in rewards])]
+    made = [group(sequences=[EXPERIENCE | {"result": {"reward": reward}} for reward in rewards])]
     metrics = group_metrics(made, policy_version=1)
     assert (metrics["reward_q10"], metrics["reward_q90"]) == (0.0, 1.0)
     one = group_metrics([group()], policy_version=1)
     assert (one["reward_q10"], one["reward_q90"]) == (1.0, 1.0)
     nothing = group_metrics(
-        [group(experiences=[EXPERIENCE | {"result": {"reward": None, "status": "error"}}])], policy_version=1
+        [group(sequences=[EXPERIENCE | {"result": {"reward": None, "status": "error"}}])], policy_version=1
     )
     assert "reward_q10" not in nothing
 

@@ -11,11 +11,12 @@ import pytest
 
 from services.core.endpoints import Task
 from services.http import provenance
-from services.protocol.groups import Experience, Group, VersionSpan
+from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason, RewardResult
 from services.reward_server.settings import RewardSettings
 from services.rollout_server.settings import RolloutSettings
 from services.run_page.directory import FIRST_FAILURE
+from tests.sequences import make_group
 from trainer.config import TrainerSettings
 from trainer.reporting.run_files import RunFiles
 
@@ -36,21 +37,21 @@ def test_samples_have_the_prompt_as_the_model_saw_it(tmp_path: Path, monkeypatch
         settings, 0, lambda ids: "".join({1: "7", 7: "<user>", 8: "3+4=", 9: "<assistant>"}[i] for i in ids)
     )
     completions = [
-        Experience(
+        TokenSequence(
             completion=text,
             completion_ids=[1],
             logprobs=[-0.5],
-            policy_versions=[VersionSpan(version=0, start=0, end=1)],
+            policy_versions=[0] * 1,
             finish_reason=FinishReason.STOP,
             result=RewardResult(reward=float(text == "7")),
         )
         for text in ("7", "8")
     ]
     groups = [
-        Group(group_id=name, prompt="3+4=", ground_truth="7", prompt_ids=[7, 8, 9], experiences=completions)
+        make_group(group_id=name, prompt="3+4=", ground_truth="7", prompt_ids=[7, 8, 9], sequences=completions)
         for name in ("first", "second")
     ]
-    dropped = Group(group_id="x", prompt="3+4=", ground_truth="7", prompt_ids=[7, 8, 9], experiences=completions[:1])
+    dropped = make_group(group_id="x", prompt="3+4=", ground_truth="7", prompt_ids=[7, 8, 9], sequences=completions[:1])
     files.record_samples(1, groups)
     files.record_step(1, {"reward_mean": 0.5}, [*groups, dropped])
     files.close()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.protocol.groups import Group
+from tests.sequences import changed, make_group
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.reporting import samples
@@ -26,7 +27,7 @@ def experience(text: str, reward: float | None, **changes: Any) -> dict[str, Any
     fields = {
         "completion_ids": ids,
         "logprobs": [-0.25] * len(ids),
-        "policy_versions": [{"version": 3, "start": 0, "end": len(ids)}],
+        "policy_versions": [3] * len(ids),
         "finish_reason": "stop",
         "result": {"reward": reward, "status": "error" if reward is None else "scored"},
     }
@@ -34,8 +35,8 @@ def experience(text: str, reward: float | None, **changes: Any) -> dict[str, Any
 
 
 def group(*experiences: dict[str, Any], **changes: Any) -> Group:
-    fields = {"group_id": "g", "prompt": "", "ground_truth": "", "prompt_ids": [80], "experiences": experiences}
-    return Group.model_validate(fields | changes)
+    fields = {"group_id": "g", "prompt": "", "ground_truth": "", "prompt_ids": [80], "sequences": experiences}
+    return make_group(**(fields | changes))
 
 
 def spans(made: Group, **changes: Any) -> list[list[dict[str, Any]]]:
@@ -48,7 +49,7 @@ def test_tokens_are_in_spans_by_mask_and_policy_version() -> None:
         "call result 42",
         1.0,
         loss_mask=[True] * 4 + [False] * 8 + [True] * 2,
-        policy_versions=[{"version": v, "start": s, "end": e} for v, s, e in ((3, 0, 2), (4, 2, 6), (5, 6, 14))],
+        policy_versions=[3] * 2 + [4] * 4 + [5] * 8,
     )
     right, wrong = spans(group(episode, experience("no", 0.0)))
     assert [(span.get("version"), span.get("text", "".join(span.get("tokens", [])))) for span in right] == [
@@ -76,7 +77,7 @@ def test_advantages_that_differ_by_token_are_kept_each() -> None:
     made = group(experience("ab", 1.0), experience("cd", 0.0))
     [trained] = Objective(SETTINGS).with_advantages([Objective(SETTINGS).training_group(made)])
     first, second = trained.sequences
-    trained = replace(trained, sequences=[replace(first, advantages=[0.5, -0.123456]), second])
+    trained = replace(trained, sequences=[changed(first, advantages=[0.5, -0.123456]), second])
     [record, _] = SampleRecords(decode).of_step(1, [made], [replace(trained, is_replayed=True), trained])
     assert record["spans"][0]["advantages"] == [0.5, -0.1235]
 

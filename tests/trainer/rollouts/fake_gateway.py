@@ -107,7 +107,7 @@ class FakeGateway(dict[str, Route]):
             self._extend(session.sequences[place], rendered[len(session.texts[place]) :], is_sampled=False)
         self._extend(session.sequences[place], said + END, is_sampled=True)
         end = len(session.sequences[place]["completion_ids"])
-        span = {"call": session.turns - 1, "start": end - len(said + END), "end": end}
+        span = {"call": session.turns - 1, "number": session.turns - 1, "start": end - len(said + END), "end": end}
         session.sequences[place].setdefault("turns", []).append(span)
         session.sequences[place]["text"] = said
         session.sequences[place]["messages"] = [*messages, {"role": "assistant", "content": said, "sampled": True}]
@@ -116,14 +116,12 @@ class FakeGateway(dict[str, Route]):
         return {"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
 
     def _extend(self, sequence: dict[str, Any], text: str, *, is_sampled: bool) -> None:
-        start = len(sequence["completion_ids"])
         sequence["completion_ids"] += ids(text)
         # The log-probability of a token that was not sampled means nothing.
         sequence["logprobs"] += [-0.5 if is_sampled else 7.0] * len(text)
         sequence["loss_mask"] += [is_sampled] * len(text)
         # Nor does its version.
-        span = {"version": self.version if is_sampled else 0, "start": start, "end": start + len(text)}
-        sequence["policy_versions"] += [span] if text else []
+        sequence["policy_versions"] += [self.version if is_sampled else 0] * len(text)
 
     def finish(self, session: Session, _: dict[str, Any]) -> dict[str, Any]:
         sampled = sum(sum(sequence["loss_mask"]) for sequence in session.sequences)

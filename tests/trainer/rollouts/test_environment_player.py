@@ -137,8 +137,8 @@ def test_the_model_plays_the_episode_of_the_prompts_seed(stage: Stage) -> None:
     stage.gateway.says = find_secret
     group = stage.group()
     assert group is not None
-    assert len(group.experiences) == 2
-    for experience in group.experiences:
+    assert len(group.sequences) == 2
+    for experience in group.sequences:
         assert experience.messages is not None
         answers = [m.content for m in experience.messages if m.role == "user"][1:]
         assert len(answers) == 2, "nobody asks the model after the last one"
@@ -153,8 +153,8 @@ def test_the_model_plays_the_episode_of_the_prompts_seed(stage: Stage) -> None:
 def test_the_reward_is_the_episodes_return(stage: Stage) -> None:
     first = stage.group()
     assert first is not None
-    assert first.experiences[0].messages is not None
-    answer = first.experiences[0].messages[2].content
+    assert first.sequences[0].messages is not None
+    answer = first.sequences[0].messages[2].content
     span = range(51, 101) if answer == "Higher." else range(1, 50)
     counter = iter(span)
     returns: list[float] = []
@@ -164,7 +164,7 @@ def test_the_reward_is_the_episodes_return(stage: Stage) -> None:
         assert group is not None
         returns.append(group.rewards[0])
     assert returns[-1] == 1.0
-    turns = group.experiences[0].turns
+    turns = group.sequences[0].turns
     assert turns is not None
     assert [turn.reward for turn in turns] == [0.0] * (len(turns) - 1) + [1.0]
 
@@ -175,7 +175,7 @@ def test_a_refused_answer_is_a_turn_with_the_environments_answer(stage: Stage) -
     group = stage.group()
     assert group is not None
     assert group.rewards == [1.0, 1.0]
-    messages = group.experiences[0].messages
+    messages = group.sequences[0].messages
     assert messages is not None
     assert [(m.role, m.content) for m in messages] == [
         ("user", "Yes or no?"),
@@ -191,7 +191,7 @@ def test_a_lost_episode_has_no_reward(stage: Stage) -> None:
     maker = stage.maker(agent_concurrency=1)
     group = stage.thread.call(maker.make_group(PROMPT))
     assert group is not None
-    lost, kept = group.experiences
+    lost, kept = group.sequences
     assert (lost.reward, lost.result.status) == (None, RewardStatus.ERROR)
     assert "it broke" in str(lost.result.reason)
     assert kept.reward == 1.0
@@ -226,7 +226,7 @@ def test_servers_outlive_an_environment_that_exits_at_some_seeds(start_service: 
         prompts = [PROMPT.model_copy(update={"ground_truth": str(seed), "position": seed}) for seed in range(27)]
         maker = stage.maker(batch_size=27)
         groups = stage.thread.call(maker.make_groups(prompts))
-        assert [group.ground_truth for group in groups] == [str(seed) for seed in range(27) if seed % 9]
+        assert [group.prompt.ground_truth for group in groups] == [str(seed) for seed in range(27) if seed % 9]
         assert all(group.rewards == [1.0, 1.0] for group in groups)
         assert "SystemExit: 1 (" in str(maker.last_failure)
         begun = [
@@ -271,7 +271,7 @@ def test_the_recipe_of_wordle_takes_a_training_step(stage: Stage, tmp_path: Path
     maker = group_maker(settings, stage.clients)
     group = stage.thread.call(maker.make_group(PROMPT))
     assert group is not None
-    assert len(group.experiences) == 4
+    assert len(group.sequences) == 4
     assert len(set(group.rewards)) > 1
     with join_ranks() as ranks:
         learner = Learner(settings, load_policy(settings, ranks), ranks, None, total_steps=1)

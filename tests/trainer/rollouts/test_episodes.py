@@ -40,7 +40,7 @@ from trainer.rollouts.clients import Clients
 from trainer.rollouts.episodes import EpisodeMaker, group_maker
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.groups import LEAST_FAILURES
-from trainer.rollouts.traces import Episode, experiences_of
+from trainer.rollouts.traces import Episode, sequences_of
 from trainer.service_thread import ServiceThread
 
 PROMPT = Prompt(id="p/0", prompt="6*7=", ground_truth="42", prompt_ids=[1], epoch=0, position=3)
@@ -230,11 +230,11 @@ def test_an_episode_is_one_sequence_of_which_the_models_tokens_are_trained(stage
     group = stage.group(two_turns)
     assert group is not None
     assert group.prompt_ids == ids(f"6*7={END}")
-    assert [e.episode for e in group.experiences] == [0, 1]
+    assert [e.episode for e in group.sequences] == [0, 1]
     assert group.rewards == [1.0, 1.0]
     parts = [("call\n", True), ("tool says 42\n", False), ("42\n", True)]
-    for e in group.experiences:
-        assert e.completion_ids == ids("".join(text for text, _ in parts))
+    for e in group.sequences:
+        assert e.completion_ids.tolist() == ids("".join(text for text, _ in parts))
         assert e.loss_mask == [is_sampled for text, is_sampled in parts for _ in text]
         assert {x for x, is_sampled in zip(e.logprobs, e.loss_mask, strict=True) if is_sampled} == {-0.5}
         assert e.completion == "42"
@@ -263,18 +263,18 @@ def test_a_branch_is_another_sequence_of_its_episode_with_the_same_reward(stage:
     group = stage.group(compacting)
     assert group is not None
     assert group.prompt_ids == ids("6*7="), "the longest common prefix of all prompts"
-    assert [e.episode for e in group.experiences] == [0, 0, 1, 1]
+    assert [e.episode for e in group.sequences] == [0, 0, 1, 1]
     assert group.rewards == [1.0, 1.0]
     first, second = group.episodes[0]
-    assert (first.completion_ids, first.loss_mask) == (ids("\nnote\n"), [False] + [True] * 5)
-    assert (second.completion_ids, second.loss_mask) == (ids(" note\n42\n"), [False] * 6 + [True] * 3)
+    assert (first.completion_ids.tolist(), first.mask.tolist()) == (ids("\nnote\n"), [False] + [True] * 5)
+    assert (second.completion_ids.tolist(), second.mask.tolist()) == (ids(" note\n42\n"), [False] * 6 + [True] * 3)
 
 
 def test_turns_have_the_rewards_that_the_agent_gave_and_the_last_one_the_rest(stage: Stage) -> None:
     group = stage.group(paid_by_turn)
     assert group is not None
-    for e in group.experiences:
-        turns = [(e.completion_ids[t.start : t.end], t.number, t.reward) for t in e.turns or ()]
+    for e in group.sequences:
+        turns = [(e.completion_ids[t.start : t.end].tolist(), t.number, t.reward) for t in e.turns or ()]
         assert turns == [(ids("call\n"), 0, 0.25), (ids("42\n"), 1, 0.75)]
     assert group.rewards == [1.0, 1.0]
 
@@ -293,14 +293,13 @@ def test_parallel_calls_are_one_turn_to_the_formula_as_choices_are() -> None:
     def sequence(*turns: dict[str, int]) -> dict[str, Any]:
         n = turns[-1]["end"]
         numbers = {"completion_ids": [7] * n, "logprobs": [-1.0] * n, "loss_mask": [True] * n, "prompt_ids": [1]}
-        span = {"version": 1, "start": 0, "end": n}
         said = [{"role": "assistant", "content": "7", "sampled": True}]
-        return {**numbers, "policy_versions": [span], "finish_reason": "stop", "turns": list(turns), "messages": said}
+        return {**numbers, "policy_versions": [1] * n, "finish_reason": "stop", "turns": list(turns), "messages": said}
 
-    votes = [{"call": number, "place": 0, "start": 0, "end": 2} for number in range(3)]
+    votes = [{"call": number, "number": 0, "start": 0, "end": 2} for number in range(3)]
     sequences = [
         sequence(votes[0]),
-        sequence(votes[1], {"call": 3, "place": 1, "start": 2, "end": 5}),
+        sequence(votes[1], {"call": 3, "number": 1, "start": 2, "end": 5}),
         sequence(votes[2]),
     ]
     trace = Trace.model_validate(
@@ -308,7 +307,7 @@ def test_parallel_calls_are_one_turn_to_the_formula_as_choices_are() -> None:
         | {"turns": 4, "sampled_tokens": 9}
     )
     episode = Episode(trace, RewardResult(reward=1.0), None, turn_rewards=[0.25, 0.25, 0.0, 0.5])
-    _, experiences = experiences_of([episode])
+    _, experiences = sequences_of([episode])
     earned = [[(turn.number, turn.reward) for turn in e.turns or ()] for e in experiences]
     assert earned == [[(0, 1.0)], [(0, 0.5), (1, 0.5)], [(0, 1.0)]]
 
@@ -322,7 +321,7 @@ def test_rewards_that_are_not_one_a_turn_make_an_episode_fail(stage: Stage) -> N
 def test_an_agent_without_rewards_of_turns_has_none(stage: Stage) -> None:
     group = stage.group(two_turns)
     assert group is not None
-    assert [e.turns for e in group.experiences] == [None, None]
+    assert [e.turns for e in group.sequences] == [None, None]
 
 
 def test_tokens_of_a_branch_without_a_common_prompt_are_counted_as_lost(stage: Stage) -> None:
@@ -333,7 +332,7 @@ def test_tokens_of_a_branch_without_a_common_prompt_are_counted_as_lost(stage: S
     stage.gateway.says = lambda messages: "x"
     group = stage.group(restarting)
     assert group is not None
-    assert [e.episode for e in group.experiences] == [0, 1]
+    assert [e.episode for e in group.sequences] == [0, 1]
     assert stage.thread.call(lost()) == before + 2 * len("x\n")
 
 
@@ -355,9 +354,9 @@ def test_weights_that_change_in_mid_episode_are_the_spans_of_its_tokens(stage: S
     stage.gateway.says = says
     group = stage.group(two_turns, group_size=1, advantage="reinforce")
     assert group is not None
-    [e] = group.experiences
+    [e] = group.sequences
     assert e.loss_mask is not None
-    versions = [span.version for span in e.policy_versions for _ in range(span.start, span.end)]
+    versions = e.policy_versions.tolist()
     sampled = [version for version, is_sampled in zip(versions, e.loss_mask, strict=True) if is_sampled]
     assert sampled == [5] * 5 + [6] * 3
     assert group.policy_version == 5, "what no policy sampled has no age"
@@ -403,7 +402,7 @@ def test_a_failed_episode_has_no_reward_unless_it_is_over_a_limit_and_says_why(
 def test_an_answer_that_cannot_be_scored_is_no_failure_of_the_agent(stage: Stage) -> None:
     group = stage.group(unsure)
     assert group is not None
-    assert [e.reward for e in group.experiences] == [None, None]
+    assert [e.reward for e in group.sequences] == [None, None]
     assert group.episodes_failed == {"no_reward": 2}
 
 
@@ -491,7 +490,7 @@ def test_an_episode_whose_answer_the_verifier_did_not_judge_is_wrong_only_over_i
     group = stage.group(two_turns)
     assert group is not None
     is_wrong = status == "over_limit"
-    assert [e.reward for e in group.experiences] == ([0.0] * 2 if is_wrong else [None] * 2)
+    assert [e.reward for e in group.sequences] == ([0.0] * 2 if is_wrong else [None] * 2)
     assert group.episodes_failed == ({"reward_over_limit": 2} if is_wrong else {"no_reward": 2})
 
 
@@ -585,7 +584,7 @@ def test_a_program_plays_the_same_episodes_as_a_function(stage: Stage, two_turns
     played, wanted = stage.group(one_turn, **two_turns_program), stage.group(two_turns)
     assert played is not None
     assert wanted is not None
-    assert played.model_dump() == wanted.model_dump()
+    assert played == wanted
     group = stage.group(one_turn, PROMPT.model_copy(update={"ground_truth": "unknown"}), **two_turns_program)
     assert group is not None
     assert group.rewards == [0.5, 0.5]

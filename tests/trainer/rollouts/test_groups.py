@@ -6,19 +6,21 @@ import math
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
 from services.core.errors import ConfigurationError
 from services.protocol.base import derive_seed
-from services.protocol.groups import Experience, Group, VersionSpan, joined
+from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
+from tests.sequences import changed, make_group
 from tests.trainer.tiny import has_signal
 from trainer.algorithm.advantages import Outcomes
 from trainer.algorithm.methods import GROUP_ADVANTAGES
-from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.packing import TrainingGroup, read_ids
 from trainer.algorithm.policy_losses import importance_weights
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
@@ -30,29 +32,29 @@ from trainer.rollouts.replay import within_kl
 SETTINGS = TrainerSettings.load(max_new_tokens=10)
 
 
-def experience(reward: float | None, length: int = 2, **changes: Any) -> Experience:
+def experience(reward: float | None, length: int = 2, **changes: Any) -> TokenSequence:
     status = RewardStatus.ERROR if reward is None else RewardStatus.SCORED
     fields: dict[str, Any] = {
         "completion": "x" * length,
         "completion_ids": [5] * length,
         "logprobs": [-0.5] * length,
-        "policy_versions": [VersionSpan(version=3, start=0, end=length)],
+        "policy_versions": [3] * length,
         "finish_reason": FinishReason.STOP,
         "result": RewardResult(reward=reward, status=status, reason="none" if reward is None else None),
     }
-    return Experience(**(fields | changes))
+    return TokenSequence(**(fields | changes))
 
 
-def group(*experiences: Experience, **changes: Any) -> Group:
+def group(*experiences: TokenSequence, **changes: Any) -> Group:
     fields: dict[str, Any] = {
         "group_id": "g",
-        "prompt_id": "p",
+        "id": "p",
         "prompt": "1+1=",
         "ground_truth": "2",
         "prompt_ids": [2, 3],
-        "experiences": list(experiences),
+        "sequences": list(experiences),
     }
-    return Group(**(fields | changes))
+    return make_group(**(fields | changes))
 
 
 def advantages(made: Group, settings: TrainerSettings = SETTINGS) -> list[float]:
@@ -70,7 +72,7 @@ def test_advantages_come_from_the_group_alone() -> None:
 def test_what_could_not_be_scored_is_left_out_and_moves_nobody() -> None:
     with_gap = group(experience(1.0), experience(None), experience(0.0))
     assert advantages(with_gap) == advantages(group(experience(1.0), experience(0.0)))
-    assert len(with_gap.experiences) == 3, "the record stays whole"
+    assert len(with_gap.sequences) == 3, "the record stays whole"
 
 
 def test_what_was_aborted_is_left_out() -> None:
@@ -128,9 +130,9 @@ def test_an_answer_over_a_limit_has_the_lowest_reward(rewards: list[float | None
     over = experience(None, result=RewardResult(reward=None, status=RewardStatus.OVER_LIMIT, reason="said"))
     prompt = Prompt(id="p", prompt="1+1=", ground_truth="2", prompt_ids=[2, 3])
     maker = GroupMaker(settings, MagicMock(), MagicMock())
-    made = maker.group(prompt, [2, 3], [over, *map(experience, rewards)])
-    assert [e.reward for e in made.experiences] == [given, *rewards]
-    assert made.experiences[0].result == RewardResult(reward=given, status=RewardStatus.OVER_LIMIT, reason="said")
+    made = maker.group(prompt, [over, *map(experience, rewards)])
+    assert [e.reward for e in made.sequences] == [given, *rewards]
+    assert made.sequences[0].result == RewardResult(reward=given, status=RewardStatus.OVER_LIMIT, reason="said")
     assert len(Objective(settings).training_group(made).sequences) == 1 + sum(reward is not None for reward in rewards)
     reasons = {reason: count for reason, count, _ in failures([made])}
     assert reasons["reward_over_limit"] == 1
@@ -142,8 +144,8 @@ def test_the_lowest_reward_of_a_game_is_that_of_the_same_seat() -> None:
     prompt = Prompt(id="p", prompt="1+1=", ground_truth="2", prompt_ids=[2, 3])
     played = [experience(None, episode=seat, seat=seat, result=over) for seat in (0, 1)]
     played += [experience(reward, episode=2 + seat, seat=seat) for seat, reward in enumerate((-1.0, 1.0))]
-    made = GroupMaker(SETTINGS, MagicMock(), MagicMock()).group(prompt, [2, 3], played)
-    assert [e.reward for e in made.experiences] == [-1.0, 0.0, -1.0, 1.0]
+    made = GroupMaker(SETTINGS, MagicMock(), MagicMock()).group(prompt, played)
+    assert [e.reward for e in made.sequences] == [-1.0, 0.0, -1.0, 1.0]
 
 
 def test_a_long_completion_is_worth_less_with_overlong_shaping() -> None:
@@ -166,8 +168,8 @@ def test_what_was_cut_off_counts_in_its_group_and_is_not_trained_on_if_masked() 
 def test_tokens_that_the_policy_did_not_sample_are_read_and_not_trained_on() -> None:
     made = group(experience(1.0, length=3, loss_mask=[True, False, True]), experience(0.0))
     sequence = Objective(SETTINGS).training_group(made).sequences[0]
-    assert sequence.read_ids == [5, 5]
-    assert sequence.trained(["a", "b", "c"]) == ["a", "c"]
+    assert read_ids(sequence).tolist() == [5, 5]
+    assert sequence.trained(np.array(["a", "b", "c"])).tolist() == ["a", "c"]
 
 
 def seated(*rewards: float) -> Group:
@@ -197,7 +199,7 @@ def test_a_group_in_which_each_seat_always_gets_the_same_teaches_nothing() -> No
 def test_an_experience_may_bring_the_advantages_of_its_tokens() -> None:
     made = group(experience(1.0, advantages=[0.25, -0.5]), experience(1.0))
     (trained,) = Objective(SETTINGS).with_advantages([Objective(SETTINGS).training_group(made)])
-    assert [s.advantages for s in trained.sequences] == [[0.25, -0.5], [0.0, 0.0]]
+    assert [s.advantages.tolist() for s in trained.sequences] == [[0.25, -0.5], [0.0, 0.0]]
     assert trained.mean_absolute_advantage == pytest.approx(0.75 / 4)
     assert has_signal(made, SETTINGS)
 
@@ -247,18 +249,18 @@ def test_a_failed_episode_moves_nobody() -> None:
 
 
 def test_a_continued_completion_is_as_old_as_its_oldest_token_and_corrected_token_by_token() -> None:
-    old, new = (VersionSpan(version=version, start=0, end=2) for version in (3, 5))
-    begun = experience(1.0, logprobs=[-2.0, -1.0], policy_versions=[old], finish_reason=FinishReason.ABORT)
-    whole = joined(begun, experience(1.0, logprobs=[-0.5, -0.25], policy_versions=[new]))
-    made = group(experience(0.0, policy_versions=[new]), Experience(**dict(whole), result=begun.result))
+    old, new = [3, 3], [5, 5]
+    begun = experience(1.0, logprobs=[-2.0, -1.0], policy_versions=old, finish_reason=FinishReason.ABORT)
+    whole = begun.then(experience(1.0, logprobs=[-0.5, -0.25], policy_versions=new))
+    made = group(experience(0.0, policy_versions=new), changed(whole, reward=1.0))
     assert made.policy_version == 3
     assert group_metrics([made], 6)["staleness_max"] == 3
     trained = Objective(SETTINGS).training_group(made).sequences[1]
-    assert trained.behaviour_logprobs == [-2.0, -1.0, -0.5, -0.25]
+    assert trained.logprobs.tolist() == [-2.0, -1.0, -0.5, -0.25]
     # The newer policy gives the tokens that it sampled the log-probabilities that they have.
     now = torch.tensor([-3.0, 0.0, -0.5, -0.25])
     one = torch.zeros(4, dtype=torch.int64)
-    weights = importance_weights(SETTINGS.importance_correction, now, torch.tensor(trained.behaviour_logprobs), one, 1)
+    weights = importance_weights(SETTINGS.importance_correction, now, torch.tensor(trained.logprobs.tolist()), one, 1)
     assert weights.tolist() == pytest.approx([math.exp(-1.0), 2.0, 1.0, 1.0])
 
 
@@ -268,7 +270,7 @@ def test_the_sequences_of_an_episode_have_one_reward() -> None:
 
 
 def test_the_age_of_a_sequence_is_that_of_its_sampled_tokens() -> None:
-    spans = [VersionSpan(version=v, start=i, end=i + 1) for i, v in enumerate([1, 7, 5])]
+    spans = [1, 7, 5]
     assert experience(1.0, length=3, policy_versions=spans).oldest_version == 1
     assert experience(1.0, length=3, policy_versions=spans, loss_mask=[False, True, True]).oldest_version == 5
 
@@ -339,7 +341,7 @@ def test_groups_of_the_queue_without_a_signal_give_way_to_others_a_bounded_numbe
         {"completion_ids": [5, -1]},
         {"completion_ids": ["5", None]},
         {"finish_reason": "because"},
-        {"policy_versions": [VersionSpan(version=3, start=0, end=1)]},
+        {"policy_versions": [3] * 1},
         {"loss_mask": [True]},
         {"advantages": [0.5]},
         {"advantages": [0.5, math.inf]},

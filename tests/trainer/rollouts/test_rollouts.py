@@ -183,7 +183,7 @@ def test_groups_of_many_tokens_are_stored_by_several_requests(
     monkeypatch.setattr(replay, "TOKENS_A_REQUEST", 7)
     assert services.steps(batch_size=5).next() == [0, 1, 2, 3, 4]
     sent = services.replay.asked("POST /groups")
-    assert [[group["position"] for group in request["groups"]] for request in sent] == [[0, 1], [2, 3], [4]]
+    assert [[group["prompt"]["position"] for group in request["groups"]] for request in sent] == [[0, 1], [2, 3], [4]]
 
 
 def test_a_prompt_has_other_seeds_in_each_epoch(services: Services) -> None:
@@ -356,8 +356,8 @@ def test_the_reward_of_a_step_is_of_all_completions_that_it_made(services: Servi
     if mode == "async":
         queue = [fresh(n) for n in range(10)]
         for number, group in enumerate(queue):
-            [right] = group["experiences"]
-            group["experiences"] = [right | {"result": {"reward": float(number < 6)}}, right]
+            [right] = group["sequences"]
+            group["sequences"] = [right | {"result": {"reward": float(number < 6)}}, right]
         services.replay.routes["POST /queue/lease"] = lambda _: {
             "lease_id": "l",
             "groups": [queue.pop(0)],
@@ -616,7 +616,7 @@ def test_training_and_evaluation_agree_on_whether_an_answer_is_wrong_or_not_judg
     services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda _: True, result=result)
     evaluated, _ = services.evaluate(eval_prompts=3)
     is_wrong = status == "over_limit"
-    assert [e.reward for e in made.experiences] == [*([0.0, 0.0] if is_wrong else [None, None]), 2.0, 3.0]
+    assert [e.reward for e in made.sequences] == [*([0.0, 0.0] if is_wrong else [None, None]), 2.0, 3.0]
     assert (metrics["over_limit"], metrics["unscorable"]) == ((2, 0) if is_wrong else (0, 2))
     assert metrics["reward_mean"] == (1.25 if is_wrong else 2.5)
     assert evaluated.get("accuracy") == (0.0 if is_wrong else None)
@@ -662,7 +662,7 @@ def test_a_collector_leaves_out_what_cannot_be_generated(services: Services, sta
     served = CollectorServices(services, 12)
     services.rollouts.routes["POST /generate"] = fails_for(BAD, status=status)
     services.collect()
-    assert sorted(group["position"] for group in served.queue()) == [i for i in range(12) if i != BAD]
+    assert sorted(group["prompt"]["position"] for group in served.queue()) == [i for i in range(12) if i != BAD]
 
 
 @pytest.mark.parametrize(
@@ -695,7 +695,7 @@ def test_a_restarted_collector_begins_with_the_prompts_that_the_last_one_left(se
     services.replay.requests.clear()
     services.replay.routes["POST /queue"] = added
     services.collect()
-    assert {group["position"] for group in served.queue()} >= set(range(12)) - accepted | {BAD}
+    assert {group["prompt"]["position"] for group in served.queue()} >= set(range(12)) - accepted | {BAD}
 
 
 def test_prompts_whose_reply_was_lost_with_the_collector_are_asked_for_again(services: Services) -> None:
@@ -714,7 +714,7 @@ def test_prompts_whose_reply_was_lost_with_the_collector_are_asked_for_again(ser
     services.data.routes["GET /prompts"] = answer
     services.collect()
     assert [request["request_id"] for request in services.data.asked("GET /prompts")][: len(ids) + 1] == [*ids, ids[-1]]
-    assert sorted(group["position"] for group in served.queue()) == list(range(12))
+    assert sorted(group["prompt"]["position"] for group in served.queue()) == list(range(12))
 
 
 # The fresh queue
@@ -726,12 +726,12 @@ def fresh(position: int, **result: Any) -> dict[str, Any]:
         "completion": "x",
         "completion_ids": [3],
         "logprobs": [-0.5],
-        "policy_versions": [{"version": 1, "start": 0, "end": 1}],
+        "policy_versions": [1],
         "finish_reason": "stop",
         "result": result or {"reward": 1.0},
     }
-    names = {"group_id": f"g{position}", "prompt_id": f"p/{position}", "prompt": "?", "ground_truth": "x"}
-    return {**names, "prompt_ids": [1], "position": position, "experiences": [experience]}
+    prompt = {"id": f"p/{position}", "prompt": "?", "ground_truth": "x", "prompt_ids": [1], "position": position}
+    return {"group_id": f"g{position}", "prompt": prompt, "sequences": [experience]}
 
 
 def acknowledged(_: dict[str, Any]) -> dict[str, Any]:

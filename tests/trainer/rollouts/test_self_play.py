@@ -28,16 +28,17 @@ from services.embedded_engine.settings import EngineSettings
 from services.environment_server.app import create_app
 from services.environment_server.games import NAMES, draw_heaps
 from services.environment_server.settings import EnvironmentSettings
-from services.protocol.groups import Group
+from services.protocol.groups import Group, TokenSequence, Turn
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardStatus
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
+from tests.sequences import trained_sequence
 from tests.services.clients.test_environment import address_of
 from tests.services.run_page.serving import served_ready
 from tests.trainer.rollouts.fake_gateway import FakeGateway, ids
 from tests.trainer.rollouts.test_environment_player import Stage
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
+from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.reporting.metrics import _measure
@@ -102,10 +103,10 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
 def test_self_play_trains_both_seats_with_their_own_tokens_and_rewards(stage: Stage, winner: int) -> None:
     group = stage.group(prompt_of(seed_won_by(winner)))
     assert group is not None
-    assert [e.episode for e in group.experiences] == [0, 1, 2, 3]
-    assert [e.seat for e in group.experiences] == [0, 1, 0, 1]
+    assert [e.episode for e in group.sequences] == [0, 1, 2, 3]
+    assert [e.seat for e in group.sequences] == [0, 1, 0, 1]
     assert group.rewards == ([1.0, -1.0] if winner == 0 else [-1.0, 1.0]) * 2
-    for experience in group.experiences:
+    for experience in group.sequences:
         messages = experience.messages
         assert messages is not None
         assert [m.role for m in messages[3:]] == ["user", "assistant"] * (len(messages[3:]) // 2)
@@ -135,7 +136,7 @@ def test_a_game_counts_for_a_seat_that_never_acted(stage: Stage) -> None:
     stage.gateway.says = lambda _: "hm"
     group = stage.group(prompt_of(3))
     assert group is not None
-    assert {experience.seat for experience in group.experiences} == {0}
+    assert {experience.seat for experience in group.sequences} == {0}
     metrics = group_metrics([Group.model_validate_json(group.model_dump_json())], 1)
     assert (metrics["win_rate_seat_0"], metrics["win_rate_seat_1"]) == (0.0, 1.0)
 
@@ -159,11 +160,11 @@ def test_the_metrics_of_games_are_exported(column: str) -> None:
 
 
 def test_turns_of_two_seats_are_not_compared() -> None:
-    def played(seat: int, *rewards: float) -> TrainingSequence:
+    def played(seat: int, *rewards: float) -> TokenSequence:
         turns = [Turn(number=i, start=i, end=i + 1, reward=reward) for i, reward in enumerate(rewards)]
         n = len(rewards)
         number = 2 * next(counter) + seat
-        return TrainingSequence(
+        return trained_sequence(
             [5] * n, [-1.0] * n, [0.0] * n, reward=sum(rewards), episode=number, seat=seat, turns=turns
         )
 
@@ -177,7 +178,7 @@ def test_turns_of_two_seats_are_not_compared() -> None:
 def test_one_place_for_an_episode_is_enough_for_a_game(stage: Stage) -> None:
     group = stage.group(prompt_of(3), agent_concurrency=1)
     assert group is not None
-    assert len(group.experiences) == 4
+    assert len(group.sequences) == 4
 
 
 def test_a_seat_over_a_limit_has_lost_and_leaves_the_other_without_a_reward(stage: Stage) -> None:
@@ -188,7 +189,7 @@ def test_a_seat_over_a_limit_has_lost_and_leaves_the_other_without_a_reward(stag
     prompt = prompt_of(next(seed for seed in range(200) if len(draw_heaps(seed)) == 3))
     group = stage.group(prompt, group_size=1, advantage="reinforce", over_limit_reward=-1)
     assert group is not None
-    over, other = sorted(group.experiences, key=lambda e: e.reward is None)
+    over, other = sorted(group.sequences, key=lambda e: e.reward is None)
     assert (over.reward, over.result.status, other.reward) == (-1.0, RewardStatus.OVER_LIMIT, None)
     assert group.episode_figures is not None
     assert [group.episode_figures[e.episode or 0].won for e in (over, other)] == [False, None]
@@ -256,7 +257,7 @@ def test_a_fixed_opponent_plays_the_other_seat_and_one_seat_is_trained(
     settings = against(stage, fixed, temperature=0.7, max_new_tokens=5)
     group = stage.group(prompt_of(seed), **settings)
     assert group is not None
-    assert [(e.seat, e.reward) for e in group.experiences] == [(trained, 1.0)] * 2
+    assert [(e.seat, e.reward) for e in group.sequences] == [(trained, 1.0)] * 2
     assert len(stage.gateway.sessions) == 2
     asked = fixed.asked("POST /v1/chat/completions")
     assert {(body["model"], body["temperature"], body["max_tokens"]) for body in asked} == {("fixed", 0.7, 5)}
@@ -319,4 +320,4 @@ def test_an_earlier_version_on_the_volume_is_an_opponent_once_an_engine_serves_i
         group = stage.group(prompt_of(seed_won_by(0, parity=0)), **settings)
     assert group is not None
     # Its third answer that is no move loses.
-    assert [(e.seat, e.reward) for e in group.experiences] == [(0, 1.0)] * 2
+    assert [(e.seat, e.reward) for e in group.sequences] == [(0, 1.0)] * 2
