@@ -10,7 +10,6 @@ import torch
 from services.core import logs, machine
 from services.core.endpoints import num_nodes
 from services.core.errors import ConfigurationError, exit_code_of
-from trainer.__main__ import ranks_per_node
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
 from trainer.model.saving import DiskFullError
@@ -33,7 +32,7 @@ def main() -> None:
         "COMPUTE_TYPE", settings.compute_type, device=device.type, multiplies_bfloat16=has_bfloat16, threads=1
     ).compute_type
     limits = find_limits(device, settings.run_dir, is_shared=settings.engine_sleeps)
-    nodes = Machine(num_nodes(), ranks_per_node(), getattr(torch, kind).itemsize, limits)
+    nodes = Machine(num_nodes(), machine.usable_gpus() or 1, getattr(torch, kind).itemsize, limits)
     shape = ModelShape.of(load_config(settings), trust_remote_code=settings.trust_remote_code)
     need = needed(shape, chosen_work(settings, shape, nodes))
     refusal = None

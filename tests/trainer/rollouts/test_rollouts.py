@@ -324,7 +324,7 @@ def test_it_says_how_many_prompts_are_answered(services: Services) -> None:
     main.evaluate()
     assert told[0] == "0 of 10 held-out prompts answered"
     assert main.activity.shown()["done"] == "10 of 10 held-out prompts answered"
-    main.generate_and_score(main.fetch_prompts(4), Batch(Objective(main.settings)))
+    main.generate_and_score(main.fetch_prompts(4), Batch(Objective(main.settings)), lambda: None)
     assert main.activity.shown()["done"] == "4 of 4 prompts answered"
 
 
@@ -387,7 +387,7 @@ def test_groups_of_one_are_all_kept_where_they_teach(services: Services, advanta
     main = MainRank(settings, services.thread, services.clients)
     batch = Batch(Objective(settings))
     while batch.missing:
-        batch.add(main.generate_and_score(main.fetch_prompts(batch.missing), batch))
+        batch.add(main.generate_and_score(main.fetch_prompts(batch.missing), batch, lambda: None))
     assert [group.position for group in batch.groups] == [0, 1, 2, 3]
     assert (batch.counts["groups_resampled"], len(services.rollouts.asked("POST /generate"))) == (0, 4)
 
