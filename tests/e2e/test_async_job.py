@@ -8,7 +8,7 @@ import orjson
 import pytest
 import yaml
 
-from benchmarks.common.account import account
+from benchmarks.collectors import account
 from local_runner.processes import MARK
 from tests.e2e.system import ROOT, System
 
