@@ -29,7 +29,7 @@ RUN_SECONDS = 3600.0
 """Longest time that a run may take."""
 POLL_SECONDS = 0.05
 
-DEMO = spec.env_file(ROOT / "demo.env")
+DEMO = spec.env_file(ROOT / "examples/demo.env")
 """The demo's settings."""
 
 QUESTIONS = {
