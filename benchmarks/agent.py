@@ -87,7 +87,7 @@ def parsed_calls(step: Mapping[str, Any]) -> float:
 def without_tool(model: Path, directory: Path) -> float:
     """Return a model's greedy accuracy on the run's held-out questions, each answered by one completion."""
     output = directory / "without"
-    command = [sys.executable, "-m", "scripts.evaluate", "--model", str(model), "--output", str(output)]
+    command = [sys.executable, "-m", "scripts.grpo", "evaluate", "--model", str(model), "--output", str(output)]
     command += ["--workflow", "single-turn", "--limit", SETTINGS["EVAL_PROMPTS"]]
     command += ["--env-file", "demo-agent.env", "--max-new-tokens", str(WITHOUT_TOKENS)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

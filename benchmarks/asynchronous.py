@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.common import harness, slow_rollouts
 from benchmarks.common.harness import spread
 from benchmarks.common.job import QUESTIONS, Steps, run_job, write_job_group
-from services.core.processors import cores
+from services.core.machine import cores
 
 
 @dataclass(frozen=True)

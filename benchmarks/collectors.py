@@ -31,7 +31,7 @@ from benchmarks.common.harness import ROOT, spread
 from benchmarks.common.job import POLL_SECONDS, Job, running
 from local_runner.processes import MARK
 from services.core.endpoints import PORTS, Task
-from services.core.processors import cores
+from services.core.machine import cores
 
 JOB_GROUP = ROOT / "jobgroup-async.yaml"
 SERVICES = (Task.DATA_SERVER, Task.REWARD_SERVER, Task.REPLAY_BUFFER)

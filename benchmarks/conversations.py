@@ -26,7 +26,7 @@ from benchmarks.common import harness
 from benchmarks.common.harness import spread
 from benchmarks.rollouts import REQUEST_SECONDS, rollout_nodes
 from services.clients.rollout import ROUTING_KEY
-from services.core.processors import cores
+from services.core.machine import cores
 
 TARGET = 1.3
 """The most that an episode may take, in times of the completion."""

@@ -32,7 +32,7 @@ from benchmarks.common.service import running
 from evaluation.policy.worker import Episode, Work
 from evaluation.policy.workers import MODULE, Coordinator, Crew, Worker
 from services.core.errors import DependencyLostError, NeverReadyError
-from services.core.processors import cores
+from services.core.machine import cores
 from services.evaluation_head import checkpoint
 from toys.cartpole import ACTION, STATE, CartPolePolicy
 

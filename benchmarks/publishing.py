@@ -27,7 +27,7 @@ from benchmarks.common import harness, models
 from benchmarks.common.harness import spread
 from benchmarks.common.job import running, write_job_group
 from services.core.files import atomic_write
-from services.core.processors import cores
+from services.core.machine import cores
 from services.weights.policy_store import PolicyStore
 from trainer.config import TrainerSettings, Transport
 from trainer.model.policy import load_policy

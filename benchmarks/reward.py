@@ -20,7 +20,7 @@ from benchmarks.common import harness
 from benchmarks.common.harness import spread
 from benchmarks.common.job import DEMO
 from benchmarks.common.trl_side import Side, Steps, Work, train_job_group, train_trl
-from services.core.processors import cores
+from services.core.machine import cores
 
 AVERAGED_STEPS = 3
 RATIO_TARGET = 0.25

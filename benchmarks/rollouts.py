@@ -31,7 +31,7 @@ from benchmarks.common.harness import spread
 from benchmarks.common.job import running, write_job_group
 from services.clients.rollout import ROUTING_KEY
 from services.core.endpoints import ROUTER_PORT, Task
-from services.core.processors import cores
+from services.core.machine import cores
 
 START_SECONDS = 600.0
 REQUEST_SECONDS = 120.0

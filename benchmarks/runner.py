@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.common import harness
 from benchmarks.common.harness import ROOT
-from services.core.processors import cores
+from services.core.machine import cores
 
 PAGE = ROOT / "docs/benchmarks.md"
 KEPT = ROOT / "docs/benchmarks"

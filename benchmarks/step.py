@@ -20,7 +20,7 @@ from benchmarks.common import harness
 from benchmarks.common.harness import spread
 from benchmarks.common.job import QUESTIONS
 from benchmarks.common.trl_side import Side, Work, train_job_group, train_trl
-from services.core.processors import cores
+from services.core.machine import cores
 
 TARGET = 0.2
 """The aim, as a share of TRL's seconds."""

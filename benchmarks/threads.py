@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.common import harness
 from benchmarks.common.harness import ROOT, spread
 from benchmarks.common.job import JOB_GROUP, QUESTIONS, run_job
-from services.core.processors import cores
+from services.core.machine import cores
 
 NODES = {"ppo-trainer": 1, "rollout-server": 1}
 PHASES = {"train": "seconds_train", "generate": "seconds_generate"}

@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.common import harness, models
 from benchmarks.common.harness import spread
 from benchmarks.common.training import Rank, Work, run
-from services.core.processors import cores
+from services.core.machine import cores
 
 TARGET = 0.8
 """The aim, as a share of the bare pass's tokens a second."""

@@ -13,14 +13,13 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from local_runner.commands import shown_path
-from local_runner.environment import Run, gpus_of
-from local_runner.learning import counted
-from local_runner.own_code import ask
-from local_runner.variables import all_settings
+from local_runner.checks import all_settings, ask
+from local_runner.directory import shown_path
+from local_runner.nodes import Run, gpus_of
+from local_runner.progress import counted
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
-from services.data_server.files import is_on_hub, is_path
+from services.data_server.settings import is_on_hub, is_path
 
 READ_SECONDS = 600.0
 """Longest time that the rows may take to be read before a run."""

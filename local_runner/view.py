@@ -12,12 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from local_runner.commands import shown_path
-from local_runner.environment import Run
-from local_runner.learning import EARLY_STEPS, advice, failed
-from local_runner.nodes import health_address, trainer_address
-from local_runner.progress import Step
-from local_runner.run_state import last_error, lines_since_start
+from local_runner.directory import last_error, lines_since_start, shown_path
+from local_runner.nodes import Run, health_address, trainer_address
+from local_runner.progress import EARLY_STEPS, Step, advice, failed
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import State
 from services.core.endpoints import Task

@@ -1,6 +1,6 @@
 """Programs in any language as agents: a shell command that answers an example by talking to a model over HTTP.
 
-The same command is evaluated (``scripts.evaluate --agent-command``) and trained (``ROLLOUT=program``). It reads the
+The same command is evaluated (``grpo evaluate --agent-command``) and trained (``ROLLOUT=program``). It reads the
 example as JSON from standard input and finds its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL
 and ANTHROPIC_API_KEY. Its standard output is the answer, which REWARD_FN scores. A program that has a reward of its own
 writes ``{"reward": 1.0}``, with a number or null and optionally a ``reason``, to the file descriptor GRPO_REWARD_FD.
@@ -23,9 +23,9 @@ from functools import cache
 from typing import IO, Any
 
 from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example
-from services.core import memory, processors
+from services.core import machine
 from services.core.logs import get_logger
-from services.protocol.groups import RewardResult, RewardStatus
+from services.protocol.rewards import RewardResult, RewardStatus
 
 log = get_logger(__name__)
 
@@ -142,7 +142,7 @@ class Program:
 
 def programs_at_once() -> int:
     """Return the number of programs that this node should run at once, by its cores and its memory."""
-    return max(1, min(EPISODES_AT_ONCE, PROGRAMS_A_CORE * processors.cores(), memory.host_memory() // BYTES_A_PROGRAM))
+    return max(1, min(EPISODES_AT_ONCE, PROGRAMS_A_CORE * machine.cores(), machine.host_memory() // BYTES_A_PROGRAM))
 
 
 @cache

@@ -158,7 +158,7 @@ def test_a_launch_is_from_the_installed_directory_which_sky_pilot_uploads(enviro
         (["chat", "mine"], "error: mine is neither a run below runs/ here nor the directory of one; the newest"),
         (
             ["run", "mine.yaml"],
-            "run_local: cannot read the job group: there is no file mine.yaml; this project has jobgroup",
+            "error: cannot read the job group: there is no file mine.yaml; this project has jobgroup",
         ),
     ],
 )
@@ -207,7 +207,7 @@ def test_an_installed_program_says_which_extra_to_install(environment, home, whe
     done = run(environment / "bin/grpo", "status", cwd=home)
     assert done.returncode == EXIT_CONFIGURATION
     [line] = done.stderr.splitlines()
-    assert line.startswith("error: scripts.status needs typer, which is not installed; run: ")
+    assert line.startswith("error: grpo status needs typer, which is not installed; run: ")
     # Not from an index, which may not have it.
     assert line.endswith(f" -m pip install 'skypilot-grpo[local] @ {wheel.as_uri()}'")
     [record] = environment.glob("lib/python*/site-packages/skypilot_grpo-*.dist-info/direct_url.json")

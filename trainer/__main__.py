@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from services.core import gpus
+from services.core import machine
 from services.core.endpoints import TRAINER_RENDEZVOUS_PORT, Task, endpoint, node_addresses, node_rank, num_nodes
 from services.core.errors import (
     EXIT_CONFIGURATION,
@@ -26,7 +26,7 @@ from services.core.errors import (
     say_error,
 )
 from services.core.imports import pause_collection
-from services.core.leftovers import end_leftovers
+from services.core.processes import end_leftovers
 from trainer.config import TrainerSettings
 
 POLL_SECONDS = 0.2
@@ -78,12 +78,12 @@ def ranks_per_node() -> int:
     Raises:
         ConfigurationError: torch sees fewer GPUs than the node has.
     """
-    wanted = gpus.promised()
+    wanted = machine.promised_gpus()
     if not wanted:
         return 1
     import torch
 
-    gpus.check_cuda(torch.cuda.device_count(), torch.version.cuda)
+    machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
     return wanted
 
 

@@ -20,9 +20,9 @@ from services.core import endpoints, logs
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
 from services.core.files import atomic_write
-from services.core.leftovers import end_leftovers
 from services.core.logs import get_logger
-from services.core.vocabulary import vocabulary_size
+from services.core.models import vocabulary_size
+from services.core.processes import end_leftovers
 from services.http import provenance
 from services.protocol.prompts import COLLECTOR_PREFIX, COLLECTORS, Cursor, Prompt
 from services.protocol.replay import AdmissionRequest

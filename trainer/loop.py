@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
-from trainer.algorithm.gae import critic_metrics, with_critic_targets
+from trainer.algorithm.gae import critic_metrics
 from trainer.algorithm.packing import TrainingGroup
-from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.checkpoints.checkpoint import RunState
 from trainer.checkpoints.run_checkpoints import RunCheckpoints
 from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import Mode, TrainerSettings
+from trainer.config.objective import Objective
 from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
 from trainer.model.optimizer import StopRequestedError
@@ -58,6 +58,7 @@ class TrainingLoop:
     """False once the metrics of a completed step could not be written."""
 
     def __post_init__(self) -> None:
+        self.objective = Objective(self.settings)
         self.publication = Publication(self.settings, self.services, self.team)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.team, self.state)
         self.services.while_waiting = lambda: self.publication.keep_on_volume(self.state.policy_version)
@@ -77,7 +78,7 @@ class TrainingLoop:
             # The version is written before the wait for workers, because an engine that starts may wait for it.
             self.team.write_policy(self.state.policy_version)
             self.services.wait_for_workers()
-            self.publish(Batch(self.settings))
+            self.publish(Batch(self.objective))
             if self.state.step == 0:
                 self.evaluate_outside_steps()
             while not self.is_over and self.step():
@@ -97,7 +98,7 @@ class TrainingLoop:
     def step(self) -> bool:
         """Take one training step, numbered as in README.md; return False when the training prompts are used up."""
         settings, services, state, started = self.settings, self.services, self.state, time.perf_counter()
-        batch = Batch(settings)
+        batch = Batch(self.objective)
         self.status.begin("generate", f"generating completions for step {state.step + 1}")
         if settings.mode is Mode.ASYNC:
             services.lease_groups(batch, state.policy_version)  # 1 to 4: collectors have taken them
@@ -139,23 +140,23 @@ class TrainingLoop:
         Replayed groups that the policy has moved too far from are left out and counted.
         """
         settings = self.settings
-        groups = [training_group(group, settings) for group in batch.groups]
+        groups = batch.prepared(batch.groups)
         if batch.replayed:
-            replayed = [training_group(s.group, settings, weight=s.weight, is_replayed=True) for s in batch.replayed]
+            make = self.objective.training_group
+            replayed = [make(s.group, weight=s.weight, is_replayed=True) for s in batch.replayed]
             kept = within_kl(replayed, self.team.logprobs(replayed), settings.replay_max_kl)
             batch.counts |= {"replay_groups": len(kept), "replay_groups_left_out": len(replayed) - len(kept)}
             groups += kept
         reference = self.team.reference_logprobs(groups) if settings.kl_in_reward else None
-        if not settings.has_critic:
-            return with_advantages(groups, settings, reference)
-        groups = with_critic_targets(groups, settings, self.team.values(groups), reference)
-        batch.counts |= critic_metrics(groups)
+        values = self.team.values(groups) if settings.has_critic else None
+        groups = self.objective.with_advantages(groups, reference, values)
+        batch.counts |= critic_metrics(groups) if settings.has_critic else {}
         return groups
 
     def measure_entropy(self, batch: Batch) -> None:
         """Every ENTROPY_EVERY steps, measure the entropy over all groups made: the update skips some of them."""
         if self.state.step % ENTROPY_EVERY == 0:
-            entropy = self.team.mean_entropy([training_group(group, self.settings) for group in batch.scored])
+            entropy = self.team.mean_entropy(batch.prepared(batch.scored))
             batch.counts |= {} if entropy is None else {"entropy_all": entropy}
 
     def update(self, groups: Sequence[TrainingGroup]) -> UpdateResult:

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from services.core.compute import multiplies_bfloat16
+from services.core.machine import multiplies_bfloat16
 
 ROOT = Path(__file__).resolve().parents[2]
 END_SECONDS = 60.0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import harness
-from services.core import memory
+from services.core import machine
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 from trainer.config import TrainerSettings
 from trainer.model.learner import Learner
@@ -122,7 +122,7 @@ def run(work: Work, ranks: int, threads: int) -> list[Rank]:
 
 def measure_here(work: Work) -> Rank:
     """Measure as one rank in this process."""
-    memory.keep()
+    machine.keep_freed_memory()
     seconds = []
     with join_ranks() as ranks:
         do_round = _bare(work) if work.is_bare else _update(work, ranks)

@@ -13,7 +13,7 @@ import orjson
 
 from benchmarks.common import harness
 from benchmarks.common.harness import ROOT
-from services.core.processors import cores
+from services.core.machine import cores
 
 KEPT = ROOT / "docs/results"
 """Directory of the results' data and plots."""

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.common.harness import ROOT
-from benchmarks.scaling import report
-from benchmarks.scaling.models import CONFIGS
-from benchmarks.scaling.plan import WEIGHT_BYTES, Model
-from benchmarks.scaling.roofline import MEMORY
 from local_runner.spec import env_file
+from scripts.launch.models import CONFIGS, MEMORY, WEIGHT_BYTES, Model
+from scripts.launch.tables import table as lines
 from services.rollout_server.settings import RolloutSettings
 from trainer.config import TrainerSettings
 from trainer.preflight.limits import ENGINE_ASLEEP, Limits
@@ -87,6 +85,4 @@ def table() -> str:
                 sizes = (f"{size / GIB:.1f}" for size in (found.training, found.generating, found.usable, found.host))
                 flags = ("yes" if flag else "no" for flag in (found.recomputes, found.fits))
                 rows.append([f"{label} {'adapters' if rank else 'whole'}", card, *sizes, *flags])
-    return "\n".join(
-        report.table(["GiB", "card", "training", "generating", "usable", "host", "recomputes", "fits"], rows)
-    )
+    return "\n".join(lines(["GiB", "card", "training", "generating", "usable", "host", "recomputes", "fits"], rows))

@@ -30,7 +30,7 @@ from services.core.errors import (
     DependencyLostError,
     NeverReadyError,
 )
-from services.core.processors import THREADS_VARIABLE, cores, threads
+from services.core.machine import THREADS_VARIABLE, cores, threads
 from services.rollout_server.child import LAUNCHER_VARIABLE
 from services.rollout_server.commands import Command
 from services.rollout_server.supervisor import describe_exit

@@ -30,7 +30,7 @@ from prometheus_client import Histogram
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from services.core import gpus, processors
+from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.tasks import in_background
@@ -69,8 +69,8 @@ class TorchPolicy(Policy):
         self._target = target
         self._settings = settings
         if settings.head_device != "cpu":
-            gpus.check_cuda(torch.cuda.device_count(), torch.version.cuda)
-        torch.set_num_threads(processors.threads())
+            machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
+        torch.set_num_threads(machine.threads())
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(default if settings.head_device == "auto" else settings.head_device)
         self._tried: checkpoint.Source | None = None

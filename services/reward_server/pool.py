@@ -16,9 +16,9 @@ from prometheus_client import Gauge
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from services.core.processors import threads
+from services.core.machine import threads
 from services.core.tasks import in_background
-from services.protocol.groups import RewardStatus
+from services.protocol.rewards import RewardStatus
 from services.reward_server import worker
 from services.reward_server.settings import RewardSettings
 

@@ -24,8 +24,7 @@ from services.http.client import RequestRefusedError
 from services.rollout_server.commands import FIRST_VERSION
 from services.rollout_server.settings import RolloutSettings
 from services.rollout_server.supervisor import SupervisedProcess
-from services.weights.adapter_files import is_adapter
-from services.weights.policy_store import PolicyStore, PublishedPolicy
+from services.weights.policy_store import PolicyStore, PublishedPolicy, is_adapter
 
 T = TypeVar("T")
 log = get_logger(__name__)

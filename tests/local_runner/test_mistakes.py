@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from local_runner import spec
-from local_runner.variables import setting_like
+from local_runner.checks import setting_like
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +50,7 @@ def test_a_mistake_is_answered_with_what_to_type(arguments: list[str], said: str
 
 def test_no_arguments_at_all_stand_for_the_job_group_file_here(tmp_path: Path) -> None:
     (tmp_path / "jobgroup.yaml").write_text("name: mine\n")
-    assert told(cwd=tmp_path).startswith("run_local: jobgroup.yaml: ")
+    assert told(cwd=tmp_path).startswith("error: jobgroup.yaml: ")
 
 
 def test_only_whole_words_of_a_setting_stand_for_it() -> None:

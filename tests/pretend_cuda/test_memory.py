@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import PretrainedConfig
 
-from benchmarks.scaling.models import CONFIGS
+from scripts.launch.models import CONFIGS
 from tests.pretend_cuda.learner import packed_sequences, pretended_policy, pretended_ranks, without_compilation
 from trainer.config import TrainerSettings
 from trainer.model.optimizer import make_optimizer

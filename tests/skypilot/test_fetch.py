@@ -1,4 +1,4 @@
-"""The pod of scripts.fetch as SkyPilot's own server asks Kubernetes for it. No pod ever runs."""
+"""The pod of grpo fetch as SkyPilot's own server asks Kubernetes for it. No pod ever runs."""
 
 from __future__ import annotations
 

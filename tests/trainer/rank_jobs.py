@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.protocol.prompts import Cursor
-from trainer.algorithm.gae import with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.checkpoints import volume
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.model.critic import CriticLearner
 from trainer.model.gathering import gather_state
 from trainer.model.learner import Learner, UpdateResult
@@ -260,7 +260,7 @@ def train_critic(
     for number in range(step, last):
         # On every rank: nothing is told to the others here.
         values = critic.values(groups)
-        taken = with_critic_targets(groups, learner.settings, values)
+        taken = Objective(learner.settings).with_advantages(groups, None, values)
         if number >= 1:
             learner.update(taken, number)
         if critic.trains_alone(number):

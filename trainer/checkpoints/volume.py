@@ -36,7 +36,7 @@ def writing(path: Path) -> Iterator[None]:
         usage = shutil.disk_usage(there)
         raise DiskFullError(
             f"the disk is full: {path} cannot be written, {usage.free / 1e9:.3f} of {usage.total / 1e9:.3f} GB are "
-            "free there. Make room on that volume, for example by removing old runs (scripts.clean), or keep fewer "
+            "free there. Make room on that volume, for example by removing old runs (grpo clean), or keep fewer "
             "checkpoints (CHECKPOINTS_KEPT); started again, the run goes on from its newest checkpoint."
         ) from error
 

@@ -134,7 +134,7 @@ class CriticLearner:
 
     def _backward(self, batches: Iterator[MicroBatch], size: StepSize) -> Diagnostics:
         batch = next(batches)
-        loss, diagnostics = critic_loss(self.settings, batch, self.compute(batch), size)
+        loss, diagnostics = critic_loss(batch, self.compute(batch), size, self.settings.value_clip)
         # FSDP averages gradients over the ranks, but the denominator of the loss counts all ranks already.
         (loss * self.ranks.world_size).backward()
         return diagnostics

@@ -17,9 +17,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from services.core import compute
-from services.core.compute import Compute
+from services.core import machine
 from services.core.errors import ConfigurationError
+from services.core.machine import Compute
 from trainer.config import TrainerSettings
 from trainer.model.attention import TREE_ATTENTION
 from trainer.model.ranks import Ranks
@@ -46,8 +46,8 @@ class Description:
 
 def choose_compute(settings: TrainerSettings, ranks: Ranks) -> Compute:
     """Return the device and the type of numbers to compute with, the same type on every rank. A collective."""
-    lacks_bfloat16 = not compute.multiplies_bfloat16(torch.cpu.get_capabilities())
-    return compute.decide(
+    lacks_bfloat16 = not machine.multiplies_bfloat16(torch.cpu.get_capabilities())
+    return machine.decide_compute(
         "COMPUTE_TYPE",
         settings.compute_type,
         device=ranks.device.type,

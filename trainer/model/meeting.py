@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from services.core import gpus
+from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 
@@ -35,7 +35,7 @@ def choose_device() -> torch.device:
     Raises:
         ConfigurationError: torch sees fewer GPUs than the node has.
     """
-    gpus.check_cuda(torch.cuda.device_count(), torch.version.cuda)
+    machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -47,7 +47,12 @@ def log_device(device: torch.device, rank: int) -> None:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         memory = f"{properties.total_memory / 2**30:.1f} GiB"
-        facts = {"name": properties.name, "memory": memory, "driver": gpus.driver_version(), "cuda": torch.version.cuda}
+        facts = {
+            "name": properties.name,
+            "memory": memory,
+            "driver": machine.driver_version(),
+            "cuda": torch.version.cuda,
+        }
     log.info("device", rank=rank, device=str(device), **facts, torch=torch.__version__)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PretrainedConfig, PreTrainedModel
 
-from services.core.compute import Compute
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
+from services.core.machine import Compute
 from trainer.algorithm.packing import MicroBatch
 from trainer.checkpoints.fingerprint import weights_digest
 from trainer.config import CriticModel, TrainerSettings

@@ -15,7 +15,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.weights.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 from trainer.checkpoints.volume import DiskFullError, write_whole, writing
 from trainer.model.gathering import gather_state
 from trainer.model.policy import Policy

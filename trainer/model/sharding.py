@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from services.core.compute import Compute
 from services.core.errors import ConfigurationError
+from services.core.machine import Compute
 from trainer.config import TrainerSettings
 from trainer.model.experts import GATHERED_EXPERTS
 from trainer.model.ranks import Ranks

@@ -150,7 +150,7 @@ def _remedy(
         # The local runner, which maps the addresses, has a directory in place of a volume.
         local = "a --shared-dir on another disk"
         more = local if mapped_addresses() else f"volume.yaml `size: {math.ceil(wanted / GIB)}Gi` or more"
-        return f"{keep} {more}, or remove old runs (scripts.clean)."
+        return f"{keep} {more}, or remove old runs (grpo clean)."
     if place == "host":
         more = f"`memory: {math.ceil(wanted / GIB)}+` in jobgroup.yaml"
         return f"Give ppo-trainer {more}, or more nodes, or set LORA_RANK={ADAPTERS}."

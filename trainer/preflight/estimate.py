@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from services.core import compute, gpus, logs
+from services.core import logs, machine
 from services.core.endpoints import num_nodes
 from services.core.errors import ConfigurationError, exit_code_of
 from trainer.__main__ import ranks_per_node
@@ -28,18 +28,18 @@ def main() -> None:
     """
     logs.configure("ppo-trainer", "error")
     settings = TrainerSettings.load()
-    device = torch.device("cuda" if gpus.promised() else "cpu")
-    has_bfloat16 = compute.multiplies_bfloat16(torch.cpu.get_capabilities())
-    kind = compute.decide(
+    device = torch.device("cuda" if machine.promised_gpus() else "cpu")
+    has_bfloat16 = machine.multiplies_bfloat16(torch.cpu.get_capabilities())
+    kind = machine.decide_compute(
         "COMPUTE_TYPE", settings.compute_type, device=device.type, multiplies_bfloat16=has_bfloat16, threads=1
     ).compute_type
     limits = find_limits(device, settings.run_dir, is_shared=settings.engine_sleeps)
-    machine = Machine(num_nodes(), ranks_per_node(), getattr(torch, kind).itemsize, limits)
+    nodes = Machine(num_nodes(), ranks_per_node(), getattr(torch, kind).itemsize, limits)
     shape = ModelShape.of(load_config(settings), trust_remote_code=settings.trust_remote_code)
-    need = needed(shape, chosen_work(settings, shape, machine))
+    need = needed(shape, chosen_work(settings, shape, nodes))
     refusal = None
     try:
-        check(settings, shape, machine)
+        check(settings, shape, nodes)
     except (ConfigurationError, DiskFullError) as error:
         refusal = str(error)
     print(json.dumps({"need": vars(need), "has": vars(limits), "refusal": refusal}))

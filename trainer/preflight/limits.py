@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from services.core.memory import host_memory
+from services.core.machine import host_memory
 
 SHM = Path("/dev/shm")
 ENGINE_ASLEEP = 3 * 2**29

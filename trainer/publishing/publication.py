@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from services.core.logs import get_logger
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
-from trainer.algorithm.training_groups import training_group
 from trainer.config import TrainerSettings
 from trainer.main_rank import MainRank
 from trainer.model.micro_batching import unknown_ids
@@ -65,7 +64,7 @@ class Publication:
     def _probes(self, batch: Batch) -> Iterator[TrainingGroup]:
         """Yield each completion of which the trainer computes log-probabilities, as a group without a loss mask."""
         vocabulary = self.team.learner.policy.config.vocab_size
-        for group in (training_group(group, self.settings) for group in batch.groups):
+        for group in batch.prepared(batch.groups):
             for sequence in group.sequences:
                 probe = replace(group, sequences=[replace(sequence, loss_mask=None)])
                 if sequence.completion_ids and not unknown_ids(probe, vocabulary):

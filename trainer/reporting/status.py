@@ -17,8 +17,7 @@ from fastapi import FastAPI
 from services.core.endpoints import STATUS_PORT, Task, bind_address
 from services.core.logs import get_logger
 from services.http.app import create_service_app
-from services.http.connections import server_config
-from services.http.server import listen
+from services.http.server import listen, server_config
 from services.run_page.activity import Activity, Teller, in_words
 from services.run_page.components import SERVICES, ComponentMonitor
 from services.run_page.directory import RunDirectory

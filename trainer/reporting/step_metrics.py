@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from services.protocol.groups import Experience, FinishReason, Group, RewardStatus
+from services.protocol.groups import Experience, Group
+from services.protocol.rewards import FinishReason, RewardStatus
 from trainer.model.learner import UpdateResult
 from trainer.rollouts.batch import Batch
 

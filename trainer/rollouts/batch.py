@@ -12,14 +12,15 @@ import torch
 from services.clients.data import DataClient
 from services.clients.replay import ReplayClient
 from services.core.errors import DependencyLostError
-from services.core.seeds import derive_seed
+from services.protocol.base import derive_seed
 from services.protocol.groups import Group
 from services.protocol.prompts import COLLECTOR_PREFIX, COLLECTORS, Split
 from services.protocol.replay import AcknowledgeRequest, LeaseRequest, SampledGroup, SampleGroupsRequest
 from trainer.algorithm.loss import k3
 from trainer.algorithm.packing import TrainingGroup
-from trainer.algorithm.training_groups import TokenNumbers, has_signal
+from trainer.algorithm.training_groups import TokenNumbers
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 
 
 class Batch:
@@ -29,12 +30,15 @@ class Batch:
     prompts: DYNAMIC_SAMPLING_TRIES times at most, or so many batches of groups from the queue.
     """
 
-    def __init__(self, settings: TrainerSettings) -> None:
+    def __init__(self, objective: Objective) -> None:
+        self.objective, settings = objective, objective.settings
         self.settings = settings
         self.groups: list[Group] = []
         """The groups to train on."""
         self.scored: list[Group] = []
         """All groups made for the step, those without a signal included."""
+        self._prepared: dict[int, TrainingGroup] = {}
+        """Groups made for the step as the loss sees them, before their advantages are known, by ``id``."""
         self.prompts_used = 0
         """Prompts of the step, those that got no group and those of groups that were too stale included."""
         self.replayed: list[SampledGroup] = []
@@ -58,7 +62,7 @@ class Batch:
         if not made:
             return
         self._is_closed = self._tries_left == 0
-        kept = [group for group in made if self._is_closed or has_signal(group, self.settings)]
+        kept = [group for group in made if self._is_closed or self._has_signal(group)]
         self._tries_left -= 1
         self.scored += made
         self.groups += kept
@@ -70,13 +74,23 @@ class Batch:
         for group in leased:
             dropped = self.counts.get("groups_resampled", 0.0)
             most = self.settings.dynamic_sampling_tries * self.settings.batch_size
-            if dropped < most and not has_signal(group, self.settings):
+            if dropped < most and not self._has_signal(group):
                 self.counts["groups_resampled"] = dropped + 1
             else:
                 kept.append(group)
         self.scored += leased
         self.groups += kept
         return kept
+
+    def prepared(self, groups: Sequence[Group]) -> list[TrainingGroup]:
+        """Return groups of the step as the loss sees them, before their advantages are known; each is made once."""
+        for group in groups:
+            if id(group) not in self._prepared:
+                self._prepared[id(group)] = self.objective.training_group(group)
+        return [self._prepared[id(group)] for group in groups]
+
+    def _has_signal(self, group: Group) -> bool:
+        return self.objective.has_signal(*self.prepared([group]))
 
 
 LEASE_WAIT_SECONDS = 5.0

@@ -22,16 +22,16 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError, own_error
 from services.core.logs import get_logger
-from services.core.seeds import derive_seed
-from services.core.stopwatch import Stopwatch
+from services.core.tasks import Stopwatch
 from services.http.client import RequestRefusedError
 from services.programs import programs_at_once
+from services.protocol.base import derive_seed
 from services.protocol.episodes import EpisodeFigures
-from services.protocol.groups import Group, RewardResult, RewardStatus
+from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
 from services.protocol.sessions import AGAIN, DEADLINE, REQUEST_MARK, CreateSessionRequest
-from services.weights.adapter_files import ADAPTER_NAME
+from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.experiences import LOST_TOKENS, Episode, experiences_of
@@ -311,7 +311,7 @@ class EpisodeMaker(GroupMaker):
             return ConfigurationError(f"{reason}; see the logs of environment-server and gateway")
         option = f"--agent {self.settings.agent}" if self.settings.agent else "--agent-command"
         return ConfigurationError(
-            f"{reason}; if it asks for chat completions, `scripts.evaluate {option} --check` plays one episode"
+            f"{reason}; if it asks for chat completions, `grpo evaluate {option} --check` plays one episode"
         )
 
 

@@ -13,7 +13,8 @@ from prometheus_client import Counter
 
 from services.agents import AgentFailedError
 from services.protocol.episodes import CalledTool, Message
-from services.protocol.groups import Experience, RewardResult, RewardStatus, TurnReward, VersionSpan
+from services.protocol.groups import Experience, TurnReward, VersionSpan
+from services.protocol.rewards import RewardResult, RewardStatus
 from services.protocol.sessions import Trace, TraceSequence
 
 LOST_TOKENS = Counter(

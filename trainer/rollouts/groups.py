@@ -18,12 +18,12 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
-from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
-from services.protocol.groups import Completion, Experience, Group, RewardResult, RewardStatus
+from services.protocol.base import derive_seed
+from services.protocol.groups import Completion, Experience, Group
 from services.protocol.pass_at_k import CORRECT, is_correct
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
 from services.run_page.activity import Activity
 from services.run_page.directory import FIRST_FAILURE
 from trainer.config import TrainerSettings
@@ -110,7 +110,17 @@ class GroupMaker:
         self.last_generated = time.perf_counter()
         if not completions:
             return None
-        results = await self.score([RewardItem.of(prompt, completion) for completion in completions])
+        items = [
+            RewardItem(
+                prompt=prompt.prompt,
+                response=completion.completion,
+                ground_truth=prompt.ground_truth,
+                completion_tokens=completion.completion_tokens,
+                finish_reason=completion.finish_reason,
+            )
+            for completion in completions
+        ]
+        results = await self.score(items)
         scored = zip(completions, results, strict=True)
         group = self.group(prompt, prompt.prompt_ids, [Experience(**dict(c), result=result) for c, result in scored])
         if reward_failure(group) is None:

@@ -23,12 +23,12 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from services.core.seeds import derive_seed
-from services.core.stopwatch import Stopwatch
+from services.core.tasks import Stopwatch
 from services.gateway.app import Reply
 from services.gateway.calls import Calls
 from services.gateway.sessions import Session
 from services.gateway.tree import Call
+from services.protocol.base import derive_seed
 from services.relay import Relay
 from tests.services.conftest import REPOSITORY, Serving
 from tests.services.gateway.conftest import ADD, Running, StartGateway

@@ -11,7 +11,7 @@ import structlog
 import yaml
 from torch.distributed.tensor import DTensor
 
-from benchmarks.scaling.models import CONFIGS
+from scripts.launch.models import CONFIGS
 from services.core.endpoints import ENDPOINTS_VARIABLE
 from services.core.errors import ConfigurationError
 from tests.trainer.processes import run_on_ranks

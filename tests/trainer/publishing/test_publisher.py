@@ -18,7 +18,7 @@ import structlog
 import torch
 from safetensors import SafetensorError
 
-from services.core import memory
+from services.core import machine
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
 from services.weights.policy_store import PolicyStore
@@ -121,7 +121,7 @@ def test_memory_is_released_when_the_version_is_written_and_before_workers_load_
     with ExitStack() as stack:
         volume = ForgetfulVolume(publisher.store, 0, stack, monkeypatch)
         monkeypatch.setattr(
-            memory, "release", lambda: released.append((publisher.store.path(1).is_dir(), volume.loads))
+            machine, "release_memory", lambda: released.append((publisher.store.path(1).is_dir(), volume.loads))
         )
         publisher.publish(1)
     assert volume.loads == 1

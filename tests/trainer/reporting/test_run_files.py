@@ -11,7 +11,8 @@ import pytest
 
 from services.core.endpoints import Task
 from services.http import provenance
-from services.protocol.groups import Experience, FinishReason, Group, RewardResult, VersionSpan
+from services.protocol.groups import Experience, Group, VersionSpan
+from services.protocol.rewards import FinishReason, RewardResult
 from services.reward_server.settings import RewardSettings
 from services.rollout_server.settings import RolloutSettings
 from services.run_page.directory import FIRST_FAILURE

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from services.core.stopwatch import Stopwatch
+from services.core.tasks import Stopwatch
 from services.protocol.sessions import AGAIN, REQUEST_MARK
 from tests.ports import free_port
 from trainer.rollouts import episodes

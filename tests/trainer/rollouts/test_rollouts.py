@@ -23,13 +23,14 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.protocol.groups import RewardStatus
 from services.protocol.prompts import Cursor
+from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, Route, fake_service
 from trainer.checkpoints.checkpoint import RunState
 from trainer.collector import Collector, collector_name
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
@@ -82,7 +83,7 @@ class Steps:
 
     def __init__(self, main: MainRank) -> None:
         self.main = main
-        self.batch = Batch(main.settings)
+        self.batch = Batch(Objective(main.settings))
         team = MagicMock()
         team.update.return_value = UpdateResult()
         team.mean_entropy.return_value = 1.5
@@ -323,7 +324,7 @@ def test_it_says_how_many_prompts_are_answered(services: Services) -> None:
     main.evaluate()
     assert told[0] == "0 of 10 held-out prompts answered"
     assert main.activity.shown()["done"] == "10 of 10 held-out prompts answered"
-    main.generate_and_score(main.fetch_prompts(4), Batch(main.settings))
+    main.generate_and_score(main.fetch_prompts(4), Batch(Objective(main.settings)))
     assert main.activity.shown()["done"] == "4 of 4 prompts answered"
 
 
@@ -384,7 +385,7 @@ def test_without_dynamic_sampling_all_completions_are_trained_on(services: Servi
 def test_groups_of_one_are_all_kept_where_they_teach(services: Services, advantage: str) -> None:
     settings = services.settings(group_size=1, advantage=advantage, dynamic_sampling_tries=3)
     main = MainRank(settings, services.thread, services.clients)
-    batch = Batch(settings)
+    batch = Batch(Objective(settings))
     while batch.missing:
         batch.add(main.generate_and_score(main.fetch_prompts(batch.missing), batch))
     assert [group.position for group in batch.groups] == [0, 1, 2, 3]
