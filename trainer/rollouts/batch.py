@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -47,8 +46,8 @@ class Batch:
         """The groups, fresh and replayed, with their advantages, as the loss sees them."""
         self.counts: dict[str, float] = {}
         """Counts and other figures by metric name."""
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds by phase: wait, generate, score, store."""
+        self.seconds_scoring = 0.0
+        """Seconds of the newest ``generate_and_score`` after its last completion was generated."""
         self._tries_left = settings.dynamic_sampling_tries
         self._is_closed = False
 
