@@ -58,7 +58,7 @@ class Plan:
         if self._trainer is not None and self._rows.get("is_whole"):
             self._trainer.total_steps(self._rows["train"])
         if is_dry_run and self._trainer is not None and Path(self._trainer.model_name).expanduser().is_dir():
-            self._needs = answer("TrainerSettings", "torch", "trainer.preflight.estimate")
+            self._needs = answer("TrainerSettings", "torch", "trainer.preflight")
 
     def cautions(self) -> Iterator[str]:
         """Yield what is allowed but hardly meant."""

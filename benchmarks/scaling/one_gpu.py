@@ -14,10 +14,8 @@ from scripts.launch.models import CONFIGS, MEMORY, WEIGHT_BYTES, Model
 from scripts.launch.tables import table as lines
 from services.rollout_server.settings import RolloutSettings
 from trainer.config import TrainerSettings
-from trainer.preflight.limits import ENGINE_ASLEEP, Limits
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import GIB, Need, needed
-from trainer.preflight.work import USABLE, choose, work_of
+from trainer.preflight.sizes import ENGINE_ASLEEP, GIB, USABLE, Limits, Need, choose, needed, work_of
 
 PRESET = ROOT / "examples/one-gpu.env"
 LABELS = ("0.5B", "1.5B")

@@ -16,8 +16,7 @@ from services.rollout_server.placement import Known, split_node
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from trainer.config import TrainerSettings
 from trainer.preflight.check import Machine, NameNodes, check
-from trainer.preflight.limits import Limits
-from trainer.preflight.sizes import GIB, PROCESS_BYTES, Need, needed
+from trainer.preflight.sizes import GIB, PROCESS_BYTES, Limits, Need, needed
 
 NODE_GPUS = (1, 2, 4, 8)
 GPU = "H100"

@@ -27,8 +27,7 @@ STEP = Step(step=4, reward=0.484, loss=-0.0395, seconds=SECONDS)
 
 def test_a_line_that_goes_into_a_file_has_everything():
     assert describe(STEP, 10, 274) == (
-        "step 4/10  reward 0.484  loss -0.0395  "
-        "generate 3.2s score 0.0s store 0.0s train 16.6s publish 3.9s step 23.9s  4m34s left"
+        "step 4/10  reward 0.484  loss -0.0395  generate 3.2s train 16.6s publish 3.9s step 23.9s  4m34s left"
     )
 
 

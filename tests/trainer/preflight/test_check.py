@@ -18,15 +18,13 @@ from services.core.errors import ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
-from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
-from trainer.preflight.check import Machine, check
-from trainer.preflight.limits import Limits, find_limits
-from trainer.preflight.preflight import preflight
+from trainer.model.saving import DiskFullError
+from trainer.preflight.check import Machine, check, preflight
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import GIB, Work, needed
+from trainer.preflight.sizes import GIB, Limits, Work, find_limits, needed
 
 ROOT = Path(__file__).parents[3]
 SHAPES = {label: ModelShape.of(CONFIGS[label][1]) for label in ("0.5B", "8B")}
@@ -194,7 +192,7 @@ def test_on_a_cpu_nothing_is_recomputed_and_the_ranks_stay_as_they_are(
 def test_a_model_beyond_this_machine_is_refused(
     alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.preflight.limits.host_memory", lambda: 10**6)
+    monkeypatch.setattr("trainer.preflight.sizes.host_memory", lambda: 10**6)
     with pytest.raises(ConfigurationError, match="of host memory of a node"):
         preflight(TrainerSettings.load(model_name=str(model), shared_dir=tmp_path), alone)
 

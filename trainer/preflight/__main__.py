@@ -1,4 +1,4 @@
-"""Print the memory and disk that a run needs on this machine, as JSON: ``python -m trainer.preflight.estimate``."""
+"""Print the memory and disk that a run needs on this machine, as JSON: ``python -m trainer.preflight``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from services.core import logs, machine
 from services.core.endpoints import num_nodes
 from services.core.errors import ConfigurationError, exit_code_of
 from trainer.__main__ import ranks_per_node
-from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
+from trainer.model.saving import DiskFullError
 from trainer.preflight.check import Machine, check, chosen_work
-from trainer.preflight.limits import find_limits
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import needed
+from trainer.preflight.sizes import find_limits, needed
 
 
 def main() -> None:
