@@ -17,7 +17,7 @@ from benchmarks import harness
 from benchmarks.harness import DTYPE, MODEL, ROOT, Benchmark, Given, Option, Side, spread
 from benchmarks.job import DEMO, JOB_GROUP, QUESTIONS, RUN_SECONDS, Steps, run_job
 from services.core.machine import cores
-from services.data_server.arithmetic import questions
+from services.data_server.generators import arithmetic_questions
 
 STEP_TARGET, REWARD_TARGET = 0.2, 0.25
 """The aims, as shares of TRL's seconds."""
@@ -79,7 +79,7 @@ def measured(steps: Steps) -> Measured:
 def train_trl(work: Work, seed: int, python: str) -> Measured:
     """Run TRL's GRPOTrainer on the demo's questions by the interpreter ``python``, which must have TRL."""
     with tempfile.TemporaryDirectory() as directory:
-        rows, _ = questions(
+        rows, _ = arithmetic_questions(
             digits=[int(QUESTIONS["ARITHMETIC_DIGITS"])],
             operations=QUESTIONS["ARITHMETIC_OPERATIONS"],
             template=QUESTIONS["ARITHMETIC_TEMPLATE"],
@@ -166,7 +166,7 @@ def reached(rewards: Sequence[float], target: float) -> int | None:
 
 
 def work_of_the_demo(target: float, limit_seconds: float) -> Work:
-    """Return the settings of demo.env as TRL needs them."""
+    """Return the settings of examples/demo.env as TRL needs them."""
     return Work(
         model=DEMO["MODEL_NAME"],
         prompts=int(DEMO["BATCH_SIZE"]),
@@ -233,11 +233,11 @@ REWARD = Benchmark(
     about="""\
 Measure how long the demo's task takes to a mean reward of 0.9, for the job group and for TRL's GRPOTrainer.
 
-Ours is jobgroup.yaml with demo.env, without its evaluations, on one trainer node and one rollout node. Each has all
-cores, because they compute in turn. TRL trains the same model on the same questions with the same numbers of prompts,
-completions and tokens, at the same learning rate, in float32 on all cores. The reward counts as reached when the mean
-of three steps reaches it. The seconds are those of the steps until then, without the start. Neither side trains longer
-than --minutes. Every round has its own seed, because luck decides over some steps.""",
+Ours is jobgroup.yaml with examples/demo.env, without its evaluations, on one trainer node and one rollout node. Each
+has all cores, because they compute in turn. TRL trains the same model on the same questions with the same numbers of
+prompts, completions and tokens, at the same learning rate, in float32 on all cores. The reward counts as reached when
+the mean of three steps reaches it. The seconds are those of the steps until then, without the start. Neither side
+trains longer than --minutes. Every round has its own seed, because luck decides over some steps.""",
     measure=measure_reward,
     tables=reward_tables,
     rounds=3,

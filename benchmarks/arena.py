@@ -316,7 +316,7 @@ def trajectory_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
 
 TRAJECTORIES = Benchmark(
     about="""\
-Time a million steps of CartPole-v1 as scripts.generate_trajectories writes them, against gymnasium alone.
+Time a million steps of CartPole-v1 as grpo trajectories writes them, against gymnasium alone.
 
 Every side plays the same number of steps in 256 environments of one process. "gymnasium alone" steps them and does
 nothing else, which is the floor. "with the policy" also asks the policy of toys.cartpole for the actions of all

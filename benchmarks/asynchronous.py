@@ -38,7 +38,7 @@ def run_round(slowdown: float, bound: int | None, settings: Mapping[str, Any], _
     nodes = {"rollout-server": 1, "ppo-trainer": 1}
     job_group = "jobgroup.yaml"
     if bound is not None:
-        job_group, settings, nodes["collector"] = "jobgroup-async.yaml", {**settings, "MAX_STALENESS": bound}, 1
+        job_group, settings, nodes["collector"] = "jobgroups/async.yaml", {**settings, "MAX_STALENESS": bound}, 1
     with tempfile.TemporaryDirectory() as directory:
         command = f"exec env {slow_rollouts.FACTOR}={slowdown} python -m {slow_rollouts.__name__}"
         path = write_job_group(Path(directory), job_group, {"rollout-server": command})

@@ -26,7 +26,7 @@ from local_runner.processes import MARK
 from services.core.endpoints import PORTS, Task
 from services.protocol.prompts import Cursor
 
-JOB_GROUP = ROOT / "jobgroup-async.yaml"
+JOB_GROUP = ROOT / "jobgroups/async.yaml"
 SERVICES = (Task.DATA_SERVER, Task.REWARD_SERVER, Task.REPLAY_BUFFER)
 LOOK_SECONDS = 0.5
 SETTINGS = {
@@ -253,7 +253,7 @@ COLLECTORS = Benchmark(
     about="""\
 Measure an asynchronous job group with few and with many collectors.
 
-The tiny model trains by jobgroup-async.yaml under the local runner, with one rollout node and one trainer node. All
+The tiny model trains by jobgroups/async.yaml under the local runner, with one rollout node and one trainer node. All
 collectors of a run start at once. A collector has started when it first asks the replay-buffer for places. Services are
 asked for their counts of requests twice a second, which is part of the rates. After each run the prompts that the
 data-server gave are compared with the groups that the replay-buffer got and with the files in which collectors keep

@@ -20,10 +20,10 @@ from benchmarks.job import Job, running
 from evaluation.metrics import GREEDY
 from local_runner import spec
 
-AGENT_JOB_GROUP, ENVIRONMENT_JOB_GROUP = ROOT / "jobgroup-agent.yaml", ROOT / "jobgroup-environment.yaml"
-AGENT_SETTINGS = spec.env_file(ROOT / "demo-agent.env")
+AGENT_JOB_GROUP, ENVIRONMENT_JOB_GROUP = ROOT / "jobgroups/agent.yaml", ROOT / "jobgroups/environment.yaml"
+AGENT_SETTINGS = spec.env_file(ROOT / "examples/demo-agent.env")
 """The settings of `make demo-agent`."""
-ENVIRONMENT_SETTINGS = spec.env_file(ROOT / "demo-environment.env")
+ENVIRONMENT_SETTINGS = spec.env_file(ROOT / "examples/demo-environment.env")
 """The settings of `make demo-environment`."""
 WITHOUT_TOKENS = 64
 """Longest answer without the tool: room to reason before it."""
@@ -79,9 +79,9 @@ def agents_result(job: Job) -> Result:
 def without_tool(model: Path, directory: Path) -> float:
     """Return a model's greedy accuracy on the run's held-out questions, each answered by one completion."""
     output = directory / "without"
-    command = [sys.executable, "-m", "scripts.evaluate", "--model", str(model), "--output", str(output)]
+    command = [sys.executable, "-m", "scripts.grpo", "evaluate", "--model", str(model), "--output", str(output)]
     command += ["--workflow", "single-turn", "--limit", AGENT_SETTINGS["EVAL_PROMPTS"]]
-    command += ["--env-file", "demo-agent.env", "--max-new-tokens", str(WITHOUT_TOKENS)]
+    command += ["--env-file", "examples/demo-agent.env", "--max-new-tokens", str(WITHOUT_TOKENS)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{done.stdout[-3000:]}\nerror: the evaluation ended with {done.returncode}")

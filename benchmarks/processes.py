@@ -31,7 +31,7 @@ PROGRAMS = {
     "torch, FSDP, AutoModel alone": "import torch.distributed.fsdp\nfrom transformers import AutoModel",
     "a trainer's rank": RANK,
     "a trainer's launcher": "import trainer.__main__",
-    "local runner": "import scripts.run_local",
+    "local runner": "import local_runner.run",
 }
 """The imports of each program of the job group, and of the libraries alone."""
 
