@@ -24,9 +24,8 @@ from trainer.publishing.publication import Publication
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.reporting.step_metrics import headline, step_metrics
-from trainer.rollouts.batch import Batch
+from trainer.rollouts.batch import Batch, within_kl
 from trainer.rollouts.evaluate import note_accuracy, reached_target
-from trainer.rollouts.replay import within_kl
 from trainer.run_checkpoints import RunCheckpoints
 from trainer.service_thread import InterruptedCallError
 from trainer.team import ENDINGS, Team, TrainingDivergedError

@@ -24,13 +24,11 @@ from services.run_page.activity import Activity
 from trainer.collector import Collector
 from trainer.config import Mode, TrainerSettings
 from trainer.publishing.workers import put_workers_to_sleep
-from trainer.rollouts.batch import Batch
+from trainer.rollouts.batch import Batch, FreshQueue, sample_groups
 from trainer.rollouts.clients import Clients
-from trainer.rollouts.curriculum import SuccessRates
 from trainer.rollouts.episodes import group_maker
 from trainer.rollouts.evaluate import Evaluator
-from trainer.rollouts.fresh_queue import FreshQueue
-from trainer.rollouts.replay import sample_groups
+from trainer.rollouts.groups import SuccessRates
 from trainer.service_thread import ServiceThread
 
 T = TypeVar("T")
