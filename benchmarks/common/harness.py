@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.core.machine import multiplies_bfloat16
+from services.core.processes import end_all
 
 ROOT = Path(__file__).resolve().parents[2]
 END_SECONDS = 60.0
@@ -169,9 +170,4 @@ def free_port() -> int:
 
 def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
     """Stop a program, and kill it when it does not stop."""
-    process.terminate()
-    try:
-        process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    end_all([process], END_SECONDS)
