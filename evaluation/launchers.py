@@ -21,8 +21,8 @@ from evaluation.plan import Plan
 from evaluation.pool import Discover
 from evaluation.server import parse_url
 from evaluation.settings import Backend, SchedulerName
-from local_runner import nodes, watchdog
-from local_runner.environment import Run
+from local_runner import nodes, processes
+from local_runner.nodes import Run
 from local_runner.spec import JobGroup, TaskSpec
 from local_runner.supervisor import State, Supervisor
 from services.clients.rollout_admin import RouterAdmin
@@ -182,7 +182,7 @@ async def _started(plan: Plan, model: str | None, output: Path, say: Say) -> Asy
             is_configuration = outcome.exit_code == EXIT_CONFIGURATION
             raise ConfigurationError(message) if is_configuration else DependencyLostError(message)
 
-        with watchdog.guard(run.mark):
+        with processes.guard(run.mark):
             job = asyncio.create_task(supervisor.run())
             try:
                 reward = parse_url(given or addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
