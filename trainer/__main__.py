@@ -47,7 +47,7 @@ def main() -> int:
     if "RANK" not in os.environ:
         try:
             end_leftovers()
-            n_ranks = num_nodes() * (machine.usable_gpus() or 1)
+            n_ranks = num_nodes() * ranks_per_node()
         except ConfigurationError as error:
             say_error(error)
             return EXIT_CONFIGURATION
@@ -70,6 +70,21 @@ def set_allocator() -> None:
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def ranks_per_node() -> int:
+    """Return the number of GPUs of this node; 1 without GPUs.
+
+    Raises:
+        ConfigurationError: torch sees fewer GPUs than the node has.
+    """
+    gpus = machine.promised_gpus()
+    if not gpus:
+        return 1
+    import torch
+
+    machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
+    return gpus
 
 
 def launch_ranks(count: int, command: Sequence[str] = (sys.executable, "-m", "trainer")) -> int:

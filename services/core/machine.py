@@ -105,20 +105,6 @@ def check_cuda(devices: int, build: str | None) -> None:
     )
 
 
-def usable_gpus() -> int:
-    """Return the number of this node's GPUs, each of which torch sees; 0 for a node without GPUs.
-
-    Raises:
-        ConfigurationError: torch sees fewer GPUs than the node has.
-    """
-    wanted = promised_gpus() or 0
-    if wanted:
-        import torch
-
-        check_cuda(torch.cuda.device_count(), torch.version.cuda)
-    return wanted
-
-
 def _query(field: str) -> list[str]:
     """Return a field of nvidia-smi, one text a GPU; nothing without a working driver."""
     program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=_PROGRAMS)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
-from services.core import machine
+import trainer.__main__ as program
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from trainer.model import ranks
@@ -46,7 +46,7 @@ def test_a_trainer_whose_gpus_are_missing_ends_instead_of_training_on_the_proces
 def test_a_node_whose_gpus_are_there_has_a_rank_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert machine.usable_gpus() == 4
+    assert program.ranks_per_node() == 4
 
 
 def test_ranks_that_differ_end_with_a_message() -> None:
