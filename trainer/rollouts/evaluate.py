@@ -12,7 +12,7 @@ from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.protocol.base import derive_seed
 from services.protocol.groups import Experience, Group
-from services.protocol.pass_at_k import interval, is_correct, pass_at_k, standard_error
+from services.protocol.pass_at_k import estimate, is_correct, pass_at_k
 from services.protocol.prompts import Cursor, Prompt, Split
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 from trainer.checkpoints.checkpoint import RunState
@@ -175,9 +175,8 @@ def sample_metrics(samples: Sequence[Sequence[RewardResult]], k: int) -> dict[st
 
 def _estimate(name: str, scores: Sequence[float]) -> dict[str, float]:
     """Return the mean of ``scores``, one a prompt, with its standard error and the ends of its interval."""
-    low, high = interval(scores)
-    mean, error = statistics.fmean(scores), standard_error(scores)
-    return {name: mean, f"{name}_stderr": error, f"{name}_low": low, f"{name}_high": high}
+    found = estimate(scores)
+    return {name: found.value, f"{name}_stderr": found.stderr, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
 def note_accuracy(settings: TrainerSettings, state: RunState, metrics: Mapping[str, float]) -> None:
