@@ -22,9 +22,8 @@ from evaluation.plan import Plan
 from evaluation.pool import Discover
 from evaluation.server import parse_url
 from evaluation.settings import Backend, SchedulerName
-from local_runner import nodes, watchdog
-from local_runner.environment import Run
-from local_runner.nodes import Addresses
+from local_runner import nodes, processes
+from local_runner.nodes import Addresses, Run
 from local_runner.spec import JobGroup, TaskSpec
 from local_runner.supervisor import State, Supervisor
 from services.clients.gateway import GatewayClient
@@ -229,7 +228,7 @@ async def _supervised(
             is_configuration = outcome.exit_code == EXIT_CONFIGURATION
             raise ConfigurationError(message) if is_configuration else DependencyLostError(message)
 
-        with watchdog.guard(run.mark):
+        with processes.guard(run.mark):
             job = asyncio.create_task(supervisor.run())
             try:
                 yield addresses, watch

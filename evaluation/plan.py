@@ -236,7 +236,7 @@ def _check_plays_no_environment(settings: EvaluationSettings, variables: Mapping
         f"{f'ENVIRONMENT is {environment!r}' if environment else 'ROLLOUT is environment'}, and this command asks "
         "questions, and plays no episodes of environments. The run's own evaluations do, with EVAL_PROMPTS held-out "
         "seeds: see accuracy and eval_reward in its metrics.jsonl. To play a model afterwards, serve it by "
-        "services.rollout_server and play it by scripts.generate_trajectories (docs/guides/environment.md). For "
+        "services.rollout_server and play it by grpo trajectories (docs/guides/environment.md). For "
         "questions give --dataset"
     )
 

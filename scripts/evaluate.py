@@ -1,4 +1,4 @@
-"""Evaluate checkpoints: ``python -m scripts.evaluate [RUN] --dataset gsm8k``, or ``--model PATH_OR_NAME``.
+"""``grpo evaluate``: the accuracy of checkpoints on a data set, over many inference servers.
 
 Prompts, rollout client and reward code are those of training. The inference servers are started here, run already, or
 are started by SkyPilot. A killed evaluation continues when the same command is given again; see docs/evaluation.md.
@@ -238,7 +238,3 @@ def _exit_code(work: Callable[[], int]) -> int:
     except (DependencyLostError, ScoringLostError) as error:
         print(f"evaluate: {error}; the same command goes on from what is done", file=sys.stderr)
         return EXIT_RECOVERABLE
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -24,10 +24,8 @@ from scripts.launch.sizes import (
     publishing,
 )
 from trainer.config import TrainerSettings
-from trainer.preflight.limits import Limits
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import Work, needed
-from trainer.preflight.work import USABLE, choose, work_of
+from trainer.preflight.sizes import USABLE, Limits, Work, choose, needed, work_of
 
 MOST_NODES = 32
 TRAINED_SHARE = 0.7

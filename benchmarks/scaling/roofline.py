@@ -18,10 +18,8 @@ from pathlib import Path
 from scripts.launch.models import CONFIGS
 from scripts.launch.tables import table as lines
 from trainer.config import TrainerSettings
-from trainer.preflight.limits import Limits
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import Work, needed
-from trainer.preflight.work import USABLE, choose, work_of
+from trainer.preflight.sizes import USABLE, Limits, Work, choose, needed, work_of
 
 TOKENS, SEQUENCE, MICRO_BATCHES = 16_384, 2048, 4
 PEAK_SHARE = 0.7

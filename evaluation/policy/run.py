@@ -1,4 +1,4 @@
-"""A run of scripts.evaluate_policy: the checks, the head, the episodes that are missing, and the results."""
+"""A run of grpo evaluate-policy: the checks, the head, the episodes that are missing, and the results."""
 
 from __future__ import annotations
 

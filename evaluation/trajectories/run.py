@@ -1,4 +1,4 @@
-"""A run of scripts.generate_trajectories: plays the shards that are missing, and writes the table of results.
+"""A run of grpo trajectories: plays the shards that are missing, and writes the table of results.
 
 Policies that play alone get mean returns, policies that play each other get ratings.
 """

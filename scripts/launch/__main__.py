@@ -1,4 +1,4 @@
-"""Launch a job group of a given size with SkyPilot: ``python -m scripts.launch --model Qwen/Qwen3-8B --gpus H100:8``.
+"""``grpo launch``: a job group of a given size, launched with SkyPilot.
 
 It writes the job group's YAML for the model, the nodes and the GPUs that are given, with the memory, the volume and the
 settings that follow from them; shows what differs from the file of the repository and what it takes on the cluster; and
@@ -20,10 +20,10 @@ import typer
 import yaml
 from typer import Option
 
-from local_runner import nodes, spec, variables
-from local_runner.commands import module
-from local_runner.environment import Run
-from local_runner.settings_classes import READERS
+from local_runner import checks, nodes, spec
+from local_runner.checks import READERS
+from local_runner.directory import grpo_command
+from local_runner.nodes import Run
 from scripts.launch import job_group_text, skypilot
 from scripts.launch.models import Model, find_model
 from scripts.launch.sizes import (
@@ -40,12 +40,12 @@ from scripts.launch.sizes import (
 from scripts.launch.tables import table, wrapped
 from services.core import logs
 from services.core.endpoints import Task
-from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
+from services.core.errors import ConfigurationError
 from services.rollout_server.settings import RolloutSettings
 from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
-VOLUME = ROOT / "volume.yaml"
+VOLUME = ROOT / "jobgroups" / "volume.yaml"
 CHECK = Path(__file__).with_name("check.yaml")
 CHECKS = {"check-trainer": Task.TRAINER, "check-rollout": Task.ROLLOUT_SERVER}
 """The task whose GPU each task of CHECK tries."""
@@ -95,19 +95,15 @@ def main(
     """Launch a job group of a given size on a cluster, or with --dry-run show what would be launched."""
     _require_options(context)
     size = Size(model, rollout_nodes, trainer_nodes, gpus, rollout_gpus)
-    try:
-        logs.configure("launch", "error")
-        given = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
-        agent, environment = agent or given.get("AGENT"), environment or given.get("ENVIRONMENT")
-        file, chosen = _job_group(asynchronous=asynchronous, agent=agent, environment=environment)
-        secrets = spec.assignments(secret or [], "--secret")
-        plan = _plan(file, size, given, chosen, secrets, image)
-        text = _check_group(plan, given) if check else plan.text
-        files = _write(plan, text, CHECK if check else file, output or _directory(plan.model, size))
-        _launch(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tuple(CHECKS) if check else (Task.TRAINER,))
-    except ConfigurationError as error:
-        print(f"launch: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_CONFIGURATION) from error
+    logs.configure("launch", "error")
+    given = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
+    agent, environment = agent or given.get("AGENT"), environment or given.get("ENVIRONMENT")
+    file, chosen = _job_group(asynchronous=asynchronous, agent=agent, environment=environment)
+    secrets = spec.assignments(secret or [], "--secret")
+    plan = _plan(file, size, given, chosen, secrets, image)
+    text = _check_group(plan, given) if check else plan.text
+    files = _write(plan, text, CHECK if check else file, output or _directory(plan.model, size))
+    _launch(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tuple(CHECKS) if check else (Task.TRAINER,))
 
 
 def _require_options(context: typer.Context) -> None:
@@ -165,7 +161,7 @@ def _plan(
     settings = {**given, "MODEL_NAME": model.name}
     tiers = _tiers(before, size)
     group = spec.load(file, spec.Overrides(settings | chosen, secrets))
-    variables.check_names(group, settings | chosen | secrets, {})
+    checks.check_names(group, settings | chosen | secrets, {})
     sizes = _sizes(group, model, tiers)
     derived = {"MIN_WORKERS": str(sizes.min_workers)}
     wanted = derived | settings | chosen
@@ -190,10 +186,10 @@ def _job_group(*, asynchronous: bool, agent: str | None, environment: str | None
         raise ConfigurationError("give --agent or --environment, not both: each answers the prompts")
     mode = {"MODE": "async"} if asynchronous else {}
     if agent:
-        return ROOT / "jobgroup-agent.yaml", {"AGENT": agent} | mode
+        return ROOT / "jobgroups/agent.yaml", {"AGENT": agent} | mode
     if environment:
-        return ROOT / "jobgroup-environment.yaml", {"ENVIRONMENT": environment} | mode
-    return ROOT / ("jobgroup-async.yaml" if asynchronous else "jobgroup.yaml"), {}
+        return ROOT / "jobgroups/environment.yaml", {"ENVIRONMENT": environment} | mode
+    return ROOT / ("jobgroups/async.yaml" if asynchronous else "jobgroup.yaml"), {}
 
 
 def _tiers(text: str, size: Size) -> dict[str, Tier]:
@@ -226,10 +222,10 @@ def _sizes(group: spec.JobGroup, model: Model, tiers: Mapping[str, Tier]) -> Siz
     """Check all settings, and return the sizes that follow from them."""
     with nodes.allocate(group) as addresses:
         run = Run(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
-        variables.check_values(run)
+        checks.check_values(run)
         tasks = {task.name: task for task in group.tasks}
-        settings = variables.load_settings(run, tasks[Task.TRAINER], TrainerSettings)
-        rollout = variables.load_settings(run, tasks[Task.ROLLOUT_SERVER], RolloutSettings)
+        settings = checks.load_settings(run, tasks[Task.TRAINER], TrainerSettings)
+        rollout = checks.load_settings(run, tasks[Task.ROLLOUT_SERVER], RolloutSettings)
     return derive(settings, rollout, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER])
 
 
@@ -266,7 +262,7 @@ def _images(group: spec.JobGroup, image: str | None) -> dict[tuple[str, str], st
 def _write(plan: Plan, text: str, file: Path, directory: Path) -> tuple[Path, Path]:
     """Write a job group and its volume, print how the job group differs from its file, and return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
-    files = directory / file.name, directory / VOLUME.name
+    files = directory / (file.name if file == CHECK else "jobgroup.yaml"), directory / VOLUME.name
     files[0].write_text(text)
     lines = VOLUME.read_text().splitlines()
     size = f"size: {plan.volume}Gi"
@@ -358,10 +354,10 @@ def _confirm(text: str, secrets: Mapping[str, str], *, yes: bool) -> None:
     if sys.stdin.isatty():
         typer.confirm(f"Launch {size}?", abort=True)
         return
-    typed = sys.argv[2 if Path(sys.argv[0]).name == "grpo" else 1 :]
+    typed = sys.argv[sys.argv.index("launch") + 1 :]
     for name, value in secrets.items():
         typed = [word.removesuffix(f"={value}") if f"{name}=" in word else word for word in typed]
-    command = shlex.join([*module("scripts.launch"), *typed, "--yes"])
+    command = shlex.join([grpo_command(), "launch", *typed, "--yes"])
     print(f"launch: there is no terminal on which to ask about {size}; to launch them: {command}", file=sys.stderr)
     raise typer.Exit(2)
 
@@ -401,7 +397,3 @@ def _print_commands(files: tuple[Path, Path], secrets: Mapping[str, str]) -> Non
         files = files[0].resolve(), files[1].resolve()
     print(f"to launch it: sky volumes apply {shlex.quote(str(files[1]))}")
     print(f"              {shlex.join(['sky', 'jobs', 'launch', str(files[0]), *options])}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

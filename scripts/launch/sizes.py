@@ -16,8 +16,7 @@ from services.rollout_server.placement import Known, split_node
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from trainer.config import TrainerSettings
 from trainer.preflight.check import Machine, NameNodes, check
-from trainer.preflight.limits import Limits
-from trainer.preflight.sizes import GIB, PROCESS_BYTES, Need, needed
+from trainer.preflight.sizes import GIB, PROCESS_BYTES, Limits, Need, needed
 
 NODE_GPUS = (1, 2, 4, 8)
 GPU = "H100"
@@ -143,7 +142,7 @@ def gibibytes(size: str) -> int:
     """
     match = re.fullmatch(r"(\d+)(Gi|Ti|)", size)
     if match is None:
-        raise ConfigurationError(f"volume.yaml: size {size}: expected a number with Gi or Ti, such as 200Gi")
+        raise ConfigurationError(f"jobgroups/volume.yaml: size {size}: expected a number with Gi or Ti, such as 200Gi")
     return int(match[1]) * (1024 if match[2] == "Ti" else 1)
 
 
@@ -181,7 +180,7 @@ def derive(
 
 
 def _options(trainer: Tier, gpus: Gpus) -> NameNodes:
-    """Return a function that names trainer nodes by the options of ``scripts.launch`` that change."""
+    """Return a function that names trainer nodes by the options of ``grpo launch`` that change."""
 
     def name(nodes: int, count: int) -> str:
         options = [f"--trainer-nodes {nodes}"] if nodes != trainer.nodes else []

@@ -197,7 +197,8 @@ def test_the_same_job_group_runs_on_this_machine(tiny_model, tmp_path):
         [
             sys.executable,
             "-m",
-            "scripts.run_local",
+            "scripts.grpo",
+            "run",
             YAML,
             "--plain",
             "--shared-dir",

@@ -16,8 +16,7 @@ from tests.pretend_cuda.learner import packed_sequences, pretended_policy, prete
 from trainer.config import TrainerSettings
 from trainer.model.optimizer import make_optimizer
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import CUDA_CONTEXT, needed
-from trainer.preflight.work import work_of
+from trainer.preflight.sizes import CUDA_CONTEXT, needed, work_of
 
 pytestmark = pytest.mark.cuda
 

@@ -25,8 +25,7 @@ from trainer.config import TrainerSettings
 from trainer.model.optimizer import make_optimizer
 from trainer.model.sharding import leave_gpu
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import needed
-from trainer.preflight.work import work_of
+from trainer.preflight.sizes import needed, work_of
 from trainer.team import Team
 
 pytestmark = pytest.mark.cuda

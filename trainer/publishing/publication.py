@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -35,7 +34,6 @@ class Publication:
             version: the policy version.
             batch: groups, one completion of which PUBLISH_PROBE compares; empty before the first step.
         """
-        started = time.perf_counter()
         if self.settings.engine_sleeps:
             self.team.leave_gpu()  # engines that wake for the version take their memory of the same GPU back
         metrics = self.team.publish(version)
@@ -45,7 +43,7 @@ class Publication:
             metrics |= self._probe(batch)
         if self.settings.engine_sleeps:
             self.team.leave_gpu()  # the probes have gathered the parameters
-        return metrics | {"seconds_publish": time.perf_counter() - started}
+        return metrics
 
     def keep_on_volume(self, version: int) -> None:
         """Write the policy again if the shared volume has lost it, because a worker that comes back waits for it."""

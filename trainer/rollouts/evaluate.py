@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.protocol.base import derive_seed
 from services.protocol.groups import Experience, Group
-from services.protocol.pass_at_k import estimate, is_correct, pass_at_k
+from services.protocol.pass_at_k import interval, is_correct, pass_at_k, standard_error
 from services.protocol.prompts import Cursor, Prompt, Split
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 from trainer.checkpoints.checkpoint import RunState
@@ -54,7 +53,6 @@ class Evaluator:
             DependencyLostError: a service was lost, or no prompt got a completion.
             ConfigurationError: every answer failed, of LEAST_FAILURES prompts or more.
         """
-        started = time.perf_counter()
         prompts = await self._prompts()
         greedy = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=0.0)
         groups = await self._played(prompts, greedy, 1)
@@ -76,7 +74,7 @@ class Evaluator:
             )
             samples = [_judged(group) for group in await self._played(prompts, sampling, k)]
             metrics |= sample_metrics([of_prompt for of_prompt in samples if of_prompt], k)
-        return metrics | {"seconds_evaluate": time.perf_counter() - started}
+        return metrics
 
     async def _prompts(self) -> list[Prompt]:
         prompts: list[Prompt] = []
@@ -175,8 +173,9 @@ def sample_metrics(samples: Sequence[Sequence[RewardResult]], k: int) -> dict[st
 
 def _estimate(name: str, scores: Sequence[float]) -> dict[str, float]:
     """Return the mean of ``scores``, one a prompt, with its standard error and the ends of its interval."""
-    found = estimate(scores)
-    return {name: found.value, f"{name}_stderr": found.stderr, f"{name}_low": found.low, f"{name}_high": found.high}
+    low, high = interval(scores)
+    mean, error = statistics.fmean(scores), standard_error(scores)
+    return {name: mean, f"{name}_stderr": error, f"{name}_low": low, f"{name}_high": high}
 
 
 def note_accuracy(settings: TrainerSettings, state: RunState, metrics: Mapping[str, float]) -> None:

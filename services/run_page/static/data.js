@@ -3,7 +3,7 @@
 import { RefusedError, get } from "./api.js";
 import { count } from "./format.js";
 
-/** The states of a run that is, or may be, under way; local_runner/run_state.py has all. */
+/** The states of a run that is, or may be, under way; local_runner/directory.py has all. */
 const GOING = ["running", "may be under way"];
 
 export class RunData {

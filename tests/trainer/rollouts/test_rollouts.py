@@ -34,7 +34,7 @@ from trainer.config.objective import Objective
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
-from trainer.rollouts import curriculum, fresh_queue
+from trainer.rollouts import batch, groups
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
@@ -786,7 +786,7 @@ def test_a_batch_waits_for_each_further_group_as_long_as_an_answer_may_take(
     services: Services, monkeypatch: pytest.MonkeyPatch, max_new_tokens: int, is_patient: bool
 ) -> None:
     clock = LeaseClock()
-    monkeypatch.setattr(fresh_queue, "time", clock)
+    monkeypatch.setattr(batch, "time", clock)
     services.replay.routes["POST /queue/lease"] = clock.watch(leases([1], [], [2], [], [3, 4]))
     services.replay.routes["POST /queue/acknowledge"] = acknowledged
     services.data.routes["GET /cursor"] = lambda _: {"epoch": 0, "position": 4}
@@ -802,7 +802,7 @@ def test_a_group_leased_again_and_again_does_not_renew_the_wait(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = LeaseClock()
-    monkeypatch.setattr(fresh_queue, "time", clock)
+    monkeypatch.setattr(batch, "time", clock)
     services.replay.routes["POST /queue/lease"] = clock.watch(leases([1], [1], [], [2, 3, 4]))
     services.replay.routes["POST /queue/acknowledge"] = acknowledged
     services.data.routes["GET /cursor"] = lambda _: {"epoch": 0, "position": 4}
@@ -900,7 +900,7 @@ def test_without_a_curriculum_no_rates_are_sent(services: Services) -> None:
 def test_rates_that_cannot_be_recorded_end_nothing(
     services: Services, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    monkeypatch.setattr(curriculum, "RECORD_SECONDS", 0.3)
+    monkeypatch.setattr(groups, "RECORD_SECONDS", 0.3)
     services.data.routes["POST /success_rates"] = lambda _: status
     assert len(services.steps().next()) == 4
     assert rates_of(services)
