@@ -34,9 +34,8 @@ from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.publishing import make_publisher
-from trainer.rollouts.batch import Batch
+from trainer.rollouts.batch import Batch, within_kl
 from trainer.rollouts.evaluate import sample_metrics
-from trainer.rollouts.replay import within_kl
 
 STEP_SECONDS = "step_processor_seconds"
 """The figure with the processor time of all steps, without that of loading and of the evaluation."""

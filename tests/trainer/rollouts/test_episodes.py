@@ -235,8 +235,8 @@ def test_an_episode_is_one_sequence_of_which_the_models_tokens_are_trained(stage
     parts = [("call\n", True), ("tool says 42\n", False), ("42\n", True)]
     for e in group.sequences:
         assert e.completion_ids.tolist() == ids("".join(text for text, _ in parts))
-        assert e.loss_mask == [is_sampled for text, is_sampled in parts for _ in text]
-        assert {x for x, is_sampled in zip(e.logprobs, e.loss_mask, strict=True) if is_sampled} == {-0.5}
+        assert e.mask.tolist() == [is_sampled for text, is_sampled in parts for _ in text]
+        assert {x for x, is_sampled in zip(e.logprobs, e.mask, strict=True) if is_sampled} == {-0.5}
         assert e.completion == "42"
         assert e.oldest_version == 1
 

@@ -25,9 +25,8 @@ from trainer.algorithm.policy_losses import importance_weights
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.reporting.step_metrics import failures, group_metrics, reward_counts
-from trainer.rollouts.batch import Batch
+from trainer.rollouts.batch import Batch, within_kl
 from trainer.rollouts.groups import GroupMaker
-from trainer.rollouts.replay import within_kl
 
 SETTINGS = TrainerSettings.load(max_new_tokens=10)
 
