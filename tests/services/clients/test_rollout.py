@@ -145,10 +145,10 @@ async def test_a_group_is_one_request_with_token_ids_and_n(router: Router) -> No
     assert router.tokens == {"Bearer secret"}
     assert len(completions) == 4
     for one in completions:
-        assert one.completion_ids == [0, 1, 2]
-        assert one.logprobs == [-0.5] * 3
+        assert one.completion_ids.tolist() == [0, 1, 2]
+        assert one.logprobs.tolist() == [-0.5] * 3
         assert one.finish_reason is FinishReason.LENGTH
-        assert [(span.version, span.start, span.end) for span in one.policy_versions] == [(4, 0, 3)]
+        assert one.policy_versions.tolist() == [4] * 3
     assert counted("rollout_requests_total") == before[0] + 1
     assert counted("rollout_tokens_total") == before[1] + 12
 
@@ -159,7 +159,7 @@ async def test_a_single_completion_and_its_spans_are_read(router: Router) -> Non
     async with client(router) as rollouts:
         (one,) = await rollouts.generate([1], PARAMS, n=1)
     assert one.finish_reason is FinishReason.STOP
-    assert [(span.version, span.start, span.end) for span in one.policy_versions] == [(4, 0, 2), (5, 2, 3)]
+    assert one.policy_versions.tolist() == [4] * 2 + [5] * 1
     assert one.oldest_version == 4
 
 
@@ -225,9 +225,9 @@ async def test_an_aborted_completion_goes_on_from_its_tokens(router: Router) -> 
         [one] = await rollouts.generate([1, 2], SamplingParams(max_new_tokens=8), n=1)
     assert [request["input_ids"] for request in router.requests] == [[1, 2], *[[1, 2, 2, 3, 4, 5, 6]] * 2]
     assert [request["sampling_params"]["max_new_tokens"] for request in router.requests] == [8, 3, 3]
-    assert one.completion_ids == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert one.logprobs == [-place / 1e5 for place in range(2, 10)]
-    assert [(span.version, span.start, span.end) for span in one.policy_versions] == [(4, 0, 5), (6, 5, 8)]
+    assert one.completion_ids.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert one.logprobs.tolist() == [-place / 1e5 for place in range(2, 10)]
+    assert one.policy_versions.tolist() == [4] * 5 + [6] * 3
     assert one.finish_reason is FinishReason.LENGTH
     assert one.completion == "".join(chr(33 + token) for token in range(2, 10))
 
@@ -248,9 +248,9 @@ async def test_a_worker_that_dies_in_a_long_completion_costs_one_piece(router: R
     assert sum(request["sampling_params"]["n"] for request in router.requests) == 7
     for one in found:
         count = len(one.completion_ids)
-        assert one.completion_ids == [place % 90 for place in range(1, 1 + count)]
+        assert one.completion_ids.tolist() == [place % 90 for place in range(1, 1 + count)]
         assert one.finish_reason is FinishReason.STOP
-        assert [(span.version, span.start, span.end) for span in one.policy_versions] == [(4, 0, count)]
+        assert one.policy_versions.tolist() == [4] * count
         assert count == 2 * PIECE_TOKENS + 3
 
 
@@ -304,7 +304,7 @@ async def test_a_character_that_two_pieces_share_is_whole(
         router.answers = [writing(ids)] * 4
     async with client(router, model_name=byte_model) as rollouts:
         [one] = await rollouts.generate([1], params, n=1)
-    assert one.completion_ids == ids
+    assert one.completion_ids.tolist() == ids
     assert one.completion == text
 
 
@@ -324,7 +324,7 @@ async def test_what_is_no_completion_is_tried_again_and_never_used(router: Route
     router.answers = [lambda _: [{"text": "no ids"}], lambda _: [completion(weight_version="not ours")]]
     async with client(router) as rollouts:
         completions = await rollouts.generate([1], PARAMS, n=2)
-    assert [one.completion_ids for one in completions] == [[0, 1, 2]] * 2
+    assert [one.completion_ids.tolist() for one in completions] == [[0, 1, 2]] * 2
     assert counted("rollout_requests_lost_total") == lost + 2
 
 

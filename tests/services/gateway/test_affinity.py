@@ -49,7 +49,7 @@ async def play(client: EngineClient, number: int) -> int:
     for index in range(TURNS):
         needed += len(ids) - known
         completion = await turn(client, f"session-{number}", ids, index)
-        ids = [*ids, *completion.completion_ids, *SUFFIX]
+        ids = [*ids, *completion.completion_ids.tolist(), *SUFFIX]
         known = len(ids) - len(SUFFIX) - 1
         await asyncio.sleep(pause.random() * 0.05)
     return needed

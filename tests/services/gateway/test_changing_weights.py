@@ -129,15 +129,15 @@ async def test_every_token_has_the_version_and_the_log_probability_it_was_sample
 
 def turns_of(sequence: TraceSequence) -> Iterator[tuple[list[int], list[int], list[float], list[int]]]:
     """Yield the tokens before each turn, its own, their log-probabilities and their versions."""
-    versions = [span.version for span in sequence.policy_versions for _ in range(span.start, span.end)]
+    versions = sequence.policy_versions.tolist()
     assert len(versions) == len(sequence.completion_ids)
     place = 0
-    for is_sampled, run in groupby(sequence.loss_mask):
+    for is_sampled, run in groupby(sequence.mask.tolist()):
         end = place + len(list(run))
         if is_sampled:
-            before = sequence.prompt_ids + sequence.completion_ids[:place]
+            before = sequence.prompt_ids + sequence.completion_ids[:place].tolist()
             here = slice(place, end)
-            yield before, sequence.completion_ids[here], sequence.logprobs[here], versions[here]
+            yield before, sequence.completion_ids[here].tolist(), sequence.logprobs[here].tolist(), versions[here]
         place = end
 
 

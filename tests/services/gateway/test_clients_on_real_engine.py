@@ -36,17 +36,17 @@ async def _check(trace: Trace, http: httpx.AsyncClient, engine_url: str) -> None
     """Compare a trace of one sequence with the engine's log-probabilities of the whole sequence."""
     [sequence] = trace.sequences
     rescoring = {
-        "input_ids": sequence.prompt_ids + sequence.completion_ids,
+        "input_ids": sequence.prompt_ids + sequence.completion_ids.tolist(),
         "sampling_params": {"max_new_tokens": 0},
         "return_logprob": True,
         "logprob_start_len": 0,
     }
     reply = (await http.post(f"{engine_url}/generate", json=rescoring)).json()
     scored = [pair[0] for pair in reply["meta_info"]["input_token_logprobs"]][len(sequence.prompt_ids) :]
-    trained = [place for place, is_trained in enumerate(sequence.loss_mask) if is_trained]
+    trained = [place for place, is_trained in enumerate(sequence.mask) if is_trained]
     assert (trace.turns, len(trained)) == (3, trace.sampled_tokens)
     assert max(abs(scored[place] - sequence.logprobs[place]) for place in trained) < 1e-4
-    assert {span.version for span in sequence.policy_versions} == {0}
+    assert {*sequence.policy_versions.tolist()} == {0}
 
 
 async def _by_anthropic(client: GatewayClient, url: str) -> Trace:

@@ -118,8 +118,8 @@ def test_the_model_gives_every_trained_token_the_recorded_log_probability(
     for group in groups:
         scored = Objective(settings).training_group(group)
         for sequence, logprobs in zip(scored.sequences, plain_logprobs(model, scored, temperature), strict=True):
-            recorded = sequence.trained(sequence.behaviour_logprobs)
-            assert sequence.trained(logprobs.tolist()) == pytest.approx(recorded, abs=1e-4)
+            recorded = sequence.trained(sequence.logprobs).tolist()
+            assert sequence.trained(logprobs.detach().numpy()).tolist() == pytest.approx(recorded, abs=1e-4)
             checked += len(recorded)
     assert checked > 50
 
@@ -130,13 +130,13 @@ def test_episodes_that_fork_are_several_sequences_and_others_are_one(gateway: Ru
     assert {len(e) for group in forked for e in group.episodes} == {2}
     for sequences in (sequences for group in forked for sequences in group.episodes):
         assert sequences[0].reward == sequences[1].reward
-        first_turns = [(e.loss_mask or [])[0] for e in sequences]
+        first_turns = [bool(e.mask[0]) for e in sequences]
         assert sorted(first_turns) == [False, True], "the first turn is trained on in one of them"
 
 
 def test_a_seed_gives_the_same_episodes_again(gateway: RunningService, tiny_model: Path) -> None:
     first, again = (play(agents.twice, gateway, tiny_model, seed=3) for _ in range(2))
-    ids = [[e.completion_ids for group in groups for e in group.sequences] for groups in (first, again)]
+    ids = [[e.completion_ids.tolist() for group in groups for e in group.sequences] for groups in (first, again)]
     assert ids[0] == ids[1]
 
 
@@ -160,10 +160,10 @@ async def test_an_adapter_that_changes_in_mid_episode_has_the_tokens_that_it_sam
             reply = await http.post(f"{client.agent_url(request.id)}/chat/completions", json={"messages": messages})
             messages.append(reply.raise_for_status().json()["choices"][0]["message"])
         [sequence] = (await client.finish(request.id)).sequences
-    versions = [span.version for span in sequence.policy_versions for _ in range(span.start, span.end)]
-    ids = sequence.prompt_ids + sequence.completion_ids
+    versions = sequence.policy_versions.tolist()
+    ids = sequence.prompt_ids + sequence.completion_ids.tolist()
     wanted = {v: adapted_logprobs(tiny_model, path, ids)[-len(versions) :] for v, path in adapters.items()}
-    sampled = [place for place, is_sampled in enumerate(sequence.loss_mask) if is_sampled]
+    sampled = [place for place, is_sampled in enumerate(sequence.mask) if is_sampled]
     assert {versions[place] for place in sampled} == {1, 2}
     for place in sampled:
         assert abs(wanted[versions[place]][place] - sequence.logprobs[place]) < 1e-4

@@ -242,7 +242,7 @@ def world(
 
 def figures(group: Group) -> list[dict[str, Any]]:
     """Return the experiences of a group without their log-probabilities."""
-    return [experience.model_dump(exclude={"logprobs"}) for experience in group.sequences]
+    return [experience.model_dump(mode="json", exclude={"logprobs"}) for experience in group.sequences]
 
 
 @pytest.mark.parametrize(

@@ -84,13 +84,13 @@ def generate(server: Nodes, ids: list[int], **fields: Any) -> dict[str, Any]:
 
 def rescored(server: Nodes, sequence: TraceSequence) -> list[float]:
     """The engine's log-probabilities of a sequence's completion, computed at once."""
-    ids = sequence.prompt_ids + sequence.completion_ids
+    ids = sequence.prompt_ids + sequence.completion_ids.tolist()
     meta = generate(server, ids, sampling_params={"max_new_tokens": 0}, logprob_start_len=0)
     return [pair[0] for pair in meta["input_token_logprobs"]][len(sequence.prompt_ids) :]
 
 
 def trained(sequence: TraceSequence) -> list[int]:
-    return [place for place, is_trained in enumerate(sequence.loss_mask) if is_trained]
+    return [place for place, is_trained in enumerate(sequence.mask) if is_trained]
 
 
 def check_logprobs(server: Nodes, trace: Trace) -> None:
@@ -111,7 +111,7 @@ async def test_the_engines_log_probabilities_of_the_whole_sequence_are_those_of_
     assert trace.reward == 1.0
     assert len(trace.sequences) == 1
     assert trace.sampled_tokens == sum(reply["usage"]["completion_tokens"] for reply in replies)
-    assert {span.version for span in trace.sequences[0].policy_versions} == {0}
+    assert {*trace.sequences[0].policy_versions.tolist()} == {0}
     check_logprobs(server, trace)
 
 
@@ -120,7 +120,7 @@ async def test_the_engine_has_the_conversation_in_its_cache(server: Nodes, gatew
         for question in QUESTIONS:
             await one.ask(question)
         [sequence] = (await one.trace()).sequences
-    ids = sequence.prompt_ids + sequence.completion_ids
+    ids = sequence.prompt_ids + sequence.completion_ids.tolist()
     meta = generate(server, ids, sampling_params={"max_new_tokens": 1})
     # The last token is always computed.
     assert meta["cached_tokens"] == len(ids) - 1
@@ -168,7 +168,7 @@ async def test_weights_that_change_between_turns_show_in_the_versions(server: No
         finally:
             await worker.update_from_disk(server.model, 0)
     [sequence] = trace.sequences
-    versions = [span.version for span in sequence.policy_versions for _ in range(span.start, span.end)]
+    versions = sequence.policy_versions.tolist()
     assert {versions[place] for place in trained(sequence)} == {0, 1}
     check_logprobs(server, trace)
 

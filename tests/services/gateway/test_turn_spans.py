@@ -49,7 +49,7 @@ def test_the_turns_of_a_conversation_are_its_calls_in_order() -> None:
     assert spans(tree) == [[(0, [10, 11]), (1, [20]), (2, [30, 31])]]
     [sequence] = tree.sequences()
     covered = [place for turn in sequence.turns for place in range(turn.start, turn.end)]
-    assert [place for place, is_trained in enumerate(sequence.loss_mask) if is_trained] == covered
+    assert [place for place, is_trained in enumerate(sequence.mask) if is_trained] == covered
 
 
 def test_a_turn_is_in_the_sequence_that_is_trained_on_it() -> None:
