@@ -62,6 +62,6 @@ def test_a_policy_that_the_head_cannot_serve_ends_the_benchmark(
 
 def test_a_worker_that_fails_ends_the_benchmark_and_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     options = argparse.Namespace(total_battles=1, num_workers=1, episodes_at_once=1)
-    with pytest.raises(SystemExit, match="worker-0 exited with 78"):
+    with pytest.raises(SystemExit, match="worker-0 exited with code 78"):
         policy.play(options, Work("", "NoSuchGame-v0", "http://127.0.0.1:9"), MODULE)
     assert "NoSuchGame" in capfd.readouterr().err
