@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks.common import harness, own_model_worker
 from benchmarks.common.own_model_worker import DEVICE
 from benchmarks.common.service import running
-from evaluation.policy.worker import Episode, Work
+from evaluation.policy.worker import PlayedEpisode, Work
 from evaluation.policy.workers import MODULE, Coordinator, Crew, Worker
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.processors import cores
@@ -46,7 +46,7 @@ SIDES = ("batched_head", "one_model_per_worker")
 class Played:
     """The episodes of a side and its workers; times are in seconds."""
 
-    episodes: list[Episode]
+    episodes: list[PlayedEpisode]
     workers: list[Worker]
     ready_seconds: float
     """From the first start to the last worker that was ready."""
@@ -60,7 +60,7 @@ def play(options: argparse.Namespace, work: Work, module: str) -> Played:
     Raises:
         SystemExit: a worker failed, or was not done after DEADLINE_SECONDS.
     """
-    episodes: list[Episode] = []
+    episodes: list[PlayedEpisode] = []
     at_once = options.episodes_at_once
     crew = Crew(options.num_workers, work, module, restarts=0, is_together=True, episodes_at_once=at_once)
     coordinator = Coordinator(crew, range(options.total_battles), episodes.append)

@@ -13,7 +13,6 @@
     compute/scheduler.py     running and queued sequences: admission and prefill, decode, preemption, ends
     compute/sequences.py     requests and sequences as the engine sees them
     compute/model.py         the transformer: prefill of packed prompts, decoding of a whole batch
-    compute/linear.py        linear layers whose results do not depend on the rest of the batch
     compute/adapters.py      LoRA adapters, read, checked, and computed beside the linear layers
     compute/kv_cache.py      keys and values of the running sequences, in bounded memory
     compute/sampling.py      seeded sampling and log-probabilities

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.embedded_engine.compute.linear import Linear
+from services.core.linear import Linear
 
 
 @dataclass(frozen=True)
