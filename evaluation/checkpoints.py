@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
-from services.weights.adapter_files import is_adapter
-from services.weights.policy_store import PolicyStore
+from services.weights.policy_store import PolicyStore, is_adapter
 
 CONFIG = "config.json"
 _STEP = re.compile(r"(?:v|step[-_]?|checkpoint[-_]|global_step[-_]?)0*(\d+)")
@@ -134,8 +133,7 @@ def _checkpoint(model: str) -> Checkpoint:
 
 def _adapter_refusal(option: str, path: Path) -> ConfigurationError:
     return ConfigurationError(
-        f"{option}: {path} has LoRA adapters only; merge them by `python -m scripts.merge_adapter {path} DIR` "
-        f"and give --model DIR"
+        f"{option}: {path} has LoRA adapters only; merge them by `grpo merge-adapter {path} DIR` and give --model DIR"
     )
 
 

@@ -17,8 +17,8 @@ import httpx
 
 from evaluation.server import LIMITS
 from evaluation.settings import EvaluationSettings
-from services.core.seeds import derive_seed
-from services.core.stopwatch import Stopwatch
+from services.core.tasks import Stopwatch
+from services.protocol.base import derive_seed
 
 _COMPLETIONS = ("/chat/completions", "/completions")
 _OTHER_API = re.compile(r"/(messages|responses)(/[^/]+)?$")

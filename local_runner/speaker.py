@@ -6,8 +6,7 @@ from typing import Any
 
 from services.embedded_engine.compute.engine import Engine
 from services.embedded_engine.compute.loading import load
-from services.embedded_engine.http.openai_requests import ChatRequest, CompletionRequest, OpenAIRequest
-from services.embedded_engine.http.requests import make_request
+from services.embedded_engine.http.requests import ChatRequest, CompletionRequest, OpenAIRequest, make_request
 from services.embedded_engine.http.sglang_routes import completion_text
 from services.embedded_engine.settings import EngineSettings
 from services.http.problems import ProblemError

@@ -1,6 +1,6 @@
 """Agents: functions of the user's own that answer an example by talking to a model over several turns.
 
-The same function is evaluated (``scripts.evaluate --agent``) and trained (``ROLLOUT=agent``). It is an ``async def``
+The same function is evaluated (``grpo evaluate --agent``) and trained (``ROLLOUT=agent``). It is an ``async def``
 that gets the example and the keyword arguments ``base_url``, ``api_key`` and ``http_client`` of an endpoint that speaks
 OpenAI's API, and returns a reward, or None for an answer that cannot be scored.
 """
@@ -20,11 +20,10 @@ from pydantic import ConfigDict, Field
 
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
-from services.core.functions import load_function
-from services.core.stopwatch import Stopwatch
-from services.protocol.groups import LARGEST_REWARD, RewardResult, RewardStatus
+from services.core.imports import load_function
+from services.core.tasks import Stopwatch
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import LARGEST_REWARD, RewardItem, RewardResult, RewardStatus
 
 EPISODES_AT_ONCE = 256
 """Further episodes wait. An agent may hold connections, files or processes of its own."""

@@ -19,8 +19,7 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
 
 from services.agents import Example
-from services.http.connections import server_config
-from services.http.disconnect import ended_before_client_left
+from services.http.server import ended_before_client_left, server_config
 from services.programs import Program, privilege_drop
 
 _OF_ONE_CONNECTION = frozenset({"connection", "content-encoding", "content-length", "host", "transfer-encoding"})

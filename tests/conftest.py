@@ -58,7 +58,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 # that wait.
 FIRST = (
     "tests/cluster/",
-    "tests/local_runner/test_run_local.py",
+    "tests/local_runner/test_run.py",
     "tests/services/rollout_server/test_faults.py",
     "tests/e2e/test_main_job.py",
     "tests/trainer/model/test_learner.py",
@@ -91,7 +91,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 def waits_in_slow_motion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stopwatches run a thousand times as fast, so that on a busy machine, too, most of an episode was waiting."""
     real = time.monotonic
-    monkeypatch.setattr("services.core.stopwatch.time", SimpleNamespace(monotonic=lambda: 1000 * real()))
+    monkeypatch.setattr("services.core.tasks.time", SimpleNamespace(monotonic=lambda: 1000 * real()))
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import sys
 
 from services.agents import load_agent
 from services.core.errors import exit_code_of
-from services.core.functions import load_function
+from services.core.imports import load_function
 from trainer.config import TrainerSettings
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.common.harness import ROOT
-from benchmarks.common.job import JOB_GROUP, Job, Steps, running
+from benchmarks.harness import ROOT
+from benchmarks.job import JOB_GROUP, Job, Steps, running
 from benchmarks.results.runs import Result, Run, result_of
 from benchmarks.results.tasks import with_model
 
@@ -48,7 +48,7 @@ def measured(run: Run, steps: Steps) -> Result:
     for step in steps:
         result.rewards.append(step["reward_mean"])
         result.tokens.append(int(step["completion_tokens"]))
-        result.seconds.append(step["seconds_step"])
+        result.seconds.append(step["seconds_step"] - step.get("seconds_evaluate", 0.0))
     last, samples = steps[-1], int(run.settings.get("EVAL_SAMPLES", "0"))
     name = f"avg_at_{samples}" if samples else "accuracy"
     if name in last:

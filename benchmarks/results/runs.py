@@ -11,9 +11,9 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.common import harness
-from benchmarks.common.harness import ROOT
-from services.core.processors import cores
+from benchmarks import harness
+from benchmarks.harness import ROOT
+from services.core.machine import cores
 
 KEPT = ROOT / "docs/results"
 """Directory of the results' data and plots."""

@@ -1,4 +1,4 @@
-"""A run of scripts.evaluate_policy: the checks, the head, the episodes that are missing, and the results."""
+"""A run of grpo evaluate-policy: the checks, the head, the episodes that are missing, and the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from evaluation.identity import check_identity, held, whole_lines
+from evaluation.identity import check_identity, locked_file, whole_lines
 from evaluation.metrics import bootstrap
 from evaluation.policy.worker import PlayedEpisode, Work
 from evaluation.policy.workers import Coordinator, Crew, Worker
@@ -26,15 +26,15 @@ from evaluation.trajectories.arenas import OpenArena, open_arena
 from services.clients.evaluation_head import EvaluationHeadClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import atomic_write
+from services.core.processes import Command
 from services.core.settings import Settings
+from services.core.supervisor import SupervisedProcess
 from services.core.tasks import run_until_first_ends
 from services.environment_server.settings import default_name
 from services.evaluation_head.settings import MAX_BATCH, HeadSettings
 from services.http.client import HttpClient, RequestRefusedError, problem_detail
 from services.http.server import listen
 from services.protocol.evaluation import StepStatus
-from services.rollout_server.commands import Command
-from services.rollout_server.supervisor import SupervisedProcess
 
 EPISODES = "episodes.jsonl"
 IDENTITY = "evaluation.json"
@@ -117,7 +117,7 @@ async def evaluate(options: Options, say: Say) -> dict[str, Any]:
     seeds = range(options.seed, options.seed + options.episodes)
     async with open_arena(options.environment, None, None) as place, _head(options) as head:
         policy = await check_head(head, options.policy, place, token)
-        with held(options.save_to / EPISODES, "--save-to") as file:
+        with locked_file(options.save_to / EPISODES, "--save-to") as file:
             store = EpisodeFile(file)
             check_identity(
                 options.save_to / IDENTITY,
@@ -128,7 +128,7 @@ async def evaluate(options: Options, say: Say) -> dict[str, Any]:
                     **{f"environment.{name}": value for name, value in place.info.model_dump(mode="json").items()},
                 },
                 is_used=bool(store.episodes),
-                holds="the episodes of another evaluation",
+                results="the episodes of another evaluation",
                 option="--save-to",
             )
             missing = [seed for seed in seeds if seed not in store.episodes]

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from urllib.error import HTTPError
 
-from services.core import gpus
+from services.core import machine
 from services.core.errors import EXIT_CONFIGURATION
 from services.core.run_ids import job_id
 
@@ -44,8 +44,8 @@ class CheckError(Exception):
 def check_driver(images: Sequence[str]) -> str:
     """Compare this node's driver with the CUDA versions of the images and of torch."""
     cuda = max([TORCH_CUDA, *(found[1] for image in images if (found := re.search(r"-cu(\d\d)\d\b", image)))])
-    driver = gpus.driver_version()
-    if driver is None or not gpus.visible():
+    driver = machine.driver_version()
+    if driver is None or not machine.visible_gpus():
         raise CheckError(
             f"nvidia-smi lists no GPU (driver {driver or 'not found'}); install NVIDIA's driver and container toolkit "
             "on the node, or give --env LD_LIBRARY_PATH=/usr/local/nvidia/lib64 on GKE"
@@ -110,7 +110,7 @@ def check_volume(folder: Path, me: str, peer: str) -> str:
             if not _waited(there.exists):
                 raise CheckError(
                     f"no file of {peer} appeared in {folder}; see whether its pod runs, and whether the storage class "
-                    "of volume.yaml offers ReadWriteMany"
+                    "of jobgroups/volume.yaml offers ReadWriteMany"
                 )
             if me < peer:
                 _waited(tried.exists)

@@ -17,15 +17,14 @@ import orjson
 from local_runner.progress import GrowingFile, Step, mean_rewards, new_steps
 from local_runner.view import describe
 from scripts.reference.generated import ROOT, write_or_check
-from services.core.processors import cores
-from services.run_page.directory import read_object
-from services.run_page.rewards import first_and_last
+from services.core.machine import cores
+from services.run_page.directory import first_and_last, read_object
 
 README = ROOT / "README.md"
 RECORD = ROOT / "docs" / "demo.json"
 PLOT = ROOT / "docs" / "demo.svg"
 SHOWN_STEPS = 4
-WIDTH = 124
+WIDTH = 132
 BLOCK = re.compile(r"(<!-- (\w+), written by scripts\.reference\.demo -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -61,8 +60,7 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
         f"{rewards['reward_last']:.2f} (first and last {averaged} steps), and accuracy on "
         f"{record['held_out']} held-out questions from {record['accuracy_before']:.2f} to "
         f"{record['accuracy_after']:.2f}. It took {record['seconds'] / 60:.1f} minutes ({record['machine']}), "
-        "downloads not counted. You get the trained model, its curves, its samples, and a command to chat with it. "
-        "[Results](docs/results.md#tasks-of-one-completion) has it with further seeds, and other tasks and methods."
+        "after the downloads; [other tasks and seeds](docs/results.md#tasks-of-one-completion)."
     )
     lines = [describe(step, len(steps), None) for step in steps[:SHOWN_STEPS]]
     return {

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 
 from services.core.errors import DependencyLostError, first_line
 from services.core.logs import get_logger
-from services.core.vocabulary import model_file
-from services.protocol.groups import Completion, FinishReason, VersionSpan
+from services.core.models import model_file
+from services.protocol.groups import Completion, VersionSpan
+from services.protocol.rewards import FinishReason
 
 log = get_logger(__name__)
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from services.clients.base import ServiceClient
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError
-from services.protocol.groups import RewardResult
-from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem
+from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult
 
 REWARDS_A_REQUEST = 1024
 """Bounds the size of a body, and the time for which one request delays the others."""

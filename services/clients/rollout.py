@@ -21,8 +21,9 @@ from services.clients.completions import CompletionDecoder, read_completions
 from services.core.endpoints import Endpoint, Task, endpoint
 from services.core.errors import DependencyLostError
 from services.http.client import HttpClient, RequestRefusedError
-from services.protocol.groups import EMPTY, Completion, FinishReason, joined
-from services.weights.adapter_files import ADAPTER_NAME
+from services.protocol.groups import EMPTY, Completion, joined
+from services.protocol.rewards import FinishReason
+from services.weights.policy_store import ADAPTER_NAME
 
 REQUESTS = Counter("rollout_requests", "Generation requests sent.")
 COMPLETIONS = Counter("rollout_completions", "Completions received, by finish reason.", ["finish_reason"])

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from services.core.endpoints import Endpoint, Task, endpoint
 from services.core.errors import DependencyLostError
 from services.http.client import HttpClient, RequestRefusedError
-from services.weights.adapter_files import ADAPTER_NAME
+from services.weights.policy_store import ADAPTER_NAME
 
 ROUTER_SECONDS = 30.0
 

@@ -18,7 +18,6 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from services.core.errors import ConfigurationError
-from services.core.gpus import GPUS_OF_A_NODE
 
 
 class Task(StrEnum):
@@ -34,6 +33,9 @@ class Task(StrEnum):
     EVALUATION_HEAD = "evaluation-head"
     ENVIRONMENT_SERVER = "environment-server"
 
+
+GPUS_OF_A_NODE = 8
+"""The most GPUs that a node on a cluster has."""
 
 DATA_PORT = 8000
 ROUTER_PORT = 30000

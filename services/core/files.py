@@ -1,9 +1,10 @@
-"""Files and directories: atomic replacement, full disks, and models' directories that do not exist."""
+"""Files and directories: atomic replacement, full disks, damaged databases, and models' directories."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
@@ -72,7 +73,7 @@ def check_model_directory(model: str) -> None:
         ) from error
     remedy = "give a directory that has the model, or a Hugging Face name"
     if Path(model).name == DEMO_MODEL:
-        remedy = f"`make demo` makes it, or `python -m scripts.prepare_demo_model {model}`"
+        remedy = f"`make demo` makes it, or `grpo demo-model {model}`"
         if (made := PROJECT / ".cache/models" / DEMO_MODEL).is_dir():
             remedy += f"; it is there as --env MODEL_NAME={made}"
     raise ConfigurationError(f"MODEL_NAME={model}: the directory does not exist, seen from {Path.cwd()}; {remedy}")
@@ -88,8 +89,8 @@ def check_model(model: str) -> None:
     path = Path(model).expanduser()
     if path.exists() and not (path / "config.json").exists():
         raise ConfigurationError(
-            f"MODEL_NAME={model}: {path.resolve()} has no config.json, so it is no model's directory; give one, such "
-            "as the model/ of a run, or a Hugging Face name"
+            f"MODEL_NAME={model}: {path.resolve()} has no config.json, so it is not a model's directory; give one, "
+            "such as the model/ of a run, or a Hugging Face name"
         )
 
 
@@ -102,3 +103,21 @@ def free_space(directory: Path) -> str:
     """Return a phrase that says how much of the disk of ``directory`` is free."""
     usage = shutil.disk_usage(directory)
     return f"{usage.free / 2**20:.1f} MiB of {usage.total / 2**20:.0f} MiB are free in {directory}"
+
+
+def database_damage(error: BaseException, file: Path, loss: str) -> ConfigurationError | None:
+    """Return the error that ends a service whose SQLite file is damaged; None for an error of another cause.
+
+    Args:
+        error: what SQLite raised.
+        file: the damaged file.
+        loss: what the user loses without the file, as the end of the message.
+    """
+    # Other causes have a subclass: a full disk, a lock, a statement that cannot be executed.
+    is_damage = type(error) is sqlite3.DatabaseError or "Could not decode to UTF-8" in str(error)
+    if not is_damage or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
+        return None
+    return ConfigurationError(
+        f"{str(file)!r} is damaged: {error}; see whether its disk is well, move its directory away and start again: "
+        f"{loss}"
+    )

@@ -1,10 +1,51 @@
-"""Imports of many modules at the start of a process."""
+"""Imports: the user's functions, named ``module:function`` in a setting, and many modules at a process's start."""
 
 from __future__ import annotations
 
+import difflib
 import gc
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from services.core.errors import ConfigurationError, first_line
+
+
+def find_attribute(module: str, name: str) -> Any:
+    """Import a module and return its attribute of that name.
+
+    Raises:
+        AttributeError: it has none; the message has the nearest name.
+        ModuleNotFoundError: there is no such module, or the name is that of a file.
+        Exception: the module cannot be imported.
+    """
+    if module.endswith(".py"):
+        raise ModuleNotFoundError(f"{module} is a file; give its module: {module.removesuffix('.py')}:{name}")
+    found = importlib.import_module(module)
+    if not hasattr(found, name) and (near := difflib.get_close_matches(name, dir(found), 1)):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}, the nearest is {near[0]}")
+    return getattr(found, name)
+
+
+def load_function(variable: str, name: str) -> Callable[..., Any]:
+    """Return the function that ``name``, the value of ``variable``, stands for: ``module:function``.
+
+    Raises:
+        ConfigurationError: the module cannot be imported, whatever it raises, or has no such function.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found = find_attribute(module, attribute)
+    # The module is the user's and may raise anything.
+    except Exception as error:
+        raise ConfigurationError(
+            f"{variable} is {name!r}, which cannot be imported: {type(error).__name__}: {first_line(error)}; "
+            "give module:function, with the module on PYTHONPATH or in the working directory"
+        ) from error
+    if not callable(found):
+        raise ConfigurationError(f"{variable} is {name!r}, which is not a function")
+    return found  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -6,12 +6,11 @@ import json
 import sys
 from pathlib import Path
 
-from services.core import hub, logs
+from services.core import logs, models
 from services.core.errors import exit_code_of
-from services.data_server.arrow_tables import hub_name
 from services.data_server.dataset import load
-from services.data_server.files import is_on_hub
-from services.data_server.settings import DataSettings
+from services.data_server.settings import DataSettings, is_on_hub
+from services.data_server.tables import hub_name
 from services.protocol.prompts import Split
 
 FIRST_ROWS = 1000
@@ -29,7 +28,7 @@ def main() -> None:
     if "--rows" in sys.argv or not Path(settings.model_name or "").expanduser().is_dir():
         settings = settings.model_copy(update={"model_name": None})
     on_hub = is_on_hub(settings.dataset)
-    if on_hub and not hub.is_listed(hub_name(settings)[0], "dataset"):
+    if on_hub and not models.is_listed(hub_name(settings)[0], "dataset"):
         return
     found = load(settings, own_process=True, first=FIRST_ROWS if on_hub else None)
     train, held_out = (len(found.catalogues[split]) for split in (Split.TRAIN, Split.TEST))

@@ -27,7 +27,7 @@ from typing import Any
 import reasoning_gym.factory as gym
 from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
 
-from services.core.reasoning_entries import Entry
+from services.protocol.ground_truths import Entry
 
 _CLOSE_NAMES = 3
 

@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 
 from services.chat.tokenizers import import_transformers_alone
-from services.core import endpoints, logs, memory
+from services.core import endpoints, logs, machine
 from services.core.errors import exit_code_of
 from services.core.imports import pause_collection
 from services.embedded_engine.settings import EngineSettings
@@ -36,7 +36,7 @@ def main() -> None:
     application = import_application()
     logs.configure(application.SERVICE, settings.log_level)
     if settings.keep_memory:
-        memory.keep()
+        machine.keep_freed_memory()
     listener = listen(address.host, address.port)
     app = application.create_app(settings)
     logs.get_logger(__name__).info("listening", host=address.host, port=listener.getsockname()[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from services.core.compute import AUTO_RULE, ComputeType
+from services.core.machine import AUTO_RULE, ComputeType
 from services.core.settings import Settings
 
 

@@ -24,8 +24,7 @@ from services.environment_server.environments import (
     text_of,
 )
 from services.protocol.evaluation import Action, State
-from services.protocol.groups import RewardResult
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardResult
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import Scorer
 from services.reward_server.settings import RewardSettings

@@ -26,7 +26,7 @@ from pydantic_core import to_jsonable_python
 from services.clients.evaluation_head import EvaluationHeadClient
 from services.clients.play import Decision, NoActionError
 from services.core.errors import DependencyLostError
-from services.core.functions import load_function
+from services.core.imports import load_function
 from services.core.tasks import in_background
 from services.evaluation_head.settings import HeadSettings
 from services.http.client import HttpClient, RequestRefusedError

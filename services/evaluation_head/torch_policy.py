@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from services.clients.play import Decision
-from services.core import gpus, processors
+from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.linear import make_linear
 from services.core.logs import get_logger
@@ -70,8 +70,8 @@ class TorchPolicy(Policy):
         self._target = target
         self._settings = settings
         if settings.head_device != "cpu":
-            gpus.check_cuda(torch.cuda.device_count(), torch.version.cuda)
-        torch.set_num_threads(processors.threads())
+            machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
+        torch.set_num_threads(machine.threads())
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(default if settings.head_device == "auto" else settings.head_device)
         self._tried: checkpoint.Source | None = None

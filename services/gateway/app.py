@@ -30,9 +30,9 @@ from services.gateway.responses_api import RESPONSES
 from services.gateway.sessions import Asker, Session, refuse
 from services.gateway.settings import GatewaySettings
 from services.http.app import JsonResponse, create_service_app, model_response
-from services.http.disconnect import has_left
 from services.http.json_body import JsonRequest, JsonRoute, is_json
 from services.http.problems import ProblemError
+from services.http.server import has_left
 from services.protocol.sessions import CreateSessionRequest, RewardRequest, SessionReply, Trace
 
 MAX_BODY_BYTES = 8 * 2**20

@@ -37,8 +37,7 @@ from services.clients.rollout import ROUTING_KEY
 from services.core.endpoints import Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.core.seeds import derive_seed
-from services.core.vocabulary import context_length, vocabulary_size
+from services.core.models import context_length, vocabulary_size
 from services.gateway.chat_api import Api, add_turns, reply_of
 from services.gateway.prompts import PromptMaker
 from services.gateway.requests import ChatRequest
@@ -55,7 +54,9 @@ from services.http.client import (
     watched_socket,
 )
 from services.http.problems import ProblemError
-from services.protocol.groups import Completion, FinishReason
+from services.protocol.base import derive_seed
+from services.protocol.groups import Completion
+from services.protocol.rewards import FinishReason
 
 log = get_logger(__name__)
 

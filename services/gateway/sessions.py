@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 from fastapi import Request
 from starlette.types import Receive
 
-from services.core.stopwatch import Stopwatch
+from services.core.tasks import Stopwatch
 from services.gateway.requests import ChatRequest
 from services.gateway.tree import Call, Tree
-from services.http.disconnect import has_left
 from services.http.problems import ProblemError
+from services.http.server import has_left
 from services.protocol.sessions import (
     AGAIN,
     DEADLINE,

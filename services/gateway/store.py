@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from prometheus_client import Counter
 
-from services.core import databases, files
+from services.core import files
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.http.problems import ProblemError
@@ -172,7 +172,9 @@ class Store:
 
     def _damage(self, error: Exception) -> ConfigurationError | None:
         """Return the error that ends the process, and report it, if ``error`` says that the file is damaged."""
-        found = databases.damage(error, self._file, "the open episodes are lost, and their prompts are played anew")
+        found = files.database_damage(
+            error, self._file, "the open episodes are lost, and their prompts are played anew"
+        )
         if found is not None:
             self._on_damage(found)
         return found

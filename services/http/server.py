@@ -1,4 +1,7 @@
-"""The process of a service: it listens, serves until a signal, drains, and exits with 0."""
+"""The HTTP server of every service: its process, uvicorn's configuration, and clients that leave.
+
+The process listens, serves until a signal, drains, and exits with 0.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,27 @@ import socket
 import types
 from collections.abc import Callable, Generator, Mapping
 from types import FrameType
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import uvicorn
 from fastapi import FastAPI
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
+from starlette.requests import Request
+from starlette.types import Receive
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.core import endpoints, logs
 from services.core.errors import ConfigurationError, exit_code_of
-from services.core.leftovers import end_leftovers
+from services.core.processes import end_leftovers
 from services.core.settings import Settings
-from services.http.connections import server_config
-from services.http.lifecycle import Lifecycle
+from services.http.app import Lifecycle
+
+log = logs.get_logger(__name__)
+
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
-log = logs.get_logger(__name__)
 
 DRAIN_SECONDS = 5
 """Longest time that a request in flight may take after SIGTERM; callers allow a service 10 s to end."""
@@ -143,3 +150,95 @@ def _add_setting_flags(
 
 def _types(field: FieldInfo) -> tuple[object, ...]:
     return (field.annotation, *get_args(field.annotation))
+
+
+# SGLang's router tries gRPC with each new worker.
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n"
+
+REQUEST_SECONDS = 60.0
+"""Time for the headers of a request, and for each next piece of its body."""
+
+
+class _Protocol(HttpToolsProtocol):
+    """A connection that refuses HTTP/2 without uvicorn's warning, and closes when no whole request comes in time."""
+
+    _limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self._set_limit()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the wait for a request."""
+        super().connection_lost(exc)
+        self._set_limit()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received bytes."""
+        if self.scope is None and data.startswith(_HTTP2_PREFACE):
+            self.send_400_response("HTTP/2 is not spoken here; send HTTP/1.1")
+            return
+        super().data_received(data)
+        self._set_limit()
+
+    def _set_limit(self) -> None:
+        """Limit the wait for the client: once for all the bytes of the headers, anew for each next piece of a body."""
+        is_open = self in self.connections  # No longer when it is lost, or has become a WebSocket.
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if self._limit is not None:
+            if is_open and not is_answering:
+                return
+            self._limit.cancel()
+            self._limit = None
+        if is_open and not (is_answering and not self.cycle.more_body):
+            self._limit = self.loop.call_later(REQUEST_SECONDS, self._close_late)
+
+    def _close_late(self) -> None:
+        self._limit = None
+        # The service is late, not the client: it has not read the body yet.
+        if self.flow.read_paused or (self.cycle is not None and self.cycle.waiting_for_100_continue):
+            self._set_limit()
+        else:
+            self.transport.close()
+
+
+def server_config(app: Any, **options: Any) -> uvicorn.Config:
+    """Return the uvicorn configuration of a service; ``options`` are passed on to uvicorn."""
+    return uvicorn.Config(
+        app,
+        http=_Protocol,
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        server_header=False,
+        **options,
+    )
+
+
+async def ended_before_client_left(request: Request, work: asyncio.Future[Any]) -> bool:
+    """Wait until ``work`` ends or the client of ``request`` disconnects; return whether ``work`` has ended."""
+    gone = asyncio.create_task(_disconnection(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+    return work.done()
+
+
+def has_left(receive: Receive) -> bool:
+    """Return at once whether the client of a request, whose body was received, has closed its connection."""
+    coming = receive()
+    try:
+        # Runs until it would wait. To wait in a task, and cancel that, would take several turns of the event loop.
+        coming.send(None)  # type: ignore[attr-defined]
+    except StopIteration as came:
+        return bool(came.value["type"] == "http.disconnect")
+    finally:
+        coming.close()  # type: ignore[attr-defined]
+    return False
+
+
+async def _disconnection(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -64,3 +65,9 @@ class ComponentRecord(BaseModel):
     """Versions by package, and Python's."""
     commit: str | None
     """The commit of the code, with ``-dirty`` if files differ from it; None outside a git checkout."""
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a 31-bit seed that depends on all ``parts`` and is the same on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1

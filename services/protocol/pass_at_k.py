@@ -1,4 +1,4 @@
-"""Estimates of accuracy, for training and for scripts.evaluate: right answers, pass@k, standard errors, intervals."""
+"""Estimates of accuracy, for training and for grpo evaluate: right answers, pass@k, standard errors, intervals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from math import comb, sqrt
 
-from services.protocol.groups import RewardResult, RewardStatus
+from services.protocol.rewards import RewardResult, RewardStatus
 
 CORRECT = 1.0 - 1e-9
 """The lowest reward of a right answer."""

@@ -9,7 +9,8 @@ from pydantic import Field
 
 from services.protocol.base import MAX_TOKENS, Count, Finite, Seed, StrictModel, TokenId, WireModel
 from services.protocol.episodes import EpisodeFigures
-from services.protocol.groups import FinishReason, VersionSpan
+from services.protocol.groups import VersionSpan
+from services.protocol.rewards import FinishReason
 
 
 class CreateSessionRequest(StrictModel):

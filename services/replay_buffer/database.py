@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from services.core import databases, files
+from services.core import files
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.problems import ProblemError
 from services.replay_buffer.packing import unpack
@@ -177,4 +177,6 @@ class Database(sqlite3.Connection):
 
 def damage(error: BaseException, directory: Path) -> ConfigurationError | None:
     """Return the error that ends the process if ``error`` says that the file is damaged, None otherwise."""
-    return databases.damage(error, directory / _FILE, "the groups in it are lost, and the run goes on without them")
+    return files.database_damage(
+        error, directory / _FILE, "the groups in it are lost, and the run goes on without them"
+    )

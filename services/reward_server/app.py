@@ -16,8 +16,7 @@ from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.http.app import create_service_app, model_response
 from services.protocol.base import Health
-from services.protocol.groups import RewardResult
-from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem
+from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import NeuralReward, Scorer
 from services.reward_server.settings import RewardSettings

@@ -18,7 +18,7 @@ from typing import Any
 
 import reasoning_gym.factory as gym
 
-from services.core.reasoning_entries import Entry
+from services.protocol.ground_truths import Entry
 
 for _module in ("string_insertion", "spiral_matrix", "binary_matrix"):
     vars(sys.modules[f"reasoning_gym.algorithmic.{_module}"])["eval"] = ast.literal_eval

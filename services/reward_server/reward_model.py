@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from services.core import gpus, processors
+from services.core import machine
 from services.core.errors import ConfigurationError, first_line
 from services.core.logs import get_logger
-from services.protocol.groups import RewardStatus
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server.pool import Evaluation
 
 log = get_logger(__name__)
@@ -35,8 +34,8 @@ class RewardModel:
         Raises:
             ConfigurationError: the model cannot be loaded, has not exactly one logit, or its tokenizer cannot pad.
         """
-        gpus.check_cuda(torch.cuda.device_count(), torch.version.cuda)
-        torch.set_num_threads(processors.threads())
+        machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
+        torch.set_num_threads(machine.threads())
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from prometheus_client import Counter as Metric
 
-from services.protocol.groups import LARGEST_REWARD, FinishReason, RewardResult, RewardStatus
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import LARGEST_REWARD, FinishReason, RewardItem, RewardResult, RewardStatus
 from services.reward_server.answers import Verdict, find_tagged, judge
 from services.reward_server.pool import Evaluation, WorkerPool
 from services.reward_server.settings import RewardSettings

@@ -23,8 +23,8 @@ from typing import Any, SupportsFloat
 import orjson
 
 from services.core.errors import own_error
-from services.core.functions import find_attribute
-from services.core.processors import THREADS_VARIABLE
+from services.core.imports import find_attribute
+from services.core.machine import THREADS_VARIABLE
 from services.protocol.rewards import RewardItem
 
 EXIT_MEMORY = 77

@@ -16,22 +16,20 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
-from services.core import endpoints, hub, logs
+from services.core import endpoints, logs, models
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, exit_code_of
-from services.core.leftovers import end_leftovers
+from services.core.processes import Command, end_leftovers
+from services.core.supervisor import ChildRefusedError, SupervisedProcess
 from services.core.tasks import run_until_first_ends
 from services.http import provenance
 from services.http.client import PROBE_SECONDS
 from services.rollout_server import commands
-from services.rollout_server.addresses import Addresses, choose_addresses
-from services.rollout_server.commands import Command
+from services.rollout_server.commands import Addresses, choose_addresses
 from services.rollout_server.placement import EnginePlace, place_engines
 from services.rollout_server.registration import WorkerRegistration
-from services.rollout_server.scheduler_watch import SchedulerWatch
 from services.rollout_server.settings import EngineKind, RolloutSettings
-from services.rollout_server.sleep_watch import SleepWatch
-from services.rollout_server.supervisor import ChildRefusedError, SupervisedProcess
+from services.rollout_server.watch import EngineWatch
 
 log = logs.get_logger(__name__)
 
@@ -65,7 +63,7 @@ async def run_node(
         for place, address, worker in zip(places, addresses.engines, workers, strict=True):
             log.info("engine placed", engine=kind.value, **vars(place), listen=address.url)
             command = commands.engine_command(settings, kind, address, place)
-            registration, own_parts = _engine(settings, command, worker, router, is_watched=kind is EngineKind.SGLANG)
+            registration, own_parts = _engine(settings, command, worker, router, may_hang=kind is EngineKind.SGLANG)
             registrations.append(registration)
             parts += own_parts
 
@@ -85,25 +83,21 @@ async def run_node(
 
 
 def _engine(
-    settings: RolloutSettings, command: Command, worker: WorkerAdmin, router: RouterAdmin, *, is_watched: bool
+    settings: RolloutSettings, command: Command, worker: WorkerAdmin, router: RouterAdmin, *, may_hang: bool
 ) -> tuple[WorkerRegistration, list[Coroutine[None, None, None]]]:
     """Return an engine's registration, and the coroutines that keep the engine running, registered and watched."""
-    hang_seconds = settings.engine_hang_seconds
     engine = SupervisedProcess(
         command,
         worker.is_healthy,
         max_restarts=settings.rollout_max_restarts,
         start_seconds=settings.engine_start_seconds,
-        hang_seconds=hang_seconds,
+        hang_seconds=settings.engine_hang_seconds,
     )
     registration = WorkerRegistration(settings, worker, router, engine)
     engine.before_restart = registration.withdraw
     parts = [engine.run(), registration.run()]
-    if is_watched:
-        watch = SchedulerWatch(worker, engine, hang_seconds=hang_seconds, is_updating=registration.is_updating)
-        parts.append(watch.run())
-    if settings.engine_sleeps:
-        parts.append(SleepWatch(worker, engine, lost_seconds=settings.engine_stale_seconds).run())
+    if may_hang or settings.engine_sleeps:
+        parts.append(EngineWatch(settings, worker, engine, registration.is_updating, may_hang=may_hang).run())
     return registration, parts
 
 
@@ -148,7 +142,7 @@ def main() -> None:
     end_leftovers()
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
     kind = commands.choose_engine(settings)
-    hub.download_model(settings.model_name)
+    models.download_model(settings.model_name)
     places = place_engines(settings, kind, commands.number_of_gpus())
     addresses = choose_addresses(has_token=settings.token is not None, n_engines=len(places), **vars(given))
     try:

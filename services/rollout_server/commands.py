@@ -1,4 +1,4 @@
-"""The engine that a node runs, and the command lines of engine, router and authenticating proxy."""
+"""The programs of a rollout node: which engine it runs, and the addresses and command lines of all of them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import importlib.util
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
-from services.core import gpus
-from services.core.compute import ComputeType
-from services.core.endpoints import Endpoint
+from services.core import endpoints, machine
+from services.core.child import API_KEY_FROM_TOKEN
+from services.core.endpoints import Endpoint, Task
 from services.core.errors import ConfigurationError
-from services.rollout_server.addresses import Addresses
-from services.rollout_server.child import API_KEY_FROM_TOKEN
+from services.core.machine import ComputeType
+from services.core.processes import Command
 from services.rollout_server.placement import EnginePlace
 from services.rollout_server.settings import EngineKind, RolloutSettings
 
-CHILD = Path(__file__).with_name("child.py")
 FIRST_VERSION = 0
 """The policy version of MODEL_NAME itself."""
 MAX_QUEUED_REQUESTS = 4096
@@ -50,19 +47,73 @@ ROUTER_FLAGS = (
 
 
 @dataclass(frozen=True)
-class Command:
-    """The command of a child process."""
+class Addresses:
+    """The addresses on which this node's programs listen, and the public addresses of router and workers."""
 
-    name: str
-    python: str
-    module: str
-    arguments: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
+    engines: list[Endpoint]
+    """The addresses on which this node's engines listen."""
+    router: Endpoint
+    router_metrics: Endpoint
+    auth_proxy: Endpoint | None
+    """In front of the router; None without a token."""
+    public_router: Endpoint
+    """The address at which every node reaches the router, through the proxy if there is one."""
+    own_workers: list[Endpoint]
+    """The addresses at which every node reaches this node's engines."""
+    first_workers: list[Endpoint]
+    """The addresses at which every node reaches the first engine of each node, by rank."""
 
-    @property
-    def line(self) -> list[str]:
-        """The whole command line."""
-        return [self.python, str(CHILD), self.module, *self.arguments]
+
+def choose_addresses(
+    *,
+    has_token: bool,
+    n_engines: int = 1,
+    host: str | None = None,
+    port: int | None = None,
+    engine_port: int | None = None,
+) -> Addresses:
+    """Return this node's addresses; ``host`` and the ports are those of the command line, if given.
+
+    Further engines have ports as far from the first one's as those of ``ENGINE_PORTS``.
+
+    With a token the router listens to its own node only, because it does not ask for the token on all its routes and
+    never on its metrics' port.
+    """
+
+    def public(default_port: int, given_port: int | None = None) -> Endpoint:
+        default = endpoints.bind_address(Task.ROLLOUT_SERVER, default_port)
+        return Endpoint(host or default.host, given_port or default.port)
+
+    def private(default_port: int) -> Endpoint:
+        default = endpoints.bind_address(Task.ROLLOUT_SERVER, default_port)
+        return Endpoint("127.0.0.1", default.port) if default.host == endpoints.EVERYWHERE else default
+
+    own_rank = endpoints.node_rank()
+    front = public(endpoints.ROUTER_PORT, port)
+    usual_ports = endpoints.ENGINE_PORTS[:n_engines]
+    given_ports = [engine_port and engine_port + usual - endpoints.ENGINE_PORT for usual in usual_ports]
+    engines = [public(usual, given) for usual, given in zip(usual_ports, given_ports, strict=True)]
+    own_workers = [
+        endpoints.reached_at(engine, endpoints.endpoint(Task.ROLLOUT_SERVER, usual, own_rank))
+        for engine, usual in zip(engines, usual_ports, strict=True)
+    ]
+
+    def first_worker(rank: int) -> Endpoint:
+        usual = endpoints.endpoint(Task.ROLLOUT_SERVER, endpoints.ENGINE_PORT, rank)
+        return own_workers[0] if rank == own_rank else Endpoint(usual.host, engine_port or usual.port)
+
+    usual_router = endpoints.endpoint(Task.ROLLOUT_SERVER)
+    return Addresses(
+        engines=engines,
+        router=private(endpoints.ROUTER_INNER_PORT) if has_token else front,
+        router_metrics=(private if has_token else public)(endpoints.ROUTER_METRICS_PORT),
+        auth_proxy=front if has_token else None,
+        public_router=endpoints.reached_at(front, usual_router)
+        if own_rank == 0
+        else Endpoint(usual_router.host, port or usual_router.port),
+        own_workers=own_workers,
+        first_workers=[first_worker(rank) for rank in range(endpoints.num_nodes())],
+    )
 
 
 def choose_engine(settings: RolloutSettings) -> EngineKind:
@@ -98,7 +149,7 @@ def check_installed(module: str, extra: str, python: str | None = None) -> None:
 
 def number_of_gpus() -> int:
     """Return the number of this node's GPUs: SkyPilot's figure, else torch's."""
-    told = gpus.promised()
+    told = machine.promised_gpus()
     if told is not None:
         return told
     if importlib.util.find_spec("torch") is None:
@@ -116,7 +167,7 @@ def engine_command(settings: RolloutSettings, kind: EngineKind, address: Endpoin
     # Otherwise SGLang generates a token for each check of its /health, which takes a second.
     environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
     if place.devices:
-        environment[gpus.VISIBLE] = ",".join(place.devices)
+        environment[machine.VISIBLE_GPUS_VARIABLE] = ",".join(place.devices)
     python = settings.sglang_python or sys.executable
     return Command(name, python, "sglang.launch_server", _sglang_flags(settings, address, place), environment)
 

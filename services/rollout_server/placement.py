@@ -2,25 +2,31 @@
 
 An engine takes the smallest tensor parallel size into which SGLang can split the model and at which the weights leave
 room for keys and values. The node runs as many engines as its GPUs allow, because several engines generate more tokens
-than one that is spread over all GPUs.
+than one that is spread over all GPUs. Configuration and size of a model are read from its directory or from the hub,
+without its weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from services.core import gpus
+from services.core import machine
 from services.core.endpoints import ENGINE_PORTS
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from services.rollout_server.model_files import Config, read_config, weight_bytes
+from services.core.machine import ComputeType
 from services.rollout_server.settings import EngineKind, RolloutSettings
 
 log = get_logger(__name__)
+
+Config = dict[str, Any]
 
 WEIGHTS_SHARE = 0.5
 """Largest share of a GPU's memory for weights. Keys and values, activations, CUDA graphs and incoming weights get the
@@ -80,7 +86,9 @@ def place_engines(settings: RolloutSettings, kind: EngineKind, n_gpus: int) -> l
     if not n_gpus:
         return [EnginePlace(tensor_parallel=_given_sizes(settings).tensor or 1)]
     split = split_node(settings, n_gpus, lambda: _ask(settings))
-    names = gpus.listed(os.environ.get(gpus.VISIBLE, "")) or [str(index) for index in range(n_gpus)]
+    names = machine.listed_gpus(os.environ.get(machine.VISIBLE_GPUS_VARIABLE, "")) or [
+        str(index) for index in range(n_gpus)
+    ]
     each = split.gpus_each
     return [
         EnginePlace(number, split.tensor_parallel, tuple(names[number * each : (number + 1) * each]))
@@ -170,7 +178,7 @@ def _ask(settings: RolloutSettings) -> Known:
     """Return the facts from the model's files and from nvidia-smi."""
     config = read_config(settings.model_name)
     weights = None if config is None else weight_bytes(settings.model_name, config, settings.engine_dtype)
-    return Known(config, weights, gpus.memory_bytes())
+    return Known(config, weights, machine.gpu_memory())
 
 
 def _choose_tensor_parallel(model: str, known: Known, n_gpus: int, pipeline: int) -> int:
@@ -216,3 +224,74 @@ def _given_sizes(settings: RolloutSettings) -> _Sizes:
     # With data-parallel attention the replicas share the GPUs of the tensor parallel group.
     data = 1 if given.enable_dp_attention else given.dp_size
     return _Sizes(given.tp_size, given.pp_size, data, splits_attention=not given.enable_dp_attention)
+
+
+INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def read_config(model: str) -> Config | None:
+    """Return the language model's part of a model's config.json; None if the file cannot be had."""
+    config = _read_json(model, "config.json")
+    return None if config is None else {**config, **config.get("text_config", {})}
+
+
+def weight_bytes(model: str, config: Config, dtype: ComputeType) -> int | None:
+    """Return the bytes of a model's weights in the type that SGLang computes in; None if their size is not known.
+
+    Args:
+        model: a directory, or a model of the hub.
+        config: from ``read_config``.
+        dtype: ENGINE_DTYPE; ``auto`` is the stored type, but two bytes a number for float32.
+    """
+    stored_bytes = _stored_bytes(model)
+    if stored_bytes is None or "quantization_config" in config:
+        return stored_bytes
+    stored = _BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+    computed = _BYTES[dtype.value] if dtype is not ComputeType.AUTO else min(stored, 2)
+    return stored_bytes * computed // stored
+
+
+def _stored_bytes(model: str) -> int | None:
+    index = _read_json(model, INDEX)
+    if index is not None:
+        size = index.get("metadata", {}).get("total_size")  # Some published indices lack it.
+        return None if size is None else int(size)
+    path = Path(model) / ONE_FILE
+    if path.is_file():
+        return path.stat().st_size
+    return None if Path(model).is_dir() else _size_on_hub(model)
+
+
+def _read_json(model: str, name: str) -> Config | None:
+    path = Path(model) / name if Path(model).is_dir() else _fetch(model, name)
+    if path is None or not path.is_file():
+        return None
+    content: Config = json.loads(path.read_text())
+    return content
+
+
+def _fetch(model: str, name: str) -> Path | None:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(model, name))
+    except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        log.debug("no file of the model", model=model, file=name, reason=str(error))
+        return None
+
+
+def _size_on_hub(model: str) -> int | None:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    cached = try_to_load_from_cache(model, ONE_FILE)
+    if isinstance(cached, str):
+        return Path(cached).stat().st_size
+    try:
+        return get_hf_file_metadata(hf_hub_url(model, ONE_FILE)).size
+    except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        log.debug("size of the model not known", model=model, reason=str(error))
+        return None

@@ -2,6 +2,8 @@
 
 A version's directory, such as ``v000012``, is a Hugging Face model directory. A directory without a leading dot is
 complete. Versions increase. A version that a reader holds is not pruned while it reads.
+
+With LORA_RANK a version is a LoRA adapter: PEFT's configuration and tensors, which PEFT and every engine load.
 """
 
 from __future__ import annotations
@@ -15,6 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.core.files import replace_directory
+
+ADAPTER_NAME = "policy"
+"""The name of the trained adapter on every rollout worker; a request gives it as ``lora_path``."""
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
 
 _NAME = re.compile(r"v(\d{6,})")
 _BEGUN = re.compile(r"v(\d{6,})|\.v(\d{6,})\.partial")
@@ -124,3 +132,8 @@ class PolicyStore:
         shutil.rmtree(doomed, ignore_errors=True)
         policy.path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return whether a directory has a LoRA adapter and not a whole model."""
+    return (directory / CONFIG_FILE).is_file()

@@ -21,12 +21,11 @@ from typing import IO, Any, NamedTuple
 import psutil
 
 from local_runner import processes, spec
-from local_runner.environment import Run
-from local_runner.nodes import Addresses
+from local_runner.nodes import Addresses, Run
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import Outcome, State, Supervisor
 from services.core.endpoints import Task
-from services.core.processors import CORES_VARIABLE
+from services.core.machine import CORES_VARIABLE
 from tests.cluster.network import Network
 from tests.tolerance import TYPE_VARIABLES, type_in_force
 from tests.waiting import IDLE_SECONDS, T, bytes_in, wait_until

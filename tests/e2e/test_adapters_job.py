@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.weights.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 from tests.e2e.system import System
 from tests.tolerance import TYPE_VARIABLES, logprob_tolerance, type_in_force
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from services.protocol.groups import RewardResult
+from services.protocol.rewards import RewardResult
 from services.reward_server.answers import Verdict, judge
 
 

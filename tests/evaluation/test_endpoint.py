@@ -21,14 +21,13 @@ from openai.types.chat import ChatCompletion
 from openai.types.chat import CompletionCreateParams as ChatParams
 from pydantic import TypeAdapter
 
-from evaluation.endpoint import OpenAIServer
-from evaluation.server import RolloutServer
-from evaluation.servers import ServerPool
+from evaluation.pool import ServerPool
+from evaluation.server import OpenAIServer, RolloutServer
 from evaluation.settings import Api, EvaluationSettings
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.protocol.groups import FinishReason
 from services.protocol.prompts import Message, Prompt
+from services.protocol.rewards import FinishReason
 from tests.services.run_page.serving import served
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 

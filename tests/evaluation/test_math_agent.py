@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
+from evaluation.evaluation import AgentWorkflow
 from evaluation.samples import Kind
 from evaluation.server import RolloutServer
 from evaluation.settings import EvaluationSettings
-from evaluation.workflows import AgentWorkflow
 from services.embedded_engine.http.app import create_app
-from services.protocol.groups import RewardResult
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardResult
 from services.reward_server.answers import Verdict, judge
 from services.rollout_server.settings import RolloutSettings
 from tests.evaluation.tool_model import questions

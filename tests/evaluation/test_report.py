@@ -13,14 +13,12 @@ from rich.console import Console
 
 from evaluation import report
 from evaluation.checkpoints import Checkpoint
-from evaluation.evaluation import Evaluation
+from evaluation.evaluation import Evaluation, SingleTurn
 from evaluation.metrics import GREEDY
 from evaluation.samples import Kind, Sample, open_store
 from evaluation.settings import EvaluationSettings
-from evaluation.workflows import SingleTurn
-from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import FinishReason, RewardItem, RewardResult, RewardStatus
 
 RESULTS = {
     "right": RewardResult(reward=1.0),

@@ -8,7 +8,7 @@ import pytest
 
 from evaluation.samples import IDENTITY, SAMPLES, Kind, Sample, open_store
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.protocol.groups import FinishReason, RewardResult, RewardStatus
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 
 WHO = {"weights": "abc", "temperature": 1.0, "operations": ("+",)}
 

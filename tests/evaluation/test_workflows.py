@@ -16,15 +16,14 @@ import pytest
 from fastapi import FastAPI
 from pydantic import SecretStr
 
+from evaluation.evaluation import AgentWorkflow, ScoringLostError
 from evaluation.samples import Kind
 from evaluation.server import RolloutServer
 from evaluation.settings import EvaluationSettings
-from evaluation.workflows import AgentWorkflow, ScoringLostError
 from services.agents import AgentFailedError, load_agent
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import FinishReason, RewardItem, RewardResult, RewardStatus
 from tests.evaluation.chat_model import Model, call, score
 from tests.services.run_page.serving import served
 

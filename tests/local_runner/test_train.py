@@ -23,7 +23,7 @@ echo "{\\"learning_rate\\": $LEARNING_RATE, \\"nodes\\": $SKYPILOT_NUM_NODES}" >
 LOADS = """
 python -c '
 import json, os
-from services.core.functions import load_function
+from services.core.imports import load_function
 function = load_function("REWARD_FN", os.environ["REWARD_FN"])
 rows = [json.loads(line) for line in open(os.environ["DATASET"])]
 print(os.environ["REWARD_FN"], [function(response=row["question"]) for row in rows])

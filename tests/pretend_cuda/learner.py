@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from services.core.compute import Compute, ComputeType
+from services.core.machine import Compute, ComputeType
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import save_model
 from trainer.algorithm.attention_layout import TreeMask

@@ -1,4 +1,4 @@
-"""The checks of ``scripts.launch --check``: against a directory, a registry, a hub and a stub nvidia-smi."""
+"""The checks of ``grpo launch --check``: against a directory, a registry, a hub and a stub nvidia-smi."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 from scripts.launch import probe
 from scripts.launch.probe import CheckError
-from services.core import gpus
+from services.core import machine
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +35,8 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(f'#!/bin/sh\ncase "$1" in *driver_version*) cat {driver};; *index*) echo 0;; esac\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    monkeypatch.delenv(gpus.VISIBLE, raising=False)
-    monkeypatch.setattr(gpus, "DRIVER_FILE", tmp_path / "no-such-file")
+    monkeypatch.delenv(machine.VISIBLE_GPUS_VARIABLE, raising=False)
+    monkeypatch.setattr(machine, "DRIVER_FILE", tmp_path / "no-such-file")
     return driver
 
 

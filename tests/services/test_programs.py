@@ -21,11 +21,10 @@ from structlog.testing import capture_logs
 
 from services import programs
 from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example, play
-from services.core import memory
-from services.core.processors import CORES_VARIABLE
+from services.core import machine
+from services.core.machine import CORES_VARIABLE
 from services.programs import Program, ProgramFailedError, programs_at_once
-from services.protocol.groups import RewardResult, RewardStatus
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
 ENDPOINT: dict[str, Any] = {"base_url": "http://gateway/sessions/s/v1", "api_key": "s", "http_client": None}
@@ -157,7 +156,7 @@ async def test_a_long_output_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_the_deadline_ends_every_process_of_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(programs, "TERM_POLLS", 6)
+    monkeypatch.setattr(programs, "TERM_SECONDS", 0.3)
     pids = tmp_path / "pids"
     command = f"""
         echo $$ >> {pids}
@@ -284,5 +283,5 @@ def test_the_cores_and_the_memory_of_the_pod_bound_the_programs_at_once(
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setenv(CORES_VARIABLE, cores)
-    monkeypatch.setattr(memory, "host_memory", lambda: int(gibibytes * 2**30))
+    monkeypatch.setattr(machine, "host_memory", lambda: int(gibibytes * 2**30))
     assert programs_at_once() == at_once

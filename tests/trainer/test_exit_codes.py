@@ -20,7 +20,7 @@ import pytest
 import trainer.run
 from local_runner import spec
 from local_runner.nodes import allocate
-from services.core import processors
+from services.core import machine
 from services.core.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_PEER_LOST, EXIT_RECOVERABLE, DependencyLostError
 from tests.waiting import LIMIT_SECONDS
 from trainer import __main__ as program
@@ -124,7 +124,7 @@ def test_the_ranks_of_a_node_share_its_cores(monkeypatch):
         raise DependencyLostError("gone")
 
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(processors, "cores", lambda: 12)
+    monkeypatch.setattr(machine, "cores", lambda: 12)
     monkeypatch.setattr(trainer.run, "join_ranks", lose)
     monkeypatch.setattr(trainer.run.torch, "set_num_threads", numbers.append)
     monkeypatch.setenv("RANK", "1")

@@ -8,11 +8,11 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from services.core.compute import AUTO_RULE, ComputeType
+from services.core.machine import AUTO_RULE, ComputeType
 from services.core.settings import Settings
 from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS
-from services.protocol.groups import LARGEST_REWARD
 from services.protocol.replay import SampleStrategy
+from services.protocol.rewards import LARGEST_REWARD
 from trainer.algorithm.methods import (
     Aggregation,
     Credit,
@@ -138,9 +138,9 @@ class SamplingSection(SectionSettings):
     is trained. `http://host:port`: the first model of that OpenAI endpoint, which asks for no key, plays them; one seat
     is trained, by turns."""
     agent: str = ""
-    """The agent as `module:function`, the same function that `scripts.evaluate --agent` measures."""
+    """The agent as `module:function`, the same function that `grpo evaluate --agent` measures."""
     agent_command: str = ""
-    """The agent as a shell command in any language, the same that `scripts.evaluate --agent-command` measures: the task
+    """The agent as a shell command in any language, the same that `grpo evaluate --agent-command` measures: the task
     is JSON on its standard input, its endpoint is OPENAI_BASE_URL and OPENAI_API_KEY, and its output is the answer that
     REWARD_FN scores, unless it writes a reward of its own, as in `{"reward": 1.0}`, to the file descriptor
     GRPO_REWARD_FD."""

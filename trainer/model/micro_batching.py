@@ -17,7 +17,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from services.core.seeds import derive_seed
+from services.protocol.base import derive_seed
 from trainer.algorithm.attention_layout import TreeMask
 from trainer.algorithm.loss import StepSize
 from trainer.algorithm.packing import Branch, MicroBatch, TrainingGroup, pack

@@ -17,7 +17,7 @@ from torch import Tensor
 from services.clients.rollout_admin import WorkerRefusedError
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.weights.adapter_files import ADAPTER_NAME
+from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import TrainerSettings
 from trainer.publishing.probe import TOLERANCE
 from trainer.publishing.workers import drop_workers, registered_workers, worker_admin

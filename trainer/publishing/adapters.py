@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from services.clients.rollout_admin import WorkerAdmin
-from trainer.checkpoints.volume import DiskFullError
 from trainer.config import Transport
 from trainer.model.gathering import gather_state
 from trainer.model.policy import Policy
 from trainer.model.rounding import Rounding
-from trainer.model.saving import write_adapter
+from trainer.model.saving import DiskFullError, write_adapter
 from trainer.publishing.disk import DiskPublisher, write_version
 
 

@@ -32,12 +32,11 @@ from services.core.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, 
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.weights.broadcast_group import SOURCE, broadcast_weights, join_weights_group, send_buckets
-from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
 from trainer.model.gathering import gather_state
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
-from trainer.model.saving import write_model
+from trainer.model.saving import DiskFullError, write_model
 from trainer.publishing.disk import write_version
 from trainer.publishing.publisher import Publisher
 from trainer.publishing.worker_group import LEAVE_SECONDS, GroupBrokenError, WorkerGroup

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from services.clients.rollout_admin import WorkerAdmin
 from services.weights.policy_store import PolicyStore
-from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.model.gathering import gather_state
-from trainer.model.saving import write_model
+from trainer.model.saving import DiskFullError, write_model, writing
 from trainer.publishing.publisher import Publisher
 from trainer.publishing.workers import PUBLISH_SECONDS, registered_workers, update_workers
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from services.core.logs import get_logger
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
-from trainer.algorithm.training_groups import training_group
 from trainer.config import TrainerSettings
 from trainer.main_rank import MainRank
 from trainer.model.micro_batching import unknown_ids
@@ -36,7 +34,6 @@ class Publication:
             version: the policy version.
             batch: groups, one completion of which PUBLISH_PROBE compares; empty before the first step.
         """
-        started = time.perf_counter()
         if self.settings.engine_sleeps:
             self.team.leave_gpu()  # engines that wake for the version take their memory of the same GPU back
         metrics = self.team.publish(version)
@@ -46,7 +43,7 @@ class Publication:
             metrics |= self._probe(batch)
         if self.settings.engine_sleeps:
             self.team.leave_gpu()  # the probes have gathered the parameters
-        return metrics | {"seconds_publish": time.perf_counter() - started}
+        return metrics
 
     def keep_on_volume(self, version: int) -> None:
         """Write the policy again if the shared volume has lost it, because a worker that comes back waits for it."""
@@ -65,7 +62,7 @@ class Publication:
     def _probes(self, batch: Batch) -> Iterator[TrainingGroup]:
         """Yield each completion of which the trainer computes log-probabilities, as a group without a loss mask."""
         vocabulary = self.team.learner.policy.config.vocab_size
-        for group in (training_group(group, self.settings) for group in batch.groups):
+        for group in batch.prepared(batch.groups):
             for sequence in group.sequences:
                 probe = replace(group, sequences=[replace(sequence, loss_mask=None)])
                 if sequence.completion_ids and not unknown_ids(probe, vocabulary):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from services.core import memory
+from services.core import machine
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.weights.policy_store import PolicyStore
@@ -58,7 +58,7 @@ class Publisher(ABC):
             if not self.settings.keep_memory:
                 # Rollout workers on the same machine need room for the new weights beside the old. The version was
                 # gathered in memory that the update had left.
-                memory.release()
+                machine.release_memory()
             try:
                 return self._figures | self.update_workers(version)
             except VersionGoneError as error:

@@ -15,7 +15,7 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
 from services.programs import Program
 from services.run_page.activity import Activity
-from services.weights.adapter_files import ADAPTER_NAME
+from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import SELF, Rollout, TrainerSettings
 from trainer.rollouts.game import Opponent
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.clients.rollout import SamplingParams
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.core.seeds import derive_seed
-from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus
+from services.protocol.base import derive_seed
+from services.protocol.groups import Experience, Group
 from services.protocol.pass_at_k import interval, is_correct, pass_at_k, standard_error
 from services.protocol.prompts import Cursor, Prompt, Split
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import environment_figures
@@ -53,7 +53,6 @@ class Evaluator:
             DependencyLostError: a service was lost, or no prompt got a completion.
             ConfigurationError: every answer failed, of LEAST_FAILURES prompts or more.
         """
-        started = time.perf_counter()
         prompts = await self._prompts()
         greedy = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=0.0)
         groups = await self._played(prompts, greedy, 1)
@@ -75,7 +74,7 @@ class Evaluator:
             )
             samples = [_judged(group) for group in await self._played(prompts, sampling, k)]
             metrics |= sample_metrics([of_prompt for of_prompt in samples if of_prompt], k)
-        return metrics | {"seconds_evaluate": time.perf_counter() - started}
+        return metrics
 
     async def _prompts(self) -> list[Prompt]:
         prompts: list[Prompt] = []

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from services.agents import AgentFailedError, Example
 from services.clients.environment import EnvironmentClient, ServedEpisode
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.stopwatch import Stopwatch
+from services.core.tasks import Stopwatch
 from services.http.client import HttpClient, RequestRefusedError, problem_detail
 from services.protocol.evaluation import ActionKind, EnvironmentInfo, State, StateKind, StepStatus
 from services.protocol.prompts import Prompt

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from services.core.linear import Linear, make_linear
 from services.embedded_engine.compute.weights import Architecture, WeightsError, check_finite
-from services.weights.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 
 _TENSOR = re.compile(r"base_model\.model\.(model\.layers\.(\d+)\.(\w+\.\w+))\.lora_([AB])\.weight")
 _MERGED = {

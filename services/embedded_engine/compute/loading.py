@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from services.core import compute, gpus, memory, processors
+from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.files import check_model_directory
 from services.core.logs import get_logger
@@ -71,13 +71,13 @@ def load(settings: EngineSettings) -> Loaded:
         ConfigurationError: the model cannot be found, the embedded engine does not compute its architecture, or GPUs
             of this node are missing.
     """
-    gpus.check_cuda(torch.cuda.device_count(), torch.version.cuda)
-    torch.set_num_threads(processors.threads())
-    chosen = compute.decide(
+    machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
+    torch.set_num_threads(machine.threads())
+    chosen = machine.decide_compute(
         "ENGINE_DTYPE",
         settings.engine_dtype,
         device="cuda" if torch.cuda.is_available() else "cpu",
-        multiplies_bfloat16=compute.multiplies_bfloat16(torch.cpu.get_capabilities()),
+        multiplies_bfloat16=machine.multiplies_bfloat16(torch.cpu.get_capabilities()),
         threads=torch.get_num_threads(),
     )
     log.info("computing", **vars(chosen))
@@ -101,7 +101,7 @@ def load(settings: EngineSettings) -> Loaded:
             f"MODEL_NAME={settings.model_name} with ENGINE_MAX_TOTAL_TOKENS={max_tokens} does not fit into memory "
             f"({error}); lower the number, or take a smaller model"
         ) from error
-    memory.release()
+    machine.release_memory()
     return Loaded(model, cache, tokenizer, _end_token_ids(directory, config, tokenizer))
 
 

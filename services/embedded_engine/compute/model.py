@@ -1,9 +1,8 @@
 """The transformer: prefill of packed prompts and decoding of a whole batch, in plain torch operations.
 
 Decoders of the Llama, Qwen2 and Qwen3 families: RMSNorm, rotary positions, grouped-query attention, SwiGLU, mixtures of
-experts (experts.py). Projections of the same input are one product. Every operation computes a token from its own row
-only, in an order that does not depend on the other rows, so that a sequence gets the same results whatever runs beside
-it.
+experts. Projections of the same input are one product. Every operation computes a token from its own row only, in an
+order that does not depend on the other rows, so that a sequence gets the same results whatever else runs.
 
 Shapes: N tokens or B sequences; H hidden size; Q query heads in K key-value heads of G = Q / K; D head dimension.
 """
@@ -22,9 +21,38 @@ from transformers import PretrainedConfig, modeling_rope_utils
 from services.core.linear import Linear, make_head, make_linear
 from services.embedded_engine.compute.adapters import Adapter, LayerAdapter, adapted
 from services.embedded_engine.compute.attention import attend, attend_causally, causal_mask, joins_rows, round_up
-from services.embedded_engine.compute.experts import Mixture
 from services.embedded_engine.compute.kv_cache import KVCache
 from services.embedded_engine.compute.weights import Architecture, WeightsError
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The weights of one layer's router and experts: each token is computed by the few experts that the router chooses.
+
+    The router's logits are in the compute type and their softmax in float32, as in transformers and SGLang. A token's
+    sum runs over its experts in ascending order, so that its result does not depend on the other tokens.
+    """
+
+    router: Linear
+    experts: Sequence[tuple[Linear, Linear]]
+    """The product of gate and up projection, and the down projection, of each expert."""
+    per_token: int
+    normalises: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [N, H] for x [N, H]."""
+        weights, chosen = torch.softmax(self.router(x).float(), -1).topk(self.per_token)
+        if self.normalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights.to(x.dtype)
+        result = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            rows, places = torch.where(chosen == expert)
+            gate_up, down = self.experts[expert]
+            gate, up = gate_up(x[rows]).chunk(2, -1)
+            result[rows] += down(functional.silu(gate) * up) * weights[rows, places, None]
+        return result
+
 
 StoreKeysValues = Callable[[int, int, Tensor, Tensor], None]
 """A function of layer, sequence, and the sequence's keys and values, each [K, tokens, D]."""

@@ -6,7 +6,8 @@ Only the engine's thread may call it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,10 @@ import torch
 from prometheus_client import Counter, Gauge
 from torch import Tensor
 
-from services.embedded_engine.compute.admission import Admission, choose
+from services.embedded_engine.compute.kv_cache import KVCache, PrefixCache, common_length
 from services.embedded_engine.compute.loading import Loaded
-from services.embedded_engine.compute.prefix_cache import PrefixCache
 from services.embedded_engine.compute.sampling import Sampler, log_softmax_of
-from services.embedded_engine.compute.sequences import CachedPrompt, QueueEntry, Request
-from services.embedded_engine.compute.sequences import Sequence as Completion
+from services.embedded_engine.compute.sequences import CachedPrompt, QueueEntry, Request, Sequence
 
 # SGLang's names where it has the metric, so that the same dashboards show both engines.
 GENERATED = Counter("sglang:generation_tokens", "Completion tokens sampled.")
@@ -35,6 +34,8 @@ PREFILL_TOKENS = 2048
 """Prompt tokens computed between two decode steps: more would let the running sequences wait noticeably."""
 LOGITS_ROWS = 128
 """Rows of logits computed at once for a long prompt: 128 rows of 150,000 float32 take 77 MB."""
+SHARED_TOKENS = 32
+"""A prompt waits a step for another one's prefill if that saves it at least this many tokens, as in SGLang."""
 
 
 class Scheduler:
@@ -45,7 +46,7 @@ class Scheduler:
         self.version = FIRST_VERSION
         """The version of the model's weights; whoever changes the weights sets it."""
         self.queue: deque[QueueEntry] = deque()
-        self.running: list[Completion] = []
+        self.running: list[Sequence] = []
         self.unfinished: set[Request] = set()
         """All requests with a completion that has not ended."""
         self._cache = loaded.cache
@@ -70,7 +71,7 @@ class Scheduler:
             "prefix_cache_tokens": self._prefixes.num_tokens,
         }
 
-    def abort(self, matches: Callable[[Completion], bool], reason: str) -> int:
+    def abort(self, matches: Callable[[Sequence], bool], reason: str) -> int:
         """End the sequences that match, with their tokens so far; return their number."""
         finish = {"type": "abort", "message": reason}
         aborted = [sequence for sequence in self.running if matches(sequence)]
@@ -119,7 +120,7 @@ class Scheduler:
         self._num_steps += 1
         self._remove_finished()
 
-    def _sample(self, sequences: Sequence[Completion], logits: Tensor, sampler: Sampler) -> None:
+    def _sample(self, sequences: list[Sequence], logits: Tensor, sampler: Sampler) -> None:
         """Sample a token for each of ``sequences`` from its row of ``logits`` [B, V]."""
         positions = np.array([len(sequence.output_ids) for sequence in sequences], dtype=np.uint64)
         tokens, logprobs = sampler.sample(logits, positions)
@@ -145,7 +146,7 @@ class Scheduler:
         GENERATED.inc(len(sequences))
         self._num_generated += len(sequences)
 
-    def _finish_reason(self, sequence: Completion, token: int) -> dict[str, Any] | None:
+    def _finish_reason(self, sequence: Sequence, token: int) -> dict[str, Any] | None:
         stopping = sequence.request.stopping
         if token in stopping.token_ids:
             return {"type": "stop", "matched": token}
@@ -160,7 +161,7 @@ class Scheduler:
             return {"type": "length", "length": stopping.max_new_tokens}
         return None
 
-    def _finish(self, sequence: Completion, reason: dict[str, Any]) -> None:
+    def _finish(self, sequence: Sequence, reason: dict[str, Any]) -> None:
         sequence.finish = reason
         FINISHED.labels(reason["type"]).inc()
         request = sequence.request
@@ -188,7 +189,7 @@ class Scheduler:
             self._has_nonfinite_cache = False
         RUNNING.set(len(running))
 
-    def _keep_ended(self, sequence: Completion, row: int) -> None:
+    def _keep_ended(self, sequence: Sequence, row: int) -> None:
         request = sequence.request
         # Nobody continues all completions of a group, and keys and values of replaced weights are of no use.
         if len(request.sequences) == 1 and sequence.generation == self._prefixes.generation:
@@ -216,7 +217,7 @@ class Scheduler:
         self._sampler = None
         self._remove_finished()
 
-    def _prefill(self, admissions: Sequence[Admission]) -> dict[QueueEntry, Tensor]:
+    def _prefill(self, admissions: list[Admission]) -> dict[QueueEntry, Tensor]:
         """Compute prompts into their cache rows; return the logits [1, V] after each prompt."""
         if not admissions:
             return {}
@@ -287,3 +288,65 @@ class Scheduler:
 def _top_logprobs(logits: Tensor, count: int) -> list[tuple[float, int]]:
     values, tokens = (logits - torch.logsumexp(logits, -1)).topk(min(count, len(logits)))
     return list(zip(values.tolist(), tokens.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Sequences taken from a queue entry, the cache rows that they get, and the keys and values known of its tokens."""
+
+    entry: QueueEntry
+    sequences: list[Sequence]
+    rows: slice
+    prefix: list[Tensor]
+
+    @property
+    def num_cached(self) -> int:
+        """The number of tokens of the prefix."""
+        return sum(part.shape[3] for part in self.prefix)
+
+
+def choose(
+    queue: deque[QueueEntry], cache: KVCache, prefixes: PrefixCache, running: int, budget: int
+) -> list[Admission]:
+    """Take entries from the queue, in order, as far as rows beside ``running`` and ``budget`` prompt tokens allow."""
+    chosen: list[Admission] = []
+    used = running
+    longest = cache.row_length if running else 0
+    while queue:
+        entry = queue[0]
+        free = 0
+        if entry.request.stopping.max_new_tokens:
+            longest = max(longest, entry.request.longest)
+            free = cache.capacity(longest) - used
+            if free <= 0:
+                break
+        rows = slice(used, used + min(free, len(entry.sequences)))
+        admission = Admission(entry, entry.sequences[:free], rows, _find_prefix(prefixes, entry))
+        cost = 0 if entry.cached else len(entry.tokens) - admission.num_cached
+        if chosen and (cost > budget or any(_shares_more(admission, other) for other in chosen)):
+            break
+        entry.sequences = entry.sequences[free:]
+        budget -= cost
+        chosen.append(admission)
+        used = rows.stop
+        if free and entry.sequences:
+            break
+        queue.popleft()
+    return chosen
+
+
+def _find_prefix(prefixes: PrefixCache, entry: QueueEntry) -> list[Tensor]:
+    """Return known keys and values of an entry's tokens but the last, which is computed for its logits."""
+    if entry.cached is not None or entry.request.logprob_start is not None:
+        return []
+    return prefixes.find(entry.request.use_adapter, entry.tokens[:-1])
+
+
+def _shares_more(admission: Admission, other: Admission) -> bool:
+    """Return whether ``admission`` could take many more tokens from the prefix cache after the prefill of ``other``."""
+    entry, before = admission.entry, other.entry
+    if entry.cached or entry.request.logprob_start is not None or not other.sequences:
+        return False
+    if entry.request.use_adapter != before.request.use_adapter:
+        return False
+    return common_length(entry.tokens[:-1], before.tokens) - admission.num_cached >= SHARED_TOKENS

@@ -10,14 +10,13 @@ from fastapi import FastAPI
 
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.embedded_engine.compute.broadcast import WeightsReceiver
 from services.embedded_engine.compute.engine import Engine
 from services.embedded_engine.compute.loading import load
-from services.embedded_engine.http import adapter_routes, openai_routes, sglang_routes, weight_routes
+from services.embedded_engine.compute.weights import WeightsReceiver
+from services.embedded_engine.http import openai_routes, sglang_routes, weight_routes
 from services.embedded_engine.http.state import EngineState
 from services.embedded_engine.settings import EngineSettings
-from services.http.app import Stats, create_service_app
-from services.http.lifecycle import Lifecycle
+from services.http.app import Lifecycle, Stats, create_service_app
 
 log = get_logger(__name__)
 
@@ -46,7 +45,7 @@ def create_app(settings: EngineSettings) -> FastAPI:
     weight_routes.add_disk_route(app)
     weight_routes.add_group_routes(app)
     weight_routes.add_broadcast_routes(app)
-    adapter_routes.add_routes(app)
+    weight_routes.add_adapter_routes(app)
     openai_routes.add_routes(app)
     return app
 

@@ -12,14 +12,14 @@ from typing import TypeVar
 
 from fastapi import Request as HttpRequest
 
-from services.embedded_engine.compute.broadcast import WeightsReceiver
 from services.embedded_engine.compute.engine import Engine, EngineStoppedError, QueueFullError
 from services.embedded_engine.compute.loading import Loaded
 from services.embedded_engine.compute.sequences import Request
+from services.embedded_engine.compute.weights import WeightsReceiver
 from services.embedded_engine.settings import EngineSettings
-from services.http.disconnect import ended_before_client_left
 from services.http.problems import ProblemError, printable
-from services.weights.adapter_files import ADAPTER_NAME
+from services.http.server import ended_before_client_left
+from services.weights.policy_store import ADAPTER_NAME
 
 T = TypeVar("T")
 

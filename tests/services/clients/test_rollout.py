@@ -21,7 +21,7 @@ from services.clients.rollout import MAX_ROUNDS, PIECE_TOKENS, RolloutClient, Sa
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
 from services.http.client import RequestRefusedError
-from services.protocol.groups import FinishReason
+from services.protocol.rewards import FinishReason
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 from toys.arithmetic import END, PAD
 

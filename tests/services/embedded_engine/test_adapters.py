@@ -21,7 +21,7 @@ from services.embedded_engine.compute.loading import load
 from services.embedded_engine.compute.sequences import Request
 from services.embedded_engine.compute.weights import WeightsError
 from services.embedded_engine.http.app import create_app
-from services.weights.adapter_files import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
+from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import adapted_logprobs, save_adapter
 from tests.services.conftest import Serving
 from tests.services.embedded_engine.conftest import RunningEngine, settings_for

@@ -20,9 +20,9 @@ from services.agents import Example
 from services.clients.gateway import GatewayClient
 from services.core.endpoints import Endpoint
 from services.core.files import atomic_write
-from services.protocol.groups import Group, RewardResult
+from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardResult
 from tests.e2e.agents import Asking
 from trainer.config import TrainerSettings
 from trainer.rollouts.episodes import EpisodeMaker

@@ -23,19 +23,19 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from services.core.seeds import derive_seed
-from services.core.stopwatch import Stopwatch
+from services.core.tasks import Stopwatch
 from services.gateway.app import Reply
 from services.gateway.calls import Calls
 from services.gateway.sessions import Session
 from services.gateway.tree import Call
+from services.protocol.base import derive_seed
 from services.relay import Relay
 from tests.services.conftest import REPOSITORY, Serving
 from tests.services.gateway.conftest import ADD, Running, StartGateway
 from tests.services.gateway.fake_engine import FakeEngine, running
 from tests.services.gateway.test_gateway_process import seeded, start
 from tests.waiting import IDLE_SECONDS, eventually, wait_ready
-from trainer.rollouts.patience import PatientTransport
+from trainer.rollouts.episodes import PatientTransport
 
 CHAT = "/sessions/s/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Vote."}]}

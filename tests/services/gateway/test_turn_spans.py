@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from services.gateway.tree import Call, Tree, Turn
-from services.protocol.groups import Completion, FinishReason, VersionSpan
+from services.protocol.groups import Completion, VersionSpan
+from services.protocol.rewards import FinishReason
 
 
 def call(tree: Tree, parent: Turn | None, added: list[int], *sampled: list[int]) -> list[Turn]:

@@ -25,8 +25,7 @@ from services.http.json_body import MAX_DEPTH, json_depth
 from services.http.problems import PROBLEM_MEDIA_TYPE, ProblemError
 from services.http.server import listen
 from services.protocol.base import ComponentRecord
-from services.protocol.groups import RewardResult
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardResult
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, eventually, wait_ready, wait_until
 
 JSON = {"Content-Type": "application/json"}

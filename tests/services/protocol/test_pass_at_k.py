@@ -9,8 +9,8 @@ import statistics
 import pytest
 from pydantic import ValidationError
 
-from services.protocol.groups import RewardResult, RewardStatus
 from services.protocol.pass_at_k import interval, is_correct, standard_error
+from services.protocol.rewards import RewardResult, RewardStatus
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.core.reasoning_entries import Entry
-from services.protocol.groups import FinishReason, RewardStatus
-from services.protocol.rewards import RewardItem
+from services.protocol.ground_truths import Entry
+from services.protocol.rewards import FinishReason, RewardItem, RewardStatus
 from services.reward_server import reasoning
 from services.reward_server.answers import find_tagged
 from services.reward_server.app import create_app

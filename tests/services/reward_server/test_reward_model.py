@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.protocol.groups import RewardStatus
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings
 from tests.waiting import wait_ready

@@ -11,14 +11,13 @@ import psutil
 import pytest
 
 from local_runner import spec
-from services.core import processors
+from services.core import machine
 from services.core.errors import ConfigurationError
-from services.protocol.groups import RewardStatus
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server import pool, worker
 from tests.waiting import eventually
 
-DEMO = spec.env_file(Path(__file__).parents[3] / "demo.env")
+DEMO = spec.env_file(Path(__file__).parents[3] / "examples/demo.env")
 
 
 def item(response: str, truth: str = "5", **more: Any) -> RewardItem:
@@ -112,7 +111,7 @@ async def test_a_reward_whose_square_overflows_is_none(scoring: Any, plugin: str
 
 async def test_workers_share_the_nodes_cores(scoring: Any, plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(processors, "cores", lambda: 6)
+    monkeypatch.setattr(machine, "cores", lambda: 6)
     async with scoring(reward_fn=f"{plugin}:moody", reward_workers=2) as scorer:
         [scored] = await scorer.score([item("threads")])
         assert scored.reward == 3.0

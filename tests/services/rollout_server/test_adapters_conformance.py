@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
 from services.http.client import RequestRefusedError
-from services.weights.adapter_files import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
+from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import RANK, adapted_logprobs, save_adapter
 from tests.services.rollout_server.conftest import ENGINES, check_installed
 from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization

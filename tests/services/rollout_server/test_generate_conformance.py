@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.clients.rollout_admin import WorkerAdmin
-from services.protocol.groups import FinishReason
+from services.protocol.rewards import FinishReason
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS

@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 
-from local_runner.environment import Run, node_environment
-from local_runner.nodes import allocate
+from local_runner.nodes import Run, allocate, node_environment
 from local_runner.spec import JobGroup, TaskSpec
-from services.core import gpus
-from services.core.compute import ComputeType
+from services.core import machine
+from services.core.child import API_KEY_FROM_TOKEN
 from services.core.endpoints import ENGINE_PORTS, Endpoint
 from services.core.errors import ConfigurationError
-from services.rollout_server.addresses import choose_addresses
-from services.rollout_server.child import API_KEY_FROM_TOKEN
-from services.rollout_server.commands import engine_command
-from services.rollout_server.model_files import weight_bytes
-from services.rollout_server.placement import EnginePlace, can_split, place_engines
+from services.core.machine import ComputeType
+from services.rollout_server.commands import choose_addresses, engine_command
+from services.rollout_server.placement import EnginePlace, can_split, place_engines, weight_bytes
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from tests.services.rollout_server.nodes import SGLANG_PYTHON
 
@@ -100,7 +97,7 @@ def test_without_sizes_one_engine_has_as_many_gpus_as_can_be_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("services.core.gpus._PROGRAMS", str(tmp_path))
+    monkeypatch.setattr("services.core.machine._PROGRAMS", str(tmp_path))
     assert [place.tensor_parallel for place in places(model(tmp_path, "Qwen3-8B"))] == [8]
     assert [place.tensor_parallel for place in places(model(tmp_path, "Qwen2.5-0.5B"))] == [2] * 4
 
@@ -200,14 +197,14 @@ def test_a_node_of_the_local_runner_places_its_engines_on_its_share_of_the_machi
 ) -> None:
     pretend_gpus(monkeypatch, tmp_path, *range(8))
     # A nvidia-smi that prints 0, 1024, ... lists eight GPUs by these names.
-    names = gpus.visible()
+    names = machine.visible_gpus()
     task = TaskSpec("rollout-server", "", num_nodes=2, gpus_per_node=4, environment={"SGLANG_TP_SIZE": "2"})
     group = JobGroup("group", (task,))
     with allocate(group) as local:
         own = node_environment(Run(group, "run", tmp_path, local, names), task, 1)
     for name, value in own.items():
         monkeypatch.setenv(name, value)
-    found = places("no/model", gpus.promised() or 0)
+    found = places("no/model", machine.promised_gpus() or 0)
     assert [place.devices for place in found] == [names[4:6], names[6:8]]
     addresses = choose_addresses(has_token=True, n_engines=len(found))
     assert [own.url for own in addresses.own_workers] == [

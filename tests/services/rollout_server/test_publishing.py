@@ -23,7 +23,7 @@ from services.clients.rollout_admin import ASLEEP, RouterAdmin, WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
 from services.protocol.groups import Completion
-from services.weights.adapter_files import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
+from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import RANK
 from tests.ports import free_ports
 from tests.services.rollout_server.conftest import ENGINES, check_installed

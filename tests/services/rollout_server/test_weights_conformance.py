@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
 from services.core.errors import DependencyLostError
-from services.protocol.groups import Completion, FinishReason, VersionSpan
+from services.protocol.groups import Completion, VersionSpan
+from services.protocol.rewards import FinishReason
 from services.weights.broadcast_group import join_weights_group, leave_weights_group, send_buckets
 from tests.ports import free_ports
 from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.common import models
-from benchmarks.common.training import Work, run
+from benchmarks import models
+from benchmarks.training import Work, run
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import PROCESSOR_PROCESS_BYTES, needed
-from trainer.preflight.work import work_of
+from trainer.preflight.sizes import PROCESSOR_PROCESS_BYTES, needed, work_of
 
 
 @pytest.mark.slow

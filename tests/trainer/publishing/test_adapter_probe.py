@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
-from services.weights.adapter_files import ADAPTER_NAME
+from services.weights.policy_store import ADAPTER_NAME
 from tests.fake_service import FakeService, fake_service
 from trainer.config import TrainerSettings
 from trainer.publishing.adapter_probe import AdapterProbe

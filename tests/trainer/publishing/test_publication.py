@@ -16,6 +16,7 @@ from tests.fake_service import fake_service
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.test_lost_services import group
 from tests.trainer.tiny import VOCABULARY, plain_model
+from trainer.config.objective import Objective
 from trainer.main_rank import MainRank
 from trainer.model.ranks import Ranks
 from trainer.publishing.publication import Publication
@@ -47,7 +48,7 @@ def test_a_completion_that_cannot_be_probed_costs_no_worker(
 
     learner = make_learner(alone, model, publish_probe=True)
     team = Team(learner.settings, alone, learner, MagicMock(**{"publish.return_value": {}}), MagicMock(), lambda: False)
-    batch = Batch(learner.settings)
+    batch = Batch(Objective(learner.settings))
     batch.groups = [with_completion(ids), with_completion([5, 6])]
     with fake_service({"POST /generate": generate}) as worker, fake_service({}) as router, ServiceThread() as thread:
         registered = {"id": "w", "url": worker.endpoint.url, "is_healthy": True}

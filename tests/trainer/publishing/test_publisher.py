@@ -18,7 +18,7 @@ import structlog
 import torch
 from safetensors import SafetensorError
 
-from services.core import memory
+from services.core import machine
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
 from services.weights.policy_store import PolicyStore
@@ -27,13 +27,13 @@ from tests.trainer.rank_jobs import change, make_learner
 from tests.trainer.tiny import FAMILIES, save_model
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 from trainer.checkpoints.checkpoint import CheckpointStore
-from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings, Transport
 from trainer.model import saving
 from trainer.model.critic import CriticLearner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import Rounding
+from trainer.model.saving import DiskFullError
 from trainer.publishing import Publisher, broadcast, disk, make_publisher, workers
 from trainer.publishing.publisher import WRITES
 from trainer.publishing.workers import VersionGoneError
@@ -121,7 +121,7 @@ def test_memory_is_released_when_the_version_is_written_and_before_workers_load_
     with ExitStack() as stack:
         volume = ForgetfulVolume(publisher.store, 0, stack, monkeypatch)
         monkeypatch.setattr(
-            memory, "release", lambda: released.append((publisher.store.path(1).is_dir(), volume.loads))
+            machine, "release_memory", lambda: released.append((publisher.store.path(1).is_dir(), volume.loads))
         )
         publisher.publish(1)
     assert volume.loads == 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.core.stopwatch import Stopwatch
+from services.core.tasks import Stopwatch
 from tests.fake_service import Route
 
 Message = dict[str, Any]

@@ -26,8 +26,9 @@ from services.clients.rollout import RolloutClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.programs import Program
 from services.protocol.episodes import EpisodeFigures, Message
-from services.protocol.groups import Group, RewardResult, RewardStatus
+from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardResult, RewardStatus
 from services.protocol.sessions import DEADLINE, Trace
 from services.relay import Relay
 from services.run_page.directory import FIRST_FAILURE

@@ -28,8 +28,9 @@ from services.embedded_engine.settings import EngineSettings
 from services.environment_server.app import create_app
 from services.environment_server.games import NAMES, draw_heaps
 from services.environment_server.settings import EnvironmentSettings
-from services.protocol.groups import Group, RewardStatus
+from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardStatus
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.services.clients.test_environment import address_of
@@ -37,8 +38,8 @@ from tests.services.run_page.serving import served_ready
 from tests.trainer.rollouts.fake_gateway import FakeGateway, ids
 from tests.trainer.rollouts.test_environment_player import Stage
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
-from trainer.algorithm.training_groups import with_advantages
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.reporting.metrics import _measure
 from trainer.reporting.step_metrics import group_metrics
 from trainer.rollouts.clients import Clients
@@ -169,7 +170,7 @@ def test_turns_of_two_seats_are_not_compared() -> None:
     counter = itertools.count()
     settings = TrainerSettings.load(rollout="environment", credit="turn", advantage="dr_grpo")
     sequences = [played(0, 0, 1), played(1, -1), played(0, 0, 1), played(1, -1)]
-    [group] = with_advantages([TrainingGroup([1], sequences)], settings)
+    [group] = Objective(settings).with_advantages([TrainingGroup([1], sequences)])
     assert [s.advantages for s in group.sequences] == [[0, 0], [0], [0, 0], [0]]
 
 

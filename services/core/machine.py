@@ -1,0 +1,247 @@
+"""The machine that a process runs on: its GPUs, cores and memory, and the type of numbers to compute with on it.
+
+Nothing here imports torch: nvidia-smi describes the GPUs, and ``decide_compute`` is told what the hardware can do, so
+that every case can be tested on any machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from services.core.endpoints import NODE_RANK_VARIABLE
+from services.core.errors import ConfigurationError
+
+VISIBLE_GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+PROMISED_GPUS_VARIABLE = "SKYPILOT_NUM_GPUS_PER_NODE"
+"""Set by SkyPilot and the local runner on every node of every task."""
+QUERY_SECONDS = 30
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+# GKE mounts the driver's programs here and does not add the directory to PATH.
+_PROGRAMS = os.pathsep.join(["/usr/local/nvidia/bin", "/usr/bin"])
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return the indices of the usable GPUs: those of CUDA_VISIBLE_DEVICES if set, else all that nvidia-smi lists."""
+    if VISIBLE_GPUS_VARIABLE in os.environ:
+        return tuple(listed_gpus(os.environ[VISIBLE_GPUS_VARIABLE]))
+    return tuple(_query("index"))
+
+
+def listed_gpus(visible_devices: str) -> list[str]:
+    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES lists."""
+    return [index.strip() for index in visible_devices.split(",") if index.strip()]
+
+
+def promised_gpus() -> int | None:
+    """Return the number of GPUs that SkyPilot says this node has; None without SkyPilot.
+
+    Raises:
+        ConfigurationError: SKYPILOT_NUM_GPUS_PER_NODE is not a whole number.
+    """
+    text = os.environ.get(PROMISED_GPUS_VARIABLE)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ConfigurationError(f"{PROMISED_GPUS_VARIABLE} is {text!r}; allowed is a whole number")
+    return int(text)
+
+
+def gpu_memory() -> int | None:
+    """Return the memory of this machine's smallest GPU in bytes; None without nvidia-smi."""
+    sizes = [int(text) << 20 for text in _query("memory.total") if text.isdecimal()]
+    return min(sizes, default=None)
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's kernel driver, such as ``580.65.06``; None without a driver."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", DRIVER_FILE.read_text())
+    except OSError:
+        found = None
+    return found[1] if found else next(iter(_query("driver_version")), None)
+
+
+def check_cuda(devices: int, build: str | None) -> None:
+    """Check that torch sees the GPUs that SkyPilot gave this node, so that nothing computes on a processor unnoticed.
+
+    Args:
+        devices: ``torch.cuda.device_count()``.
+        build: ``torch.version.cuda``; None for a torch without CUDA.
+
+    Raises:
+        ConfigurationError: torch sees fewer; the message names driver, torch's CUDA and a remedy.
+    """
+    wanted = promised_gpus() or 0
+    if devices >= wanted:
+        return
+    driver = driver_version()
+    if build is None:
+        remedy = "install a torch that is built for CUDA"
+    elif (visible := os.environ.get(VISIBLE_GPUS_VARIABLE)) is not None and len(listed_gpus(visible)) < wanted:
+        remedy = f"unset {VISIBLE_GPUS_VARIABLE}, which is {visible!r}"
+    elif driver is None:
+        remedy = (
+            "install NVIDIA's driver on the node; on GKE also set LD_LIBRARY_PATH=/usr/local/nvidia/lib64, where the "
+            "driver's libraries are mounted"
+        )
+    else:
+        remedy = (
+            f"take a node whose driver is new enough for CUDA {build} (CUDA 13 needs driver 580), or install a torch "
+            "built for an older CUDA; on GKE set LD_LIBRARY_PATH=/usr/local/nvidia/lib64"
+        )
+    raise ConfigurationError(
+        f"{PROMISED_GPUS_VARIABLE} is {wanted}, but torch sees {devices} CUDA devices (driver {driver or 'not found'}, "
+        f"torch built for {f'CUDA {build}' if build else 'processors only'}); {remedy}"
+    )
+
+
+def _query(field: str) -> list[str]:
+    """Return a field of nvidia-smi, one text a GPU; nothing without a working driver."""
+    program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=_PROGRAMS)
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return found.stdout.split() if found.returncode == 0 else []
+
+
+CORES_VARIABLE = "SKYPILOT_POD_CPU_CORE_LIMIT"
+"""SkyPilot's variable with the cores that a pod asks for. The machine below a pod has more, which other pods use."""
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+RAY_THREADS = "1"
+"""The number of threads that Ray gives to every command of SkyPilot, whatever the number of cores."""
+
+
+def cores() -> int:
+    """Return the number of processor cores that this process may use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    promised = os.environ.get(CORES_VARIABLE)
+    return min(allowed, max(1, int(float(promised)))) if promised else allowed
+
+
+def threads(*, processes: int = 1) -> int:
+    """Return the number of threads that one process computes with: OMP_NUM_THREADS, else its share of the cores.
+
+    On SkyPilot's nodes a value of 1 is Ray's and says nothing about the cores.
+
+    Args:
+        processes: processes of this node that compute at the same time and share the cores.
+    """
+    given = os.environ.get(THREADS_VARIABLE)
+    if given and not (given == RAY_THREADS and NODE_RANK_VARIABLE in os.environ):
+        return int(given)
+    return max(1, cores() // processes)
+
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+
+CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""The limit of a container's memory, by version of the kernel's interface; SkyPilot's ``memory:`` sets it on a pod."""
+
+KEPT_BLOCK_BYTES = 64 * 2**20
+KEPT_BYTES = 2**31 - 1
+
+
+def host_memory() -> int:
+    """Return the bytes of memory of this machine or, where it is less, of this container."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [int(text) for file in CGROUP_FILES if file.exists() and (text := file.read_text().strip()).isdecimal()]
+    return min([whole, *limits])
+
+
+def keep_freed_memory() -> None:
+    """Make the C library (glibc) keep freed memory until ``release_memory``, except blocks above KEPT_BLOCK_BYTES.
+
+    Call this before starting threads: all threads then share one heap, while a running thread keeps its own.
+
+    By default glibc returns large blocks at once, and the system clears each page of the next block, which took a
+    quarter of the processor's time in training on a CPU. Larger blocks, such as an embedding, would leave large holes.
+    """
+    library = _c_library()
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_ARENA_MAX, 1)
+        library.mallopt(_M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
+        library.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def release_memory() -> None:
+    """Return free memory to the system, where the C library can (glibc).
+
+    Tensors of very different sizes leave holes in the heap, which glibc never returns by itself: a gigabyte for a model
+    of half a gigabyte. This takes milliseconds, so call it after a phase whose successor needs the memory.
+    """
+    library = _c_library()
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
+@cache
+def _c_library() -> Any:
+    """Return the C library with its functions as attributes; macOS and musl lack the functions used here."""
+    return ctypes.CDLL(None)
+
+
+AUTO_RULE = (
+    "bfloat16 on a GPU and on processors with bfloat16 instructions (AVX512-BF16 or AMX), float32 on other processors, "
+    "which emulate bfloat16 many times more slowly"
+)
+
+
+class ComputeType(StrEnum):
+    """The type of numbers that a model is computed in."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The hardware and the type of numbers that a model is computed with; logged as one line."""
+
+    device: str
+    compute_type: ComputeType
+    """Never ``auto``; its value is the name of a torch dtype."""
+    threads: int
+    reason: str
+
+
+def decide_compute(
+    setting: str, wanted: ComputeType, *, device: str, multiplies_bfloat16: bool, threads: int
+) -> Compute:
+    """Return the hardware and the type of numbers to compute with.
+
+    Args:
+        setting: name of the setting, for ``reason``.
+        wanted: value of the setting.
+        device: ``cuda`` or ``cpu``.
+        multiplies_bfloat16: whether the processor has bfloat16 instructions; see the function of that name.
+        threads: processor threads that compute.
+    """
+    if wanted is not ComputeType.AUTO:
+        return Compute(device, wanted, threads, f"{setting}={wanted}")
+    if device == "cuda":
+        return Compute(device, ComputeType.BFLOAT16, threads, f"{setting}=auto on a GPU")
+    chosen = ComputeType.BFLOAT16 if multiplies_bfloat16 else ComputeType.FLOAT32
+    instructions = "with" if multiplies_bfloat16 else "without"
+    return Compute(device, chosen, threads, f"{setting}=auto on a processor {instructions} bfloat16 instructions")
+
+
+def multiplies_bfloat16(capabilities: Mapping[str, Any]) -> bool:
+    """Return whether a processor multiplies bfloat16 natively, from ``torch.cpu.get_capabilities()``."""
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

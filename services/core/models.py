@@ -1,0 +1,217 @@
+"""Models by name or directory, for programs that do not load them: download, files, vocabulary and context length.
+
+``download_model`` fills the Hugging Face cache by one process for all nodes that share it. ``python -m
+services.core.models NAME`` prints whether the hub has a model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from filelock import SoftFileLease, Timeout
+from huggingface_hub import constants
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of, first_line
+from services.core.files import check_model_directory
+from services.core.logs import get_logger
+
+log = get_logger(__name__)
+
+
+LEASE_SECONDS = 120.0
+"""The time after which another node takes over from a killed downloader. NFS shows other nodes a file's new time after
+up to 60 s."""
+REPORT_SECONDS = 30.0
+"""The time between two lines of the log about a download."""
+POLL_SECONDS = 1.0
+LOOK_SECONDS = 10.0
+"""Longest time for the answer whether the hub has a model."""
+READ_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+"""The files of a model that trainer and engines read."""
+UNREAD_FILES = ["original/*", "consolidated*"]
+"""The same weights in the formats of other programs."""
+COMPLETE = ".complete"
+"""Marks a model's directory in the cache as complete."""
+
+
+def download_model(model: str) -> None:
+    """Wait until the cache has the whole model; download it unless another process does.
+
+    A directory needs no download. A model that is complete in the cache is used as it is, even if the hub has a newer
+    one. One process downloads while it keeps a lease, a file in the cache that it refreshes. If it is killed, another
+    process downloads the files that are not complete.
+
+    When the hub does not list the model, this returns, because whoever loads the model says why it cannot be had.
+
+    Args:
+        model: a name on the hub, or a directory.
+
+    Raises:
+        ConfigurationError: the directory does not exist, or the cache cannot be written.
+        DependencyLostError: a download broke off.
+    """
+    check_model_directory(model)
+    if Path(model).expanduser().is_dir() or constants.is_offline_mode():
+        return
+    try:
+        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+    except HFValidationError:
+        return
+    if (folder / COMPLETE).exists():
+        return
+    with _leased(folder.parent / ".locks" / f"{folder.name}.lease", model):
+        if not (folder / COMPLETE).exists():
+            _download(model, folder)
+
+
+def is_listed(name: str, kind: str = "model") -> bool:
+    """Return whether the hub, or the cache of models, has a model or dataset; False if the hub does not answer.
+
+    Raises:
+        ConfigurationError: the hub answers that it has none of that name.
+    """
+    try:
+        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
+        if kind == "model" and (folder / "snapshots").is_dir():
+            return True
+        huggingface_hub.HfApi().repo_info(name, repo_type=kind, timeout=LOOK_SECONDS)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        setting = "DATASET" if kind == "dataset" else "MODEL_NAME"
+        raise ConfigurationError(
+            f"{setting}={name}: the Hugging Face hub has no such {kind}, or it is private; check the name, give "
+            "--secret HF_TOKEN, or give a path"
+        ) from error
+    except Exception:  # noqa: BLE001  # its own errors, those of its HTTP library, and OSError
+        return False
+    return True
+
+
+@contextmanager
+def _leased(path: Path, model: str) -> Iterator[None]:
+    # Not the hub's own locks: on volumes without working flock every node gets them.
+    lease = SoftFileLease(path, lease_duration=LEASE_SECONDS)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                lease.acquire(timeout=REPORT_SECONDS, poll_interval=POLL_SECONDS)
+                break
+            except Timeout:
+                log.info("waiting for the model: another process downloads it", model=model, cache=str(path.parents[1]))
+    except OSError as error:
+        raise ConfigurationError(
+            f"MODEL_NAME={model}: the cache {path.parents[1]} cannot be written: {first_line(error)}; set HF_HUB_CACHE "
+            "to a directory that can, or HF_HUB_OFFLINE=1 if it has the model"
+        ) from error
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+def _download(model: str, folder: Path) -> None:
+    disable_progress_bars()
+    try:
+        files = huggingface_hub.snapshot_download(
+            model, allow_patterns=READ_FILES, ignore_patterns=UNREAD_FILES, dry_run=True
+        )
+    except Exception as error:  # noqa: BLE001  # its own errors, those of its HTTP library, and OSError
+        log.warning("the hub does not list the model's files", model=model, reason=first_line(error))
+        return
+    missing = sum(file.file_size or 0 for file in files if file.will_download)
+    if missing:
+        log.info("downloading the model", model=model, gigabytes=missing / 1e9, cache=str(folder.parent))
+    try:
+        with _reported(model, folder, missing):
+            huggingface_hub.snapshot_download(model, allow_patterns=READ_FILES, ignore_patterns=UNREAD_FILES)
+        (folder / COMPLETE).touch()
+    except Exception as error:
+        raise DependencyLostError(
+            f"MODEL_NAME={model}: the download to {folder} broke off: {first_line(error)}; a restart downloads the "
+            "missing files"
+        ) from error
+    if missing:
+        log.info("downloaded the model", model=model)
+
+
+@contextmanager
+def _reported(model: str, folder: Path, missing: int) -> Iterator[None]:
+    """Log how far the download is, every REPORT_SECONDS of the block."""
+    before, done = _size(folder), threading.Event()
+
+    def report() -> None:
+        while not done.wait(REPORT_SECONDS):
+            log.info("downloading the model", model=model, gigabytes=(_size(folder) - before) / 1e9, of=missing / 1e9)
+
+    reporter = threading.Thread(target=report, name="download-report", daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        reporter.join()
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the model's files, partial ones included."""
+    total = 0
+    for path in folder.glob("blobs/*"):
+        with suppress(FileNotFoundError):  # renamed meanwhile, because it is complete
+            total += path.stat().st_size
+    return total
+
+
+def vocabulary_size(model: str, named_by: str) -> int:
+    """Return the vocabulary size from a model's config.json, without the seconds that importing transformers takes.
+
+    Args:
+        model: a Hugging Face name or a directory.
+        named_by: the setting or option that names the model, for the error.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or has no vocabulary size.
+    """
+    return _configured(model, named_by, "vocab_size")
+
+
+def context_length(model: str, named_by: str) -> int:
+    """Return the longest prompt and completion together, in tokens; see ``vocabulary_size``."""
+    return _configured(model, named_by, "max_position_embeddings")
+
+
+def model_file(model: str, name: str) -> Path:
+    """Return the path of a file of a model: in its directory, or in the hub's cache, where it is downloaded.
+
+    Raises:
+        OSError, ValueError: the hub does not give it.
+    """
+    directory = Path(model).expanduser()
+    return directory / name if directory.is_dir() else Path(huggingface_hub.hf_hub_download(model, name))
+
+
+def _configured(model: str, named_by: str, field: str) -> int:
+    try:
+        config: dict[str, Any] = json.loads(model_file(model, "config.json").read_text())
+        # Multimodal models have a configuration for each modality.
+        return int((config | (config.get("text_config") or {}))[field])
+    except KeyError:
+        reason = f"its config.json has no {field}"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = first_line(error)
+    raise ConfigurationError(
+        f"{named_by} {model!r}: its configuration cannot be loaded: {reason}; give a Hugging Face name or directory"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: print("listed" if is_listed(sys.argv[1]) else "", end="")))

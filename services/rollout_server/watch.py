@@ -1,0 +1,111 @@
+"""A watch over an engine whose process runs: kill it when its scheduler hangs, and wake it when its trainer is gone.
+
+SGLang's HTTP process answers /health by itself, also when the scheduler or its GPU hangs. The watch therefore has the
+scheduler generate a token now and then, by /health_generate, and kills an engine whose scheduler is silent. A scheduler
+that generates for others answers at once, so the check costs a busy engine nothing.
+
+With ENGINE_SLEEPS, the trainer wakes the engine with its next publication, and a restarted trainer with its first one.
+If the trainer is gone, the watch wakes the engine, so that requests of others do not wait for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from asyncio import sleep
+from collections.abc import Awaitable, Callable
+
+from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
+from services.core.endpoints import Task, endpoint
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
+from services.core.supervisor import SupervisedProcess
+from services.http.client import HttpClient
+from services.rollout_server.settings import RolloutSettings
+
+log = get_logger(__name__)
+
+UPDATE_SECONDS = 600.0
+"""Longest silence while weights change, as long as the trainer waits for a worker that loads a version."""
+LEAST_FAILURES = 2
+"""Checks in a row that fail before the engine is killed."""
+SLEEP_POLL_SECONDS = 5.0
+"""The longest time between two questions to a sleeping engine."""
+
+
+class EngineWatch:
+    """The watch over one engine.
+
+    A check of the scheduler takes place every sixth of ENGINE_HANG_SECONDS and fails after half of them. So a silent
+    engine is killed within 1.5 times ENGINE_HANG_SECONDS, or UPDATE_SECONDS later than that while its weights seem to
+    change. A sleeping engine wakes when the trainer has not answered for ENGINE_STALE_SECONDS.
+    """
+
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        worker: WorkerAdmin,
+        engine: SupervisedProcess,
+        is_updating: Callable[[], Awaitable[bool]],
+        *,
+        may_hang: bool,
+    ) -> None:
+        """Make a watch.
+
+        Args:
+            settings: the limits of time, and whether the engine sleeps.
+            worker: the engine's routes.
+            engine: the engine's process.
+            is_updating: returns whether the engine's weights may be changing now, during which it is silent.
+            may_hang: the scheduler may hang although /health answers.
+        """
+        self._settings = settings
+        self._worker = worker
+        self._engine = engine
+        self._is_updating = is_updating
+        self._may_hang = may_hang
+
+    async def run(self) -> None:
+        """Watch every start of the engine, from its first answer on, until cancelled."""
+        start = 0
+        # The trainer's run page answers also while the trainer computes.
+        async with HttpClient(endpoint(Task.TRAINER).url, service=Task.TRAINER.value) as trainer:
+            while True:
+                start = await self._engine.wait_until_healthy(after=start)
+                watches = [self._kill_if_hung(start)] if self._may_hang else []
+                watches += [self._wake_if_alone(start, trainer)] if self._settings.engine_sleeps else []
+                await asyncio.gather(*watches)
+
+    async def _kill_if_hung(self, start: int) -> None:
+        hang_seconds = self._settings.engine_hang_seconds
+        answered = quiet_since = time.monotonic()
+        failures = 0
+        while self._engine.is_running(start):
+            if await self._worker.scheduler_answers(hang_seconds / 2):
+                answered = quiet_since = time.monotonic()
+                failures = 0
+            elif time.monotonic() - answered < UPDATE_SECONDS and await self._is_updating():
+                quiet_since = time.monotonic()
+            else:
+                failures += 1
+            quiet = time.monotonic() - quiet_since
+            if failures >= LEAST_FAILURES and quiet > hang_seconds and self._engine.is_running(start):
+                log.error("scheduler does not answer: engine killed", url=self._worker.url, seconds=round(quiet, 1))
+                self._engine.kill()
+                return
+            await sleep(hang_seconds / 6)
+
+    async def _wake_if_alone(self, start: int, trainer: HttpClient) -> None:
+        lost_seconds = self._settings.engine_stale_seconds
+        answered = time.monotonic()
+        while self._engine.is_running(start):
+            await sleep(min(SLEEP_POLL_SECONDS, lost_seconds / 4))
+            try:
+                if not await self._worker.is_asleep() or await trainer.is_healthy():
+                    answered = time.monotonic()
+                elif time.monotonic() - answered > lost_seconds:
+                    log.warning("engine woken: its trainer does not answer", url=self._worker.url)
+                    await self._worker.wake()
+                    await self._worker.resume()
+            except (WorkerRefusedError, DependencyLostError) as error:
+                log.warning("engine asleep or not: unknown", url=self._worker.url, reason=str(error))

@@ -1,0 +1,284 @@
+"""The GPUs, cores and memory of a machine, and the type of numbers that engine and trainer choose on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+
+from services.core import machine
+from services.core.endpoints import NODE_RANK_VARIABLE
+from services.core.errors import ConfigurationError
+from services.core.machine import (
+    CORES_VARIABLE,
+    THREADS_VARIABLE,
+    Compute,
+    ComputeType,
+    decide_compute,
+    multiplies_bfloat16,
+    threads,
+)
+from services.embedded_engine.compute.loading import load
+from services.embedded_engine.settings import EngineSettings
+from services.evaluation_head.settings import HeadSettings
+from services.evaluation_head.torch_policy import TorchPolicy
+from services.reward_server.reward_model import RewardModel
+from services.rollout_server.settings import RolloutSettings
+from tests.services.evaluation_head.policies import publish_lean
+from tests.tolerance import BOTH_TYPES
+from trainer.config import TrainerSettings
+from trainer.model.policy import load_policy
+from trainer.model.ranks import join_ranks
+
+
+@pytest.mark.parametrize(
+    ("build", "driver", "visible", "remedy"),
+    [
+        (None, "580.65.06", None, "torch built for processors only.*install a torch that is built for CUDA"),
+        ("13.0", "550.54.14", None, r"driver 550.54.14, torch built for CUDA 13.0.*whose driver is new enough"),
+        ("13.0", None, None, "driver not found.*LD_LIBRARY_PATH=/usr/local/nvidia/lib64"),
+        ("13.0", "580.65.06", "0", "unset CUDA_VISIBLE_DEVICES, which is '0'"),
+    ],
+)
+def test_missing_gpus_are_told_with_driver_build_and_remedy(
+    monkeypatch: pytest.MonkeyPatch, build: str | None, driver: str | None, visible: str | None, remedy: str
+) -> None:
+    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "2")
+    monkeypatch.setattr(machine, "driver_version", lambda: driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigurationError, match=f"is 2, but torch sees 1 CUDA devices.*{remedy}"):
+        machine.check_cuda(1, build)
+    machine.check_cuda(2, build)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:17:33 UTC 2025",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22)",
+    ],
+)
+def test_the_drivers_version_is_read_from_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str) -> None:
+    (tmp_path / "version").write_text(line + "\nGCC version:  gcc version 12.3.0\n")
+    monkeypatch.setattr(machine, "DRIVER_FILE", tmp_path / "version")
+    assert machine.driver_version() == "580.65.06"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: load(EngineSettings.load(model_name="no/model")),
+        lambda: TorchPolicy("policy", Path("no-file"), HeadSettings.load()),
+        lambda: RewardModel("no/model", max_tokens=8),
+    ],
+    ids=["embedded engine", "evaluation head", "reward model"],
+)
+def test_no_program_computes_on_the_processor_of_a_node_with_gpus(
+    monkeypatch: pytest.MonkeyPatch, start: Callable[[], object]
+) -> None:
+    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "64")
+    with pytest.raises(ConfigurationError, match="SKYPILOT_NUM_GPUS_PER_NODE is 64, but torch sees"):
+        start()
+
+
+def test_a_node_of_a_cluster_says_how_many_gpus_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "two")
+    with pytest.raises(ConfigurationError, match="is 'two'; allowed is a whole number"):
+        machine.promised_gpus()
+
+
+@pytest.fixture
+def machine_with_16_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (CORES_VARIABLE, THREADS_VARIABLE, NODE_RANK_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+
+
+@pytest.mark.usefixtures("machine_with_16_cores")
+def test_a_process_alone_takes_all_cores() -> None:
+    assert threads() == 16
+
+
+@pytest.mark.usefixtures("machine_with_16_cores")
+def test_processes_share_the_cores() -> None:
+    assert [threads(processes=count) for count in (2, 5, 99)] == [8, 3, 1]
+
+
+@pytest.mark.usefixtures("machine_with_16_cores")
+def test_two_processes_on_two_cores_take_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CORES_VARIABLE, "2")
+    assert threads(processes=2) == 1
+
+
+@pytest.mark.usefixtures("machine_with_16_cores")
+@pytest.mark.parametrize(("promised", "expected"), [("4", 4), ("3.5", 3), ("0.5", 1), ("64", 16)])
+def test_a_pod_has_the_cores_that_it_asked_for(monkeypatch: pytest.MonkeyPatch, promised: str, expected: int) -> None:
+    monkeypatch.setenv(CORES_VARIABLE, promised)
+    assert threads() == expected
+
+
+@pytest.mark.usefixtures("machine_with_16_cores")
+def test_the_users_number_of_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(THREADS_VARIABLE, "5")
+    assert threads(processes=2) == 5
+    monkeypatch.setenv(NODE_RANK_VARIABLE, "0")
+    assert threads(processes=2) == 5
+    monkeypatch.delenv(NODE_RANK_VARIABLE)
+    monkeypatch.setenv(THREADS_VARIABLE, "1")
+    assert threads() == 1
+
+
+@pytest.mark.usefixtures("machine_with_16_cores")
+def test_the_one_thread_that_ray_sets_on_skypilots_nodes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(THREADS_VARIABLE, "1")
+    monkeypatch.setenv(NODE_RANK_VARIABLE, "0")
+    monkeypatch.setenv(CORES_VARIABLE, "8")
+    assert threads() == 8
+    assert threads(processes=2) == 4
+
+
+@pytest.mark.usefixtures("machine_with_16_cores")
+def test_torch_computes_with_more_threads_than_the_variable_said_at_its_import() -> None:
+    """Ray's variable is there before torch is; what a process sets afterwards counts in all its threads."""
+    program = """
+import threading, torch
+from services.core import machine
+torch.set_num_threads(machine.threads(processes=2))
+seen = [torch.get_num_threads()]
+other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+other.start(); other.join()
+print(*seen)
+"""
+    environment = os.environ | {THREADS_VARIABLE: "1", NODE_RANK_VARIABLE: "0"}
+    program = "import os; os.sched_getaffinity = lambda _: set(range(6))\n" + program
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3", "3"]
+
+
+@pytest.mark.usefixtures("machine_with_16_cores")
+def test_models_on_the_processor_take_these_threads(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Embedded engine and evaluation head take all cores."""
+    publish_lean(tmp_path)
+    numbers: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    load(EngineSettings.load(model_name=str(tiny_model)))
+    TorchPolicy("lean", tmp_path, HeadSettings())
+    assert numbers == [16, 16]
+
+
+needs_glibc = pytest.mark.skipif(sys.platform != "linux", reason="the C library is asked for this on Linux only")
+
+MIB = 2**20
+# Blocks that glibc would give back at once, below and above what is kept.
+PROGRAM = """
+import psutil
+from services.core import machine
+
+def resident():
+    return psutil.Process().memory_info().rss
+
+{before}
+at_first = resident()
+blocks = [bytearray(b"x" * {size}) for _ in range({count})]
+filled = resident()
+del blocks
+freed = resident()
+machine.release_memory()
+print(filled - at_first, freed - at_first, resident() - at_first)
+"""
+
+
+def grown(before: str, size: int, count: int) -> tuple[int, int, int]:
+    """Bytes by which a process has grown: with its blocks, when they are freed, and after ``release``."""
+    code = PROGRAM.format(before=before, size=size, count=count)
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    filled, freed, released = map(int, output.split())
+    return filled, freed, released
+
+
+@needs_glibc
+def test_what_is_freed_is_kept_until_it_is_released() -> None:
+    filled, freed, released = grown("machine.keep_freed_memory()", 40 * MIB, 4)
+    assert filled > 150 * MIB
+    assert freed > 150 * MIB
+    assert released < 20 * MIB
+
+
+@needs_glibc
+@pytest.mark.parametrize(
+    ("before", "size"), [("", 40 * MIB), ("machine.keep_freed_memory()", 80 * MIB)], ids=["by default", "large"]
+)
+def test_otherwise_it_goes_back_at_once(before: str, size: int) -> None:
+    filled, freed, _ = grown(before, size, 2)
+    assert filled > 1.9 * size
+    assert freed < 0.5 * size
+
+
+def test_a_containers_limit_counts_where_it_is_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(machine, "CGROUP_FILES", (tmp_path / "another", limit))
+    whole = machine.host_memory()
+    limit.write_text("1000000\n")
+    assert machine.host_memory() == 1000000
+    limit.write_text("max\n")
+    assert machine.host_memory() == whole > 1000000
+
+
+WITH, WITHOUT = {"avx512_bf16": True}, {"avx512_f": True, "avx512_bf16": False, "amx_bf16": False}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "has_instructions", "chosen", "reason"),
+    [
+        ("auto", "cpu", True, "bfloat16", "X=auto on a processor with bfloat16 instructions"),
+        ("auto", "cpu", False, "float32", "X=auto on a processor without bfloat16 instructions"),
+        ("auto", "cuda", False, "bfloat16", "X=auto on a GPU"),
+        ("float32", "cuda", True, "float32", "X=float32"),
+        ("bfloat16", "cpu", False, "bfloat16", "X=bfloat16"),
+    ],
+)
+def test_auto_is_bfloat16_where_the_hardware_multiplies_it(
+    wanted: str, device: str, has_instructions: bool, chosen: str, reason: str
+) -> None:
+    decided = decide_compute("X", ComputeType(wanted), device=device, multiplies_bfloat16=has_instructions, threads=3)
+    assert decided == Compute(device, ComputeType(chosen), 3, reason)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"), [(WITH, True), ({"amx_bf16": True}, True), (WITHOUT, False), ({"bf16": True}, False)]
+)
+def test_bfloat16_instructions_are_those_of_avx512_and_amx(capabilities: dict[str, Any], expected: bool) -> None:
+    assert multiplies_bfloat16(capabilities) is expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU decides before the processor does")
+@pytest.mark.parametrize("capabilities", [WITH, WITHOUT], ids=["with instructions", "without"])
+@pytest.mark.parametrize("wanted", ["auto", *BOTH_TYPES])
+def test_engine_and_trainer_compute_in_the_same_type_and_say_it_in_the_same_line(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, Any], wanted: str
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
+    kind = ("bfloat16" if capabilities is WITH else "float32") if wanted == "auto" else wanted
+    with structlog.testing.capture_logs() as lines:
+        engine = load(RolloutSettings.load(model_name=str(tiny_model), engine_dtype=wanted))
+        with join_ranks() as ranks:
+            policy = load_policy(TrainerSettings.load(model_name=str(tiny_model), compute_type=wanted), ranks)
+    assert engine.model.dtype == engine.model.weights.embedding.dtype == getattr(torch, kind)
+    assert policy.compute is not None
+    assert policy.compute.compute_type == kind
+    engines, trainers = (line for line in lines if line["event"] == "computing")
+    assert engines["reason"].startswith(f"ENGINE_DTYPE={wanted}")
+    assert trainers.pop("reason") == engines.pop("reason").replace("ENGINE_DTYPE", "COMPUTE_TYPE")
+    expected = {"device": "cpu", "compute_type": kind, "threads": torch.get_num_threads()}
+    assert engines == trainers == {"event": "computing", "log_level": "info", **expected}

@@ -1,0 +1,97 @@
+"""A start on a node that is used again ends what an earlier start left there, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.ports import free_port
+from tests.waiting import IDLE_SECONDS, wait_until
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+START = "from services.core.processes import end_leftovers; end_leftovers(grace_seconds={seconds}); print('started')"
+
+
+@contextmanager
+def running(
+    folder: Path, code: str, *, module: str = "program", task: str = "t-1", rank: str = "0"
+) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
+    """Run ``code`` as ``python -m module`` of a task's node within the context; yield its shell and itself."""
+    folder = folder / str(len(list(folder.iterdir())))
+    folder.mkdir()
+    (folder / f"{module}.py").write_text(code)
+    environment = os.environ | {
+        "SKYPILOT_TASK_ID": task,
+        "SKYPILOT_NODE_RANK": rank,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[3])]),
+    }
+    # As SkyPilot does: the program's parent is a shell with the same variables.
+    process = subprocess.Popen(["bash", "-c", f"{sys.executable} -m {module}; exit $?"], env=environment)
+    try:
+        shell = psutil.Process(process.pid)
+        yield process, wait_until(lambda: next(iter(shell.children()), None), "the program runs", every=0.02)
+    finally:
+        for one in psutil.Process(process.pid).children() if process.poll() is None else []:
+            one.kill()
+        process.wait(IDLE_SECONDS)
+
+
+def test_a_start_ends_the_processes_of_the_same_task_and_node_alone(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        _, old = stack.enter_context(running(tmp_path, STUBBORN))
+        spared = [
+            stack.enter_context(running(tmp_path, STUBBORN, rank="1"))[1],
+            stack.enter_context(running(tmp_path, STUBBORN, task="t-2"))[1],
+            stack.enter_context(running(tmp_path, STUBBORN, module="other"))[1],
+        ]
+        with running(tmp_path, START.format(seconds=0.2)) as (shell, _):
+            assert shell.wait(IDLE_SECONDS) == 0
+        assert not old.is_running() or old.status() == psutil.STATUS_ZOMBIE
+        assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in spared)
+
+
+def test_a_leftover_that_ends_by_itself_is_left_to_it(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    ended = folder / "ended"
+    leaving = f"import time; time.sleep(1); open({str(ended)!r}, 'w').close()"
+    with running(tmp_path, leaving), running(tmp_path, START.format(seconds=IDLE_SECONDS)) as (shell, _):
+        assert shell.wait(IDLE_SECONDS) == 0
+        assert ended.exists()
+
+
+def test_a_service_takes_the_port_of_its_leftover(tmp_path: Path) -> None:
+    port = str(free_port())
+    environment = os.environ | {"SKYPILOT_TASK_ID": "t-3", "SKYPILOT_NODE_RANK": "0"}
+    command = [sys.executable, "-m", "services.reward_server", "--port", port]
+
+    def healthy(process: subprocess.Popen[bytes]) -> bool:
+        assert process.poll() is None
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5, trust_env=False).is_success
+        except httpx.TransportError:
+            return False
+
+    with subprocess.Popen(command, env=environment) as old:
+        try:
+            wait_until(lambda: healthy(old), "the first answers", every=0.1)
+            os.kill(old.pid, signal.SIGSTOP)
+            with subprocess.Popen(command, env=environment) as new:
+                try:
+                    wait_until(lambda: old.poll() is not None, "the first has ended", every=0.1)
+                    wait_until(lambda: healthy(new), "the second answers", every=0.1)
+                finally:
+                    new.kill()
+        finally:
+            old.kill()
+    assert old.returncode == -signal.SIGKILL

@@ -1,0 +1,95 @@
+"""The watch over an engine that sleeps, against a worker and a trainer that answer as each test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from services.clients.rollout_admin import ASLEEP, WorkerAdmin
+from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
+from services.core.supervisor import SupervisedProcess
+from services.rollout_server.settings import RolloutSettings
+from services.rollout_server.watch import EngineWatch
+from tests.fake_service import FakeService, fake_service
+from tests.services.rollout_server.test_registration import RunningEngine
+from tests.waiting import IDLE_SECONDS
+
+LOST_SECONDS = 0.2
+
+
+class Worker:
+    """A worker that sleeps, and the order in which it was told to wake."""
+
+    def __init__(self, service: FakeService) -> None:
+        self.version = f"7{ASLEEP}"
+        self.calls: list[str] = []
+        self.url = service.endpoint.url
+        service.routes |= {
+            "GET /model_info": lambda _: {"weight_version": self.version},
+            "POST /resume_memory_occupation": lambda _: self.note("memory"),
+            "POST /update_weight_version": self.rename,
+            "POST /continue_generation": lambda _: self.note("generation"),
+        }
+
+    def note(self, call: str) -> dict[str, Any]:
+        self.calls.append(call)
+        return {}
+
+    def rename(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.version = request["new_version"]
+        return {}
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with fake_service({}) as service:
+        yield Worker(service)
+
+
+async def is_never_updating() -> bool:
+    return False
+
+
+async def watch_for(worker: Worker, seconds: float) -> None:
+    """Watch a worker until it is awake, at most for some seconds."""
+    async with WorkerAdmin(worker.url, timeout=IDLE_SECONDS) as admin:
+        settings = RolloutSettings(engine_sleeps=True, engine_stale_seconds=LOST_SECONDS)
+        engine = cast(SupervisedProcess, RunningEngine())
+        watch = EngineWatch(settings, admin, engine, is_never_updating, may_hang=False)
+        running = asyncio.create_task(watch.run())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while "generation" not in worker.calls:  # noqa: ASYNC110  # in another thread
+                    await asyncio.sleep(0.01)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+def trainer_at(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"ppo-trainer-0:{STATUS_PORT}": address}))
+
+
+async def test_an_engine_wakes_when_its_trainer_is_gone(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer_at(monkeypatch, "127.0.0.1:1")
+    await watch_for(worker, IDLE_SECONDS)
+    assert (worker.calls, worker.version) == (["memory", "generation"], "7")
+
+
+async def test_an_engine_sleeps_on_while_its_trainer_answers(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_service({"GET /health": lambda _: {}}) as trainer:
+        trainer_at(monkeypatch, f"{trainer.endpoint.host}:{trainer.endpoint.port}")
+        await watch_for(worker, 5 * LOST_SECONDS)
+    assert (worker.calls, worker.version) == ([], f"7{ASLEEP}")
+
+
+async def test_an_engine_that_is_awake_is_left_alone(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer_at(monkeypatch, "127.0.0.1:1")
+    worker.version = "7"
+    await watch_for(worker, 5 * LOST_SECONDS)
+    assert worker.calls == []
