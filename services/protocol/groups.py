@@ -81,6 +81,10 @@ Flags = Annotated[
 ]
 
 
+_ARRAYS = {"completion_ids", "logprobs", "policy_versions", "loss_mask", "advantages", "arrays"}
+"""The fields of a sequence that are arrays."""
+
+
 class Turn(WireModel):
     """A turn of an episode: completion tokens ``start`` to ``end`` (exclusive), and the reward that follows them.
 
@@ -115,6 +119,17 @@ class Tokens(WireModel):
     loss_mask: Flags | None = None
     finish_reason: FinishReason
     turns: list[Turn] | None = Field(default=None, max_length=MAX_SEQUENCES)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether everything is equal, the arrays to the bit."""
+        if not isinstance(other, type(self)):
+            return NotImplemented
+        mine, theirs = ({name: x.tobytes() for name, x in one.per_token.items()} for one in (self, other))
+        return mine == theirs and self.model_dump(exclude=_ARRAYS) == other.model_dump(exclude=_ARRAYS)
+
+    def __hash__(self) -> int:
+        """Return the hash of the token ids, which equal sequences have in common."""
+        return hash(self.completion_ids.tobytes())
 
     @model_validator(mode="after")
     def _one_entry_per_token(self) -> Self:
@@ -179,16 +194,6 @@ class TokenSequence(Tokens):
     messages: list[Message] | None = None
     advantages: Numbers | None = None
     arrays: dict[str, Numbers] = Field(default_factory=dict)
-
-    def __eq__(self, other: object) -> bool:
-        """Return whether everything is equal, to the bit."""
-        if not isinstance(other, TokenSequence):
-            return NotImplemented
-        return pack_sequences({}, [self]) == pack_sequences({}, [other])
-
-    def __hash__(self) -> int:
-        """Return the hash of the token ids, which equal sequences have in common."""
-        return hash(self.completion_ids.tobytes())
 
     @property
     def per_token(self) -> dict[str, NDArray[Any]]:
@@ -299,7 +304,6 @@ class Group(WireModel):
 FORMAT = 2
 """The version of the byte form: in its first byte, then the length of the header and a checksum of all that follows."""
 _PREFIX = struct.Struct("<BII")
-_ARRAYS = {"completion_ids", "logprobs", "policy_versions", "loss_mask", "advantages", "arrays"}
 
 
 class GroupFormatError(ValueError):

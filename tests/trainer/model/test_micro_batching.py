@@ -27,7 +27,12 @@ Contents = tuple[str, tuple[int, ...], tuple[int, ...], tuple[float, ...]]
 
 def completions(groups: list[TrainingGroup]) -> Counter[Contents]:
     return Counter(
-        (g.group_id, tuple(g.prompt_ids), tuple(s.completion_ids), tuple(s.advantages))
+        (
+            g.group_id,
+            tuple(g.prompt_ids),
+            tuple(s.completion_ids),
+            None if s.advantages is None else tuple(s.advantages),
+        )
         for g in groups
         for s in g.sequences
     )
@@ -53,7 +58,7 @@ def test_a_micro_batch_exceeds_its_budget_only_for_a_single_completion(
     for batches in share_out(groups, n_ranks, max_tokens):
         for pieces in batches:
             tokens = sum(piece.tokens for piece in pieces)
-            with_tokens = [s for piece in pieces for s in piece.sequences if s.completion_ids]
+            with_tokens = [s for piece in pieces for s in piece.sequences if s.tokens]
             is_single = len(pieces) == 1 and len(with_tokens) <= 1
             assert tokens <= max_tokens or is_single
             if pieces:

@@ -686,7 +686,7 @@ def test_a_restarted_collector_begins_with_the_prompts_that_the_last_one_left(se
 
     def until_bad(request: dict[str, Any]) -> Any:
         # A request that is cancelled half-way has no body.
-        position = request["groups"][0]["position"] if request else BAD
+        position = request["groups"][0]["prompt"]["position"] if request else BAD
         accepted.add(position)
         return 400 if position == BAD else added(request)
 

@@ -172,7 +172,7 @@ def test_turns_of_two_seats_are_not_compared() -> None:
     settings = TrainerSettings.load(rollout="environment", credit="turn", advantage="dr_grpo")
     sequences = [played(0, 0, 1), played(1, -1), played(0, 0, 1), played(1, -1)]
     [group] = Objective(settings).with_advantages([TrainingGroup([1], sequences)])
-    assert [s.advantages for s in group.sequences] == [[0, 0], [0], [0, 0], [0]]
+    assert [s.advantages.tolist() for s in group.sequences] == [[0, 0], [0], [0, 0], [0]]
 
 
 def test_one_place_for_an_episode_is_enough_for_a_game(stage: Stage) -> None:
