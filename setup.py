@@ -4,7 +4,10 @@ from setuptools import find_namespace_packages, setup
 from setuptools.command.build_py import build_py
 
 FOLDERS = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts", "toys")
-FOUND = find_namespace_packages(include=[pattern for folder in FOLDERS for pattern in (folder, f"{folder}.*")])
+DATA = ("jobgroups", "examples")
+FOUND = find_namespace_packages(
+    include=[pattern for folder in (*FOLDERS, *DATA) for pattern in (folder, f"{folder}.*")]
+)
 
 
 class Build(build_py):
