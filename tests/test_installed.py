@@ -142,9 +142,7 @@ def test_grpo_lists_its_commands_and_refuses_others(environment, home):
 
 
 def test_no_command_is_imported_for_the_list_of_commands(environment, home):
-    start = (
-        "import sys; sys.argv = ['grpo']; from skypilot_grpo.scripts.grpo import main\ntry: main()\nexcept SystemExit: "
-    )
+    start = f"{LISTED}except SystemExit: "
     start += "sys.exit(str([name for name in sys.modules if name in ('torch', 'local_runner.run', 'psutil')] or ''))"
     done = run(environment / "bin/python", "-c", start, cwd=home)
     assert done.stderr.strip() == ""
