@@ -22,7 +22,8 @@ from trainer.config import Mode, TrainerSettings
 from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
 from trainer.model.optimizer import StopRequestedError
-from trainer.publishing.publication import Publication
+from trainer.publishing.probe import Probe
+from trainer.publishing.publisher import Publisher
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.reporting.step_metrics import headline, step_metrics
@@ -59,9 +60,11 @@ class TrainingLoop:
     """False once the metrics of a completed step could not be written."""
 
     def __post_init__(self) -> None:
-        self.publication = Publication(self.settings, self.services, self.team)
+        team = self.team
+        self.publisher = Publisher(self.settings, self.services.thread, team.writer, team.write_policy)
+        self.probe = Probe(self.publisher, team.learner.policy, team.logprobs)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.team, self.state)
-        self.services.while_waiting = lambda: self.publication.keep_on_volume(self.state.policy_version)
+        self.services.while_waiting = self.publisher.keep_on_volume
 
     def run(self) -> None:
         """Train to the end.
@@ -184,9 +187,12 @@ class TrainingLoop:
         """Make the rollout workers serve the policy, and return the metrics of it."""
         version = self.state.policy_version
         self.status.begin("publish", f"publishing policy version {version} to the rollout workers")
-        metrics = self.publication.publish(version, batch)
+        started = time.perf_counter()
+        self.team.leave_gpu()  # for engines that wake for the version and take their memory back
+        metrics = self.publisher.publish(version) | self.probe.check(batch.groups)
+        self.team.leave_gpu()  # the probe has gathered the parameters
         self.status.policy_version = version
-        return metrics
+        return metrics | {"seconds_publish": time.perf_counter() - started}
 
     def evaluate(self, *, is_last: bool = False) -> dict[str, float]:
         """Evaluate on held-out prompts, note the accuracy in the state, and return the metrics of it.

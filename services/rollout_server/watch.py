@@ -15,10 +15,10 @@ import time
 from asyncio import sleep
 from collections.abc import Awaitable, Callable
 
-from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
 from services.core.endpoints import Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
+from services.engines.engine import WorkerAdmin, WorkerRefusedError
 from services.http.client import HttpClient
 from services.rollout_server.settings import RolloutSettings
 from services.rollout_server.supervisor import SupervisedProcess

@@ -14,8 +14,8 @@ import httpx
 import psutil
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.core.errors import DependencyLostError
+from services.engines.engine import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.protocol.groups import Completion
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.waiting import IDLE_SECONDS, wait_until

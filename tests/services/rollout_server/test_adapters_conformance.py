@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
+from services.engines.engine import WorkerAdmin, WorkerRefusedError
 from services.http.client import RequestRefusedError
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import RANK, adapted_logprobs, save_adapter

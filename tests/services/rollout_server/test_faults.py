@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.clients.rollout_admin import WorkerAdmin
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError
+from services.engines.engine import WorkerAdmin
 from services.rollout_server import supervisor
 from services.rollout_server.commands import Command
 from tests.services.rollout_server.fake_nodes import REGISTERED, FakeNodes, Traffic, fake_nodes

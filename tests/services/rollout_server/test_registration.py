@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
+from services.engines.engine import RouterAdmin, WorkerAdmin
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.settings import RolloutSettings
 from services.rollout_server.supervisor import SupervisedProcess

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.core.errors import DependencyLostError
+from services.engines.engine import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from tests.services.rollout_server.conftest import ENGINES, check_installed
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance

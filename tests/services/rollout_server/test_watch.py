@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from services.clients.rollout_admin import ASLEEP, WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
+from services.engines.engine import ASLEEP, WorkerAdmin
 from services.rollout_server.settings import RolloutSettings
 from services.rollout_server.supervisor import SupervisedProcess
 from services.rollout_server.watch import EngineWatch
