@@ -177,7 +177,7 @@ async def test_requests_in_flight_end_before_a_worker_is_held(
 ) -> None:
     pending = flight.start()
     await asyncio.sleep(0.05)
-    await worker.hold(finishes_requests=True)
+    await worker.hold("finish")
     await worker.update_from_disk(other_model, 12)
     await worker.resume()
     for reply in await pending:
