@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
+GRPO = $(VENV)/bin/grpo
 # setuptools warns of every editable installation, which is what a checkout is for.
 PIP = PYTHONWARNINGS="ignore:Editable installation" $(RUN) -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE :=
@@ -28,21 +29,21 @@ help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.compiled $(MODEL)/config.json  ## train a small pretrained model on arithmetic, whole job group on this machine
-	$(RUN) -m scripts.run_local jobgroup.yaml --env-file demo.env $(DEMO)
+	$(GRPO) run --env-file examples/demo.env $(DEMO)
 
 demo-agent: $(VENV)/.agent $(MODEL)/config.json  ## the same model learns to use a tool that it needs
-	$(RUN) -m scripts.run_local jobgroup-agent.yaml --env-file demo-agent.env $(DEMO)
+	$(GRPO) run jobgroups/agent.yaml --env-file examples/demo-agent.env $(DEMO)
 
 demo-environment: $(VENV)/.environment $(MODEL)/config.json  ## the same model learns to play a game of an environment-server
-	$(RUN) -m scripts.run_local jobgroup-environment.yaml --env-file demo-environment.env $(DEMO)
+	$(GRPO) run jobgroups/environment.yaml --env-file examples/demo-environment.env $(DEMO)
 
 demo-gsm8k: $(VENV)/.compiled $(MODEL)/config.json  ## a few steps on GSM8K files: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl
 	@test -n "$(TRAIN)" -a -n "$(TEST)" || { echo "usage: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl"; exit 2; }
-	$(RUN) -m scripts.run_local jobgroup.yaml --env-file gsm8k.env --env DATASET=$(TRAIN) --env DATASET_TEST=$(TEST) $(DEMO)
+	$(GRPO) run --env-file examples/gsm8k.env --env DATASET=$(TRAIN) --env DATASET_TEST=$(TEST) $(DEMO)
 
 one-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## train Qwen2.5-0.5B on this machine's GPU, which engine and trainer share
 	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable $(JOB)
-	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m scripts.run_local jobgroup.yaml --env-file one-gpu.env --small $(DEMO)
+	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/grpo run --env-file examples/one-gpu.env --small $(DEMO)
 
 test:  ## everything below but the slow: style, types, unit tests, the whole system end to end
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.test $(VENV)/.sky
@@ -76,7 +77,7 @@ test-skypilot: $(VENV)/.test $(VENV)/.sky  ## `sky jobs launch` by SkyPilot's re
 	$(RUN) -m pytest tests/skypilot -m skypilot --require-all
 
 test-oracles: $(VENV)-oracles/.oracles $(MODEL)/config.json  ## the algorithm against the real verl and TRL, the evaluation against lm-eval and on Ray, which it installs: 1.7 GB
-	$(VENV)-oracles/bin/python -m pytest tests/trainer/algorithm/test_*oracles.py tests/evaluation/test_lm_eval.py tests/evaluation/test_ray.py -m oracles --require-all
+	$(VENV)-oracles/bin/python -m pytest tests/trainer/algorithm/test_*oracles.py tests/evaluation/test_lm_eval.py tests/evaluation/test_clusters.py -m oracles --require-all
 
 test-openenv: $(VENV)/.test $(VENV)-openenv/.openenv  ## environment-server against the real openenv and verifiers, which it installs: 500 MB
 	OPENENV_PYTHON=$(abspath $(VENV))-openenv/bin/python $(RUN) -m pytest tests/openenv -m openenv --require-all
@@ -121,7 +122,7 @@ image:  ## build the nodes' images: make image IMAGE=registry.example.org/grpo:v
 	$(foreach part,services trainer rollout,$(DOCKER) build --target $(part) --tag $(IMAGE)-$(part) . &&) true
 
 clean-runs:  ## list runs with their sizes; remove some: make clean-runs RUNS="--keep 3"
-	@$(RUN) -m scripts.clean $(RUNS)
+	@$(GRPO) clean $(RUNS)
 
 clean:  ## remove what was installed and cached; runs/ stays
 	rm -rf $(VENV) $(VENV)-sky $(VENV)-oracles $(VENV)-openenv $(VENV)-cuda $(VENV)-engine $(VENV)-trl $(VENV)-sglang .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -209,5 +210,5 @@ $(VENV)-trl/.trl: | python-version
 	@touch $@
 
 $(MODEL)/config.json: scripts/prepare_demo_model.py scripts/demo_chat_template.jinja scripts/demo_response_template.json | $(VENV)/.demo
-	$(RUN) -m scripts.prepare_demo_model $(MODEL)
+	$(GRPO) demo-model $(MODEL)
 	@touch $@

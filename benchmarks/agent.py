@@ -28,8 +28,8 @@ from benchmarks.common.job import Job, running
 from evaluation.metrics import GREEDY
 from local_runner import spec
 
-JOB_GROUP = ROOT / "jobgroup-agent.yaml"
-SETTINGS = spec.env_file(ROOT / "demo-agent.env")
+JOB_GROUP = ROOT / "jobgroups/agent.yaml"
+SETTINGS = spec.env_file(ROOT / "examples/demo-agent.env")
 """The settings of `make demo-agent`."""
 WITHOUT_TOKENS = 64
 """Longest answer without the tool: room to reason before it."""
@@ -87,9 +87,9 @@ def parsed_calls(step: Mapping[str, Any]) -> float:
 def without_tool(model: Path, directory: Path) -> float:
     """Return a model's greedy accuracy on the run's held-out questions, each answered by one completion."""
     output = directory / "without"
-    command = [sys.executable, "-m", "scripts.evaluate", "--model", str(model), "--output", str(output)]
+    command = [sys.executable, "-m", "scripts.grpo", "evaluate", "--model", str(model), "--output", str(output)]
     command += ["--workflow", "single-turn", "--limit", SETTINGS["EVAL_PROMPTS"]]
-    command += ["--env-file", "demo-agent.env", "--max-new-tokens", str(WITHOUT_TOKENS)]
+    command += ["--env-file", "examples/demo-agent.env", "--max-new-tokens", str(WITHOUT_TOKENS)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{done.stdout[-3000:]}\nerror: the evaluation ended with {done.returncode}")

@@ -75,7 +75,7 @@ class Mode:
         given, nodes = dict(settings), {"rollout-server": 1, "ppo-trainer": 1}
         job_group = "jobgroup.yaml"
         if self.max_staleness is not None:
-            job_group, given["MAX_STALENESS"], nodes["collector"] = "jobgroup-async.yaml", self.max_staleness, 1
+            job_group, given["MAX_STALENESS"], nodes["collector"] = "jobgroups/async.yaml", self.max_staleness, 1
         with tempfile.TemporaryDirectory() as directory:
             command = f"exec env {slow_rollouts.FACTOR}={self.slowdown} python -m benchmarks.common.slow_rollouts"
             path = write_job_group(Path(directory), job_group, {"rollout-server": command})

@@ -2,9 +2,9 @@
 
     python -m benchmarks.collectors [--collectors 2 24] [--steps 40] [--rounds 2] [--json FILE]
 
-The tiny model trains by ``jobgroup-async.yaml`` under the local runner, with one rollout node and one trainer node. All
-collectors of a run start at once. A collector has started when it first asks the replay-buffer for places. Services are
-asked for their counts of requests twice a second, which is part of the rates. After each run the prompts that the
+The tiny model trains by ``jobgroups/async.yaml`` under the local runner, with one rollout node and one trainer node.
+All collectors of a run start at once. A collector has started when it first asks the replay-buffer for places. Services
+are asked for their counts of requests twice a second, which is part of the rates. After each run the prompts that the
 data-server gave are compared with the groups that the replay-buffer got and with the files in which collectors keep
 what they have in flight.
 """
@@ -33,7 +33,7 @@ from local_runner.processes import MARK
 from services.core.endpoints import PORTS, Task
 from services.core.machine import cores
 
-JOB_GROUP = ROOT / "jobgroup-async.yaml"
+JOB_GROUP = ROOT / "jobgroups/async.yaml"
 SERVICES = (Task.DATA_SERVER, Task.REWARD_SERVER, Task.REPLAY_BUFFER)
 LOOK_SECONDS = 0.5
 SETTINGS = {

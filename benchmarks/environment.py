@@ -24,8 +24,8 @@ from benchmarks.common.harness import ROOT
 from benchmarks.common.job import Job, running
 from local_runner import spec
 
-JOB_GROUP = ROOT / "jobgroup-environment.yaml"
-SETTINGS = spec.env_file(ROOT / "demo-environment.env")
+JOB_GROUP = ROOT / "jobgroups/environment.yaml"
+SETTINGS = spec.env_file(ROOT / "examples/demo-environment.env")
 """The settings of `make demo-environment`."""
 QUICK_STEPS = 2
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.reward --trl-python .venv-trl/bin/python [--quick] [--json FILE]
 
-Ours is jobgroup.yaml with demo.env, without its evaluations, on one trainer node and one rollout node. Each has all
-cores, because they compute in turn. TRL trains the same model on the same questions with the same numbers of prompts,
-completions and tokens, at the same learning rate, in float32 on all cores. The reward counts as reached when the mean
-of three steps reaches it. The seconds are those of the steps until then, without the start. Neither side trains longer
-than ``--minutes``. Every round has its own seed, because luck decides over some steps.
+Ours is jobgroup.yaml with examples/demo.env, without its evaluations, on one trainer node and one rollout node. Each
+has all cores, because they compute in turn. TRL trains the same model on the same questions with the same numbers of
+prompts, completions and tokens, at the same learning rate, in float32 on all cores. The reward counts as reached when
+the mean of three steps reaches it. The seconds are those of the steps until then, without the start. Neither side
+trains longer than ``--minutes``. Every round has its own seed, because luck decides over some steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def until(run: Steps, target: float) -> Steps:
 
 
 def work_of_the_demo(target: float, limit_seconds: float) -> Work:
-    """Return the settings of demo.env as TRL needs them."""
+    """Return the settings of examples/demo.env as TRL needs them."""
     return Work(
         model=DEMO["MODEL_NAME"],
         prompts=int(DEMO["BATCH_SIZE"]),

@@ -47,7 +47,7 @@ def programs() -> list[Program]:
         Program("torch, FSDP, AutoModel alone", "import torch.distributed.fsdp\nfrom transformers import AutoModel"),
         Program("a trainer's rank", RANK),
         Program("a trainer's launcher", "import trainer.__main__"),
-        Program("local runner", "import scripts.run_local"),
+        Program("local runner", "import local_runner.run"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Time a million steps of CartPole-v1 as scripts.generate_trajectories writes them, against gymnasium alone.
+"""Time a million steps of CartPole-v1 as grpo trajectories writes them, against gymnasium alone.
 
     python -m benchmarks.trajectories [--rounds 3] [--quick] [--json FILE]
 

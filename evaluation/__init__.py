@@ -1,1 +1,1 @@
-"""Evaluation of checkpoints over any number of inference servers; ``scripts.evaluate`` is the command."""
+"""Evaluation of checkpoints over any number of inference servers; ``grpo evaluate`` is the command."""

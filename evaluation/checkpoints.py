@@ -133,8 +133,7 @@ def _checkpoint(model: str) -> Checkpoint:
 
 def _adapter_refusal(option: str, path: Path) -> ConfigurationError:
     return ConfigurationError(
-        f"{option}: {path} has LoRA adapters only; merge them by `python -m scripts.merge_adapter {path} DIR` "
-        f"and give --model DIR"
+        f"{option}: {path} has LoRA adapters only; merge them by `grpo merge-adapter {path} DIR` and give --model DIR"
     )
 
 

@@ -16,7 +16,7 @@ from services.core.files import atomic_write
 
 
 @contextlib.contextmanager
-def held(path: Path, option: str) -> Iterator[BinaryIO]:
+def locked_file(path: Path, option: str) -> Iterator[BinaryIO]:
     """Create a file with its directory, and yield it open for reading and appending, locked against other processes.
 
     Raises:
@@ -47,7 +47,7 @@ def held(path: Path, option: str) -> Iterator[BinaryIO]:
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file from ``held``, and remove a last line that a kill cut off, before more are appended."""
+    """Yield the lines of a locked file, and remove a last line that a kill cut off, before more are appended."""
     file.seek(0)
     position = 0
     for line in file:
@@ -59,27 +59,27 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
     file.seek(0, os.SEEK_END)
 
 
-def check_identity(path: Path, given: Mapping[str, Any], *, is_used: bool, holds: str, option: str) -> None:
-    """Write ``given`` to ``path``, unless that file has other values and ``is_used`` says that there are results.
+def check_identity(path: Path, identity: Mapping[str, Any], *, is_used: bool, results: str, option: str) -> None:
+    """Write ``identity`` to ``path``, unless that file has other values and ``is_used`` says that there are results.
 
     Args:
         path: a JSON file in the directory.
-        given: everything that the results in the directory depend on, by name.
+        identity: everything that the results in the directory depend on, by name.
         is_used: whether the directory has results.
-        holds: phrase for results of other settings, such as "the samples of another evaluation".
+        results: a name for results of other settings, such as "the samples of another evaluation".
         option: the option that names the directory.
 
     Raises:
         ConfigurationError: a value differs; the message has its name and both values.
     """
-    content = json.dumps(given, indent=2) + "\n"
+    content = json.dumps(identity, indent=2) + "\n"
     # Through JSON, so that tuples compare equal to the lists that were written.
-    identity: dict[str, Any] = json.loads(content)
-    before = json.loads(path.read_text()) if is_used and path.exists() else identity
-    for name in sorted({*before, *identity}):
-        if before.get(name) != identity.get(name):
+    now: dict[str, Any] = json.loads(content)
+    before = json.loads(path.read_text()) if is_used and path.exists() else now
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
             raise ConfigurationError(
-                f"{path.parent} holds {holds}: {name} was {before.get(name)!r} and is {identity.get(name)!r}; give "
+                f"{path.parent} holds {results}: {name} was {before.get(name)!r} and is {now.get(name)!r}; give "
                 f"another {option}, or remove that directory"
             )
     atomic_write(path, content)

@@ -15,8 +15,8 @@ from fractions import Fraction
 import numpy as np
 from pydantic import BaseModel
 
+from services.core.numbers import quantity
 from services.protocol.pass_at_k import interval, pass_at_k, standard_error
-from services.reward_server.numbers import quantity
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000

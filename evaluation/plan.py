@@ -8,24 +8,70 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evaluation import checkpoints, vllm
-from evaluation.allocation import Allocation
+from evaluation import checkpoints
 from evaluation.checkpoints import Checkpoint
-from evaluation.examples import Examples
+from evaluation.node import Allocation, require_vllm
 from evaluation.settings import Api, Backend, EvaluationSettings, SchedulerName, WorkflowName
 from services.agents import Agent, load_agent
 from services.core import machine
 from services.core.errors import ConfigurationError
+from services.core.settings import Settings
+from services.data_server.dataset import load as load_dataset
 from services.data_server.settings import DataSettings
 from services.programs import Program
+from services.protocol.prompts import Prompt, Split
 from services.reward_server.settings import RewardSettings
+
+ALL = "all"
+_NOT_IN_RECIPE = {*Settings.model_fields, "model_name"}
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The prompts of a split, in the order of the source."""
+
+    prompts: list[Prompt]
+    available: int
+    """Rows of the split, of which ``prompts`` are the first that are wanted."""
+    too_long: int
+    """Further prompts, which have more than MAX_PROMPT_TOKENS tokens."""
+    recipe: dict[str, Any]
+    """The settings that the prompts depend on: other prompts make another evaluation."""
+
+
+def load_examples(split: str, model: str | None, limit: int) -> Examples:
+    """Load the first ``limit`` prompts (0: all) of a split: ``train``, ``test`` or ``all``.
+
+    Without a ``model`` they have messages, and no token ids.
+
+    Raises:
+        ConfigurationError: the dataset or the tokenizer of ``model`` cannot be loaded.
+    """
+    settings = DataSettings.load(model_name=model)
+    # As in a data-server's own process, transformers is imported without torch, which saves seconds.
+    catalogues = load_dataset(settings, own_process=True).catalogues
+    chosen = list(Split) if split == ALL else [Split(split)]
+    prompts: list[Prompt] = []
+    too_long = 0
+    for catalogue, place in ((catalogues[one], place) for one in chosen for place in range(len(catalogues[one]))):
+        if limit and len(prompts) >= limit:
+            break
+        record = catalogue.record(place)
+        if record is None:
+            too_long += 1
+        else:
+            prompts.append(Prompt.model_validate(record))
+    recipe = settings.model_dump(mode="json", exclude=_NOT_IN_RECIPE, exclude_none=True)
+    available = sum(len(catalogues[one]) for one in chosen)
+    return Examples(prompts, available, too_long, {**recipe, "split": split})
+
 
 VOLUME = "/shared/"
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The options about servers: which are there, or how they are started."""
+class ServerOptions:
+    """Which servers to use: running ones, or how to start them."""
 
     scheduler: SchedulerName | None = None
     backend: Backend = Backend.ROLLOUT
@@ -52,7 +98,7 @@ class Origin:
         return self.api or (Api.CHAT if self.endpoints else Api.COMPLETIONS)
 
     def resolved(self) -> SchedulerName:
-        """Return the origin of the servers.
+        """Return what starts the servers.
 
         Raises:
             ConfigurationError: options contradict each other.
@@ -76,7 +122,7 @@ class Origin:
         if self.backend is Backend.VLLM:
             if scheduler is not SchedulerName.LOCAL:
                 raise ConfigurationError("--backend vllm starts servers on this machine; give --scheduler local")
-            vllm.require()
+            require_vllm()
         if self.is_dry_run and scheduler is not SchedulerName.SLURM:
             raise ConfigurationError("--dry-run shows the batch file of --scheduler slurm; leave it out")
         if scheduler in (SchedulerName.SKYPILOT, SchedulerName.SLURM, SchedulerName.RAY):
@@ -107,7 +153,7 @@ class Plan:
         *,
         models: Sequence[str],
         run_dir: Path | None,
-        origin: Origin,
+        servers: ServerOptions,
         output: Path | None,
         variables: Mapping[str, str],
     ) -> None:
@@ -119,15 +165,15 @@ class Plan:
         if not models and run_dir is None:
             models = [settings.model_name]
         self.settings = settings
-        self.origin = origin
-        self.scheduler = origin.resolved()
-        self.key = origin.key()
+        self.servers = servers
+        self.scheduler = servers.resolved()
+        self.key = servers.key()
         self.variables = variables
         self.dataset = DataSettings.load().dataset
         _check_plays_no_environment(settings, variables)
         _check_ks(settings)
         is_on_cluster = self.scheduler is SchedulerName.SKYPILOT
-        if origin.endpoints:
+        if servers.endpoints:
             found = _named(models, run_dir)
         else:
             found = _on_cluster(models, run_dir) if is_on_cluster else checkpoints.resolve(models, run_dir)
@@ -158,14 +204,14 @@ class Plan:
             "weights": checkpoint.fingerprint(),
             **sampling,
             "eval_workflow": settings.workflow.value,
-            **({"api": self.origin.openai_api.value} if self.origin.is_foreign else {}),
+            **({"api": self.servers.openai_api.value} if self.servers.is_foreign else {}),
             **({"eval_stop": settings.eval_stop} if settings.eval_stop else {}),
             **({"agent": settings.agent} if settings.agent else {}),
             **({"agent_command": settings.agent_command} if settings.agent_command else {}),
             **({"eval_session_questions": questions} if (questions := settings.eval_session_questions) > 1 else {}),
             **examples.recipe,
             # A reward-server elsewhere has its own reward functions.
-            **({"reward_fn": RewardSettings.load().reward_fn} if self.origin.reward_url is None else {}),
+            **({"reward_fn": RewardSettings.load().reward_fn} if self.servers.reward_url is None else {}),
         }
 
 
@@ -179,7 +225,7 @@ def _check_plays_no_environment(settings: EvaluationSettings, variables: Mapping
         f"{f'ENVIRONMENT is {environment!r}' if environment else 'ROLLOUT is environment'}, and this command asks "
         "questions, and plays no episodes of environments. The run's own evaluations do, with EVAL_PROMPTS held-out "
         "seeds: see accuracy and eval_reward in its metrics.jsonl. To play a model afterwards, serve it by "
-        "services.rollout_server and play it by scripts.generate_trajectories (docs/guides/environment.md). For "
+        "services.rollout_server and play it by grpo trajectories (docs/guides/environment.md). For "
         "questions give --dataset"
     )
 

@@ -1,19 +1,24 @@
-"""The results of an evaluation: results.json, the printed tables, and the curve over several checkpoints."""
+"""What an evaluation prints and writes: progress, tables, results.json, and the curve over several checkpoints."""
 
 from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from evaluation.checkpoints import Checkpoint
+from evaluation.evaluation import Progress
 from evaluation.metrics import Answer, Metrics, PromptAnswers, accuracy, by_category, lengths
+from evaluation.pool import ServerPool
 from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
 from services.core.files import atomic_write
@@ -23,6 +28,54 @@ from services.protocol.rewards import FinishReason
 RESULTS = "results.json"
 CURVE = "curve.json"
 CURVE_IMAGE = "curve.png"
+LINE_SECONDS = 10.0
+"""The time between two lines of progress where there is no terminal."""
+
+
+class View:
+    """The progress of one model's evaluation: a bar on a terminal, plain lines elsewhere. A context manager."""
+
+    def __init__(self, console: Console, name: str, pool: ServerPool) -> None:
+        self._console = console
+        self._name = name
+        self._pool = pool
+        self._printed = float("-inf")
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(name, figures="", total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, progress: Progress) -> None:
+        """Show the progress; plain lines appear at the start, at the end and every LINE_SECONDS."""
+        figures = self._figures(progress)
+        self._bar.update(self._task, completed=progress.done, total=progress.total, figures=figures)
+        is_last = progress.done + progress.left_out.total() >= progress.total
+        if self._bar.disable and (is_last or time.monotonic() - self._printed >= LINE_SECONDS):
+            self._printed = time.monotonic()
+            self._console.print(f"{self._name}  {progress.done}/{progress.total} samples  {figures}")
+
+    def _figures(self, progress: Progress) -> str:
+        servers = len(self._pool.servers)
+        parts = [f"right {progress.correct / progress.greedy:.3f}"] if progress.greedy else []
+        if progress.fresh:
+            parts.append(f"{progress.tokens / progress.seconds:.0f} tokens/s")
+        parts.append(f"{len(self._pool.alive)} of {servers} server{'' if servers == 1 else 's'}")
+        if progress.left_out:
+            parts.append(f"{progress.left_out.total()} left out")
+        return "  ".join(parts)
 
 
 class Results(BaseModel):

@@ -12,17 +12,15 @@ from typing import Any
 
 from rich.console import Console
 
-from evaluation import examples, report, schedulers, servers, skypilot
+from evaluation import launchers, report, skypilot
 from evaluation.checkpoints import Checkpoint
-from evaluation.endpoint import OpenAIServer
-from evaluation.evaluation import Evaluation, score
-from evaluation.plan import Plan
+from evaluation.evaluation import AgentWorkflow, Evaluation, SingleTurn, Workflow, score
+from evaluation.plan import Plan, load_examples
+from evaluation.pool import LOST_SECONDS, ServerPool
+from evaluation.report import View
 from evaluation.samples import open_store
-from evaluation.server import RolloutServer, Server, parse_url, prompt_seconds
-from evaluation.servers import ServerPool
+from evaluation.server import OpenAIServer, RolloutServer, Server, parse_url, prompt_seconds
 from evaluation.settings import Api, SchedulerName
-from evaluation.view import View
-from evaluation.workflows import AgentWorkflow, SingleTurn, Workflow
 from services.agents import EPISODES_AT_ONCE, Agent, Score
 from services.clients.reward import RewardClient
 from services.core.models import vocabulary_size
@@ -65,7 +63,7 @@ async def evaluate(plan: Plan) -> None:
         report.write_curve(plan.output, everything)
     report.show(console, everything)
     console.print(f"written to {plan.output}")
-    if schedulers.in_job_group():
+    if launchers.in_job_group():
         # A launcher elsewhere reads them from the log.
         print(skypilot.RESULTS_MARK + json.dumps(content), flush=True)
 
@@ -84,11 +82,11 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
         # The name tells the samples of two models on the volume apart.
         variables["MODEL_NAME"] = f"{UPLOADED}/{checkpoint.name}-{checkpoint.fingerprint()[:8]}"
         uploads[variables["MODEL_NAME"]] = checkpoint.model
-    secrets = schedulers.secrets()
+    secrets = launchers.secrets()
     launch = partial(
         skypilot.launch,
         f"evaluate-{checkpoint.name.lower()}"[:40].rstrip("-._"),
-        plan.origin.allocation,
+        plan.servers.allocation,
         {name: value for name, value in variables.items() if name not in secrets},
         secrets,
         uploads,
@@ -121,27 +119,27 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
     settings = plan.settings
     directory = plan.directory(checkpoint)
     say = console.print
-    origin = plan.origin
-    needs_ids = not origin.is_foreign or origin.openai_api is Api.COMPLETIONS
-    found = examples.load(settings.eval_split, checkpoint.model if needs_ids else None, settings.eval_prompts)
+    options = plan.servers
+    needs_ids = not options.is_foreign or options.openai_api is Api.COMPLETIONS
+    found = load_examples(settings.eval_split, checkpoint.model if needs_ids else None, settings.eval_prompts)
     identity = plan.identity(checkpoint, found)
     with open_store(directory, identity) as store:
         if store.samples:
             say(f"{directory} has {len(store.samples)} samples already")
         await _check_endpoints(plan, checkpoint)
         async with (
-            schedulers.servers_for(plan, checkpoint.model, directory, say) as started,
+            launchers.servers_for(plan, checkpoint.model, directory, say) as started,
             ServerPool(
                 started.urls,
                 _connector(plan, checkpoint),
                 places=settings.eval_concurrency,
                 discover=started.discover,
             ) as pool,
-            RewardClient(started.reward, settings.token, deadline=servers.LOST_SECONDS) as rewards,
+            RewardClient(started.reward, settings.token, deadline=LOST_SECONDS) as rewards,
             _reaching_servers(plan.agent) as agent,
         ):
             await run_until_first_ends(pool.wait_ready(started.start_seconds), started.watch())
-            await run_until_first_ends(rewards.wait_healthy(servers.LOST_SECONDS), started.watch())
+            await run_until_first_ends(rewards.wait_healthy(LOST_SECONDS), started.watch())
             scorer: Score = partial(score, rewards)
             workflow = _workflow(plan, checkpoint, agent, scorer)
             questions = settings.eval_session_questions
@@ -168,29 +166,29 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
 
 async def _check_endpoints(plan: Plan, checkpoint: Checkpoint) -> None:
     """Refuse endpoints that do not serve the model, before a reward-server is started in vain."""
-    if plan.origin.endpoints and not schedulers.in_job_group():
-        urls = [parse_url(url, is_api=True).url for url in plan.origin.endpoints]
+    if plan.servers.endpoints and not launchers.in_job_group():
+        urls = [parse_url(url, is_api=True).url for url in plan.servers.endpoints]
         async with ServerPool(urls, _connector(plan, checkpoint), places=1) as endpoints:
-            await endpoints.wait_ready(schedulers.START_SECONDS)
+            await endpoints.wait_ready(launchers.START_SECONDS)
 
 
 def _workflow(plan: Plan, checkpoint: Checkpoint, agent: Agent | None, scorer: Score) -> Workflow:
     """Return the way to answer a prompt: a single turn, or an episode of the agent."""
     if plan.agent is None or agent is None:
-        return SingleTurn(plan.settings, at_once=1 if plan.origin.is_foreign else AT_ONCE)
+        return SingleTurn(plan.settings, at_once=1 if plan.servers.is_foreign else AT_ONCE)
     places = asyncio.Semaphore(programs_at_once() if isinstance(plan.agent, Program) else EPISODES_AT_ONCE)
     return AgentWorkflow(agent, plan.settings, scorer, checkpoint.model, places)
 
 
 def _connector(plan: Plan, checkpoint: Checkpoint) -> Callable[[str], Server]:
     """Return the maker of a pool's servers."""
-    settings, origin = plan.settings, plan.origin
-    if origin.is_foreign:
+    settings, options = plan.settings, plan.servers
+    if options.is_foreign:
         key = plan.key or settings.token
 
         def connect(url: str) -> OpenAIServer:
             places, seconds = settings.eval_concurrency, prompt_seconds(settings)
-            server = OpenAIServer(url, checkpoint.model, origin.openai_api, key, places, seconds)
+            server = OpenAIServer(url, checkpoint.model, options.openai_api, key, places, seconds)
             server.template_args = settings.chat_template_args
             return server
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from evaluation.identity import check_identity, held, whole_lines
+from evaluation.identity import check_identity, locked_file, whole_lines
 from services.core.errors import ConfigurationError
 from services.protocol.pass_at_k import is_correct
 from services.protocol.prompts import Prompt
@@ -128,13 +128,13 @@ def open_store(directory: Path, identity: Mapping[str, Any]) -> Iterator[SampleS
         ConfigurationError: the directory cannot be written, belongs to another evaluation, is in use by another
             process, or does not hold samples.
     """
-    with held(directory / SAMPLES, "--output") as file:
+    with locked_file(directory / SAMPLES, "--output") as file:
         store = SampleStore(file)
         check_identity(
             directory / IDENTITY,
             identity,
             is_used=bool(store.samples),
-            holds="the samples of another evaluation",
+            results="the samples of another evaluation",
             option="--output",
         )
         yield store

@@ -21,7 +21,7 @@ MATH_AGENT = "evaluation.math_agent:solve"
 
 
 class SchedulerName(StrEnum):
-    """The origin of the servers."""
+    """What starts the servers; with ENDPOINTS they run already."""
 
     LOCAL = "local"
     ENDPOINTS = "endpoints"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evaluation.allocation import Allocation
+from evaluation.node import Allocation
 from services.core.errors import ConfigurationError, DependencyLostError, first_line
 from services.evaluation_head.discovery import find_clusters, find_replicas
 

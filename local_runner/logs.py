@@ -1,4 +1,4 @@
-"""The logs of a run's nodes, merged in the order of time."""
+"""``grpo logs``: the logs of a run's nodes, merged in the order of time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
-from local_runner.directory import find_run, named_run, newest
+from local_runner.directory import RUNNING, find_run, named_run, newest, state_of
 from local_runner.progress import GrowingFile
-from local_runner.run_state import RUNNING, state_of
 from local_runner.supervisor import START_MARK
 from services.core.errors import ConfigurationError
 
@@ -24,6 +25,26 @@ TIMESTAMP = re.compile(r'(?:\{.*?"timestamp": ?")?(\d{4}-\d\d-\d\d)[T ](\d\d:\d\
 """The time at the start of a line, or in the object of LOG_FORMAT=json. The runner's own lines have local time
 and do not match."""
 NODE_COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green", "bright_magenta")
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN] [TASK]...",
+        help="A run's id or directory, by default the newest run below runs/; then tasks such as ppo-trainer, or "
+        "nodes such as ppo-trainer-1.",
+    ),
+]
+
+
+def main(
+    names: Names = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
+    lines: Annotated[int | None, typer.Option("-n", "--lines", min=0, help="Only so many of the last lines.")] = None,
+) -> None:
+    """Show the logs of a run's components, in the order of time."""
+
+    run_dir, tasks = choose_run(names or [])
+    show(Console(), run_dir, tasks, last=lines, follow=follow)
 
 
 class Log:
@@ -98,7 +119,7 @@ def _find_logs(run_dir: Path, tasks: list[str]) -> list[Path]:
         if not own:
             names = ", ".join(path.stem for path in paths) or "none"
             raise ConfigurationError(
-                f"{task} is no run, and there is no log of it in {run_dir / 'logs'}: {names}; "
+                f"{task} is not a run, and there is no log of it in {run_dir / 'logs'}: {names}; "
                 f"the newest runs: {newest()}"
             )
         found.update(own)

@@ -13,14 +13,13 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from local_runner.commands import shown_path
-from local_runner.environment import Run, gpus_of
-from local_runner.learning import counted
-from local_runner.own_code import ask
-from local_runner.variables import all_settings
+from local_runner.checks import all_settings, ask
+from local_runner.directory import shown_path
+from local_runner.nodes import Run, gpus_of
+from local_runner.progress import counted
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
-from services.data_server.files import is_on_hub, is_path
+from services.data_server.settings import is_on_hub, is_path
 
 READ_SECONDS = 600.0
 """Longest time that the rows may take to be read before a run."""
@@ -59,7 +58,7 @@ class Plan:
         if self._trainer is not None and self._rows.get("is_whole"):
             self._trainer.total_steps(self._rows["train"])
         if is_dry_run and self._trainer is not None and Path(self._trainer.model_name).expanduser().is_dir():
-            self._needs = answer("TrainerSettings", "torch", "trainer.preflight.estimate")
+            self._needs = answer("TrainerSettings", "torch", "trainer.preflight")
 
     def cautions(self) -> Iterator[str]:
         """Yield what is allowed but hardly meant."""

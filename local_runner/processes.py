@@ -2,6 +2,10 @@
 
 A node's command may start further processes, in sessions of their own (the trainer does), and may die before them. All
 inherit the mark, so they are found even when their parents are gone.
+
+As a program (``python -m local_runner.processes MARK``) this module is a runner's watchdog. The runner holds the other
+end of its standard input and never writes to it. The input ends when the runner ends, even by SIGKILL; then the
+watchdog ends the processes that are left.
 """
 
 from __future__ import annotations
@@ -9,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import psutil
 
@@ -21,6 +27,8 @@ MARK = "LOCAL_RUN_MARK"
 POLL_SECONDS = 0.05
 EXEC_SECONDS = 0.02
 KILL_SECONDS = 10.0
+GRACE_SECONDS = 5.0
+"""The time that the processes of a killed runner have to end after SIGTERM."""
 
 
 def marked(*prefixes: str) -> list[psutil.Process]:
@@ -110,3 +118,30 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@contextlib.contextmanager
+def guard(mark: str) -> Iterator[None]:
+    """End the processes marked ``mark`` even if this process is killed within the context."""
+    environment_without_mark = {name: value for name, value in os.environ.items() if name != MARK}
+    # When the context is left, the watchdog's input closes; it then finds nothing to end, and ends itself.
+    with subprocess.Popen(
+        [sys.executable, "-m", "local_runner.processes", mark],
+        stdin=subprocess.PIPE,
+        env=environment_without_mark,
+        start_new_session=True,
+    ):
+        yield
+
+
+def main() -> None:
+    """Wait for the runner's end, then end the processes that are left."""
+    # The runner handles Ctrl-C and hang-ups.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    end([sys.argv[1]], GRACE_SECONDS)
+
+
+if __name__ == "__main__":
+    main()

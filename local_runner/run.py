@@ -1,33 +1,179 @@
-"""A run of the local runner: its nodes, and its life with the view and the watchers."""
+"""``grpo run``: a job group on this machine, its nodes as processes, with a view of what happens.
+
+It starts the tasks' own ``run`` commands as processes, as SkyPilot would start them on nodes, and is for development,
+demos and tests; anything larger is for SkyPilot.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
+import re
 import signal
 import sys
 import time
+import uuid
 from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, TextIO
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Option
+from typer.core import TyperCommand
 
-from local_runner import directory, nodes, summary, watchdog
-from local_runner.commands import Launch, trainer_settings
-from local_runner.environment import Run, gpus_of
+from local_runner import checks, directory, nodes, processes, spec, summary
+from local_runner.nodes import Run, gpus_of
+from local_runner.plan import Plan
 from local_runner.progress import GrowingFile, new_steps
+from local_runner.summary import Launch, trainer_settings
 from local_runner.supervisor import Supervisor
 from local_runner.view import View
+from services.core import machine
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.run_page.directory import first_failure, read_object
 
+JobGroupPath = Annotated[
+    Path, typer.Argument(metavar="JOBGROUP", help="The job group's YAML: a file here, or one that this project has.")
+]
+Env = Annotated[list[str] | None, Option(help="NAME=VALUE for every task; NAME alone takes it from here. Repeatable.")]
+EnvFiles = Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines for every task; --env wins. Repeatable.")]
+Secrets = Annotated[list[str] | None, Option(help="As --env, for secrets. Repeatable.")]
+NumNodes = Annotated[list[str] | None, Option(help="TASK=COUNT: how many nodes a task has. Repeatable.")]
+Small = Annotated[bool, Option("--small", help="One node of each task, except those of --num-nodes.")]
+RunId = Annotated[str | None, Option(help="Name of the run; that of a former run resumes it. Default: from the time.")]
+SharedDir = Annotated[Path, Option(help="Directory that stands for the group's volume; runs are in its `runs/`.")]
+Live = Annotated[bool | None, Option("--live/--plain", help="A live view or plain lines. Default: live on a terminal.")]
+DryRun = Annotated[
+    bool,
+    Option("--dry-run", help="Check the settings, the rows and all else that they name, show the plan, start nothing."),
+]
+Commands = Annotated[bool, Option("--commands", help="With --dry-run: also show each node's address and command.")]
+ByProgram = Annotated[
+    bool,
+    Option(
+        "--by-program",
+        hidden=True,
+        help="For `train`, which starts this program: stop when standard input ends, print no commands at the end, and "
+        "write the names of settings as keywords.",
+    ),
+]
+OwnHosts = Annotated[
+    bool | None,
+    Option(
+        "--own-hosts/--shared-host",
+        help="Whether each node has an address of its own or all share 127.0.0.1. Default: own where possible.",
+    ),
+]
+
 POLL_SECONDS = 0.5
 LAST_STEP = ("max_steps", "num_epochs", "batch_size", "target_accuracy")
 """The trainer's settings that decide after which step a run is over."""
+_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
-def show_nodes(console: Console, run: Run) -> None:
+class Command(TyperCommand):
+    """The command line, which tells somebody who gives a setting as an option how to give it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line."""
+        known = {"--help", *(option for one in self.params for option in (*one.opts, *one.secondary_opts))}
+        for word, following in pairwise([*args, "-"]):
+            name, _, value = word.partition("=")
+            setting = checks.setting_like(name[2:].replace("-", "_")) if re.match(r"--[a-z]", name) else None
+            if setting is not None and name not in known:
+                value = value or ("VALUE" if following.startswith("-") else following)
+                ctx.fail(f"No such option: {name}; give the setting as --env {setting}={value}")
+        # A name alone takes the value of the environment, and only a job group's file may stand behind it.
+        for word, name, value in zip(args, args[1:], [*args[2:], "-"], strict=False):
+            if word == "--env" and "=" not in name and not value.startswith("-") and not Path(value).suffix:
+                ctx.fail(f"{value} is no job group's file; write --env {name}={value} if it is a value")
+        return super().parse_args(ctx, args)
+
+
+def main(
+    path: JobGroupPath = Path("jobgroup.yaml"),
+    env: Env = None,
+    env_file: EnvFiles = None,
+    secret: Secrets = None,
+    num_nodes: NumNodes = None,
+    small: Small = False,
+    run_id: RunId = None,
+    shared_dir: SharedDir = Path(),
+    live: Live = None,
+    dry_run: DryRun = False,
+    commands: Commands = False,
+    own_hosts: OwnHosts = None,
+    by_program: ByProgram = False,
+) -> None:
+    """Run the tasks of a job group as processes on this machine. The exit code is that of its primary task."""
+    console = Console(file=_standard_output())
+    try:
+        path = spec.find(path)
+        group, overrides, in_files = _job_group(
+            path, env or [], env_file or [], secret or [], num_nodes or [], small=small
+        )
+        with nodes.allocate(group, own_hosts=own_hosts) as addresses:
+            planned = Run(
+                group=group,
+                run_id=run_id or overrides.environment.get("RUN_ID") or nodes.new_run_id(group),
+                shared_dir=shared_dir.resolve(),
+                addresses=addresses,
+                gpus=machine.visible_gpus(),
+                mark=f"run-{uuid.uuid4().hex}",
+            )
+            _check_and_show(planned, console, dry_run=dry_run, commands=commands)
+            if dry_run:
+                return
+            secrets = list(overrides.secrets)
+            by_hand = Launch(path, env or (), env_file or (), in_files, secrets, num_nodes or (), small, shared_dir)
+            launch = None if by_program else by_hand
+            if _show_if_finished(planned, launch, console):
+                return
+            code = _execute(planned, launch, console, live=console.is_terminal if live is None else live)
+    except ConfigurationError as error:
+        if not by_program:
+            raise
+        names = [assignment.partition("=")[0] for assignment in env or []]
+        raise ConfigurationError(checks.as_keywords(str(error), names)) from error
+    raise typer.Exit(code)
+
+
+def _check_and_show(planned: Run, console: Console, *, dry_run: bool, commands: bool) -> None:
+    """Check the run, and print its plan if this is a dry run, its commands if asked for, and its cautions."""
+    nodes.check_gpus(planned)
+    checks.check_values(planned)
+    checks.check_engines(planned)
+    checks.check_own_code(planned)
+    unchecked = checks.unchecked_models(planned)
+    plan = Plan(planned, is_dry_run=dry_run)
+    if dry_run:
+        plan.show(console, unchecked)
+    if dry_run and commands:
+        _show_nodes(console, planned)
+    for caution in plan.cautions():
+        console.print(f"note: {caution}", style="yellow", soft_wrap=True, highlight=False)
+
+
+def _job_group(
+    path: Path, env: list[str], env_file: list[Path], secret: list[str], num_nodes: list[str], *, small: bool
+) -> tuple[spec.JobGroup, spec.Overrides, dict[str, str]]:
+    """Return the job group with the additions of the command line, these additions, and the variables of the files."""
+    from_files = spec.env_files(env_file)
+    options, secrets = spec.assignments(env, "--env"), spec.assignments(secret, "--secret")
+    overrides = spec.Overrides(from_files | options, secrets, spec.counts(num_nodes), 1 if small else None)
+    group = spec.load(path, overrides)
+    checks.check_names(group, options | secrets, from_files)
+    nodes.check_mounts(group)
+    return group, overrides, from_files
+
+
+def _show_nodes(console: Console, run: Run) -> None:
     """Print the nodes of a run, with their addresses, GPUs and commands."""
     title = f"run {run.run_id} in {run.run_dir}"
     table = Table("node", "address", "GPUs", "command", title=title, title_justify="left")
@@ -38,7 +184,7 @@ def show_nodes(console: Console, run: Run) -> None:
     console.print(table)
 
 
-def show_if_finished(run: Run, launch: Launch | None, console: Console) -> bool:
+def _show_if_finished(run: Run, launch: Launch | None, console: Console) -> bool:
     """Print the result of a run that has succeeded and would take no further step; return whether it is such a run."""
     try:
         result = read_object(run.run_dir / "summary.json")
@@ -58,7 +204,7 @@ def show_if_finished(run: Run, launch: Launch | None, console: Console) -> bool:
     return True
 
 
-def execute(run: Run, launch: Launch | None, console: Console, *, live: bool) -> int:
+def _execute(run: Run, launch: Launch | None, console: Console, *, live: bool) -> int:
     """Run the group to its end, show what happens, and return the exit code.
 
     Args:
@@ -75,12 +221,12 @@ def execute(run: Run, launch: Launch | None, console: Console, *, live: bool) ->
         run.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"{run.run_dir} cannot be made: {error}; give another --shared-dir") from error
-    with directory.locked(run.run_dir), watchdog.guard(run.mark):
+    with directory.locked(run.run_dir), processes.guard(run.mark):
         directory.record_nodes(run)
-        return asyncio.run(_execute(run, launch, console, live=live))
+        return asyncio.run(_run_with_view(run, launch, console, live=live))
 
 
-async def _execute(run: Run, launch: Launch | None, console: Console, *, live: bool) -> int:
+async def _run_with_view(run: Run, launch: Launch | None, console: Console, *, live: bool) -> int:
     since = time.time()
     with View(run, console, live=live) as view:
         supervisor = Supervisor(run, view.state)
@@ -144,3 +290,22 @@ async def _watch(run: Run, view: View) -> None:
                 recorded = view.states
                 directory.record_states(run, recorded)
             await asyncio.sleep(POLL_SECONDS)
+
+
+class _DroppingFile(io.FileIO):
+    """A file that drops data for which the disk has no room, or which nobody reads."""
+
+    def write(self, data: Any) -> int:
+        """Write ``data``, or drop it; return the number of bytes as if they were written."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _LOST:
+                raise
+            return memoryview(data).nbytes
+
+
+def _standard_output() -> TextIO:
+    """Return this process's standard output, with data dropped while the disk is full or once its reader is gone."""
+    file = _DroppingFile(sys.stdout.fileno(), "wb", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(file), encoding=sys.stdout.encoding, errors=sys.stdout.errors)

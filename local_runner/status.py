@@ -1,4 +1,4 @@
-"""The state of a run and of its nodes, as ``scripts.status`` prints it."""
+"""``grpo status``: the state of a run and of its nodes."""
 
 from __future__ import annotations
 
@@ -8,32 +8,42 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import httpx
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from local_runner import health
-from local_runner.commands import module
-from local_runner.directory import OUTCOME, read_nodes
+from local_runner.directory import OUTCOME, RUNNING, find_run, grpo_command, last_error, read_nodes, state_of
 from local_runner.health import TrainerStatus
-from local_runner.learning import advice, failed
 from local_runner.nodes import health_address, trainer_address
-from local_runner.progress import GrowingFile, mean_rewards, new_steps
-from local_runner.run_state import RUNNING, last_error, state_of
+from local_runner.progress import GrowingFile, advice, failed, mean_rewards, new_steps
 from local_runner.summary import outcome_rows, reward_change
 from local_runner.supervisor import State
 from local_runner.view import STYLES, duration
-from services.run_page.directory import first_failure, read_object
-from services.run_page.rewards import first_and_last
+from services.run_page.directory import first_and_last, first_failure, read_object
 
 RECENT_STEPS = 5
 NOT_ASKED = "without /health"
 """The state of a node that does not listen, such as all but the first of the trainer."""
 
 
-async def show(console: Console, run_dir: Path, token: str | None) -> None:
+def main(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="Id or directory. Default: the newest run below runs/.")
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option(envvar="JOBGROUP_TOKEN", show_envvar=True, help="Of a job group that has one.")
+    ] = None,
+) -> None:
+    """Show the state of a run and of its components."""
+    asyncio.run(print_status(Console(), find_run(run), token))
+
+
+async def print_status(console: Console, run_dir: Path, token: str | None) -> None:
     """Print state, figures and nodes of a run; ``token`` is that of its job group."""
     state, nodes = state_of(run_dir), read_nodes(run_dir)
     is_running = state == RUNNING
@@ -52,7 +62,7 @@ async def show(console: Console, run_dir: Path, token: str | None) -> None:
     console.print(figures)
     if shown := _table(rows, is_running=is_running):
         console.print(shown)
-    where = shlex.join([*module("scripts.view"), str(run_dir)]) if page is None else f"http://{page}"
+    where = shlex.join([grpo_command(), "view", str(run_dir)]) if page is None else f"http://{page}"
     console.print(f"run page  {where}", highlight=False, soft_wrap=True)
 
 

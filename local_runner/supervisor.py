@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from local_runner import processes
-from local_runner.environment import Run, node_environment
+from local_runner.nodes import Run, node_environment
 from local_runner.spec import TaskSpec
 from services.core.errors import EXIT_CONFIGURATION
 

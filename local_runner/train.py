@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pandas
 
 ROOT = Path(__file__).resolve().parents[1]
-REFUSAL = "run_local: "
+REFUSAL = "error: "
 """The beginning of the line in which the local runner refuses a setting."""
 RECORD = "runner.json"
 """The file of a run directory in which the local runner records how the run ended."""

@@ -12,12 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from local_runner.commands import shown_path
-from local_runner.environment import Run
-from local_runner.learning import EARLY_STEPS, advice, failed
-from local_runner.nodes import health_address, trainer_address
-from local_runner.progress import Step
-from local_runner.run_state import last_error, lines_since_start
+from local_runner.directory import last_error, lines_since_start, shown_path
+from local_runner.nodes import Run, health_address, trainer_address
+from local_runner.progress import EARLY_STEPS, Step, advice, failed
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import State
 from services.core.endpoints import Task
@@ -29,6 +26,8 @@ if TYPE_CHECKING:
 TAIL_LINES = 15
 PACE_SECONDS = 86_400
 """The time left is estimated from the steps within this time."""
+SHOWN_SHARE = 0.01
+"""Smallest share of a step's seconds with which a phase is in the step's line."""
 
 STARTING = (State.WAITING, State.RUNNING, State.RESTARTING)
 """The states of a node that has not answered since its start."""
@@ -195,7 +194,8 @@ def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
     elif step.trained_tokens == 0 and step.reward is not None:
         parts.append("equal rewards")
     if step.seconds:
-        parts.append(" ".join(f"{phase} {value:.1f}s" for phase, value in step.seconds.items()))
+        least = SHOWN_SHARE * step.seconds.get("step", 0.0)
+        parts.append(" ".join(f"{phase} {value:.1f}s" for phase, value in step.seconds.items() if value > least))
     if seconds_left:
         parts.append(f"{duration(seconds_left)} left")
     if step.failures:

@@ -1,4 +1,4 @@
-"""Talk to a run's model beside the model that it began as: ``python -m scripts.chat [RUN]``.
+"""``grpo chat``: a conversation with a run's model and with the model that it began as.
 
 Each line of stdin is a turn, which both models answer. Each sees its own conversation, in its chat template and with
 the run's system prompt. Without a chat template, or with PROMPT_STYLE=plain, each line is a prompt by itself.
@@ -17,10 +17,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from local_runner.commands import shown_path
-from local_runner.directory import all_runs, find_run
+from local_runner.directory import all_runs, find_run, shown_path
 from services.core import logs
-from services.core.errors import ConfigurationError, exit_code_of
+from services.core.errors import ConfigurationError
 from services.run_page.directory import RunDirectory
 
 CONFIG = "config.json"
@@ -35,34 +34,28 @@ def main(
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, max=100, help="0: the likeliest token each time.")] = 0.0,
 ) -> None:
-    """Talk to a run's model beside the model that it began as."""
+    """Talk to a run's model and to the model that it began as."""
 
-    def work() -> None:
-        logs.configure("chat", "error")
-        directory = find_run(run)
-        start, result = models(directory)
-        data = settings_of(directory, "data-server")
-        longest = max_new_tokens or longest_answer(directory)
-        # Not at the top, since torch takes seconds to import and a run may be named wrongly.
-        from local_runner.speaker import Speaker
+    logs.configure("chat", "error")
+    directory = find_run(run)
+    start, result = models(directory)
+    data = settings_of(directory, "data-server")
+    longest = max_new_tokens or longest_answer(directory)
+    # Not at the top, since torch takes seconds to import and a run may be named wrongly.
+    from local_runner.speaker import Speaker
 
-        console = Console(markup=False, highlight=False)
-        console.print(f"loading {start} and {shown_path(Path(result))}; then each line that you give is a prompt")
-        console.print(f"an answer ends after {longest} tokens at the latest; --max-new-tokens sets another limit")
-        speakers = [Speaker(model, data) for model in (start, result)]
-        with ThreadPoolExecutor(len(speakers)) as threads:
-            for line in lines():
-                table = Table(expand=True)
-                for title in (start, shown_path(Path(result))):
-                    table.add_column(title, ratio=1, overflow="fold")
-                answers = threads.map(Speaker.answer, speakers, repeat(line), repeat(longest), repeat(temperature))
-                table.add_row(*(answer or "(ended without a word)" for answer in answers))
-                console.print(table)
-
-    try:
-        sys.exit(exit_code_of(work))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    console = Console(markup=False, highlight=False)
+    console.print(f"loading {start} and {shown_path(Path(result))}; then each line that you give is a prompt")
+    console.print(f"an answer ends after {longest} tokens at the latest; --max-new-tokens sets another limit")
+    speakers = [Speaker(model, data) for model in (start, result)]
+    with ThreadPoolExecutor(len(speakers)) as threads:
+        for line in lines():
+            table = Table(expand=True)
+            for title in (start, shown_path(Path(result))):
+                table.add_column(title, ratio=1, overflow="fold")
+            answers = threads.map(Speaker.answer, speakers, repeat(line), repeat(longest), repeat(temperature))
+            table.add_row(*(answer or "(ended without a word)" for answer in answers))
+            console.print(table)
 
 
 def models(run_dir: Path) -> tuple[str, str]:
@@ -113,7 +106,3 @@ def lines() -> Iterator[str]:
             return
         if line:
             yield line
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,4 +1,4 @@
-"""Evaluate checkpoints: ``python -m scripts.evaluate [RUN] --dataset gsm8k``, or ``--model PATH_OR_NAME``.
+"""``grpo evaluate``: the accuracy of checkpoints on a data set, over many inference servers.
 
 Prompts, rollout client and reward code are those of training. The inference servers are started here, run already, or
 are started by SkyPilot. A killed evaluation continues when the same command is given again; see docs/evaluation.md.
@@ -17,18 +17,18 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from evaluation import schedulers
-from evaluation.allocation import Allocation, parse_allocation
-from evaluation.plan import Origin, Plan
+from evaluation import launchers
+from evaluation.evaluation import ScoringLostError
+from evaluation.node import Allocation, parse_allocation
+from evaluation.plan import Plan, ServerOptions
 from evaluation.run import evaluate
 from evaluation.samples import SAMPLES, SampleStore
 from evaluation.settings import MATH_AGENT, Api, Backend, EvaluationSettings, SchedulerName, WorkflowName
-from evaluation.signals import run_until_signal
-from evaluation.workflows import ScoringLostError
 from local_runner import spec
 from local_runner.directory import find_directory, find_run
 from services.core import logs
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
+from services.core.tasks import run_until_signal
 
 Models = Annotated[
     list[str] | None,
@@ -145,7 +145,7 @@ def main(
             settings,
             models=model or [],
             run_dir=run_directory(run, is_named=bool(model or url or endpoint or discover)),
-            origin=Origin(
+            servers=ServerOptions(
                 scheduler=scheduler,
                 backend=backend,
                 allocation=_allocation(num_servers, allocation),
@@ -164,7 +164,7 @@ def main(
             name = f"AGENT={settings.agent}" if settings.agent else f"AGENT_COMMAND={settings.agent_command}"
             print(f"evaluate: {name} is set and answers; --workflow single-turn leaves it out", file=sys.stderr)
         if dry_run:
-            print(schedulers.slurm_script(plan, plan.checkpoints[0].model, plan.output), end="")
+            print(launchers.slurm_script(plan, plan.checkpoints[0].model, plan.output), end="")
             return 0
         goes_on = f"the same command goes on from {plan.output}"
         if plan.scheduler is SchedulerName.SKYPILOT:
@@ -238,7 +238,3 @@ def _exit_code(work: Callable[[], int]) -> int:
     except (DependencyLostError, ScoringLostError) as error:
         print(f"evaluate: {error}; the same command goes on from what is done", file=sys.stderr)
         return EXIT_RECOVERABLE
-
-
-if __name__ == "__main__":
-    typer.run(main)

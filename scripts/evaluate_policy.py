@@ -1,4 +1,4 @@
-"""Evaluate a policy at an evaluation head: ``python -m scripts.evaluate_policy --policies NAME=TARGET --save-to DIR``.
+"""``grpo evaluate-policy``: the returns of a policy at an evaluation head.
 
 Worker processes play one episode for each seed with the head's actions. The head runs already (``--eval-head-url``) or
 is started and ended by this command (``--policies``). A worker that dies is started again and loses only its open
@@ -18,9 +18,8 @@ from rich.table import Table
 from typer import Option
 
 from evaluation.policy.run import RESULTS, Options, evaluate
-from evaluation.signals import run_until_signal
 from services.core import logs
-from services.core.errors import exit_code_of
+from services.core.tasks import run_until_signal
 
 SaveTo = Annotated[Path, Option(help="Directory of episodes, results and logs. Resumes what is there.")]
 Url = Annotated[str | None, Option("--eval-head-url", help="A head that runs, such as http://127.0.0.1:8080.")]
@@ -55,17 +54,12 @@ def main(
     options = Options(
         environment, episodes, workers, seed, save_to, eval_head_url, policies, policy, port, episodes_at_once
     )
-    code = 0
 
     async def work() -> None:
         _show(await evaluate(options, lambda line: print(line, file=sys.stderr, flush=True)), save_to)
 
-    def run() -> None:
-        nonlocal code
-        told = f"evaluate_policy: stopped by {{}}; the same command goes on from {save_to}"
-        code = asyncio.run(run_until_signal(work(), told))
-
-    raise typer.Exit(exit_code_of(run) or code)
+    told = f"evaluate-policy: stopped by {{}}; the same command goes on from {save_to}"
+    raise typer.Exit(asyncio.run(run_until_signal(work(), told)))
 
 
 def _show(results: dict[str, Any], save_to: Path) -> None:
@@ -88,7 +82,3 @@ def _show(results: dict[str, Any], save_to: Path) -> None:
         f"mean return {mean['value']:.2f} ({mean['low']:.2f} to {mean['high']:.2f}) over {len(results['episodes'])} "
         f"episodes in {results['seconds']:.1f} s; results in {save_to / RESULTS}"
     )
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,4 +1,4 @@
-"""Copy what a run has made to this machine: ``python -m scripts.fetch RUN_ID [--what model]``.
+"""``grpo fetch``: a copy of a run's model, or of another directory of a run, on this machine.
 
 The run is on the volume of a cluster, and a small pod that mounts the volume sends the files by rsync. For a run of the
 local runner, whose volume is ``runs/`` here, ``--to`` says where to copy to.
@@ -22,7 +22,7 @@ from typing import Annotated
 import typer
 
 from local_runner import directory
-from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import replace_directory
 
 POD = Path(__file__).with_suffix(".yaml")
@@ -46,27 +46,24 @@ def main(
     here = (directory.named_run(run_id) or directory.RUNS / run_id) / what
     target = to or here
 
-    def work() -> None:
-        if target.exists():
-            raise ConfigurationError(f"{target} is there already; remove it, or give another --to")
-        partial = target.with_name(f".{target.resolve().name}.partial")
-        if here.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(here, partial, symlinks=True)
-            expected = local_digests(here)
-        else:
-            check_programs()
-            partial.mkdir(parents=True, exist_ok=True)
-            with pod(run_id) as host:
-                expected = remote_digests(host, f"{MOUNT}/{run_id}", what)
-                source = f"{host}:{MOUNT}/{run_id}/{what}/"
-                # Not --info=progress2, which macOS' own rsync does not have.
-                run("rsync", "-rlt", "--partial", "--delete", "--progress", source, f"{partial}/")
-        check(partial, expected)
-        replace_directory(partial, target)
-        print(f"{target}: {len(expected)} files, each with the SHA-256 that it has on the volume")
-
-    sys.exit(exit_code_of(work))
+    if target.exists():
+        raise ConfigurationError(f"{target} is there already; remove it, or give another --to")
+    partial = target.with_name(f".{target.resolve().name}.partial")
+    if here.is_dir():
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(here, partial, symlinks=True)
+        expected = local_digests(here)
+    else:
+        check_programs()
+        partial.mkdir(parents=True, exist_ok=True)
+        with pod(run_id) as host:
+            expected = remote_digests(host, f"{MOUNT}/{run_id}", what)
+            source = f"{host}:{MOUNT}/{run_id}/{what}/"
+            # Not --info=progress2, which macOS' own rsync does not have.
+            run("rsync", "-rlt", "--partial", "--delete", "--progress", source, f"{partial}/")
+    check(partial, expected)
+    replace_directory(partial, target)
+    print(f"{target}: {len(expected)} files, each with the SHA-256 that it has on the volume")
 
 
 def check_programs() -> None:
@@ -148,7 +145,3 @@ def run(*command: str) -> None:
         raise DependencyLostError(
             f"{shlex.join(command)} ended with {done.returncode}; give the command again to go on"
         )
-
-
-if __name__ == "__main__":
-    typer.run(main)

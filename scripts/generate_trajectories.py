@@ -1,4 +1,4 @@
-"""Play episodes and keep every step: ``python -m scripts.generate_trajectories --environment CartPole-v1 ...``.
+"""``grpo trajectories``: episodes of policies, with every step kept.
 
 Policies are named as the evaluation head names them, and environments as an environment server does. Each policy plays
 the same seeds; in a game, policies play each other in every order of seats. A killed run continues when the same
@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from evaluation.signals import run_until_signal
 from evaluation.trajectories.run import RESULTS, Options, generate
 from services.core import logs
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
+from services.core.tasks import run_until_signal
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
 
@@ -85,7 +85,3 @@ def _table(results: dict[str, Any]) -> Table:
     for row in results["policies"]:
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
     return table
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,7 +1,7 @@
-"""Run this project's programs by short names: ``grpo run``, ``grpo status``; ``grpo`` alone lists them.
+"""``grpo``: the command line of this project; ``grpo --help`` lists its commands.
 
-``grpo NAME`` is ``python -m`` of the module that COMMANDS gives for the name, with the same options. It also works
-where these modules cannot be imported, because a wheel installs them inside the package skypilot_grpo.
+It also works where the project's modules cannot be imported, because a wheel installs them inside the package
+skypilot_grpo. The module of a command is imported only when the command is called.
 """
 
 from __future__ import annotations
@@ -10,47 +10,148 @@ import ast
 import importlib
 import importlib.util
 import os
-import signal
 import sys
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 """The directory of the project's packages: a checkout, or site-packages/skypilot_grpo."""
 
+TRAINING, EVALUATION, CLUSTER, MODELS = "Runs on this machine", "Evaluation", "On a cluster", "Models"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A command: the module whose function ``main`` it calls, its heading in the list, and examples for its help."""
+
+    module: str
+    heading: str
+    examples: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        """The first line of the docstring of ``main``, read from the file so that nothing is imported for it."""
+        tree = ast.parse((ROOT / f"{self.module.replace('.', '/')}.py").read_text())
+        [main] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+        return (ast.get_docstring(main) or "").splitlines()[0]
+
+
 COMMANDS = {
-    "run": "scripts.run_local",
-    "status": "scripts.status",
-    "logs": "scripts.logs",
-    "view": "scripts.view",
-    "evaluate": "scripts.evaluate",
-    "trajectories": "scripts.generate_trajectories",
-    "chat": "scripts.chat",
-    "launch": "scripts.launch.__main__",
-    "fetch": "scripts.fetch",
-    "clean": "scripts.clean",
+    "run": Program(
+        "local_runner.run",
+        TRAINING,
+        (
+            "grpo run --env-file examples/demo.env --small",
+            "grpo run --env-file examples/demo.env --env MAX_STEPS=40 --env LEARNING_RATE=5e-6 --dry-run",
+            "grpo run jobgroups/agent.yaml --env-file examples/demo-agent.env --env AGENT=my_agent:solve",
+        ),
+    ),
+    "status": Program("local_runner.status", TRAINING, ("grpo status", "grpo status grpo-20260131-120000")),
+    "logs": Program(
+        "local_runner.logs", TRAINING, ("grpo logs --follow", "grpo logs grpo-20260131-120000 ppo-trainer -n 50")
+    ),
+    "view": Program("scripts.view", TRAINING, ("grpo view --open", "grpo view runs/")),
+    "chat": Program("scripts.chat", TRAINING, ("grpo chat", "grpo chat grpo-20260131-120000 --temperature 1")),
+    "clean": Program("local_runner.clean", TRAINING, ("grpo clean", "grpo clean --keep 3 --keep-model")),
+    "evaluate": Program(
+        "scripts.evaluate",
+        EVALUATION,
+        (
+            "grpo evaluate --dataset gsm8k --samples 8",
+            "grpo evaluate --model Qwen/Qwen2.5-0.5B-Instruct --dataset my/questions.jsonl --limit 100",
+        ),
+    ),
+    "evaluate-policy": Program(
+        "scripts.evaluate_policy",
+        EVALUATION,
+        ("grpo evaluate-policy --policies mine=policy.pt2 --episodes 100 --save-to results",),
+    ),
+    "trajectories": Program(
+        "scripts.generate_trajectories",
+        EVALUATION,
+        ("grpo trajectories --policies mine=policy.pt2 --environment CartPole-v1 --save-to trajectories",),
+    ),
+    "launch": Program(
+        "scripts.launch.__main__",
+        CLUSTER,
+        ("grpo launch --model Qwen/Qwen3-8B --rollout-nodes 4 --trainer-nodes 2 --gpus H100:8 --dry-run",),
+    ),
+    "fetch": Program("scripts.fetch", CLUSTER, ("grpo fetch grpo-17-20260131-120000",)),
+    "merge-adapter": Program(
+        "scripts.merge_adapter", MODELS, ("grpo merge-adapter runs/grpo-20260131-120000/policy/v000012 merged",)
+    ),
+    "demo-model": Program("scripts.prepare_demo_model", MODELS, ("grpo demo-model",)),
 }
 
 
 def main() -> None:
-    """Run the program that the first argument names."""
+    """Run the command that the first argument names."""
     _prefer_own_packages()
-    name, *arguments = sys.argv[1:] or ["--help"]
-    if name in ("-h", "--help"):
-        # Ends silently when the reader has read enough, as in `grpo | head -3`.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        print(_usage(), flush=True)
-        return
-    if name not in COMMANDS:
-        print(f"grpo: there is no command {name}; there are {', '.join(COMMANDS)}", file=sys.stderr)
-        raise SystemExit(2)
+    from services.core.errors import exit_code_of
+    from services.core.extras import explain_missing_packages
+
+    name = next((word for word in sys.argv[1:] if word in COMMANDS), "")
     # As `python -m` does: what explains a missing package, and what starts processes, find the program's name there.
-    sys.modules["__main__"].__spec__ = importlib.util.find_spec(COMMANDS[name])
-    program = importlib.import_module(COMMANDS[name])
+    sys.modules["__main__"].__spec__ = importlib.util.find_spec(COMMANDS[name].module if name else "scripts.grpo")
+    explain_missing_packages(f"grpo {name}".strip())
+    sys.exit(exit_code_of(lambda: _application()(prog_name="grpo")))
+
+
+def _application() -> Any:
+    """Return the command line, whose commands import their modules when they are called."""
+    import typer
+    from typer.core import TyperCommand, TyperGroup
+
+    class Lazy(TyperCommand):
+        """A command of which the list shows the summary; the rest is in its module."""
+
+        def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+            """Import the command's module, and parse its arguments."""
+            assert self.name is not None
+            return _load(self.name).make_context(info_name, args, parent=parent, **extra)
+
+    class Group(TyperGroup):
+        """The commands of COMMANDS."""
+
+        def __init__(self, **options: Any) -> None:
+            commands = {
+                name: Lazy(name, callback=None, help=program.summary, rich_help_panel=program.heading)
+                for name, program in COMMANDS.items()
+            }
+            super().__init__(**options | {"commands": commands})
+
+    app = typer.Typer(cls=Group, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
+
+    @app.callback(help="Train language models and agents on rewards that a program can check.", epilog=_HELP_END)
+    def options(
+        version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
+    ) -> None: ...
+
+    return typer.main.get_command(app)
+
+
+_HELP_END = "`grpo COMMAND --help` shows a command's options, with examples."
+
+
+def _load(name: str) -> Any:
+    """Import a command's module, and return its command line."""
     import typer
 
+    program = importlib.import_module(COMMANDS[name].module)
     app = typer.Typer(add_completion=False)
-    app.command(cls=getattr(program, "Command", None))(program.main)
-    app(arguments, prog_name=f"grpo {name}")
+    examples = "\n\n".join(["Examples:", *COMMANDS[name].examples])
+    app.command(name, cls=getattr(program, "Command", None), epilog=examples)(program.main)
+    return typer.main.get_command(app)
+
+
+def _version(wanted: bool) -> None:
+    import typer
+
+    if wanted:
+        print(f"grpo {metadata.version('skypilot-grpo')}")
+        raise typer.Exit
 
 
 def _prefer_own_packages() -> None:
@@ -66,17 +167,6 @@ def _prefer_own_packages() -> None:
     if hiding and not ROOT.samefile("."):
         # `python -m` would put the current directory first.
         os.environ["PYTHONSAFEPATH"] = "1"
-
-
-def _usage() -> str:
-    """Return the list of the commands, read from the docstrings so that no program is imported for it."""
-    lines = ["Usage: grpo COMMAND [OPTION]...", "", "`grpo COMMAND --help` shows a command's options.", ""]
-    for name, module in COMMANDS.items():
-        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
-        functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
-        [docstring] = [ast.get_docstring(function) or "" for function in functions if function.name == "main"]
-        lines.append(f"  {name:12}  {docstring.splitlines()[0]}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

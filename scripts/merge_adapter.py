@@ -1,4 +1,4 @@
-"""Merge published LoRA adapters into their model, in float32: ``python -m scripts.merge_adapter ADAPTER DIR``."""
+"""``grpo merge-adapter``: published LoRA adapters, merged into their model in float32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,3 @@ def main(
     if not is_adapter(adapter):
         raise typer.BadParameter(f"{adapter} has no {CONFIG_FILE}", param_hint="ADAPTER")
     merge(adapter, directory)
-
-
-if __name__ == "__main__":
-    typer.run(main)

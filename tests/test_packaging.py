@@ -30,8 +30,8 @@ ROLES = {
     "rollout": ("services.rollout_server.__main__", {"rollout"}),
     "trainer": ("trainer.__main__", {"trainer"}),
     "collector": ("trainer.collector", {"collector"}),
-    "local": ("scripts.run_local", {"local"}),
-    "cleaning": ("scripts.clean", {"local"}),
+    "local": ("local_runner.run", {"local"}),
+    "cleaning": ("local_runner.clean", {"local"}),
     "launch": ("scripts.launch.__main__", {"local", "trainer"}),
     "chat": ("scripts.chat", {"local", "rollout"}),
     "evaluation": ("scripts.evaluate", {"data", "evaluation", "local"}),
@@ -143,13 +143,13 @@ def test_a_program_asks_for_the_extras_of_its_role(role):
     [
         ("services.environment_server", "gymnasium", "environment"),
         ("services.evaluation_head", "websockets", "head"),
-        ("scripts.evaluate", "typer", "data,evaluation,local"),
+        ("scripts.grpo evaluate", "typer", "data,evaluation,local"),
     ],
 )
 def test_a_program_without_a_package_of_its_extra_says_what_to_install(tmp_path, program, package, extras):
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name={package!r})")
     done = subprocess.run(
-        [sys.executable, "-m", program],
+        [sys.executable, "-m", *program.split()],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
@@ -157,7 +157,7 @@ def test_a_program_without_a_package_of_its_extra_says_what_to_install(tmp_path,
         timeout=60,
     )
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"error: {program} needs {package}, which is not installed; run: ")
+    assert line.startswith(f"error: {program.removeprefix('scripts.')} needs {package}, which is not installed; run: ")
     assert line.endswith(f" -m pip install --constraint constraints.txt --editable '.[{extras}]'")
     assert done.returncode == EXIT_CONFIGURATION
 
@@ -213,5 +213,5 @@ def test_the_demo_without_make_is_that_of_the_makefile():
     [block] = re.findall(r"^Without make.*?```bash\n(.*?)```$", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
     for line in block.splitlines():
         command = line.removeprefix(".venv/bin/pip install --constraint constraints.txt ")
-        command = command.removeprefix(".venv/bin/pip install ").removeprefix(".venv/bin/python -m ")
+        command = command.removeprefix(".venv/bin/pip install ").removeprefix(".venv/bin/grpo ")
         assert f" {command}" in made, line

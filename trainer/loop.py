@@ -5,31 +5,29 @@ Rank 0 runs it. ``services`` is rank 0's side of the network, ``team`` the colle
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
-from trainer.algorithm.gae import critic_metrics, with_critic_targets
+from trainer.algorithm.gae import critic_metrics
 from trainer.algorithm.packing import TrainingGroup
-from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.checkpoints.checkpoint import RunState
-from trainer.checkpoints.run_checkpoints import RunCheckpoints
-from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import Mode, TrainerSettings
+from trainer.config.objective import Objective
 from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
 from trainer.model.optimizer import StopRequestedError
+from trainer.model.saving import DiskFullError, writing
 from trainer.publishing.probe import Probe
 from trainer.publishing.publisher import Publisher
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.reporting.step_metrics import headline, step_metrics
-from trainer.rollouts.batch import Batch
+from trainer.rollouts.batch import Batch, within_kl
 from trainer.rollouts.evaluate import note_accuracy, reached_target
-from trainer.rollouts.replay import within_kl
+from trainer.run_checkpoints import RunCheckpoints
 from trainer.service_thread import InterruptedCallError
 from trainer.team import ENDINGS, Team, TrainingDivergedError
 
@@ -61,6 +59,7 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         team = self.team
+        self.objective = Objective(self.settings)
         self.publisher = Publisher(self.settings, self.services.thread, team.writer, team.write_policy)
         self.probe = Probe(self.publisher, team.learner.policy, team.logprobs)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.team, self.state)
@@ -77,13 +76,14 @@ class TrainingLoop:
             DiskFullError: the run directory's disk is full; the newest whole checkpoint is in place.
         """
         try:
-            self.status.begin("publish", "writing the first policy version")
+            self.enter("publish", "writing the first policy version")
             # The version is written before the wait for workers, because an engine that starts may wait for it.
             self.team.write_policy(self.state.policy_version)
             self.services.wait_for_workers()
-            self.publish(Batch(self.settings))
+            self.publish(Batch(self.objective))
             if self.state.step == 0:
                 self.evaluate_outside_steps()
+            self.status.clock.lap()
             while not self.is_over and self.step():
                 pass
             if self.state.evaluated_step != self.state.step:
@@ -100,24 +100,23 @@ class TrainingLoop:
 
     def step(self) -> bool:
         """Take one training step, numbered as in README.md; return False when the training prompts are used up."""
-        settings, services, state, started = self.settings, self.services, self.state, time.perf_counter()
-        batch = Batch(settings)
-        self.status.begin("generate", f"generating completions for step {state.step + 1}")
+        settings, services, state = self.settings, self.services, self.state
+        batch = Batch(self.objective)
         if settings.mode is Mode.ASYNC:
+            self.enter("wait", f"waiting for the groups of step {state.step + 1}")
             services.lease_groups(batch, state.policy_version)  # 1 to 4: collectors have taken them
         else:
-            while batch.missing and (prompts := services.fetch_prompts(batch.missing)):  # 1. fetch
-                batch.prompts_used += len(prompts)
-                batch.add(services.generate_and_score(prompts, batch))  # 2. generate, 3. score
+            self.make_groups(batch)  # 1. fetch, 2. generate, 3. score
+            self.enter("store", "storing the groups")
             services.store(batch)  # 4. store
         if not batch.groups:
             return False
         # Drawn before the weights change: a service that is lost up to here leaves the step undone.
+        self.enter("replay", "drawing groups of earlier steps")
         services.draw_replayed(batch, state.step, state.policy_version)  # 5. replay
-        services.free_engines_memory()
 
-        self.status.begin("train", f"training step {state.step + 1}")
         groups = batch.trained = self.training_groups(batch)  # 6. advantages
+        self.enter("train", f"training step {state.step + 1}")
         self.measure_entropy(batch)
         update = self.update(groups)  # 7. update
         # The weights are those of the next step, and so is the state from here on, whichever service is lost.
@@ -126,16 +125,30 @@ class TrainingLoop:
 
         metrics = step_metrics(batch, update, state.policy_version)
         with self.recording(batch, metrics):
+            self.enter("store", "acknowledging the groups")
             services.acknowledge({group.group_id: group.mean_absolute_advantage for group in groups})
             metrics |= self.publish(batch)
-            metrics["seconds_step"] = time.perf_counter() - started
             if self.is_due(settings.eval_every) or state.step == self.total_steps:
                 metrics |= self.evaluate(is_last=state.step == self.total_steps)
+            self.enter("record", "asking for the account of tokens")
             metrics |= services.episode_tokens()
+        self.enter("save", f"saving what step {state.step} has changed")
         if not self.is_over and (self.is_due(settings.checkpoint_every) or state.best_step == state.step):
             self.save_checkpoint()
         self.checkpoints.poll()
         return True
+
+    def make_groups(self, batch: Batch) -> None:
+        """Fill the batch with scored groups of new prompts: steps 1 to 3."""
+        while batch.missing:
+            self.enter("fetch", f"fetching prompts for step {self.state.step + 1}")
+            prompts = self.services.fetch_prompts(batch.missing)  # 1. fetch
+            if not prompts:
+                return
+            batch.prompts_used += len(prompts)
+            self.enter("generate", f"generating completions for step {self.state.step + 1}")
+            batch.add(self.services.generate_and_score(prompts, batch))  # 2. generate, 3. score
+            self.status.clock.move(batch.seconds_scoring, "score")
 
     def training_groups(self, batch: Batch) -> list[TrainingGroup]:
         """Return the groups to train on, fresh and replayed, with their advantages.
@@ -143,23 +156,30 @@ class TrainingLoop:
         Replayed groups that the policy has moved too far from are left out and counted.
         """
         settings = self.settings
-        groups = [training_group(group, settings) for group in batch.groups]
+        self.services.free_engines_memory()
+        groups = batch.prepared(batch.groups)
         if batch.replayed:
-            replayed = [training_group(s.group, settings, weight=s.weight, is_replayed=True) for s in batch.replayed]
+            make = self.objective.training_group
+            replayed = [make(s.group, weight=s.weight, is_replayed=True) for s in batch.replayed]
             kept = within_kl(replayed, self.team.logprobs(replayed), settings.replay_max_kl)
             batch.counts |= {"replay_groups": len(kept), "replay_groups_left_out": len(replayed) - len(kept)}
             groups += kept
-        reference = self.team.reference_logprobs(groups) if settings.kl_in_reward else None
-        if not settings.has_critic:
-            return with_advantages(groups, settings, reference)
-        groups = with_critic_targets(groups, settings, self.team.values(groups), reference)
-        batch.counts |= critic_metrics(groups)
+        self.enter("train", "computing advantages")
+        reference = values = None
+        if settings.kl_in_reward:
+            self.enter("reference", "computing the reference's log-probabilities")
+            reference = self.team.reference_logprobs(groups)
+        if settings.has_critic:
+            self.enter("values", "computing the critic's values")
+            values = self.team.values(groups)
+        groups = self.objective.with_advantages(groups, reference, values)
+        batch.counts |= critic_metrics(groups) if settings.has_critic else {}
         return groups
 
     def measure_entropy(self, batch: Batch) -> None:
         """Every ENTROPY_EVERY steps, measure the entropy over all groups made: the update skips some of them."""
         if self.state.step % ENTROPY_EVERY == 0:
-            entropy = self.team.mean_entropy([training_group(group, self.settings) for group in batch.scored])
+            entropy = self.team.mean_entropy(batch.prepared(batch.scored))
             batch.counts |= {} if entropy is None else {"entropy_all": entropy}
 
     def update(self, groups: Sequence[TrainingGroup]) -> UpdateResult:
@@ -186,13 +206,12 @@ class TrainingLoop:
     def publish(self, batch: Batch) -> dict[str, float]:
         """Make the rollout workers serve the policy, and return the metrics of it."""
         version = self.state.policy_version
-        self.status.begin("publish", f"publishing policy version {version} to the rollout workers")
-        started = time.perf_counter()
+        self.enter("publish", f"publishing policy version {version} to the rollout workers")
         self.team.leave_gpu()  # for engines that wake for the version and take their memory back
-        metrics = self.publisher.publish(version) | self.probe.check(batch.groups)
+        metrics = self.publisher.publish(version) | self.probe.check(batch.prepared(batch.groups))
         self.team.leave_gpu()  # the probe has gathered the parameters
         self.status.policy_version = version
-        return metrics | {"seconds_publish": time.perf_counter() - started}
+        return metrics
 
     def evaluate(self, *, is_last: bool = False) -> dict[str, float]:
         """Evaluate on held-out prompts, note the accuracy in the state, and return the metrics of it.
@@ -202,7 +221,7 @@ class TrainingLoop:
         if not self.settings.eval_prompts:
             return {}
         when = f"after step {self.state.step}" if self.state.step else "before the first step"
-        self.status.begin("evaluate", f"evaluating {when}")
+        self.enter("evaluate", f"evaluating {when}")
         try:
             metrics = self.services.evaluate()
         except ConfigurationError as error:
@@ -228,9 +247,13 @@ class TrainingLoop:
         with writing(self.settings.run_dir):
             self.files.show(self.state.step, metrics)
 
+    def enter(self, phase: str, what: str) -> None:
+        """Enter a phase of the step, to which the time from here on belongs; ``what`` describes it to people."""
+        self.status.begin(phase, what)
+
     def save_checkpoint(self, *, wait: bool = False) -> None:
         """Start a checkpoint of the last completed step; ``wait`` until it is in place."""
-        self.status.begin("save", f"saving a checkpoint of step {self.state.step}")
+        self.enter("save", f"saving a checkpoint of step {self.state.step}")
         self.checkpoints.save(wait=wait)
 
     @property
@@ -259,7 +282,10 @@ class TrainingLoop:
     def record(self, batch: Batch, metrics: dict[str, float]) -> None:
         """Write the step's metrics and samples, and its line in the log."""
         self.state.rewards += [metrics["reward_mean"]] if "reward_mean" in metrics else []
+        self.enter("record", f"recording step {self.state.step}")
         with writing(self.settings.run_dir):
-            self.files.record_step(self.state.step, metrics, batch.groups, batch.trained, made=batch.scored)
+            self.files.record_samples(self.state.step, batch.groups, batch.trained)
+            metrics |= self.status.clock.lap()
+            self.files.record_step(self.state.step, metrics, batch.scored)
         self.status.step, self.status.metrics = self.state.step, metrics
         log.info(f"step {self.state.step}/{self.total_steps}", **headline(metrics))

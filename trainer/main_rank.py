@@ -24,13 +24,11 @@ from services.run_page.activity import Activity
 from trainer.collector import Collector
 from trainer.config import Mode, TrainerSettings
 from trainer.publishing.publisher import put_workers_to_sleep
-from trainer.rollouts.batch import Batch
+from trainer.rollouts.batch import Batch, FreshQueue, sample_groups
 from trainer.rollouts.clients import Clients
-from trainer.rollouts.curriculum import SuccessRates
 from trainer.rollouts.episodes import group_maker
 from trainer.rollouts.evaluate import Evaluator
-from trainer.rollouts.fresh_queue import FreshQueue
-from trainer.rollouts.replay import sample_groups
+from trainer.rollouts.groups import SuccessRates
 from trainer.service_thread import ServiceThread
 
 T = TypeVar("T")
@@ -124,19 +122,15 @@ class MainRank:
         """
         started = time.perf_counter()
         groups = self._patiently(self.maker.make_groups(prompts))
-        generated = max(self.maker.last_generated, started)
-        batch.seconds["generate"] += generated - started
-        batch.seconds["score"] += time.perf_counter() - generated
+        batch.seconds_scoring = time.perf_counter() - max(self.maker.last_generated, started)
         return groups
 
     def store(self, batch: Batch) -> None:
         """Add the groups to the replay buffer, and tell the curriculum how often prompts were answered right."""
         if not batch.groups:
             return
-        started = time.perf_counter()
         self.thread.call(self.clients.replay.add(batch.groups), interruptible=True)
         self.thread.call(self.success_rates.record(batch.scored), interruptible=True)
-        batch.seconds["store"] = time.perf_counter() - started
 
     def lease_groups(self, batch: Batch, policy_version: int) -> None:
         """Fill the batch from the queue of fresh groups, which collectors fetched, generated and scored.
@@ -144,11 +138,9 @@ class MainRank:
         Raises:
             ConfigurationError, DependencyLostError: see FreshQueue.lease.
         """
-        started = time.perf_counter()
         wanted = f"waiting for {self.settings.batch_size} groups from the collectors"
         self.activity.begin(wanted, lambda: f"{len(batch.groups)} there")
         self._patiently(self.fresh_queue.lease(batch, policy_version))
-        batch.seconds["wait"] = time.perf_counter() - started
 
     def draw_replayed(self, batch: Batch, step: int, policy_version: int) -> None:
         """Draw the groups from the replay buffer that the step trains on beside its fresh ones."""

@@ -19,12 +19,10 @@ from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
 from services.protocol.prompts import DataStats
-from services.run_page.rewards import first_and_last
+from services.run_page.directory import first_and_last
 from services.weights.broadcast_group import match_engines_nccl
 from trainer.checkpoints.admission import has_succeeded
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
-from trainer.checkpoints.resume import count_parameters, resume
-from trainer.checkpoints.volume import writing
 from trainer.config import Mode, TrainerSettings, Transport
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
@@ -32,10 +30,12 @@ from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import PeerLostError, Ranks, join_ranks
-from trainer.preflight.preflight import preflight
+from trainer.model.saving import writing
+from trainer.preflight.check import preflight
 from trainer.publishing.publisher import VersionWriter
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, listen_for_status, log_activity, serve_status
+from trainer.run_checkpoints import count_parameters, resume
 from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.team import ENDINGS, Team, TrainingDivergedError
 

@@ -20,7 +20,6 @@ from services.core.logs import get_logger
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
-from trainer.checkpoints.volume import DiskFullError
 from trainer.config import PublishedType, TrainerSettings
 from trainer.group_arrays import from_arrays, to_arrays
 from trainer.model.critic import CriticLearner
@@ -28,7 +27,7 @@ from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import Rounding, UnbiasedRounding
-from trainer.model.saving import save_pretrained
+from trainer.model.saving import DiskFullError, save_pretrained
 from trainer.model.sharding import leave_gpu
 from trainer.publishing.publisher import VersionWriter
 from trainer.service_thread import InterruptedCallError

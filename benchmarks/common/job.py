@@ -29,7 +29,7 @@ RUN_SECONDS = 3600.0
 """Longest time that a run may take."""
 POLL_SECONDS = 0.05
 
-DEMO = spec.env_file(ROOT / "demo.env")
+DEMO = spec.env_file(ROOT / "examples/demo.env")
 """The demo's settings."""
 
 QUESTIONS = {
@@ -144,7 +144,7 @@ def running(
     directory: Path, job_group: Path, settings: Mapping[str, object], num_nodes: Mapping[str, int]
 ) -> Iterator[Job]:
     """Run a job group with ``directory`` as its volume; stop it when the context ends."""
-    command = [sys.executable, "-m", "scripts.run_local", str(job_group)]
+    command = [sys.executable, "-m", "scripts.grpo", "run", str(job_group)]
     command += ["--shared-dir", str(directory), "--run-id", RUN_ID]
     for task, count in num_nodes.items():
         command += ["--num-nodes", f"{task}={count}"]

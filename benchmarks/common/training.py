@@ -22,7 +22,7 @@ from trainer.config import TrainerSettings
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
-from trainer.preflight.preflight import preflight
+from trainer.preflight.check import preflight
 
 DEADLINE_SECONDS = 500.0
 

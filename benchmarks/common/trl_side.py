@@ -16,7 +16,7 @@ from benchmarks.common.harness import ROOT
 from benchmarks.common.job import JOB_GROUP, QUESTIONS, RUN_SECONDS, run_job
 from benchmarks.common.job import Steps as JobSteps
 from services.core.machine import cores
-from services.data_server.arithmetic import questions
+from services.data_server.generators import arithmetic_questions
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _of_job(steps: JobSteps) -> Steps:
 def train_trl(work: Work, seed: int, python: str) -> Steps:
     """Run TRL's GRPOTrainer on the demo's questions by the interpreter ``python``, which must have TRL."""
     with tempfile.TemporaryDirectory() as directory:
-        rows, _ = questions(
+        rows, _ = arithmetic_questions(
             digits=[int(QUESTIONS["ARITHMETIC_DIGITS"])],
             operations=QUESTIONS["ARITHMETIC_OPERATIONS"],
             template=QUESTIONS["ARITHMETIC_TEMPLATE"],

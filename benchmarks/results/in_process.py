@@ -24,10 +24,9 @@ from services.protocol.groups import Experience, Group, VersionSpan
 from services.protocol.prompts import Cursor, Split
 from services.protocol.rewards import FinishReason, RewardResult
 from services.replay_buffer.store import PriorityIndex
-from trainer.algorithm.gae import with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
-from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.model.critic import CriticLearner
 from trainer.model.gathering import gather_state
 from trainer.model.learner import Learner
@@ -35,9 +34,8 @@ from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.publishing.publisher import VersionWriter
-from trainer.rollouts.batch import Batch
+from trainer.rollouts.batch import Batch, within_kl
 from trainer.rollouts.evaluate import sample_metrics
-from trainer.rollouts.replay import within_kl
 
 STEP_SECONDS = "step_processor_seconds"
 """The figure with the processor time of all steps, without that of loading and of the evaluation."""
@@ -88,6 +86,7 @@ class InProcess:
         """Load everything by ``settings``, which are environment variables of the trainer, the data and the engine."""
         given = {name.lower(): value for name, value in settings.items()}
         self.settings = TrainerSettings.load(**given)
+        self.objective = Objective(self.settings)
         self.reward, self.ranks, self.lag = reward, ranks, lag
         self.data = Batches.load(DataSettings.load(**given))
         self.cursor = Cursor()
@@ -139,7 +138,7 @@ class InProcess:
     def _step(self, step: int, result: Result) -> None:
         """Take one step in the order of TrainingLoop.step."""
         started = time.perf_counter()
-        batch = Batch(self.settings)
+        batch = Batch(self.objective)
         while batch.missing:
             prompts, self.cursor = self.data.batch(Split.TRAIN, self.cursor, batch.missing)
             seeds = [derive_seed(self.settings.seed, prompt["epoch"], prompt["position"]) for prompt in prompts]
@@ -149,12 +148,10 @@ class InProcess:
         self._store(fresh)
         replayed = self._draw(step, fresh)
         kept = within_kl(replayed, self.learner.logprobs(replayed), self.settings.replay_max_kl) if replayed else []
-        groups = [*(training_group(group, self.settings) for group in fresh), *kept]
+        groups = [*batch.prepared(fresh), *kept]
         reference = self.learner.reference_logprobs(groups) if self.settings.kl_in_reward else None
-        if self.critic is None:
-            groups = with_advantages(groups, self.settings, reference)
-        else:
-            groups = with_critic_targets(groups, self.settings, self.critic.values(groups), reference)
+        values = None if self.critic is None else self.critic.values(groups)
+        groups = self.objective.with_advantages(groups, reference, values)
         self.learner.update(groups, step)
         if self.critic is not None and self.critic.trains_alone(step):
             self.critic.update(groups, step)
@@ -247,4 +244,5 @@ class InProcess:
             least_version=max(step - settings.replay_max_staleness, 0),
             exclude=[self.position[group.group_id] for group in fresh],
         )
-        return [training_group(self.stored[d.sequence], settings, weight=d.weight, is_replayed=True) for d in draws]
+        make = self.objective.training_group
+        return [make(self.stored[d.sequence], weight=d.weight, is_replayed=True) for d in draws]

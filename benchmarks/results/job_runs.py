@@ -48,7 +48,7 @@ def measured(run: Run, steps: Steps) -> Result:
     for step in steps:
         result.rewards.append(step["reward_mean"])
         result.tokens.append(int(step["completion_tokens"]))
-        result.seconds.append(step["seconds_step"])
+        result.seconds.append(step["seconds_step"] - step.get("seconds_evaluate", 0.0))
     last, samples = steps[-1], int(run.settings.get("EVAL_SAMPLES", "0"))
     name = f"avg_at_{samples}" if samples else "accuracy"
     if name in last:

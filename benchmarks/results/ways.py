@@ -15,7 +15,7 @@ from benchmarks.results.tables import accuracy_note, anchor, comparison, paragra
 from benchmarks.results.tasks import seeded
 
 BASE = "synchronous"
-ASYNC = ROOT / "jobgroup-async.yaml"
+ASYNC = ROOT / "jobgroups/async.yaml"
 LORA_RATE_FACTOR = 10.0
 """Learning rate of adapters, as a multiple of the whole model's."""
 

@@ -24,9 +24,10 @@ from pathlib import Path
 
 from benchmarks.common.harness import ROOT, made_of
 from benchmarks.scaling import one_gpu, report, roofline, traffic
-from benchmarks.scaling.models import CONFIGS
 from benchmarks.scaling.plan import MODELS, Batch, cheapest
 from benchmarks.scaling.step import Rates, fit, read
+from scripts.launch.models import CONFIGS
+from scripts.launch.tables import table as lines
 
 MEASURED = Path(__file__).with_name("measured")
 FITTED = (MEASURED / "short.jsonl", MEASURED / "long.jsonl")
@@ -72,7 +73,7 @@ def count_traffic(given: argparse.Namespace) -> str:
         for mesh in traffic.MESHES:
             found = traffic.count(CONFIGS[label][1], mesh, given.micro_batches)
             rows.append([f"{label} {mesh.name}", f"{found.within / 1e9:.1f}", f"{found.between / 1e9:.1f}"])
-    return "\n".join(report.table(["GB a step", "within, a GPU", "between, a node"], rows))
+    return "\n".join(lines(["GB a step", "within, a GPU", "between, a node"], rows))
 
 
 def docs(given: argparse.Namespace) -> str:

@@ -1,4 +1,4 @@
-"""The memory of one GPU that engine and trainer share, at its two fullest moments, with the settings of one-gpu.env.
+"""The memory of one GPU that engine and trainer share, at its two fullest moments, with examples/one-gpu.env.
 
 The trainer's bytes are those of its preflight. The engine's weights, keys and values follow from the model;
 ``ENGINE_ASLEEP`` and ``ENGINE_AWAKE``, which are the rest of it, are assumed and not measured.
@@ -9,19 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.common.harness import ROOT
-from benchmarks.scaling import report
-from benchmarks.scaling.models import CONFIGS
-from benchmarks.scaling.plan import WEIGHT_BYTES, Model
-from benchmarks.scaling.roofline import MEMORY
 from local_runner.spec import env_file
+from scripts.launch.models import CONFIGS, MEMORY, WEIGHT_BYTES, Model
+from scripts.launch.tables import table as lines
 from services.rollout_server.settings import RolloutSettings
 from trainer.config import TrainerSettings
-from trainer.preflight.limits import ENGINE_ASLEEP, Limits
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import GIB, Need, needed
-from trainer.preflight.work import USABLE, choose, work_of
+from trainer.preflight.sizes import ENGINE_ASLEEP, GIB, USABLE, Limits, Need, choose, needed, work_of
 
-PRESET = ROOT / "one-gpu.env"
+PRESET = ROOT / "examples/one-gpu.env"
 LABELS = ("0.5B", "1.5B")
 CARDS = {"16 GB": 16_000 * 2**20, "24 GB": MEMORY["L4"]}
 """Bytes that programs see of a card."""
@@ -87,6 +83,4 @@ def table() -> str:
                 sizes = (f"{size / GIB:.1f}" for size in (found.training, found.generating, found.usable, found.host))
                 flags = ("yes" if flag else "no" for flag in (found.recomputes, found.fits))
                 rows.append([f"{label} {'adapters' if rank else 'whole'}", card, *sizes, *flags])
-    return "\n".join(
-        report.table(["GiB", "card", "training", "generating", "usable", "host", "recomputes", "fits"], rows)
-    )
+    return "\n".join(lines(["GiB", "card", "training", "generating", "usable", "host", "recomputes", "fits"], rows))

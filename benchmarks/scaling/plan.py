@@ -10,78 +10,35 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from benchmarks.scaling.models import CONFIGS
 from benchmarks.scaling.step import Rates, Seconds
 from benchmarks.scaling.step import Work as StepWork
+from scripts.launch.models import CONFIGS, MEMORY, WEIGHT_BYTES, Model
+from scripts.launch.sizes import (
+    ASSUMED,
+    GPU,
+    LEAST_SEQUENCES,
+    NODE_GPUS,
+    PROMPT_TOKENS,
+    Layout,
+    cached_sequences,
+    publishing,
+)
 from trainer.config import TrainerSettings
-from trainer.preflight.limits import Limits
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import Work, needed
-from trainer.preflight.work import USABLE, choose, work_of
+from trainer.preflight.sizes import USABLE, Limits, Work, choose, needed, work_of
 
-WEIGHT_BYTES = 2
-"""Size of a parameter in bfloat16, in an engine and when it is published."""
-NODE_GPUS = (1, 2, 4, 8)
 MOST_NODES = 32
-LEAST_SEQUENCES = 16
-"""Completions that an engine must be able to hold at the same time."""
 TRAINED_SHARE = 0.7
 """Share of groups with a gradient; the others have no variance."""
 REPLAYED_GROUPS = 2
 MICRO_BATCH_TOKENS = 16384
-DISK_SECONDS = 1.0
-"""Publishing through the volume stays if it takes no longer, because a restarted worker needs the volume anyway."""
-
-GPU = "H100"
 FLOPS = 989e12
 """Dense bfloat16 operations a second."""
 BANDWIDTH = 3.35e12
 """Bytes a second of the GPU's memory."""
-MEMORY = 80e9
-
-
-@dataclass(frozen=True)
-class Model:
-    """The dimensions of a model that decide over time and memory."""
-
-    label: str
-    name: str
-    shape: ModelShape
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters."""
-        return self.shape.parameters
-
-    @property
-    def kv_bytes(self) -> float:
-        """Size of the keys and values of a token."""
-        return 2 * WEIGHT_BYTES * self.shape.layers * self.shape.kv_heads * self.shape.head_size
 
 
 MODELS = {label: Model(label, CONFIGS[label][0], ModelShape.of(CONFIGS[label][1])) for label in ("0.5B", "8B", "70B")}
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """Values that depend on a cluster; measured values should replace them."""
-
-    train_utilisation: float = 0.30
-    """Share of the FLOP/s that forward and backward passes reach."""
-    prefill_utilisation: float = 0.40
-    decode_utilisation: float = 0.50
-    """Share of the memory's bandwidth that decoding reaches."""
-    iteration_overhead: float = 0.004
-    """Seconds of a decoding iteration beside reading memory: scheduling, sampling, tensor parallel exchange."""
-    node_bandwidth: float = 25e9
-    """Bytes a second between nodes: gradients, gathered parameters, broadcast weights."""
-    volume_bandwidth: float = 2e9
-    """Bytes a second of the shared volume, for all its readers together."""
-    cache_share: float = 0.85
-    """Share of an engine's memory for weights and caches."""
-
-
-ASSUMED = Assumptions()
 
 
 @dataclass(frozen=True)
@@ -90,10 +47,15 @@ class Batch:
 
     prompts: int = 128
     group_size: int = 16
-    prompt_tokens: int = 150
+    prompt_tokens: int = PROMPT_TOKENS
     completion_tokens: int = 500
     """Mean length of a completion."""
     longest: int = 2048
+
+    @property
+    def cached_tokens(self) -> int:
+        """The tokens of a completion of mean length and its prompt."""
+        return self.prompt_tokens + self.completion_tokens
 
     @property
     def work(self) -> StepWork:
@@ -107,22 +69,6 @@ class Batch:
             longest=self.longest,
             trained_tokens=(self.prompts * TRAINED_SHARE + REPLAYED_GROUPS) * tokens_of_group,
         )
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The numbers of nodes and of GPUs of a node."""
-
-    rollout_nodes: int
-    rollout_gpus: int
-    """GPUs of a node; one engine spans them all."""
-    trainer_nodes: int
-    trainer_gpus: int
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of all nodes."""
-        return self.rollout_nodes * self.rollout_gpus + self.trainer_nodes * self.trainer_gpus
 
 
 @dataclass(frozen=True)
@@ -160,19 +106,10 @@ def generate_seconds(model: Model, batch: Batch, layout: Layout) -> float:
     token_compute = 2 * model.parameters / (layout.rollout_gpus * FLOPS * ASSUMED.prefill_utilisation)
     token_read = (batch.prompt_tokens + batch.completion_tokens / 2) * model.kv_bytes / bandwidth
     sequences = math.ceil(work.completions / layout.rollout_nodes)
-    waves = math.ceil(sequences / cached_sequences(model, batch, layout.rollout_gpus))
+    waves = math.ceil(sequences / cached_sequences(model, batch.cached_tokens, layout.rollout_gpus, MEMORY[GPU]))
     iteration = waves * (model.parameters * WEIGHT_BYTES / bandwidth + ASSUMED.iteration_overhead)
     decoded = work.completions * batch.completion_tokens * token_read + work.tokens * token_compute
     return work.longest * iteration + decoded / layout.rollout_nodes
-
-
-def cached_sequences(model: Model, batch: Batch, gpus: int, memory: float = MEMORY) -> int:
-    """Return how many completions of mean length an engine's cache holds; 0 if the weights leave no room.
-
-    ``memory`` is that of a GPU, in bytes.
-    """
-    free = gpus * memory * ASSUMED.cache_share - model.parameters * WEIGHT_BYTES
-    return max(0, int(free / (model.kv_bytes * (batch.prompt_tokens + batch.completion_tokens))))
 
 
 def train_seconds(model: Model, batch: Batch, layout: Layout) -> float:
@@ -196,25 +133,11 @@ def train_seconds(model: Model, batch: Batch, layout: Layout) -> float:
     return max(compute, exchanged * share / ASSUMED.node_bandwidth)
 
 
-def publishing(model: Model, layout: Layout) -> tuple[str, float]:
-    """Return PUBLISH_TRANSPORT and its seconds: every node reads the version from the volume, or gets a broadcast."""
-    seconds = publish_seconds(model, layout)
-    transport = "disk" if seconds["disk"] <= max(DISK_SECONDS, seconds["broadcast"]) else "broadcast"
-    return transport, seconds[transport]
-
-
-def publish_seconds(model: Model, layout: Layout) -> dict[str, float]:
-    """Return the seconds of publishing by PUBLISH_TRANSPORT."""
-    size = model.parameters * WEIGHT_BYTES
-    return {
-        "disk": size * (1 + layout.rollout_nodes) / ASSUMED.volume_bandwidth,
-        "broadcast": size / ASSUMED.node_bandwidth,
-    }
-
-
 def layouts(model: Model, batch: Batch) -> Iterator[Layout]:
     """Yield every layout with enough memory, on the smallest nodes with enough memory."""
-    rollout = next(n for n in NODE_GPUS if cached_sequences(model, batch, n) >= LEAST_SEQUENCES)
+    rollout = next(
+        n for n in NODE_GPUS if cached_sequences(model, batch.cached_tokens, n, MEMORY[GPU]) >= LEAST_SEQUENCES
+    )
     for trainer in NODE_GPUS:
         fewest = next((n for n in range(1, MOST_NODES + 1) if fits(model, batch, n, trainer)), MOST_NODES + 1)
         # A model that needs several GPUs gets large nodes, because links between nodes are slower.
@@ -229,16 +152,16 @@ def layouts(model: Model, batch: Batch) -> Iterator[Layout]:
 def work(model: Model, batch: Batch, nodes: int, gpus: int) -> Work:
     """Return the trainer's work on so many nodes, as the preflight chooses it."""
     settings = TrainerSettings.load(batch_size=batch.prompts, group_size=batch.group_size, max_new_tokens=batch.longest)
-    limits = Limits(device=int(MEMORY), host=0, shm=0, volume=0)
+    limits = Limits(device=MEMORY[GPU], host=0, shm=0, volume=0)
     flat = work_of(
-        settings, model.shape, memory=int(MEMORY), nodes=nodes, ranks_per_node=gpus, compute_bytes=WEIGHT_BYTES
+        settings, model.shape, memory=MEMORY[GPU], nodes=nodes, ranks_per_node=gpus, compute_bytes=WEIGHT_BYTES
     )
     return choose(settings, model.shape, flat, limits)
 
 
 def fits(model: Model, batch: Batch, nodes: int, gpus: int) -> bool:
     """Return whether the trainer's state and its largest micro-batch fit in the memory of so many GPUs."""
-    return needed(model.shape, work(model, batch, nodes, gpus)).total("device") <= MEMORY * USABLE
+    return needed(model.shape, work(model, batch, nodes, gpus)).total("device") <= MEMORY[GPU] * USABLE
 
 
 def cheapest(model: Model, batch: Batch, measured: Rates, step_seconds: float) -> Prediction:

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from benchmarks.scaling.models import CONFIGS
-from benchmarks.scaling.report import table as lines
+from scripts.launch.models import CONFIGS
+from scripts.launch.tables import table as lines
 from trainer.config import TrainerSettings
-from trainer.preflight.limits import Limits
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import Work, needed
-from trainer.preflight.work import USABLE, choose, work_of
+from trainer.preflight.sizes import USABLE, Limits, Work, choose, needed, work_of
 
 TOKENS, SEQUENCE, MICRO_BATCHES = 16_384, 2048, 4
 PEAK_SHARE = 0.7
@@ -45,12 +43,6 @@ GPUS = (
     Gpu("H200", 989e12, 4.8e12, 141 * 10**9),
     Gpu("A100-80GB", 312e12, 2.04e12, 80 * 10**9),
 )
-
-MEMORY = {gpu.name: gpu.memory for gpu in GPUS} | {
-    name: gigabytes * 10**9
-    for name, gigabytes in {"B200": 180, "A100": 40, "L40S": 47, "L40": 47, "A40": 47, "L4": 23, "A10G": 23}.items()
-}
-"""Bytes that programs see of a card, by SkyPilot's name for it; error correction takes some of what the card has."""
 
 
 def peak(device: str) -> float | None:

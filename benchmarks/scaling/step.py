@@ -79,9 +79,8 @@ class Measured:
         )
         generate, train, publish = line["seconds_generate"], line["seconds_train"], line["seconds_publish"]
         score = line["seconds_score"] + line.get("seconds_store", 0.0)
-        return cls(
-            work, Seconds(generate, score, train, publish, line["seconds_step"] - generate - score - train - publish)
-        )
+        whole = line["seconds_step"] - line.get("seconds_evaluate", 0.0)
+        return cls(work, Seconds(generate, score, train, publish, whole - generate - score - train - publish))
 
 
 def read(path: Path) -> list[Measured]:

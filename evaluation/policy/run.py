@@ -1,4 +1,4 @@
-"""A run of scripts.evaluate_policy: the checks, the head, the episodes that are missing, and the results."""
+"""A run of grpo evaluate-policy: the checks, the head, the episodes that are missing, and the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from evaluation.identity import check_identity, held, whole_lines
+from evaluation.identity import check_identity, locked_file, whole_lines
 from evaluation.metrics import bootstrap
 from evaluation.policy.worker import Episode, Work
 from evaluation.policy.workers import Coordinator, Crew, Worker
@@ -117,7 +117,7 @@ async def evaluate(options: Options, say: Say) -> dict[str, Any]:
     seeds = range(options.seed, options.seed + options.episodes)
     async with open_arena(options.environment, None, None) as arena, _head(options) as head:
         policy = await check_head(head, options.policy, arena, token)
-        with held(options.save_to / EPISODES, "--save-to") as file:
+        with locked_file(options.save_to / EPISODES, "--save-to") as file:
             store = EpisodeFile(file)
             check_identity(
                 options.save_to / IDENTITY,
@@ -128,7 +128,7 @@ async def evaluate(options: Options, say: Say) -> dict[str, Any]:
                     **{f"environment.{name}": value for name, value in arena.info.model_dump(mode="json").items()},
                 },
                 is_used=bool(store.episodes),
-                holds="the episodes of another evaluation",
+                results="the episodes of another evaluation",
                 option="--save-to",
             )
             missing = [seed for seed in seeds if seed not in store.episodes]

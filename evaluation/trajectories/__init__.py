@@ -1,1 +1,1 @@
-"""Episodes of policies in environments, written to Parquet files: the code of ``scripts.generate_trajectories``."""
+"""Episodes of policies in environments, written to Parquet files: the code of ``grpo trajectories``."""

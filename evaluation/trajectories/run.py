@@ -1,4 +1,4 @@
-"""A run of scripts.generate_trajectories: plays the shards that are missing, and writes the table of results.
+"""A run of grpo trajectories: plays the shards that are missing, and writes the table of results.
 
 Policies that play alone get mean returns, policies that play each other get ratings.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.identity import check_identity, held
+from evaluation.identity import check_identity, locked_file
 from evaluation.trajectories.arenas import Arena, open_arena
 from evaluation.trajectories.play import Plan, Shard, ShardPlayer, lineups_of, read_summary, write_shard
 from services.core.errors import ConfigurationError
@@ -71,7 +71,7 @@ async def generate(options: Options, say: Callable[[str], None]) -> dict[str, An
     if not settings.policies:
         raise ConfigurationError("--policies is empty; name policies, as a=policies/cartpole,b=http://127.0.0.1:30000")
     async with AsyncExitStack() as stack:
-        stack.enter_context(held(options.save_to / LOCK, "--save-to"))
+        stack.enter_context(locked_file(options.save_to / LOCK, "--save-to"))
         arena = await stack.enter_async_context(open_arena(options.environment, options.server, settings.token))
         policies = {
             name: await stack.enter_async_context(make_policy(name, target, settings))
@@ -109,7 +109,7 @@ def _check_manifest(options: Options, arena: Arena, targets: Mapping[str, str], 
         path,
         manifest,
         is_used=is_used,
-        holds="episodes of other settings",
+        results="episodes of other settings",
         option="--save-to",
     )
 

@@ -1,1 +1,1 @@
-"""``python -m scripts.launch``: a job group of a given size on a cluster."""
+"""``grpo launch``: a job group of a given size on a cluster."""

@@ -1,4 +1,4 @@
-"""Launch a job group of a given size with SkyPilot: ``python -m scripts.launch --model Qwen/Qwen3-8B --gpus H100:8``.
+"""``grpo launch``: a job group of a given size, launched with SkyPilot.
 
 It writes the job group's YAML for the model, the nodes and the GPUs that are given, with the memory, the volume and the
 settings that follow from them; shows what differs from the file of the repository and what it takes on the cluster; and
@@ -7,12 +7,11 @@ launches it, once somebody has said yes. With --check, it launches two small pod
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -21,22 +20,32 @@ import typer
 import yaml
 from typer import Option
 
-from benchmarks.scaling.plan import ASSUMED, Layout, Model, publish_seconds, publishing
-from benchmarks.scaling.report import table
-from local_runner import nodes, spec, variables
-from local_runner.commands import module
-from local_runner.environment import Run
-from local_runner.settings_classes import READERS
+from local_runner import checks, nodes, spec
+from local_runner.checks import READERS
+from local_runner.directory import grpo_command
+from local_runner.nodes import Run
 from scripts.launch import job_group_text, skypilot
-from scripts.launch.sizes import Sizes, Tier, derive, find_model, gibibytes, parse_gpus
+from scripts.launch.models import Model, find_model
+from scripts.launch.sizes import (
+    ASSUMED,
+    Layout,
+    Sizes,
+    Tier,
+    derive,
+    gibibytes,
+    parse_gpus,
+    publish_seconds,
+    publishing,
+)
+from scripts.launch.tables import table, wrapped
 from services.core import logs
 from services.core.endpoints import Task
-from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
+from services.core.errors import ConfigurationError
 from services.rollout_server.settings import RolloutSettings
 from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
-VOLUME = ROOT / "volume.yaml"
+VOLUME = ROOT / "jobgroups" / "volume.yaml"
 CHECK = Path(__file__).with_name("check.yaml")
 CHECKS = {"check-trainer": Task.TRAINER, "check-rollout": Task.ROLLOUT_SERVER}
 """The task whose GPU each task of CHECK tries."""
@@ -84,50 +93,87 @@ def main(
     yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Launch a job group of a given size on a cluster, or with --dry-run show what would be launched."""
+    _require_options(context)
+    size = Size(model, rollout_nodes, trainer_nodes, gpus, rollout_gpus)
+    logs.configure("launch", "error")
+    given = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
+    agent, environment = agent or given.get("AGENT"), environment or given.get("ENVIRONMENT")
+    file, chosen = _job_group(asynchronous=asynchronous, agent=agent, environment=environment)
+    secrets = spec.assignments(secret or [], "--secret")
+    plan = _plan(file, size, given, chosen, secrets, image)
+    text = _check_group(plan, given) if check else plan.text
+    files = _write(plan, text, CHECK if check else file, output or _directory(plan.model, size))
+    _launch(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tuple(CHECKS) if check else (Task.TRAINER,))
+
+
+def _require_options(context: typer.Context) -> None:
+    """Print the help and exit with 2 if there is no option: somebody who wants to see them must not pay for GPUs."""
     if all(getattr(context.get_parameter_source(name), "name", "") == "DEFAULT" for name in context.params):
-        # Somebody who wants to see the options must not pay for GPUs.
         typer.echo(context.get_help())
         typer.echo("For example: grpo launch --model Qwen/Qwen2.5-0.5B-Instruct --gpus L4:1 --dry-run")
         raise typer.Exit(2)
-    try:
-        logs.configure("launch", "error")
-        given = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
-        file, chosen = _job_group(
-            asynchronous=asynchronous,
-            agent=agent or given.get("AGENT"),
-            environment=environment or given.get("ENVIRONMENT"),
-        )
-        secrets = spec.assignments(secret or [], "--secret")
-        before = file.read_text()
-        written = job_group_text.values(before)[Task.TRAINER, "envs.MODEL_NAME"]
-        found = find_model(model or given.get("MODEL_NAME") or written)
-        given["MODEL_NAME"] = found.name
-        tiers = _tiers(before, rollout_nodes, trainer_nodes, gpus, rollout_gpus)
-        group = spec.load(file, spec.Overrides(given | chosen, secrets))
-        variables.check_names(group, given | chosen | secrets, {})
-        sizes = _sizes(group, found, tiers)
-        derived = {"MIN_WORKERS": str(sizes.min_workers)}
-        volume = max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text())["size"])))
-        changes = sizes.changes | _variables(group, derived | given | chosen) | _images(group, image)
-        directory = output or _directory(found, gpus, rollout_gpus, rollout_nodes, trainer_nodes)
-        text = job_group_text.edited(before, changes)
-        if check:
-            file, before, text = CHECK, CHECK.read_text(), _check_group(text, tiers, given)
-        files = _write(directory, file.name, text, volume)
-        _show(before, text, volume, derived.keys() - given.keys())
-        if not check:
-            _advise(found, tiers, derived | given | chosen)
-        print(f"\nwritten: {files[0]} and {files[1]}", flush=True)
-        confirm = partial(_confirm, text, secrets, yes=yes)
-        job = _ask_skypilot(files, secrets, dry_run=dry_run, confirm=confirm)
-        if job is None:
-            _tell_commands(files, secrets)
-        else:
-            told = [f"sky jobs logs {job} {task}" for task in (CHECKS if check else [Task.TRAINER])]
-            print(f"job {job}; its log: {' and '.join(told)}; to end it: sky jobs cancel {job}")
-    except ConfigurationError as error:
-        print(f"launch: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_CONFIGURATION) from error
+
+
+@dataclass(frozen=True)
+class Size:
+    """The options that say how large a job group is; what is None stays as the job group's file has it."""
+
+    model: str | None
+    rollout_nodes: int | None
+    trainer_nodes: int | None
+    gpus: str | None
+    rollout_gpus: str | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job group of a given size."""
+
+    model: Model
+    tiers: dict[str, Tier]
+    """The nodes of rollout-server and ppo-trainer."""
+    variables: dict[str, str]
+    """The settings: those of the options, and those that follow from the size."""
+    derived: set[str]
+    """The names of the settings that follow from the size."""
+    volume: int
+    """Gibibytes of the volume."""
+    text: str
+    """The job group's YAML."""
+
+
+def _plan(
+    file: Path, size: Size, given: Mapping[str, str], chosen: dict[str, str], secrets: dict[str, str], image: str | None
+) -> Plan:
+    """Derive a job group's sizes, and write them into the text of its file.
+
+    Args:
+        file: the job group's file.
+        size: the options about model, nodes and GPUs.
+        given: the settings of the options.
+        chosen: the settings that go with the file, such as MODE.
+        secrets: values of the job group's secrets.
+        image: the images of `make image`.
+    """
+    before = file.read_text()
+    written = job_group_text.values(before)[Task.TRAINER, "envs.MODEL_NAME"]
+    model = find_model(size.model or given.get("MODEL_NAME") or written)
+    settings = {**given, "MODEL_NAME": model.name}
+    tiers = _tiers(before, size)
+    group = spec.load(file, spec.Overrides(settings | chosen, secrets))
+    checks.check_names(group, settings | chosen | secrets, {})
+    sizes = _sizes(group, model, tiers)
+    derived = {"MIN_WORKERS": str(sizes.min_workers)}
+    wanted = derived | settings | chosen
+    changes = sizes.changes | _variables(group, wanted) | _images(group, image)
+    return Plan(
+        model=model,
+        tiers=tiers,
+        variables=wanted,
+        derived=derived.keys() - settings.keys(),
+        volume=max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text())["size"]))),
+        text=job_group_text.edited(before, changes),
+    )
 
 
 def _job_group(*, asynchronous: bool, agent: str | None, environment: str | None) -> tuple[Path, dict[str, str]]:
@@ -140,34 +186,35 @@ def _job_group(*, asynchronous: bool, agent: str | None, environment: str | None
         raise ConfigurationError("give --agent or --environment, not both: each answers the prompts")
     mode = {"MODE": "async"} if asynchronous else {}
     if agent:
-        return ROOT / "jobgroup-agent.yaml", {"AGENT": agent} | mode
+        return ROOT / "jobgroups/agent.yaml", {"AGENT": agent} | mode
     if environment:
-        return ROOT / "jobgroup-environment.yaml", {"ENVIRONMENT": environment} | mode
-    return ROOT / ("jobgroup-async.yaml" if asynchronous else "jobgroup.yaml"), {}
+        return ROOT / "jobgroups/environment.yaml", {"ENVIRONMENT": environment} | mode
+    return ROOT / ("jobgroups/async.yaml" if asynchronous else "jobgroup.yaml"), {}
 
 
-def _tiers(
-    text: str, rollout_nodes: int | None, trainer_nodes: int | None, gpus: str | None, rollout_gpus: str | None
-) -> dict[str, Tier]:
-    """Return the nodes of rollout-server and ppo-trainer: what is given, else what the file has."""
+def _tiers(text: str, size: Size) -> dict[str, Tier]:
+    """Return the nodes of rollout-server and ppo-trainer: those of the options, else those of the file."""
     written = {document["name"]: document for document in list(yaml.safe_load_all(text))[1:]}
     tiers = {}
-    for task, count, given in (
-        (Task.ROLLOUT_SERVER, rollout_nodes, rollout_gpus or gpus),
-        (Task.TRAINER, trainer_nodes, gpus),
+    for task, count, gpus in (
+        (Task.ROLLOUT_SERVER, size.rollout_nodes, size.rollout_gpus or size.gpus),
+        (Task.TRAINER, size.trainer_nodes, size.gpus),
     ):
-        choices = given or ",".join(written[task]["resources"]["accelerators"])
+        choices = gpus or ",".join(written[task]["resources"]["accelerators"])
         tiers[task.value] = Tier(count or written[task]["num_nodes"], parse_gpus(choices))
     return tiers
 
 
-def _directory(
-    model: Model, gpus: str | None, rollout_gpus: str | None, rollout_nodes: int | None, trainer_nodes: int | None
-) -> Path:
-    """Return the directory of a model's YAMLs for the sizes that are given, so that those of two sizes stay."""
-    given = {"": gpus, "rollout-": rollout_gpus, "rollout-nodes-": rollout_nodes, "trainer-nodes-": trainer_nodes}
+def _directory(model: Model, size: Size) -> Path:
+    """Return the directory of a model's YAMLs for a size, so that those of two sizes stay."""
+    named = {
+        "": size.gpus,
+        "rollout-": size.rollout_gpus,
+        "rollout-nodes-": size.rollout_nodes,
+        "trainer-nodes-": size.trainer_nodes,
+    }
     name = model.name.rstrip("/").rpartition("/")[2]
-    parts = [name, *(f"{prefix}{value}" for prefix, value in given.items() if value)]
+    parts = [name, *(f"{prefix}{value}" for prefix, value in named.items() if value)]
     return Path(".cache/launch") / re.sub(r"[:, ]+", "-", "-".join(parts)).lower()
 
 
@@ -175,10 +222,10 @@ def _sizes(group: spec.JobGroup, model: Model, tiers: Mapping[str, Tier]) -> Siz
     """Check all settings, and return the sizes that follow from them."""
     with nodes.allocate(group) as addresses:
         run = Run(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
-        variables.check_values(run)
+        checks.check_values(run)
         tasks = {task.name: task for task in group.tasks}
-        settings = variables.load_settings(run, tasks[Task.TRAINER], TrainerSettings)
-        rollout = variables.load_settings(run, tasks[Task.ROLLOUT_SERVER], RolloutSettings)
+        settings = checks.load_settings(run, tasks[Task.TRAINER], TrainerSettings)
+        rollout = checks.load_settings(run, tasks[Task.ROLLOUT_SERVER], RolloutSettings)
     return derive(settings, rollout, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER])
 
 
@@ -212,19 +259,24 @@ def _images(group: spec.JobGroup, image: str | None) -> dict[tuple[str, str], st
     return {(task, "resources.image_id"): f"docker:{image}-{part}" for task, part in parts.items()}
 
 
-def _write(directory: Path, name: str, text: str, volume: int) -> tuple[Path, Path]:
-    """Write the job group and the volume, and return their paths."""
+def _write(plan: Plan, text: str, file: Path, directory: Path) -> tuple[Path, Path]:
+    """Write a job group and its volume, print how the job group differs from its file, and return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
-    files = directory / name, directory / VOLUME.name
+    files = directory / (file.name if file == CHECK else "jobgroup.yaml"), directory / VOLUME.name
     files[0].write_text(text)
     lines = VOLUME.read_text().splitlines()
-    files[1].write_text("\n".join(f"size: {volume}Gi" if line.startswith("size:") else line for line in lines) + "\n")
+    size = f"size: {plan.volume}Gi"
+    files[1].write_text("\n".join(size if line.startswith("size:") else line for line in lines) + "\n")
     # Refuses what SkyPilot would ignore, such as a key that is there twice.
     spec.load(files[0])
+    _print_changes(file.read_text(), text, plan.volume, plan.derived)
+    if file != CHECK:
+        _advise(plan)
+    print(f"\nwritten: {files[0]} and {files[1]}", flush=True)
     return files
 
 
-def _show(before: str, after: str, volume: int, derived: set[str]) -> None:
+def _print_changes(before: str, after: str, volume: int, derived: set[str]) -> None:
     """Print what differs from the file, and what the job group takes on the cluster."""
     old, new = job_group_text.values(before), job_group_text.values(after)
     rows: dict[tuple[str, str, str, str], list[str]] = {}
@@ -239,40 +291,22 @@ def _show(before: str, after: str, volume: int, derived: set[str]) -> None:
     if gibibytes(size) != volume:
         rows["size", size, f"{volume}Gi", "derived"] = [VOLUME.name]
     lines = [[", ".join(tasks), *(cell.strip("'") or "''" for cell in row)] for row, tasks in rows.items()]
-    print(_left(["changed in", "key", "file", "here", "source"], lines, WIDTH))
+    print(wrapped(["changed in", "key", "file", "here", "source"], lines, WIDTH))
     print("\n" + "\n".join(table(["on the cluster", "nodes", "GPUs", "CPUs", "GB"], _footprint(after))))
     print(f"a volume of {volume} GiB, {CONTROLLER}")
 
 
-def _advise(model: Model, tiers: Mapping[str, Tier], variables_: Mapping[str, str]) -> None:
+def _advise(plan: Plan) -> None:
     """Print what the planner would change although it must be tried on the cluster first."""
-    rollout, trainer = tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER]
+    rollout, trainer = plan.tiers[Task.ROLLOUT_SERVER], plan.tiers[Task.TRAINER]
     layout = Layout(rollout.nodes, rollout.choices[0].count, trainer.nodes, trainer.choices[0].count)
-    transport, seconds = publishing(model, layout)
-    if transport != "disk" and not {"PUBLISH_TRANSPORT", "LORA_RANK"}.intersection(variables_):
+    transport, seconds = publishing(plan.model, layout)
+    if transport != "disk" and not {"PUBLISH_TRANSPORT", "LORA_RANK"}.intersection(plan.variables):
         print(
-            f"publishing takes about {publish_seconds(model, layout)['disk']:.0f} s a step through a volume of "
+            f"publishing takes about {publish_seconds(plan.model, layout)['disk']:.0f} s a step through a volume of "
             f"{ASSUMED.volume_bandwidth / 1e9:g} GB/s, "
             f"and {seconds:.1f} s with --env PUBLISH_TRANSPORT={transport}, which nobody has run on GPUs yet"
         )
-
-
-def _left(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Return a table of ``width`` columns at most, aligned to the left; the widest cells go on in further lines."""
-    columns = list(zip(header, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    words = [max(len(word) for cell in column for word in cell.split()) for column in columns]
-    while sum(widths) + 2 * (len(widths) - 1) > width:
-        # A column between whose words a line can end gives way before one whose words must be cut.
-        spare = [size if size > word else 0 for size, word in zip(widths, words, strict=True)]
-        widths[max(range(len(widths)), key=lambda column: (spare[column], widths[column]))] -= 1
-    lines = []
-    for row in (header, *rows):
-        cells = [textwrap.wrap(cell, size, break_on_hyphens=False) for cell, size in zip(row, widths, strict=True)]
-        lines += [
-            "  ".join(map(str.ljust, parts, widths)).rstrip() for parts in itertools.zip_longest(*cells, fillvalue="")
-        ]
-    return "\n".join(lines)
 
 
 def _footprint(text: str) -> list[list[str]]:
@@ -287,16 +321,28 @@ def _footprint(text: str) -> list[list[str]]:
     return [list(map(str, row)) for row in rows]
 
 
-def _check_group(text: str, tiers: Mapping[str, Tier], given: Mapping[str, str]) -> str:
-    """Return the job group that tries the cluster for the job group ``text``."""
-    before, written = CHECK.read_text(), job_group_text.values(text)
+def _check_group(plan: Plan, given: Mapping[str, str]) -> str:
+    """Return the job group that tries the cluster for a plan."""
+    before, written = CHECK.read_text(), job_group_text.values(plan.text)
     images = " ".join({value.strip("'"): None for (_, key), value in written.items() if key == "resources.image_id"})
-    changes = _variables(spec.load(CHECK), {**given, "CHECK_IMAGES": images})
+    changes = _variables(spec.load(CHECK), {**given, "MODEL_NAME": plan.model.name, "CHECK_IMAGES": images})
     for name, task in CHECKS.items():
-        cards = ", ".join(f"{choice.name}:1" for choice in tiers[task].choices)
+        cards = ", ".join(f"{choice.name}:1" for choice in plan.tiers[task].choices)
         changes[name, "resources.accelerators"] = f"[{cards}]"
         changes[name, "resources.image_id"] = written[Task.DATA_SERVER, "resources.image_id"]
     return job_group_text.edited(before, changes)
+
+
+def _launch(
+    files: tuple[Path, Path], text: str, secrets: Mapping[str, str], *, dry_run: bool, yes: bool, tasks: Sequence[str]
+) -> None:
+    """Launch the files, unless it is a dry run, and print the commands that follow: the logs are those of ``tasks``."""
+    job = _ask_skypilot(files, secrets, dry_run=dry_run, confirm=partial(_confirm, text, secrets, yes=yes))
+    if job is None:
+        _print_commands(files, secrets)
+    else:
+        logs_of = " and ".join(f"sky jobs logs {job} {task}" for task in tasks)
+        print(f"job {job}; its log: {logs_of}; to end it: sky jobs cancel {job}")
 
 
 def _confirm(text: str, secrets: Mapping[str, str], *, yes: bool) -> None:
@@ -304,15 +350,15 @@ def _confirm(text: str, secrets: Mapping[str, str], *, yes: bool) -> None:
     if yes:
         return
     _, count, gpus, *_ = _footprint(text)[-1]
-    told = f"{count} nodes with {gpus} GPUs"
+    size = f"{count} nodes with {gpus} GPUs"
     if sys.stdin.isatty():
-        typer.confirm(f"Launch {told}?", abort=True)
+        typer.confirm(f"Launch {size}?", abort=True)
         return
-    typed = sys.argv[2 if Path(sys.argv[0]).name == "grpo" else 1 :]
+    typed = sys.argv[sys.argv.index("launch") + 1 :]
     for name, value in secrets.items():
         typed = [word.removesuffix(f"={value}") if f"{name}=" in word else word for word in typed]
-    command = shlex.join([*module("scripts.launch"), *typed, "--yes"])
-    print(f"launch: there is no terminal on which to ask about {told}; to launch them: {command}", file=sys.stderr)
+    command = shlex.join([grpo_command(), "launch", *typed, "--yes"])
+    print(f"launch: there is no terminal on which to ask about {size}; to launch them: {command}", file=sys.stderr)
     raise typer.Exit(2)
 
 
@@ -342,7 +388,7 @@ def _ask_skypilot(
     return job
 
 
-def _tell_commands(files: tuple[Path, Path], secrets: Mapping[str, str]) -> None:
+def _print_commands(files: tuple[Path, Path], secrets: Mapping[str, str]) -> None:
     """Print the commands that launch the files."""
     options = [part for name in secrets for part in ("--secret", name)]
     if not ROOT.samefile("."):
@@ -351,7 +397,3 @@ def _tell_commands(files: tuple[Path, Path], secrets: Mapping[str, str]) -> None
         files = files[0].resolve(), files[1].resolve()
     print(f"to launch it: sky volumes apply {shlex.quote(str(files[1]))}")
     print(f"              {shlex.join(['sky', 'jobs', 'launch', str(files[0]), *options])}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

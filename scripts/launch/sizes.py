@@ -1,28 +1,32 @@
-"""The sizes of a job group that follow from a model and its nodes, by the functions of the trainer's preflight and of
-``benchmarks.scaling plan``."""
+"""The sizes of a job group that follow from a model and its nodes, by the functions of the trainer's preflight.
+
+``benchmarks.scaling`` plans with the same functions how many nodes a model needs.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass
 
-from transformers import AutoConfig, PretrainedConfig
-
-from benchmarks.scaling import report, roofline
-from benchmarks.scaling.models import CONFIGS
-from benchmarks.scaling.plan import LEAST_SEQUENCES, NODE_GPUS, WEIGHT_BYTES, Batch, Layout, Model, cached_sequences
-from services.core.errors import ConfigurationError, first_line
+from scripts.launch.models import MEMORY, WEIGHT_BYTES, Model, config_of
+from services.core.errors import ConfigurationError
 from services.rollout_server.placement import Known, split_node
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from trainer.config import TrainerSettings
 from trainer.preflight.check import Machine, NameNodes, check
-from trainer.preflight.limits import Limits
-from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import needed
+from trainer.preflight.sizes import GIB, PROCESS_BYTES, Limits, Need, needed
 
+NODE_GPUS = (1, 2, 4, 8)
+GPU = "H100"
+"""The card of a plan."""
+PROMPT_TOKENS = 150
+"""Mean length of a prompt, as far as an engine's cache is concerned."""
+LEAST_SEQUENCES = 16
+"""Completions that an engine must be able to hold at the same time."""
+DISK_SECONDS = 1.0
+"""Publishing through the volume stays if it takes no longer, because a restarted worker needs the volume anyway."""
 _ENOUGH = 1 << 62
 """Bytes of a place whose size is derived and not given."""
 WITHOUT_BFLOAT16 = ("T4", "V100", "V100-32GB", "P100", "P40", "P4", "M60", "K80", "RTX6000")
@@ -44,7 +48,7 @@ class Gpus:
     @property
     def memory(self) -> int:
         """Bytes of one GPU."""
-        return roofline.MEMORY[self.name]
+        return MEMORY[self.name]
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,44 @@ class Sizes:
     """MIN_WORKERS, for the GPUs that have the fewest engines."""
 
 
+@dataclass(frozen=True)
+class Assumptions:
+    """Values that depend on a cluster; measured values should replace them."""
+
+    train_utilisation: float = 0.30
+    """Share of the FLOP/s that forward and backward passes reach."""
+    prefill_utilisation: float = 0.40
+    decode_utilisation: float = 0.50
+    """Share of the memory's bandwidth that decoding reaches."""
+    iteration_overhead: float = 0.004
+    """Seconds of a decoding iteration beside reading memory: scheduling, sampling, tensor parallel exchange."""
+    node_bandwidth: float = 25e9
+    """Bytes a second between nodes: gradients, gathered parameters, broadcast weights."""
+    volume_bandwidth: float = 2e9
+    """Bytes a second of the shared volume, for all its readers together."""
+    cache_share: float = 0.85
+    """Share of an engine's memory for weights and caches."""
+
+
+ASSUMED = Assumptions()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The numbers of nodes and of GPUs of a node."""
+
+    rollout_nodes: int
+    rollout_gpus: int
+    """GPUs of a node; one engine spans them all."""
+    trainer_nodes: int
+    trainer_gpus: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return self.rollout_nodes * self.rollout_gpus + self.trainer_nodes * self.trainer_gpus
+
+
 def parse_gpus(text: str) -> tuple[Gpus, ...]:
     """Return the GPUs of ``H100:8`` or ``H100:8,A100-80GB:8``.
 
@@ -79,7 +121,7 @@ def parse_gpus(text: str) -> tuple[Gpus, ...]:
         match = _GPUS.fullmatch(part.strip())
         if match is None or match[2] == "0":
             raise ConfigurationError(f"--gpus {text}: expected NAME:COUNT, such as H100:8 or H100:8,A100-80GB:8")
-        name = next((known for known in roofline.MEMORY if known.lower() == match[1].lower()), None)
+        name = next((known for known in MEMORY if known.lower() == match[1].lower()), None)
         if name is None:
             why = (
                 "is unknown, and so is its memory; write it under `accelerators` of ppo-trainer and rollout-server in "
@@ -87,7 +129,7 @@ def parse_gpus(text: str) -> tuple[Gpus, ...]:
             )
             if match[1].upper() in WITHOUT_BFLOAT16:
                 why = "has no bfloat16, in which trainer and engines compute; take another card"
-            raise ConfigurationError(f"--gpus {text}: {match[1]} {why}; known are {', '.join(roofline.MEMORY)}")
+            raise ConfigurationError(f"--gpus {text}: {match[1]} {why}; known are {', '.join(MEMORY)}")
         found.append(Gpus(name, int(match[2] or 1)))
     return tuple(found)
 
@@ -100,34 +142,8 @@ def gibibytes(size: str) -> int:
     """
     match = re.fullmatch(r"(\d+)(Gi|Ti|)", size)
     if match is None:
-        raise ConfigurationError(f"volume.yaml: size {size}: expected a number with Gi or Ti, such as 200Gi")
+        raise ConfigurationError(f"jobgroups/volume.yaml: size {size}: expected a number with Gi or Ti, such as 200Gi")
     return int(match[1]) * (1024 if match[2] == "Ti" else 1)
-
-
-def find_model(given: str) -> Model:
-    """Return a model by its name on the hub, its directory, or its label in docs/scaling.md (such as 8B).
-
-    Raises:
-        ConfigurationError: there is no such model, or its configuration is not a decoder's.
-    """
-    for label, (name, config) in CONFIGS.items():
-        if given in (label, name):
-            return Model(label, name, ModelShape.of(config))
-    try:
-        return Model(Path(given).name, given, ModelShape.of(_config(given)))
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigurationError(
-            f"--model {given}: its config.json cannot be used ({first_line(error)}); give a name on the hub, a "
-            f"directory with a config.json, or {', '.join(CONFIGS)}, whose shapes need no network"
-        ) from error
-
-
-@cache
-def _config(name: str) -> PretrainedConfig:
-    """Return the configuration of a model by its name; the models of docs/scaling.md need no network."""
-    known = dict(CONFIGS.values())
-    config: PretrainedConfig = known[name] if name in known else AutoConfig.from_pretrained(name)
-    return config
 
 
 def derive(
@@ -145,7 +161,7 @@ def derive(
             f"MIN_WORKERS is {settings.min_workers}, but {rollout.nodes} x {min(engines.values())} engines are {most}; "
             f"leave it out, or give more --rollout-nodes"
         )
-    changes: dict[tuple[str, str], str] = {}
+    written: dict[tuple[str, str], str] = {}
     volume = 0
     for gpus, rollout_gpus in _pairs(trainer.choices, rollout.choices):
         limits = Limits(device=gpus.memory, host=_ENOUGH, shm=_ENOUGH, volume=_ENOUGH)
@@ -155,16 +171,16 @@ def derive(
         except ConfigurationError as error:
             raise ConfigurationError(f"ppo-trainer on {gpus}: {error}") from error
         layout = Layout(rollout.nodes, rollout_gpus.count, trainer.nodes, gpus.count)
-        for key, value in report.changes(model, layout, need, engines[rollout_gpus]).items():
-            changes[key] = max(changes.get(key, value), value, key=_amount)
-        volume = max(volume, report.volume_gibibytes(need))
+        for key, value in changes(model, layout, need, engines[rollout_gpus]).items():
+            written[key] = max(written.get(key, value), value, key=_amount)
+        volume = max(volume, volume_gibibytes(need))
     for task, tier in (("rollout-server", rollout), ("ppo-trainer", trainer)):
-        changes[task, "resources.accelerators"] = f"[{', '.join(map(str, tier.choices))}]"
-    return Sizes(changes, volume, report.min_workers(rollout.nodes, min(engines.values())))
+        written[task, "resources.accelerators"] = f"[{', '.join(map(str, tier.choices))}]"
+    return Sizes(written, volume, min_workers(rollout.nodes, min(engines.values())))
 
 
 def _options(trainer: Tier, gpus: Gpus) -> NameNodes:
-    """Return a function that names trainer nodes by the options of ``scripts.launch`` that change."""
+    """Return a function that names trainer nodes by the options of ``grpo launch`` that change."""
 
     def name(nodes: int, count: int) -> str:
         options = [f"--trainer-nodes {nodes}"] if nodes != trainer.nodes else []
@@ -178,7 +194,7 @@ def _engines(settings: RolloutSettings, model: Model, gpus: Gpus) -> int:
     """Return the number of engines of a rollout node, as its launcher will choose it."""
     if settings.rollout_engine is EngineKind.EMBEDDED:
         return 1
-    config = _config(model.name).to_dict()
+    config = config_of(model.name).to_dict()
     known = Known(config | config.get("text_config", {}), model.parameters * WEIGHT_BYTES, gpus.memory)
     return split_node(settings, gpus.count, lambda: known).engines
 
@@ -194,11 +210,11 @@ def _amount(size: str) -> float:
 
 def _check_engines(settings: TrainerSettings, model: Model, choices: Sequence[Gpus]) -> None:
     """Check that the GPUs of a rollout node hold an engine's weights and the keys and values of some completions."""
-    batch = replace(Batch(), completion_tokens=settings.longest_answer)
+    tokens = PROMPT_TOKENS + settings.longest_answer
     for gpus in choices:
-        if cached_sequences(model, batch, gpus.count, gpus.memory) >= LEAST_SEQUENCES:
+        if cached_sequences(model, tokens, gpus.count, gpus.memory) >= LEAST_SEQUENCES:
             continue
-        more = (n for n in NODE_GPUS if cached_sequences(model, batch, n, gpus.memory) >= LEAST_SEQUENCES)
+        more = (n for n in NODE_GPUS if cached_sequences(model, tokens, n, gpus.memory) >= LEAST_SEQUENCES)
         fitting = next(more, None)
         remedy = f"it fits with --rollout-gpus {gpus.name}:{fitting}" if fitting else "choose a smaller model"
         raise ConfigurationError(
@@ -206,3 +222,74 @@ def _check_engines(settings: TrainerSettings, model: Model, choices: Sequence[Gp
             f"({model.parameters * WEIGHT_BYTES / 1e9:.0f} GB) and room for {LEAST_SEQUENCES} completions of "
             f"{settings.longest_answer} tokens; a node has {gpus.count * gpus.memory / 1e9:.0f} GB; {remedy}"
         )
+
+
+def cached_sequences(model: Model, tokens: int, gpus: int, memory: float) -> int:
+    """Return how many sequences of ``tokens`` an engine's cache holds; 0 if the weights leave no room.
+
+    ``memory`` is that of each of the engine's GPUs, in bytes.
+    """
+    free = gpus * memory * ASSUMED.cache_share - model.parameters * WEIGHT_BYTES
+    return max(0, int(free / (model.kv_bytes * tokens)))
+
+
+def publishing(model: Model, layout: Layout) -> tuple[str, float]:
+    """Return PUBLISH_TRANSPORT and its seconds: every node reads the version from the volume, or gets a broadcast."""
+    seconds = publish_seconds(model, layout)
+    transport = "disk" if seconds["disk"] <= max(DISK_SECONDS, seconds["broadcast"]) else "broadcast"
+    return transport, seconds[transport]
+
+
+def publish_seconds(model: Model, layout: Layout) -> dict[str, float]:
+    """Return the seconds of publishing by PUBLISH_TRANSPORT."""
+    size = model.parameters * WEIGHT_BYTES
+    return {
+        "disk": size * (1 + layout.rollout_nodes) / ASSUMED.volume_bandwidth,
+        "broadcast": size / ASSUMED.node_bandwidth,
+    }
+
+
+def changes(model: Model, layout: Layout, need: Need, engines: int = 1) -> dict[tuple[str, str], str]:
+    """Return the values to write into jobgroup.yaml, by task and key.
+
+    Args:
+        model: the model.
+        layout: the nodes and their GPUs.
+        need: the trainer's bytes.
+        engines: engines of a rollout node, which share its GPUs. Each may hold a copy of the weights while it loads
+            a version, and has a process for each of its GPUs.
+    """
+    rollout = engines * model.parameters * WEIGHT_BYTES + layout.rollout_gpus * PROCESS_BYTES
+    return {
+        ("rollout-server", "num_nodes"): str(layout.rollout_nodes),
+        ("rollout-server", "resources.accelerators"): f"{GPU}:{layout.rollout_gpus}",
+        ("rollout-server", "resources.cpus"): f"{_rollout_cpus(layout.rollout_gpus, engines)}+",
+        ("rollout-server", "resources.memory"): f"{_rounded(32, rollout / GIB)}+",
+        ("ppo-trainer", "num_nodes"): str(layout.trainer_nodes),
+        ("ppo-trainer", "resources.accelerators"): f"{GPU}:{layout.trainer_gpus}",
+        ("ppo-trainer", "resources.memory"): f"{_rounded(64, (need.total('host') + need.total('shm')) / GIB)}+",
+    }
+
+
+def volume_gibibytes(need: Need) -> int:
+    """Return the size of the shared volume for one run, in hundreds, with a fifth for what else is on it."""
+    return max(200, math.ceil(need.total("volume") * 1.2 / GIB / 100) * 100)
+
+
+def min_workers(rollout_nodes: int, engines: int = 1) -> int:
+    """Return MIN_WORKERS: a run goes on with half of its workers, of which a rollout node has ``engines``."""
+    return max(1, rollout_nodes * engines // 2)
+
+
+def _rollout_cpus(gpus: int, engines: int) -> int:
+    """Return the CPUs of a rollout node, in eights: one for each busy process.
+
+    SGLang has a scheduler for each GPU, and for each engine an HTTP server with the tokenizer, and a detokenizer. The
+    launcher and the router take one each.
+    """
+    return math.ceil((gpus + 2 * engines + 2) / 8) * 8
+
+
+def _rounded(least: int, needed: float) -> int:
+    """Return the gigabytes of a node: the present value, or a quarter more than needed."""
+    return max(least, math.ceil(needed * 1.25 / 32) * 32)

@@ -8,7 +8,7 @@ import sys
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from local_runner.settings_classes import READERS
+from local_runner.checks import READERS
 from scripts.reference.generated import ROOT, write_or_check
 from services.core.settings import Settings
 
@@ -17,11 +17,11 @@ TARGET = ROOT / "docs" / "configuration.md"
 INTRODUCTION = """# Configuration
 
 Every component reads environment variables. `sky jobs launch jobgroup.yaml --env NAME=VALUE` (or `python -m
-scripts.run_local jobgroup.yaml --env NAME=VALUE`) gives a variable to every task; each component reads its own and
+grpo run --env NAME=VALUE`) gives a variable to every task; each component reads its own and
 stops with one line when a value is not allowed. An empty value is as good as none.
 
 A component cannot tell a misspelt name from a variable of another component, so `sky jobs launch` accepts `--env
-BATCHSIZE=8` without a word. `python -m scripts.run_local jobgroup.yaml --dry-run` with the same `--env`, `--secret` and
+BATCHSIZE=8` without a word. `grpo run --dry-run` with the same `--env`, `--secret` and
 `--env-file` checks names and values without a cluster and starts nothing: a name that no component reads is refused
 with the nearest one, and so is a `module:function` that is not there or a data file that the data-server would refuse.
 Variables of libraries (`CUDA_*`, `NCCL_*`, `HF_*`, ...) pass. Declare a variable that your own code reads, such as a

@@ -18,8 +18,7 @@ from local_runner.progress import GrowingFile, Step, mean_rewards, new_steps
 from local_runner.view import describe
 from scripts.reference.generated import ROOT, write_or_check
 from services.core.machine import cores
-from services.run_page.directory import read_object
-from services.run_page.rewards import first_and_last
+from services.run_page.directory import first_and_last, read_object
 
 README = ROOT / "README.md"
 RECORD = ROOT / "docs" / "demo.json"

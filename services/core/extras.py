@@ -64,8 +64,11 @@ def install_command(*extras: str) -> str:
     return f"{shown} -m pip install --constraint constraints.txt --editable '.[{','.join(extras)}]'"
 
 
-def explain_missing_packages() -> None:
-    """Install an exception hook: a missing package ends the program with one line and EXIT_CONFIGURATION."""
+def explain_missing_packages(command: str = "") -> None:
+    """Install an exception hook: a missing package ends the program with one line and EXIT_CONFIGURATION.
+
+    The line calls the program ``command``; by default by the name of its module.
+    """
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -75,7 +78,9 @@ def explain_missing_packages() -> None:
         if not extras or missing is None or missing.partition(".")[0] in OWN:
             previous(kind, error, trace)
             return
-        sys.stderr.write(f"error: {program} needs {missing}, which is not installed; run: {install_command(*extras)}\n")
+        sys.stderr.write(
+            f"error: {command or program} needs {missing}, which is not installed; run: {install_command(*extras)}\n"
+        )
         # Python exits with the code of a SystemExit that a hook raises.
         raise SystemExit(EXIT_CONFIGURATION)
 

@@ -1,17 +1,19 @@
-"""Helpers for asyncio: awaitables until the first ends, blocking work in a thread, the time of overlapping waits."""
+"""Helpers for asyncio: awaitables until the first ends or a signal comes, work in a thread, a watch over waits."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -78,6 +80,30 @@ async def in_background(work: Callable[[], T]) -> T:
 
     start_in_background(run_work)
     return await asyncio.wrap_future(done)
+
+
+async def run_until_signal(work: Coroutine[Any, Any, object], message: str) -> int:
+    """Run ``work`` until it ends, or until Ctrl-C, SIGTERM or a hang-up cancels it; return the exit code.
+
+    ``message`` is a line for stderr, in which ``{}`` stands for the signal's name. Errors of ``work`` are raised.
+    """
+    task = asyncio.ensure_future(work)
+    received: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        print(message.format(received[0].name), file=sys.stderr)
+        return 128 + received[0]
+    return 0
 
 
 class Stopwatch:

@@ -1,8 +1,17 @@
-"""A dataset made ready to be served: its rows as prompts, and the fingerprint by which a run knows it again."""
+"""A dataset made ready to be served: its rows as prompts, and the fingerprint by which a run knows it again.
+
+``PromptMaker`` turns a question into what the model sees: instruction, style, chat template, token ids. A ``Catalogue``
+has the prompts of one split: rendered once, kept within a bound, overlong ones left out.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.utils import logging as hub_logging
 
@@ -10,12 +19,182 @@ from services.chat.tokenizers import import_transformers_alone, load_tokenizer
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.data_server import sources
-from services.data_server.catalogue import Catalogue
-from services.data_server.prompts import PromptMaker
 from services.data_server.settings import Curriculum, DataSettings, PromptStyle
+from services.data_server.sources import Row, Rows
 from services.protocol.prompts import Split
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 log = get_logger(__name__)
+
+_PROBE = "What is 12 + 345?\n#### 357"
+_WORTH_THREADS = 128
+"""A fast tokenizer spreads a list over threads. For fewer texts, waiting for the threads costs more than it gains."""
+
+
+class PromptMaker:
+    """A renderer of questions as messages, text and token ids, by the settings."""
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        instruction: str | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        examples: Sequence[Row],
+    ) -> None:
+        """Make the renderer; ``instruction`` is the source's own, for which INSTRUCTION is a replacement.
+
+        Raises:
+            ConfigurationError: the style needs a chat template and the tokenizer has none.
+        """
+        self._tokenizer = tokenizer
+        self._system = settings.system_prompt
+        self._style = settings.prompt_style
+        self._template_args = settings.chat_template_args
+        self._examples = examples
+        self._instruction = instruction if settings.instruction is None else settings.instruction
+        if self._instruction is not None and self._instruction.lower() == "none":
+            self._instruction = None
+        has_template = tokenizer is not None and bool(tokenizer.chat_template)
+        if self._style is PromptStyle.CHAT and tokenizer is not None and not has_template:
+            raise ConfigurationError(
+                f"the tokenizer of MODEL_NAME {settings.model_name!r} has no chat template; set PROMPT_STYLE=plain or "
+                f"few_shot, or give a chat model"
+            )
+        self._uses_chat = self._style is not PromptStyle.PLAIN and (
+            has_template or (tokenizer is None and self._style is PromptStyle.CHAT)
+        )
+
+    def user_turn(self, question: str) -> str:
+        """Return the question with the instruction."""
+        return f"{question}\n{self._instruction}" if self._instruction else question
+
+    def messages(self, question: str) -> list[dict[str, str]]:
+        """Return the conversation up to the answer: one user turn where the style is not a chat."""
+        turns: list[dict[str, str]] = []
+        if self._uses_chat:
+            if self._system:
+                turns.append({"role": "system", "content": self._system})
+            for example in self._examples:
+                turns.append({"role": "user", "content": self.user_turn(example.question)})
+                turns.append({"role": "assistant", "content": example.answer})
+        turns.append({"role": "user", "content": self.user_turn(question)})
+        return turns
+
+    def text(self, question: str) -> str:
+        """Return the whole prompt as text, before tokenisation."""
+        if self._uses_chat and self._tokenizer is not None:
+            rendered: str = self._tokenizer.apply_chat_template(
+                self.messages(question), add_generation_prompt=True, tokenize=False, **self._template_args
+            )
+            return rendered
+        parts = [self._system] if self._system else []
+        if self._style is PromptStyle.FEW_SHOT:
+            parts += [f"Question: {self.user_turn(row.question)}\nAnswer: {row.answer}" for row in self._examples]
+            parts.append(f"Question: {self.user_turn(question)}\nAnswer:")
+        else:
+            parts.append(self.user_turn(question))
+        return "\n\n".join(parts)
+
+    def token_ids(self, questions: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of whole prompts; empty lists without a tokenizer."""
+        if self._tokenizer is None:
+            return [[] for _ in questions]
+        texts = [self.text(question) for question in questions]
+        # A chat template writes its own special tokens.
+        options = {"add_special_tokens": not self._uses_chat}
+        if len(texts) >= _WORTH_THREADS:
+            ids: list[list[int]] = self._tokenizer(texts, **options)["input_ids"]
+            return ids
+        return [self._tokenizer(text, **options)["input_ids"] for text in texts]
+
+    def digest(self) -> str:
+        """Return a digest of everything that turns a question into a prompt: equal digests mean equal prompts.
+
+        The digest does not cover a rendered prompt, because a template may write the date.
+        """
+        tokenizer = self._tokenizer
+        content = (
+            (self._style.value, self._uses_chat, self._system, self._instruction),
+            [(row.question, row.answer) for row in self._examples],
+            None if tokenizer is None else tokenizer.chat_template if self._uses_chat else "",
+            None if tokenizer is None else tokenizer(_PROBE, add_special_tokens=not self._uses_chat)["input_ids"],
+            *([json.dumps(self._template_args, sort_keys=True)] if self._template_args else []),
+        )
+        return hashlib.blake2b(ascii(content).encode(), digest_size=8).hexdigest()
+
+
+RENDERED_AT_START = 20_000
+"""A split of up to this size is rendered at the start, in a few seconds; a larger one as its prompts are asked for."""
+_KEPT = 50_000
+_BATCH = 256
+
+Record = dict[str, Any]
+
+
+class Catalogue:
+    """A split's prompts in their wire form, rendered when they are needed. A prompt of too many tokens has no form."""
+
+    def __init__(self, name: str, split: Split, rows: Rows, maker: PromptMaker, max_prompt_tokens: int) -> None:
+        self._id_prefix = f"{name}/{split.value}/"
+        self._rows = rows
+        self._maker = maker
+        self._max_prompt_tokens = max_prompt_tokens
+        self._records: OrderedDict[int, Record | None] = OrderedDict()
+        self._too_long: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def too_long(self) -> int:
+        """Number of prompts met so far that have too many tokens."""
+        return len(self._too_long)
+
+    def render_all_if_few(self) -> None:
+        """Render the whole split where it is small, so that no request waits for it."""
+        if len(self) <= RENDERED_AT_START:
+            for start in range(0, len(self), _BATCH):
+                self.prefetch(range(start, min(start + _BATCH, len(self))))
+
+    def record(self, place: int) -> Record | None:
+        """Return the prompt at ``place`` without its epoch and position; None where it has too many tokens."""
+        self.prefetch([place])
+        self._records.move_to_end(place)
+        return self._records[place]
+
+    def prefetch(self, places: Sequence[int]) -> None:
+        """Render those of ``places`` that are not kept, in one go, which costs less than one by one."""
+        missing = [place for place in places if place not in self._records]
+        if not missing:
+            return
+        rows = self._rows.take(missing)
+        ids = self._maker.token_ids([row.question for row in rows])
+        for place, row, prompt_ids in zip(missing, rows, ids, strict=True):
+            if len(prompt_ids) > self._max_prompt_tokens:
+                self._too_long.add(place)
+                self._records[place] = None
+                continue
+            self._records[place] = {
+                "id": f"{self._id_prefix}{row.number}",
+                "prompt": self._maker.user_turn(row.question),
+                "ground_truth": row.ground_truth,
+                "prompt_ids": prompt_ids,
+                "messages": self._maker.messages(row.question),
+                "category": row.category,
+            }
+        while len(self._records) > _KEPT:
+            self._records.popitem(last=False)
+
+    def place_of(self, prompt_id: str) -> int | None:
+        """Return the place of a prompt by its id, None for an id that is not of this split."""
+        number = prompt_id.removeprefix(self._id_prefix)
+        if number == prompt_id or not (number.isascii() and number.isdecimal()) or len(number) > 10:
+            return None
+        place = int(self._rows.numbers.searchsorted(int(number)))
+        return place if place < len(self) and self._rows.numbers[place] == int(number) else None
+
 
 FEW_SHOT_COUNT = 4
 """Solved examples before a question in the few_shot style, as base models are usually asked; not trained on."""

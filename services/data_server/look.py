@@ -8,10 +8,9 @@ from pathlib import Path
 
 from services.core import logs, models
 from services.core.errors import exit_code_of
-from services.data_server.arrow_tables import hub_name
 from services.data_server.dataset import load
-from services.data_server.files import is_on_hub
-from services.data_server.settings import DataSettings
+from services.data_server.settings import DataSettings, is_on_hub
+from services.data_server.tables import hub_name
 from services.protocol.prompts import Split
 
 FIRST_ROWS = 1000

@@ -1,4 +1,4 @@
-"""The rows of a dataset: one interface over generators, local files and the Hugging Face hub.
+"""The rows of a dataset, from a generator, a local file or the Hugging Face hub.
 
 Rows stay in memory-mapped Arrow tables, so that a million of them cost little memory. Only the ground truths and the
 numbers of the rows that qualify are held in memory.
@@ -17,11 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.core.errors import ConfigurationError
-from services.data_server import arithmetic, json_lines, reasoning, seeds
-from services.data_server.arrow_tables import load_from_hub, read_parquet
-from services.data_server.columns import ReadTable
-from services.data_server.files import check_file, named_files
-from services.data_server.settings import DataSettings, GroundTruthFormat
+from services.data_server import generators
+from services.data_server.settings import DataSettings, GroundTruthFormat, check_file, generator_of, named_files
+from services.data_server.tables import ReadTable, load_from_hub, read_json_lines, read_parquet
 from services.protocol.ground_truths import REASONING_GYM, last_boxed
 
 INSTRUCTIONS = {
@@ -113,19 +111,13 @@ def load(settings: DataSettings, first: int | None = None) -> Source:
     Raises:
         ConfigurationError: the dataset cannot be loaded, lacks a column, or has no row that qualifies.
     """
+    refused: Counter[str] = Counter()
+    generator, files = generator_of(settings.dataset), named_files(settings)
     train: ReadTable
     test: ReadTable | None
-    refused: Counter[str] = Counter()
-    files = named_files(settings)
-    if settings.dataset.startswith(REASONING_GYM):
-        train, test = (_in_memory(split) for split in reasoning.tables(settings, refused))
-        name = "reasoning_gym"
-    elif settings.dataset == "seeds":
-        train, test = (_in_memory(split) for split in seeds.tables())
-        name = "seeds"
-    elif settings.dataset == "arithmetic":
-        train, test = _generate(settings)
-        name = "arithmetic"
+    if generator is not None:
+        train, test = (_in_memory(table) for table in generators.TABLES[generator](settings, refused))
+        name = generator.removesuffix(":")
     elif files:
         splits = [_load_file(variable, path, settings) for variable, path in files.items()]
         train, test = splits[0], splits[1] if len(splits) > 1 else None
@@ -134,7 +126,7 @@ def load(settings: DataSettings, first: int | None = None) -> Source:
         train, test = load_from_hub(settings, first)
         name = settings.dataset.rpartition("/")[2]
     form = _format(train, settings)
-    instruction = reasoning.INSTRUCTION if settings.dataset.startswith(REASONING_GYM) else INSTRUCTIONS.get(form)
+    instruction = generators.REASONING_INSTRUCTION if generator == REASONING_GYM else INSTRUCTIONS.get(form)
     train_rows = _rows(train, form, refused)
     if test is None:
         train_rows, test_rows = _hold_out(train_rows, settings)
@@ -152,18 +144,8 @@ def load(settings: DataSettings, first: int | None = None) -> Source:
 
 def _load_file(variable: str, path: Path, settings: DataSettings) -> ReadTable:
     check_file(variable, path)
-    read = json_lines.read if path.suffix == ".jsonl" else read_parquet
+    read = read_json_lines if path.suffix == ".jsonl" else read_parquet
     return read(path, f"{variable} {str(path)!r}", settings)
-
-
-def _generate(settings: DataSettings) -> list[ReadTable]:
-    splits = arithmetic.questions(
-        digits=[int(digit) for digit in settings.arithmetic_digits.split(",")],
-        operations=settings.arithmetic_operations,
-        template=settings.arithmetic_template,
-        seed=settings.data_seed,
-    )
-    return [_in_memory(pa.Table.from_pylist([vars(question) for question in split])) for split in splits]
 
 
 def _in_memory(table: pa.Table) -> ReadTable:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from services.chat import tool_calls
-from services.chat.codec import TextCodec
+from services.chat.tokenizers import TextCodec
 from services.chat.tool_calls import ToolCall
 from services.gateway.sessions import refuse
 from services.http.problems import ProblemError

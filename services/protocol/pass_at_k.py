@@ -1,4 +1,4 @@
-"""Estimates of accuracy, for training and for scripts.evaluate: right answers, pass@k, standard errors, intervals."""
+"""Estimates of accuracy, for training and for grpo evaluate: right answers, pass@k, standard errors, intervals."""
 
 from __future__ import annotations
 

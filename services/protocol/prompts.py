@@ -9,6 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.protocol.base import MAX_TOKENS, Count, StrictModel, TokenId, WireModel
 
+COLLECTORS = "collectors"
+"""The consumer under whose name all collectors share the data-server's cursor."""
+
+COLLECTOR_PREFIX = "collector-"
+"""The prefix of the consumers under whose names each collector records how far it is."""
+
 
 class Message(WireModel):
     """A turn of a conversation, in the form that chat templates take."""

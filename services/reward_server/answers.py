@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+from services.core.numbers import Quantity, clean, plain, quantity, time_of_day
 from services.protocol.ground_truths import last_boxed
-from services.reward_server.numbers import Quantity, clean, plain, quantity, time_of_day
 
 TAIL = 16_384
 """Characters at a response's end in which an answer is looked for, which bounds the time that any response takes."""

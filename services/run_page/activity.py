@@ -1,4 +1,4 @@
-"""The activity of a run at the moment, in words for its terminal, its log, its page and ``scripts.status``."""
+"""The activity of a run at the moment, in words for its terminal, its log, its page and ``grpo status``."""
 
 from __future__ import annotations
 

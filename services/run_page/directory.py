@@ -1,8 +1,10 @@
-"""A run directory as the run page reads it: settings, outcome, metrics by column, samples."""
+"""A run directory as the run page reads it: settings, outcome, metrics by column, first and last rewards, samples."""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,14 @@ from typing import Any
 import orjson
 
 from services.core.errors import ConfigurationError
-from services.run_page.lines import Position, parse, read_lines
-from services.run_page.samples import SampleIndex
+from services.run_page.records import Position, SampleIndex, parse, read_lines
 
 RECORDS_A_REPLY = 1000
 METRIC_DIGITS = 6
 MARKS = ("nodes.json", "runner.lock", "metrics.jsonl", "components")
 """A directory with any of these is a run's. config.json is not among them, because models have one, too."""
+AVERAGED_STEPS = 3
+"""Most steps at the start and at the end over which rewards are averaged."""
 FIRST_FAILURE = "first_failure.txt"
 """The file of a run directory with the first failure of the user's own code: its reason, the error and its place."""
 
@@ -194,3 +197,16 @@ def _counts(value: Any) -> list[tuple[float, int]] | None:
         return None
     pairs: list[Any] = [v for v in value if isinstance(v, list) and len(v) == 2 and None not in map(_number, v)]
     return pairs
+
+
+def first_and_last(rewards: Sequence[float]) -> dict[str, float | int | None]:
+    """Return the mean rewards of the first and of the last steps, and the number of steps that each averages.
+
+    No step is in both means. A single step has a first mean only; without steps there is none.
+    """
+    steps = max(min(AVERAGED_STEPS, len(rewards) // 2), 1)
+    return {
+        "reward_first": statistics.fmean(rewards[:steps]) if rewards else None,
+        "reward_last": statistics.fmean(rewards[-steps:]) if len(rewards) > 1 else None,
+        "reward_steps": min(steps, len(rewards)),
+    }

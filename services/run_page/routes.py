@@ -15,8 +15,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from services.http.app import JsonResponse
 from services.http.problems import ProblemError
 from services.run_page.directory import Metrics, RunDirectory, RunOverview
-from services.run_page.lines import Position
-from services.run_page.samples import GroupsFound, GroupsQuery
+from services.run_page.records import GroupsFound, GroupsQuery, Position
 
 STATIC = Path(__file__).parent / "static"
 FILES = tuple(sorted(path.name for path in STATIC.iterdir() if path.suffix in (".js", ".css")))

@@ -166,7 +166,7 @@ def test_slowed_work_takes_as_many_times_as_long() -> None:
     assert time.perf_counter() - began >= 0.08
 
 
-@pytest.mark.parametrize("job_group", ["jobgroup.yaml", "jobgroup-async.yaml"])
+@pytest.mark.parametrize("job_group", ["jobgroup.yaml", "jobgroups/async.yaml"])
 def test_a_job_group_with_another_command_differs_in_it_alone(job_group: str, tmp_path: Path) -> None:
     usual = spec.load(ROOT / job_group)
     changed = spec.load(write_job_group(tmp_path, job_group, {"rollout-server": "true"}))

@@ -21,8 +21,7 @@ from typing import IO, Any, NamedTuple
 import psutil
 
 from local_runner import processes, spec
-from local_runner.environment import Run
-from local_runner.nodes import Addresses
+from local_runner.nodes import Addresses, Run
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import Outcome, State, Supervisor
 from services.core.endpoints import Task

@@ -60,7 +60,7 @@ class System:
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [
-                    *[sys.executable, "-m", "scripts.run_local", job_group, "--plain"],
+                    *[sys.executable, "-m", "scripts.grpo", "run", job_group, "--plain"],
                     *["--run-id", run_id, "--shared-dir", str(shared_dir), *options, *arguments],
                 ],
                 cwd=ROOT,

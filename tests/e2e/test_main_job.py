@@ -124,6 +124,19 @@ def test_every_step_has_its_metrics(finished):
         assert sum(count for _, count in record["reward_counts"]) == scored
 
 
+def test_every_second_of_a_step_belongs_to_a_phase(finished):
+    records = finished.metrics()
+    for record in records:
+        phases = {name for name in record if name.startswith("seconds_")} - {"seconds_step"}
+        assert phases >= {f"seconds_{phase}" for phase in ("fetch", "store", "replay", "evaluate")} - (
+            set() if "accuracy" in record else {"seconds_evaluate"}
+        )
+        assert sum(record[name] for name in phases) == pytest.approx(record["seconds_step"], rel=0.02)
+    # Steps follow one another without a gap: their seconds are the time between their records.
+    passed = records[-1]["time"] - records[0]["time"]
+    assert sum(record["seconds_step"] for record in records[1:]) == pytest.approx(passed, rel=0.02, abs=0.1)
+
+
 def test_in_synchronous_mode_every_token_is_of_the_newest_version(finished):
     assert {record["staleness_max"] for record in finished.metrics()} == {0}
     samples = [json.loads(line) for line in (finished.run_dir / "samples.jsonl").read_text().splitlines()]

@@ -38,7 +38,7 @@ ARITHMETIC = {
 
 @dataclass
 class Command:
-    """A run of scripts.evaluate."""
+    """A run of grpo evaluate."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -93,7 +93,7 @@ def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", "scripts.evaluate", *map(str, arguments), "--output", str(where)],
+                [sys.executable, "-m", "scripts.grpo", "evaluate", *map(str, arguments), "--output", str(where)],
                 cwd=ROOT,
                 env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables},
                 stdout=stream,

@@ -12,14 +12,14 @@ import sys
 import typer
 from typer.testing import CliRunner
 
-from evaluation import schedulers
+from evaluation import launchers
 from scripts.evaluate import main
 
 
 def run() -> None:
     app = typer.Typer()
     app.command()(main)
-    schedulers.START_SECONDS = 1.0
+    launchers.START_SECONDS = 1.0
     told, environment = [], dict(os.environ)
     for case in json.load(sys.stdin):
         os.environ.clear()

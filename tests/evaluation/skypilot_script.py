@@ -20,7 +20,7 @@ from sky import exceptions, jobs  # noqa: E402
 from sky.utils import dag_utils  # noqa: E402
 
 from evaluation import skypilot  # noqa: E402
-from evaluation.allocation import Allocation  # noqa: E402
+from evaluation.node import Allocation  # noqa: E402
 from services.core.errors import (  # noqa: E402
     ConfigurationError,
     DependencyLostError,

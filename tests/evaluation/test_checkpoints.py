@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from torch.utils.serialization import config as serialization
 
 from evaluation.checkpoints import Checkpoint, resolve
-from evaluation.plan import Origin, Plan
+from evaluation.plan import Plan, ServerOptions
 from evaluation.settings import EvaluationSettings
 from services.core.errors import ConfigurationError
 
@@ -123,7 +123,7 @@ def test_evaluations_of_two_runs_models_have_outputs_of_their_own(tmp_path, mode
 
     def output(path):
         settings = EvaluationSettings(eval_output=tmp_path / "out")
-        given = {"models": [str(path)], "run_dir": None, "origin": Origin(urls=["http://h"]), "output": None}
+        given = {"models": [str(path)], "run_dir": None, "servers": ServerOptions(urls=["http://h"]), "output": None}
         return Plan(settings, variables={}, **given).output.relative_to(tmp_path / "out")
 
     paths = [model(f"{run}/{name}") for run in ("runs/a", "runs/b") for name in ("model", "policy/v000002")]

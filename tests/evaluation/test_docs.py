@@ -41,7 +41,7 @@ def place(tmp_path, tiny_model):
 @pytest.mark.parametrize("command", HERE)
 def test_its_commands_run(command, place, tiny_model):
     program, *arguments = shlex.split(command)
-    assert program == ".venv/bin/python"
+    assert program == "grpo"
     nodes = Nodes(place / "nodes", tiny_model)
     nodes.directory.mkdir()
     try:
@@ -51,7 +51,7 @@ def test_its_commands_run(command, place, tiny_model):
         own = [option for name, value in ARITHMETIC.items() for option in ("--env", f"{name}={value}")]
         extra = ["--limit", "4", "--max-new-tokens", "4", "--output", str(place / "out"), *own]
         done = subprocess.run(
-            [sys.executable, *(given.get(word, word) for word in arguments), *extra],
+            [sys.executable, "-m", "scripts.grpo", *(given.get(word, word) for word in arguments), *extra],
             cwd=ROOT,
             env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(place), "JOBGROUP_TOKEN": TOKEN},
             capture_output=True,
@@ -75,11 +75,11 @@ def test_commands_for_a_cluster_have_options_that_exist(command):
         check_command(command)
         return
     program, *words = shlex.split(command)
-    assert program == ".venv/bin/python"
+    assert program == "grpo"
     environment = os.environ | {"COLUMNS": "200"}
-    start = [sys.executable, *words[:2], "--help"]
+    start = [sys.executable, "-m", "scripts.grpo", words[0], "--help"]
     page = subprocess.run(start, env=environment, cwd=ROOT, check=True, capture_output=True, text=True)
-    for word in words[2:]:
+    for word in words[1:]:
         assert not word.startswith("--") or re.search(rf"(^|\s){word}\b", page.stdout), word
         assert not word.endswith(".yaml") or (ROOT / word).exists(), word
 

@@ -21,9 +21,8 @@ from openai.types.chat import ChatCompletion
 from openai.types.chat import CompletionCreateParams as ChatParams
 from pydantic import TypeAdapter
 
-from evaluation.endpoint import OpenAIServer
-from evaluation.server import RolloutServer
-from evaluation.servers import ServerPool
+from evaluation.pool import ServerPool
+from evaluation.server import OpenAIServer, RolloutServer
 from evaluation.settings import Api, EvaluationSettings
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError

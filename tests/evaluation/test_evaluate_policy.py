@@ -115,7 +115,7 @@ def test_episodes_played_together_are_those_played_one_by_one(tmp_path: Path, he
 
 def command(save_to: Path, *options: str) -> list[str]:
     given = ["--save-to", str(save_to), "--episodes", "8", "--workers", "2", *options]
-    return [sys.executable, "-m", "scripts.evaluate_policy", *given]
+    return [sys.executable, "-m", "scripts.grpo", "evaluate-policy", *given]
 
 
 def start(save_to: Path, *options: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from evaluation.evaluation import AgentWorkflow
 from evaluation.samples import Kind
 from evaluation.server import RolloutServer
 from evaluation.settings import EvaluationSettings
-from evaluation.workflows import AgentWorkflow
 from services.embedded_engine.http.app import create_app
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardResult

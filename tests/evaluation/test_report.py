@@ -13,11 +13,10 @@ from rich.console import Console
 
 from evaluation import report
 from evaluation.checkpoints import Checkpoint
-from evaluation.evaluation import Evaluation
+from evaluation.evaluation import Evaluation, SingleTurn
 from evaluation.metrics import GREEDY
 from evaluation.samples import Kind, Sample, open_store
 from evaluation.settings import EvaluationSettings
-from evaluation.workflows import SingleTurn
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import FinishReason, RewardItem, RewardResult, RewardStatus
 

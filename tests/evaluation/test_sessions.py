@@ -12,12 +12,11 @@ from openai import AsyncOpenAI
 
 from evaluation import report
 from evaluation.checkpoints import Checkpoint
-from evaluation.evaluation import Evaluation
+from evaluation.evaluation import AgentWorkflow, Evaluation
 from evaluation.metrics import GREEDY
 from evaluation.samples import Kind, SampleStore, open_store
 from evaluation.server import RolloutServer
 from evaluation.settings import EvaluationSettings
-from evaluation.workflows import AgentWorkflow
 from services.core.errors import ConfigurationError
 from services.protocol.prompts import Prompt
 from tests.evaluation.chat_model import Model, call, score

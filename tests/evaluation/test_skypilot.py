@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from evaluation import skypilot
-from evaluation.plan import Origin, Plan
+from evaluation.plan import Plan, ServerOptions
 from evaluation.report import Results
 from evaluation.run import evaluate as evaluate_plan
 from evaluation.settings import EvaluationSettings, SchedulerName
@@ -136,9 +136,9 @@ def test_a_model_of_this_machine_is_uploaded_under_a_name_of_its_own(tiny_model,
         monkeypatch.setenv(name, value)
     own = tmp_path / "run" / "policy" / "v000003"
     shutil.copytree(tiny_model, own)
-    origin = Origin(scheduler=SchedulerName.SKYPILOT)
+    servers = ServerOptions(scheduler=SchedulerName.SKYPILOT)
     settings = EvaluationSettings(eval_stop=["Q:"], chat_template_args={"enable_thinking": False}, eval_samples=2)
-    plan = Plan(settings, models=[str(own)], run_dir=None, origin=origin, output=tmp_path / "out", variables={})
+    plan = Plan(settings, models=[str(own)], run_dir=None, servers=servers, output=tmp_path / "out", variables={})
     asyncio.run(evaluate_plan(plan))
     [(_, _, variables, _, uploads, _)] = launched
     [(path, source)] = uploads.items()
@@ -197,7 +197,8 @@ def test_the_same_job_group_runs_on_this_machine(tiny_model, tmp_path):
         [
             sys.executable,
             "-m",
-            "scripts.run_local",
+            "scripts.grpo",
+            "run",
             YAML,
             "--plain",
             "--shared-dir",

@@ -102,7 +102,7 @@ def test_datasets_reads_the_files(tmp_path: Path, wobbles: Path) -> None:
 
 
 def command(save_to: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "scripts.generate_trajectories", "--save-to", str(save_to), *options]
+    return [sys.executable, "-m", "scripts.grpo", "trajectories", "--save-to", str(save_to), *options]
 
 
 def test_a_run_that_is_killed_goes_on_without_a_double_or_a_gap(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_a_policy_that_fails_ends_the_run_and_keeps_what_is_done(tmp_path: Path)
 
 def test_the_commands_of_the_page_run(tmp_path: Path, wobbles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/evaluation_head.md").read_text()
-    commands = [line for line in page.splitlines() if "-m scripts.generate_trajectories" in line]
+    commands = [line for line in page.splitlines() if line.startswith("grpo trajectories ")]
     assert len(commands) == 2
     given = {
         "cartpole=runs/policies/cartpole": f"cartpole={wobbles}",
@@ -399,7 +399,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, wobbles: Path, monkeypatch
     for line in commands:
         words = [given.get(word, word) for word in shlex.split(line)[1:]]
         done = subprocess.run(
-            [sys.executable, *words],
+            [sys.executable, "-m", "scripts.grpo", *words],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,

@@ -16,10 +16,10 @@ import pytest
 from fastapi import FastAPI
 from pydantic import SecretStr
 
+from evaluation.evaluation import AgentWorkflow, ScoringLostError
 from evaluation.samples import Kind
 from evaluation.server import RolloutServer
 from evaluation.settings import EvaluationSettings
-from evaluation.workflows import AgentWorkflow, ScoringLostError
 from services.agents import AgentFailedError, load_agent
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.prompts import Prompt

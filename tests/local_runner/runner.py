@@ -17,11 +17,12 @@ import psutil
 from tests.waiting import LIMIT_SECONDS, bytes_in, wait_until
 
 PATIENT = """
-import typer
-from scripts import run_local
+import sys
 from local_runner import supervisor
+from scripts import grpo
 supervisor.PRIMARY_STOP_SECONDS = {seconds}
-typer.run(run_local.main)
+sys.argv.insert(1, "run")
+grpo.main()
 """
 OUTPUT = "output.txt"
 """The file with what the runner prints; tasks may wait for a line of it."""
@@ -64,7 +65,7 @@ class Runner:
         """Start a runner; ``stop_seconds``, if given, is the time that it gives primary tasks to end."""
         self.directory = directory
         (directory / "group.yaml").write_text(header + "".join(tasks))
-        start = ["-m", "scripts.run_local"] if stop_seconds is None else ["-c", PATIENT.format(seconds=stop_seconds)]
+        start = ["-m", "scripts.grpo", "run"] if stop_seconds is None else ["-c", PATIENT.format(seconds=stop_seconds)]
         command = [sys.executable, *start, "group.yaml", "--run-id", "test", *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JOBGROUP_")}
         with (directory / OUTPUT).open("w") as output:

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from local_runner import directory
-from scripts import clean
+from local_runner import clean, directory
+from services.core.errors import exit_code_of
 
 DAY = 86_400
 GONE = {"pid": 1, "started": 0.0, "endpoints": {}, "machine": socket.gethostname()}
@@ -41,9 +41,7 @@ def make(name: str, *, days: float = 0, megabytes: int = 1, nodes=GONE, status: 
 
 
 def call(*names: str, **options) -> int:
-    with pytest.raises(SystemExit) as ended:
-        clean.main(list(names) or None, **options)
-    return int(ended.value.code or 0)
+    return exit_code_of(lambda: clean.main(list(names) or None, **options))
 
 
 def test_without_arguments_runs_are_listed_and_stay(capfd):

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from local_runner import logs
-from local_runner.run_state import RUNNING
+from local_runner.directory import RUNNING
 
 
 def test_following_shows_nodes_that_start_later(tmp_path, monkeypatch):

@@ -1,16 +1,25 @@
 """Addresses of nodes on one machine."""
 
+from __future__ import annotations
+
 import json
+import os
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from local_runner import nodes
+from local_runner import nodes, spec
+from local_runner.nodes import Addresses, Run
+from local_runner.run import _show_nodes
 from local_runner.spec import JobGroup, TaskSpec
 from services.core import endpoints
 from services.core.endpoints import Task
+from services.core.errors import ConfigurationError
+from services.core.machine import visible_gpus
 from tests.waiting import IDLE_SECONDS
 
 GROUP = JobGroup(
@@ -87,3 +96,164 @@ def test_components_find_each_other_by_it(monkeypatch):
         )
         bound = endpoints.bind_address(Task.ROLLOUT_SERVER, endpoints.ENGINE_PORT)
         assert f"{bound.host}:{bound.port}" == addresses.find("rollout-server", 1, 30001)
+
+
+def run_of(*tasks: TaskSpec, gpus=()) -> Run:
+    hosts = {task.name: [f"127.1.1.{rank + 2}" for rank in range(task.num_nodes)] for task in tasks}
+    return Run(JobGroup("group", tasks), "run-1", Path("/data/volume"), Addresses(hosts, {}), gpus, "mark")
+
+
+def variables(task: TaskSpec, rank: int = 0, **options) -> dict[str, str]:
+    return nodes.node_environment(run_of(task, **options), task, rank)
+
+
+def test_paths_on_the_volume_lead_to_a_directory_of_this_machine():
+    given = {"SHARED_DIR": "/shared", "DATASET": "/shared/data.jsonl", "OTHER": "/shared-not", "SLASH": "a/shared"}
+    own = variables(TaskSpec("t", "", environment=given, mounts={"/shared": "volume"}))
+    assert {name: own[name] for name in given} == {
+        "SHARED_DIR": "/data/volume",
+        "DATASET": "/data/volume/data.jsonl",
+        "OTHER": "/shared-not",
+        "SLASH": "a/shared",
+    }
+
+
+def test_a_group_with_several_volumes_is_refused():
+    tasks = (TaskSpec("a", "", mounts={"/a": "one"}), TaskSpec("b", "", mounts={"/a": "two"}))
+    with pytest.raises(ConfigurationError, match="one volume"):
+        nodes.check_mounts(JobGroup("group", tasks))
+
+
+def test_commands_run_with_this_interpreter():
+    assert variables(TaskSpec("t", ""))["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+
+
+@pytest.mark.parametrize(("platform", "policy"), [("linux", "passive"), ("darwin", None)])
+def test_on_linux_threads_that_wait_sleep_unless_the_user_says_otherwise(platform, policy, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert variables(TaskSpec("t", "")).get("OMP_WAIT_POLICY") == policy
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert variables(TaskSpec("t", ""))["OMP_WAIT_POLICY"] == "active"
+
+
+def test_nodes_of_a_task_share_the_cores_and_ray_gives_each_one_thread(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(nodes, "cores", lambda: 8)
+
+    def given(task: TaskSpec) -> tuple[str, str]:
+        return variables(task)["SKYPILOT_POD_CPU_CORE_LIMIT"], variables(task)["OMP_NUM_THREADS"]
+
+    assert given(TaskSpec("t", "")) == ("8", "1")
+    assert given(TaskSpec("t", "", num_nodes=3)) == ("2", "1")
+    assert given(TaskSpec("t", "", num_nodes=99)) == ("1", "1")
+    assert given(TaskSpec("t", "", environment={"OMP_NUM_THREADS": "5"})) == ("5", "5")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert given(TaskSpec("t", "")) == ("3", "3")
+
+
+def test_the_tasks_variables_win_over_this_machines_and_skypilots_over_both(monkeypatch):
+    monkeypatch.setenv("MODEL_NAME", "machine")
+    monkeypatch.setenv("HF_HOME", "/cache")
+    monkeypatch.setenv("SKYPILOT_NODE_RANK", "7")
+    own = variables(TaskSpec("t", "", num_nodes=2, environment={"MODEL_NAME": "task"}), rank=1)
+    assert (own["MODEL_NAME"], own["HF_HOME"], own["SKYPILOT_NODE_RANK"]) == ("task", "/cache", "1")
+    assert own["SKYPILOT_NODE_IPS"].split() == ["127.1.1.2", "127.1.1.3"]
+
+
+def test_gpus_go_to_the_tasks_that_ask_for_them_in_turn():
+    rollout = TaskSpec("rollout", "", num_nodes=2, gpus_per_node=1)
+    service = TaskSpec("service", "")
+    trainer = TaskSpec("trainer", "", num_nodes=1, gpus_per_node=2)
+
+    def given(gpus: tuple[str, ...], task: TaskSpec, rank: int = 0) -> tuple[str, str]:
+        own = nodes.node_environment(run_of(rollout, service, trainer, gpus=gpus), task, rank)
+        return own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"]
+
+    four = ("0", "1", "2", "3")
+    assert [given(four, rollout), given(four, rollout, 1), given(four, trainer)] == [
+        ("0", "1"),
+        ("1", "1"),
+        ("2,3", "2"),
+    ]
+    assert given(four, service) == ("", "0")
+    assert [given(("0",), rollout, 1), given(("0",), trainer)] == [("0", "1"), ("0", "1")]
+
+
+def test_a_dry_run_shows_each_nodes_gpus(capsys):
+    trainer = TaskSpec("trainer", "train", num_nodes=2, gpus_per_node=2)
+    _show_nodes(Console(width=100), run_of(trainer, TaskSpec("service", "serve"), gpus=("0", "1", "2", "3")))
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert ["0,", "1", "train"] in [row[2:] for row in rows]
+    assert ["2,", "3", "train"] in [row[2:] for row in rows]
+    assert ["none", "serve"] in [row[2:] for row in rows]
+
+
+def test_an_exported_choice_of_gpus_is_shared_out_among_the_nodes(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    rollout = TaskSpec("rollout-server", "", num_nodes=1, gpus_per_node=1)
+    trainer = TaskSpec("ppo-trainer", "", num_nodes=2, gpus_per_node=1)
+    run = run_of(rollout, trainer, gpus=visible_gpus())
+    ranks = [(rollout, 0), (trainer, 0), (trainer, 1)]
+    given = [nodes.node_environment(run, task, rank)["CUDA_VISIBLE_DEVICES"] for task, rank in ranks]
+    assert given == ["4", "5", "6"]
+
+
+def test_a_task_whose_variables_hide_the_gpus_has_none():
+    task = TaskSpec("t", "", gpus_per_node=2, environment={"CUDA_VISIBLE_DEVICES": ""})
+    own = variables(task, gpus=("0", "1"))
+    assert (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"]) == ("", "0")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "count", "fits"),
+    [((), 2, True), (("0",), 1, True), (("0",), 2, False), (("0", "1"), 2, True), (("3", "5", "7"), 2, True)],
+)
+def test_nodes_of_the_trainer_have_gpus_of_their_own(gpus, count, fits):
+    # The rollout nodes may share what is left, in turn.
+    rollout = TaskSpec("rollout-server", "", num_nodes=2, gpus_per_node=1)
+    run = run_of(rollout, TaskSpec("ppo-trainer", "", num_nodes=count, gpus_per_node=1), gpus=gpus)
+    if fits:
+        nodes.check_gpus(run)
+    else:
+        with pytest.raises(ConfigurationError, match=r"may use 0 here.*--num-nodes ppo-trainer=1"):
+            nodes.check_gpus(run)
+
+
+@pytest.mark.parametrize("settings", ["examples/demo.env", "examples/gsm8k.env"])
+def test_the_demo_runs_on_a_machine_with_one_gpu(settings):
+    root = Path(__file__).parents[2]
+    group = spec.load(root / "jobgroup.yaml", spec.Overrides(environment=spec.env_file(root / settings)))
+    run = run_of(*group.tasks, gpus=("0",))
+    nodes.check_gpus(run)
+    for task in group.tasks:
+        own = nodes.node_environment(run, task, 0)
+        assert (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"]) == ("", "0"), task.name
+        assert own["ROLLOUT_ENGINE"] == "embedded"
+
+
+@pytest.mark.parametrize(("gpus", "trainers", "engines"), [(("0",), "0", "0"), (("2", "5"), "2", "5")])
+def test_engine_and_trainer_share_a_gpu_only_where_there_is_one(gpus, trainers, engines):
+    root = Path(__file__).parents[2]
+    preset = spec.env_file(root / "examples/one-gpu.env")
+    group = spec.load(root / "jobgroup.yaml", spec.Overrides(environment=preset, other_nodes=1))
+    run = run_of(*group.tasks, gpus=gpus)
+    nodes.check_gpus(run)
+    given = {}
+    for task in group.tasks:
+        own = nodes.node_environment(run, task, 0)
+        given[task.name] = (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"])
+    assert (given.pop("ppo-trainer"), given.pop("rollout-server")) == ((trainers, "1"), (engines, "1"))
+    assert set(given.values()) == {("", "0")}
+
+
+def test_a_machine_without_gpus_has_none_per_node():
+    assert variables(TaskSpec("t", "", gpus_per_node=4))["SKYPILOT_NUM_GPUS_PER_NODE"] == "0"
+
+
+def test_the_nodes_of_one_machine_keep_its_cache_of_models(monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", "/cache/of/this/machine")
+    given = TaskSpec("t", "", environment={"HF_HUB_CACHE": "/shared/huggingface"}, mounts={"/shared": "v"})
+    assert variables(given)["HF_HUB_CACHE"] == "/cache/of/this/machine"
+    chosen = TaskSpec("t", "", environment={"HF_HUB_CACHE": "/another"}, mounts={"/shared": "v"})
+    assert variables(chosen)["HF_HUB_CACHE"] == "/another"

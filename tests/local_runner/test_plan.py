@@ -17,7 +17,7 @@ from tests.services.core.hub_stand_in import MODEL, Hub
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "demo.env"
+DEMO = ROOT / "examples/demo.env"
 Done = subprocess.CompletedProcess[str]
 
 
@@ -35,7 +35,7 @@ def write(path: Path, rows: list[dict[str, object]]) -> None:
 def run(here: Path, *options: object, **env: object) -> Done:
     """Run the local runner in ``here``; ``env`` is for --env."""
     given = [f"--env={name}={value}" for name, value in env.items()]
-    command = [sys.executable, "-m", "scripts.run_local", *map(str, options), *given]
+    command = [sys.executable, "-m", "scripts.grpo", "run", *map(str, options), *given]
     wide = os.environ | {"COLUMNS": "200"}
     return subprocess.run(command, cwd=here, env=wide, capture_output=True, text=True, timeout=LIMIT_SECONDS)
 
@@ -89,7 +89,7 @@ def test_a_dry_run_and_a_run_refuse_rows_at_once_in_the_words_of_the_data_server
     for options in (["--dry-run"], []):
         done = run(here, "--small", *options, DATASET=name)
         assert (done.returncode, done.stdout) == (78, "")
-        assert done.stderr == f"run_local: data-server: {told}\n"
+        assert done.stderr == f"error: data-server: {told}\n"
         assert not (here / "runs").exists()
 
 
@@ -144,7 +144,7 @@ def test_a_batch_larger_than_all_epochs_is_refused(here: Path, env: dict[str, ob
     done = planned(here, "--small", BATCH_SIZE=500, **env)
     assert done.returncode == 78
     assert re.fullmatch(
-        r"run_local: BATCH_SIZE is 500, but the data have (8\d) prompts to train on, 2\d\d in NUM_EPOCHS=3: not one "
+        r"error: BATCH_SIZE is 500, but the data have (8\d) prompts to train on, 2\d\d in NUM_EPOCHS=3: not one "
         r"step; set BATCH_SIZE=\1, or give more rows\n",
         done.stderr,
     )
@@ -168,7 +168,7 @@ def test_the_demos_settings_fit_one_node(here: Path, tiny_model: Path, options: 
 def test_more_workers_than_engines_are_refused(here: Path, options: list[str], env: dict[str, str], told: str) -> None:
     done = planned(here, *options, DATASET="sums.jsonl", **env)
     assert done.returncode == 78
-    assert f"run_local: MIN_WORKERS is {env['MIN_WORKERS']}, but " in done.stderr
+    assert f"error: MIN_WORKERS is {env['MIN_WORKERS']}, but " in done.stderr
     assert told in done.stderr
 
 
@@ -193,7 +193,7 @@ def test_a_model_that_the_hub_does_not_have_is_refused_at_once(here: Path, optio
     done = run(here, *options, DATASET="sums.jsonl", MODEL_NAME="team/tinny")
     assert (done.returncode, done.stdout) == (78, "")
     assert done.stderr == (
-        "run_local: MODEL_NAME=team/tinny: the Hugging Face hub has no such model, or it is private; check the name, "
+        "error: MODEL_NAME=team/tinny: the Hugging Face hub has no such model, or it is private; check the name, "
         "give --secret HF_TOKEN, or give a path\n"
     )
     assert not (here / "runs").exists()

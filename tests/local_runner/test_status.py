@@ -43,7 +43,7 @@ def shown(run_dir: Path, trainer: int, reward: int, **states: str) -> dict[str, 
     }
     write_object(run_dir / "nodes.json", nodes)
     console = Console(file=io.StringIO(), width=200)
-    asyncio.run(status.show(console, run_dir, None))
+    asyncio.run(status.print_status(console, run_dir, None))
     return {words[0]: words[1:] for line in console.file.getvalue().splitlines() if (words := line.split())}
 
 
@@ -98,5 +98,5 @@ def test_a_run_that_is_over_says_what_came_of_it_and_which_component_named_an_er
 def printed(run_dir: Path) -> str:
     """Return what is printed on a run, with single spaces."""
     console = Console(file=io.StringIO(), width=200)
-    asyncio.run(status.show(console, run_dir, None))
+    asyncio.run(status.print_status(console, run_dir, None))
     return " ".join(console.file.getvalue().split())

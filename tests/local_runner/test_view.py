@@ -10,17 +10,16 @@ import pytest
 from rich.console import Console
 
 from local_runner import summary
-from local_runner.commands import Launch, next_commands
-from local_runner.environment import Run
 from local_runner.health import TrainerStatus
-from local_runner.nodes import Addresses
+from local_runner.nodes import Addresses, Run
 from local_runner.progress import Step
 from local_runner.spec import TaskSpec
+from local_runner.summary import Launch, next_commands
 from local_runner.supervisor import State
 from local_runner.view import View, describe
 from services.run_page import activity
-from services.run_page.rewards import first_and_last
-from tests.local_runner.test_environment import run_of
+from services.run_page.directory import first_and_last
+from tests.local_runner.test_nodes import run_of
 
 SECONDS = {"generate": 3.2, "score": 0.04, "store": 0.02, "train": 16.6, "publish": 3.9, "step": 23.9}
 STEP = Step(step=4, reward=0.484, loss=-0.0395, seconds=SECONDS)
@@ -28,8 +27,7 @@ STEP = Step(step=4, reward=0.484, loss=-0.0395, seconds=SECONDS)
 
 def test_a_line_that_goes_into_a_file_has_everything():
     assert describe(STEP, 10, 274) == (
-        "step 4/10  reward 0.484  loss -0.0395  "
-        "generate 3.2s score 0.0s store 0.0s train 16.6s publish 3.9s step 23.9s  4m34s left"
+        "step 4/10  reward 0.484  loss -0.0395  generate 3.2s train 16.6s publish 3.9s step 23.9s  4m34s left"
     )
 
 
@@ -151,7 +149,7 @@ def test_the_end_of_a_run_says_which_rows_were_left_out():
 LAUNCH = Launch(
     Path("jobgroup.yaml"),
     env=["INSTRUCTION=Think, then answer."],
-    env_files=[Path("demo.env")],
+    env_files=[Path("examples/demo.env")],
     secrets=["JOBGROUP_TOKEN"],
     num_nodes=["ppo-trainer=1"],
 )
@@ -179,11 +177,11 @@ def test_the_end_of_a_run_shows_times_sizes_and_commands(tmp_path, monkeypatch):
     assert "size of all runs in runs/: " in said
     assert ["disk", "space"] in [row[:2] for row in rows]
     for command in (
-        "scripts.view runs/run-1",
-        "scripts.clean runs/run-1",
-        "scripts.evaluate --model runs/run-1/model --env-file demo.env",
+        "view runs/run-1",
+        "clean runs/run-1",
+        "evaluate --model runs/run-1/model --env-file examples/demo.env",
     ):
-        assert f"-m {command}" in said
+        assert f"grpo {command}" in said
 
 
 def test_the_command_that_resumes_is_the_given_one_without_secret_values(tmp_path, monkeypatch):
@@ -192,8 +190,8 @@ def test_the_command_that_resumes_is_the_given_one_without_secret_values(tmp_pat
     run = Run(run.group, run.run_id, tmp_path, run.addresses)
     (run.run_dir / "checkpoints" / "step-000002").mkdir(parents=True)
     commands = dict(next_commands(run, LAUNCH, {"status": "interrupted"}, exit_code=130))
-    assert commands["resume"].partition(" -m ")[2] == (
-        "scripts.run_local jobgroup.yaml --env-file demo.env --env 'INSTRUCTION=Think, then answer.' "
+    assert commands["resume"].partition("grpo ")[2] == (
+        "run jobgroup.yaml --env-file examples/demo.env --env 'INSTRUCTION=Think, then answer.' "
         "--secret JOBGROUP_TOKEN --num-nodes ppo-trainer=1 --run-id run-1"
     )
 
@@ -294,7 +292,11 @@ def test_commands_are_short_where_grpo_was_called(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(tmp_path / ".venv/bin/grpo"), "run"])
     said = ended(tmp_path)
-    for command in ("view runs/run-1", "chat runs/run-1", "evaluate --model runs/run-1/model --env-file demo.env"):
+    for command in (
+        "view runs/run-1",
+        "chat runs/run-1",
+        "evaluate --model runs/run-1/model --env-file examples/demo.env",
+    ):
         assert f"  .venv/bin/grpo {command}" in said
     assert Launch(Path("jobgroup.yaml"), small=True).again("run-1") == (
         [".venv/bin/grpo", "run", "jobgroup.yaml", "--small", "--run-id", "run-1"]

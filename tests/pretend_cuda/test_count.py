@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks.scaling.models import CONFIGS
 from benchmarks.scaling.roofline import LABELS, Counted
+from scripts.launch.models import CONFIGS
 from tests.pretend_cuda.count import count
 
 pytestmark = pytest.mark.cuda

@@ -11,13 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import PretrainedConfig
 
-from benchmarks.scaling.models import CONFIGS
+from scripts.launch.models import CONFIGS
 from tests.pretend_cuda.learner import packed_sequences, pretended_policy, pretended_ranks, without_compilation
 from trainer.config import TrainerSettings
 from trainer.model.optimizer import make_optimizer
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import CUDA_CONTEXT, needed
-from trainer.preflight.work import work_of
+from trainer.preflight.sizes import CUDA_CONTEXT, needed, work_of
 
 pytestmark = pytest.mark.cuda
 

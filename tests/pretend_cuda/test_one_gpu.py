@@ -16,17 +16,16 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig
 
-from benchmarks.scaling.models import CONFIGS
 from benchmarks.scaling.one_gpu import BETWEEN_STEPS, LABELS, PRESET
 from local_runner.spec import env_file
+from scripts.launch.models import CONFIGS
 from tests.pretend_cuda.learner import packed_sequences, pretended_policy, pretended_ranks, without_compilation
 from tests.pretend_cuda.test_memory import DEPTHS, with_layers
 from trainer.config import TrainerSettings
 from trainer.model.optimizer import make_optimizer
 from trainer.model.sharding import leave_gpu
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import needed
-from trainer.preflight.work import work_of
+from trainer.preflight.sizes import needed, work_of
 from trainer.team import Team
 
 pytestmark = pytest.mark.cuda

@@ -7,7 +7,7 @@ import torch
 from structlog.testing import capture_logs
 
 from services.core.errors import ConfigurationError
-from trainer.model.meeting import choose_device, log_device
+from trainer.model.ranks import choose_device, log_device
 
 pytestmark = pytest.mark.cuda
 

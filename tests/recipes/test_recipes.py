@@ -43,9 +43,8 @@ SHAPES = {
 
 def command(file: Path) -> list[str]:
     """Return the arguments of the launch at a recipe's top."""
-    line = next(line for line in file.read_text().splitlines() if line.startswith("#   python"))
-    program, arguments = shlex.split(line.removeprefix("#   "))[:3], shlex.split(line.removeprefix("#   "))[3:]
-    assert program == ["python", "-m", "scripts.launch"]
+    line = next(line for line in file.read_text().splitlines() if line.startswith("#   grpo launch "))
+    _, _, *arguments = shlex.split(line.removeprefix("#   "))
     assert arguments[arguments.index("--env-file") + 1] == str(file.relative_to(ROOT))
     return arguments
 
@@ -64,7 +63,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 SHAPES[model].save_pretrained(directory / f"{name}-model")
                 arguments += ["--model", str(directory / f"{name}-model")]
             launch(directory / name, *arguments)
-            [files[name]] = (directory / name).glob("jobgroup*.yaml")
+            [files[name]] = (directory / name).glob("jobgroup.yaml")
     return files
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from local_runner.speaker import Speaker
 from scripts import chat
+from services.core.errors import ConfigurationError
 
 
 @pytest.fixture
@@ -35,10 +36,8 @@ def run_dir(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_both_answers_stand_side_by_side(run_dir, tiny_model, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("3+4=\n\n2+2="))
     monkeypatch.setenv("COLUMNS", "400")
-    with pytest.raises(SystemExit) as ended:
-        chat.main(max_new_tokens=4)
+    chat.main(max_new_tokens=4)
     said = capsys.readouterr().out
-    assert ended.value.code == 0
     tables = said.split("┏")[1:]
     assert len(tables) == 2
     assert all(str(tiny_model) in table and "runs/grpo-1/model" in table for table in tables)
@@ -55,17 +54,14 @@ def test_an_answer_is_as_long_as_the_run_trained_them_unless_a_length_is_given(r
     monkeypatch.setattr(Speaker, "answer", lambda self, line, tokens, temperature: asked.append(tokens) or line)
     for given in (None, 3):
         monkeypatch.setattr(sys, "stdin", io.StringIO("3+4="))
-        with pytest.raises(SystemExit):
-            chat.main(max_new_tokens=given)
+        chat.main(max_new_tokens=given)
     assert asked == [2, 2, 3, 3]
     assert "an answer ends after 2 tokens" in capsys.readouterr().out
 
 
-def test_a_run_that_does_not_say_its_length_asks_for_one(run_dir, capfd):
-    with pytest.raises(SystemExit) as ended:
+def test_a_run_that_does_not_say_its_length_asks_for_one(run_dir):
+    with pytest.raises(ConfigurationError, match="give --max-new-tokens"):
         chat.main()
-    assert ended.value.code == 78
-    assert "give --max-new-tokens" in capfd.readouterr().err
 
 
 def test_a_conversation_has_the_system_prompt_and_the_earlier_turns(tiny_model):
@@ -88,10 +84,9 @@ def test_a_line_that_the_engine_refuses_is_answered_by_the_reason(tiny_model):
         ("config.json", "runs/grpo-1/config.json does not name the model that the run began as"),
     ],
 )
-def test_a_run_that_cannot_be_talked_to_is_refused_in_one_line(run_dir, capfd, missing, said):
+def test_a_run_that_cannot_be_talked_to_is_refused_in_one_line(run_dir, missing, said):
     (run_dir / missing).unlink()
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(ConfigurationError) as refusal:
         chat.main()
-    assert ended.value.code == 78
-    [line] = capfd.readouterr().err.splitlines()
+    [line] = str(refusal.value).splitlines()
     assert said in line

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from local_runner.settings_classes import READERS
+from local_runner.checks import READERS
 from scripts.reference import configuration
 
 ROOT = Path(__file__).parents[2]

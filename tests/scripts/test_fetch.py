@@ -59,7 +59,7 @@ def fetch(tmp_path: Path, *arguments: str, surprise: str = "", failing: str = ""
         "FAILING": failing,
     }
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.fetch", *arguments],
+        [sys.executable, "-m", "scripts.grpo", "fetch", *arguments],
         cwd=tmp_path / "work",
         env=os.environ | variables,
         capture_output=True,

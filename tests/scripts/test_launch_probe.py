@@ -1,4 +1,4 @@
-"""The checks of ``scripts.launch --check``: against a directory, a registry, a hub and a stub nvidia-smi."""
+"""The checks of ``grpo launch --check``: against a directory, a registry, a hub and a stub nvidia-smi."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ SERVICES = ("data_server", "reward_server", "replay_buffer", "gateway", "environ
         ([f"services.{service}.app" for service in SERVICES], HEAVY),
         (["services.rollout_server.__main__", "services.clients", "trainer.collector"], HEAVY),
         (["trainer.__main__"], (*HEAVY, "httpx")),
-        (["scripts.run_local", "local_runner.settings_classes"], (*HEAVY, "httpx", "structlog")),
+        (["local_runner.run"], (*HEAVY, "httpx", "structlog")),
     ],
     ids=["services", "rollout-server, clients and collectors", "the trainer's launcher", "the local runner"],
 )

@@ -12,9 +12,9 @@ import pytest
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
+from evaluation.evaluation import AgentWorkflow
 from evaluation.samples import Kind, Sample
 from evaluation.server import RolloutServer
-from evaluation.workflows import AgentWorkflow
 from services.agents import AgentFailedError
 from services.core.errors import DependencyLostError
 from services.programs import Program

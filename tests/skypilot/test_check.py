@@ -1,4 +1,4 @@
-"""``scripts.launch --check`` by SkyPilot's own server and controller: two small pods, of which none ever runs."""
+"""``grpo launch --check`` by SkyPilot's own server and controller: two small pods, of which none ever runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def pods(sky: SkyPilot, cluster: KubernetesApi, tmp_path_factory: pytest.TempPat
         [
             sys.executable,
             "-m",
-            "scripts.launch",
+            "scripts.grpo",
+            "launch",
             *SIZES,
             "--check",
             "--yes",

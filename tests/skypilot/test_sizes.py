@@ -1,4 +1,4 @@
-"""Launches on a cluster without H100s by SkyPilot's own server: the order of the GPUs, and ``scripts.launch``."""
+"""Launches on a cluster without H100s by SkyPilot's own server: the order of the GPUs, and ``grpo launch``."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def sky(cluster: KubernetesApi, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def launched(
     sky: SkyPilot, cluster: KubernetesApi, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[Object]]:
-    """The files of ``scripts.launch``, and the pods that its job asks for; the job is cancelled when they are there."""
+    """The files of ``grpo launch``, and the pods that its job asks for; the job is cancelled when they are there."""
     out = tmp_path_factory.mktemp("out")
     options = ["--model", "Qwen/Qwen3-8B", *SIZES, "--output", out, "--secret", "JOBGROUP_TOKEN", "--yes"]
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.launch", *options],
+        [sys.executable, "-m", "scripts.grpo", "launch", *options],
         cwd=ROOT,
         env=sky.environment | {"JOBGROUP_TOKEN": SECRET, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -16,13 +16,12 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.protocol.prompts import Cursor
-from trainer.algorithm.gae import with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
-from trainer.checkpoints import volume
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
-from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
+from trainer.model import saving
 from trainer.model.critic import CriticLearner
 from trainer.model.gathering import gather_state
 from trainer.model.learner import Learner, UpdateResult
@@ -30,7 +29,7 @@ from trainer.model.optimizer import StopRequestedError
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
-from trainer.model.saving import save_pretrained, write_adapter
+from trainer.model.saving import DiskFullError, save_pretrained, write_adapter
 from trainer.team import Team
 
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
@@ -202,7 +201,7 @@ def save_on_a_full_disk(ranks: Ranks, model: Path, directory: Path) -> tuple[str
     store = CheckpointStore(directory, 2, ranks)
     store.save(learner.policy, learner.optimizer, run_state(learner, 1), wait=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(volume.tempfile, "TemporaryFile", fail)
+        patch.setattr(saving.tempfile, "TemporaryFile", fail)
         if ranks.rank == ranks.world_size - 1:
             patch.setattr(FileSystem, "create_stream", fail)
         try:
@@ -260,7 +259,7 @@ def train_critic(
     for number in range(step, last):
         # On every rank: nothing is told to the others here.
         values = critic.values(groups)
-        taken = with_critic_targets(groups, learner.settings, values)
+        taken = Objective(learner.settings).with_advantages(groups, None, values)
         if number >= 1:
             learner.update(taken, number)
         if critic.trains_alone(number):

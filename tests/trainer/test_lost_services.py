@@ -29,18 +29,18 @@ from services.protocol.prompts import Cursor
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
 from tests.trainer.tiny import FAMILIES, save_model
-from trainer.algorithm.training_groups import training_group, with_advantages
-from trainer.checkpoints import volume
 from trainer.checkpoints.checkpoint import CheckpointStore
-from trainer.checkpoints.run_checkpoints import LEAVE_SNAPSHOT_SECONDS
-from trainer.checkpoints.volume import DiskFullError
+from trainer.config.objective import Objective
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
+from trainer.model import saving
 from trainer.model.ranks import Ranks
+from trainer.model.saving import DiskFullError
 from trainer.reporting import run_files
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.rollouts.batch import Batch
+from trainer.run_checkpoints import LEAVE_SNAPSHOT_SECONDS
 from trainer.team import Team
 
 LAST = 2
@@ -213,8 +213,8 @@ def test_weights_prompts_and_records_are_of_one_step(
     learner = make_learner(alone, tmp_path / "broken" / "model", 4)
     broken.team.checkpoints.load(path, learner.policy, learner.optimizer)
     for step in range(completed + 1, 5):
-        trained = [training_group(group(f"g{step}", step - 1), broken.settings)]
-        learner.update(with_advantages(trained, broken.settings), step - 1)
+        trained = [Objective(broken.settings).training_group(group(f"g{step}", step - 1))]
+        learner.update(Objective(broken.settings).with_advantages(trained), step - 1)
     expected = weights_of(undisturbed.team.learner.policy)
     assert all(np.array_equal(value, expected[name]) for name, value in weights_of(learner.policy).items())
 
@@ -302,7 +302,7 @@ def fill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Non
             monkeypatch.setattr(run_files, "_append", fail)
         else:
             monkeypatch.setattr(FileSystem, "create_stream", broken_stream)
-            monkeypatch.setattr(volume.tempfile, "TemporaryFile", fail)
+            monkeypatch.setattr(saving.tempfile, "TemporaryFile", fail)
 
     return fill_disk
 

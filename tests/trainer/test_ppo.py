@@ -16,13 +16,13 @@ from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays, make_learner, weights_of
 from tests.trainer.test_lost_services import Outside
 from trainer.checkpoints.checkpoint import CheckpointStore
-from trainer.checkpoints.resume import resume
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
 from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
+from trainer.run_checkpoints import resume
 from trainer.team import Team
 
 STEPS, PROMPTS = 4, 3

@@ -18,9 +18,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from services.protocol.groups import Group
 from toys.arithmetic import build_tokenizer
 from toys.models import random_model
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 
 VOCABULARY = 17
 SHAPE: dict[str, Any] = {
@@ -52,6 +55,12 @@ FAMILIES: dict[str, PretrainedConfig] = {
         tie_word_embeddings=False,
     ),
 }
+
+
+def has_signal(group: Group, settings: TrainerSettings) -> bool:
+    """Return whether a group, as the loss sees it, teaches anything."""
+    objective = Objective(settings)
+    return objective.has_signal(objective.training_group(group))
 
 
 def save_model(directory: Path, config: PretrainedConfig, seed: int = 0) -> Path:

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from services.protocol.groups import by_episode
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
-from trainer.algorithm.training_groups import TokenNumbers, flags, kl_terms, spread
-from trainer.config import TrainerSettings
+from trainer.algorithm.training_groups import TokenNumbers, kl_terms, scatter, trained_mask
 
 WHITENING_EPS = 1e-8
 """Added to the variance of the advantages, as in verl."""
@@ -174,9 +173,13 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 def with_critic_targets(
     groups: Sequence[TrainingGroup],
-    settings: TrainerSettings,
     values: Sequence[TokenNumbers],
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    is_per_turn: bool = False,
     reference: Sequence[TokenNumbers] | None = None,
+    kl_coef: float = 0.0,
 ) -> list[TrainingGroup]:
     """Return the groups of a step with a whitened advantage, a return and a value for each trained token.
 
@@ -186,33 +189,36 @@ def with_critic_targets(
 
     Args:
         groups: all groups of the step, over whose trained tokens the advantages are whitened.
-        settings: GAMMA, GAE_LAMBDA, GAE_PER_TURN and KL_COEF.
         values: the critic's values of each group's trained tokens.
+        gamma: see ``generalized_advantages``.
+        lam: see ``generalized_advantages``.
+        is_per_turn: a step of the estimator is a turn.
         reference: log-probabilities of the reference at these tokens, for KL in the reward. A token's reward is then
-            less by KL_COEF log(pi_behaviour / pi_reference) (arXiv:1909.08593, eq. 2), and that of a turn's last token
-            also by the terms of the episode's turns in other sequences, up to the sequence's next turn.
+            less by ``kl_coef`` log(pi_behaviour / pi_reference) (arXiv:1909.08593, eq. 2), and that of a turn's last
+            token also by the terms of the episode's turns in other sequences, up to the sequence's next turn.
+        kl_coef: the weight of KL in the reward.
     """
     sequences = [s for group in groups for s in group.sequences]
     if not any(s.trained_tokens for s in sequences):
         return list(groups)
-    value = [spread(s, own) for s, own in zip(sequences, chain(*values), strict=True)]
+    value = [scatter(s, own) for s, own in zip(sequences, chain(*values), strict=True)]
     reward = [_rewards(s) for s in sequences]
     rewards, old_values = (torch.tensor([*chain(*rows)], dtype=torch.float64) for rows in (reward, value))
     if reference is not None:
         terms = kl_terms(groups, reference)
         _add_elsewhere(groups, terms)
-        rewards -= settings.kl_coef * torch.tensor([*chain(*(terms[id(s)] for s in sequences))], dtype=torch.float64)
+        rewards -= kl_coef * torch.tensor([*chain(*(terms[id(s)] for s in sequences))], dtype=torch.float64)
     lengths = torch.tensor([len(s.completion_ids) for s in sequences])
     turn_ids = torch.tensor([*chain(*map(_turn_ids, sequences))], dtype=torch.int64)
-    loss_mask = torch.tensor([*chain(*(flags(s) for s in sequences))])
+    loss_mask = torch.tensor([*chain(*(trained_mask(s) for s in sequences))])
     advantages = generalized_advantages(
         rewards,
         old_values,
         torch.arange(len(sequences)).repeat_interleave(lengths),
         loss_mask,
-        settings.gamma,
-        settings.gae_lambda,
-        turn_ids=turn_ids if settings.gae_per_turn else None,
+        gamma,
+        lam,
+        turn_ids=turn_ids if is_per_turn else None,
     )
     returns = value_targets(advantages, old_values).split(lengths.tolist())
     parts = zip(whitened(advantages, loss_mask).split(lengths.tolist()), returns, value, strict=True)
@@ -248,7 +254,7 @@ def _rewards(sequence: TrainingSequence) -> list[float]:
 
 def _turn_ids(sequence: TrainingSequence) -> list[int]:
     """Return the turn of each of L tokens; without rewards of turns, a turn is a run of trained tokens."""
-    mask = flags(sequence)
+    mask = trained_mask(sequence)
     if sequence.turns:
         starts = {turn.start for turn in sequence.turns}
         return [*accumulate(place in starts for place in range(len(mask)))]

@@ -7,23 +7,18 @@ arXiv:2510.01555; DeepSeek-AI 2025, arXiv:2512.02556, section 3.1), GRPO (Shao e
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from services.core.errors import ConfigurationError
-from services.core.imports import load_function
 from trainer.algorithm.gae import value_loss
-from trainer.algorithm.methods import LOSS_OPTIONS, Aggregation, ImportanceCorrection, is_own_function
+from trainer.algorithm.methods import Aggregation, ImportanceCorrection
 from trainer.algorithm.packing import MicroBatch
 from trainer.algorithm.policy_losses import (
     CAPS,
     LOG_RATIO_LIMIT,
-    LOSS_FUNCTIONS,
     LossFunction,
     LossTokens,
     TokenLosses,
@@ -32,7 +27,6 @@ from trainer.algorithm.policy_losses import (
     off_policy_mask,
     sequence_means,
 )
-from trainer.config import TrainerSettings
 
 KL_LIMIT = 10.0
 """Largest KL penalty of a token, and largest log ratio in its gradient: a token that theta has made 8,000 times as
@@ -178,17 +172,28 @@ class Diagnostics:
         return {"loss": sums.get("loss", 0.0), **means, **extremes}
 
 
+@dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of a step's micro-batches, as the settings choose it."""
+    """The loss of a step's micro-batches: a policy loss, its correction, its mean, and the weights of further terms."""
 
-    def __init__(self, settings: TrainerSettings) -> None:
-        """Choose the loss.
-
-        Raises:
-            ConfigurationError: LOSS names a function that cannot be had, or that lacks an option that is set.
-        """
-        self.settings = settings
-        self._policy_loss = _chosen_loss(settings)
+    policy_loss: LossFunction
+    correction: ImportanceCorrection
+    aggregation: Aggregation
+    constant_length: int
+    """The largest possible completion length in tokens."""
+    importance_cap: float | None = None
+    """The largest importance weight or ratio; None: that of the correction's paper."""
+    truncates_alone: bool = False
+    """The policy loss truncates the ratio itself, and a step has one update."""
+    is_own_function: bool = False
+    """The policy loss is a function of the user's own."""
+    off_policy_max_kl: float | None = None
+    """See ``off_policy_mask``; None: no completion is masked."""
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    value_coef: float = 0.0
+    value_clip: float = 0.0
+    """See ``value_loss`` in gae.py."""
 
     def __call__(
         self,
@@ -213,20 +218,20 @@ class PolicyLoss:
             reference_logprobs: [N] float32, for a KL penalty in the loss.
             values: [N] float32, of a critic that shares the policy's model.
         """
-        settings, theta, behaviour = self.settings, logprobs.detach(), batch.behaviour_logprobs
+        theta, behaviour = logprobs.detach(), batch.behaviour_logprobs
         policy = self._corrected_loss(batch, logprobs, proximal_logprobs)
         losses = policy.losses
-        if settings.entropy_coef:
-            losses = losses - settings.entropy_coef * entropies
+        if self.entropy_coef:
+            losses = losses - self.entropy_coef * entropies
         # The behaviour policy sampled the tokens, so they estimate KL(behaviour || theta) without bias.
         metrics = {"entropy": entropies, "kl_behaviour": k3(behaviour, theta), **policy.metrics}
         if reference_logprobs is not None:
             stale = log_ratio(theta, behaviour).exp().clamp(max=CAPS[ImportanceCorrection.TRUNCATED])
-            losses = losses + settings.kl_coef * kl_penalty(logprobs, reference_logprobs, stale)
+            losses = losses + self.kl_coef * kl_penalty(logprobs, reference_logprobs, stale)
             metrics["kl_reference"] = k3(theta, reference_logprobs)
         if values is not None:
-            value = value_losses(settings, batch, values)
-            losses, metrics = losses + settings.value_coef * value.losses, {**metrics, **value.metrics}
+            value = value_losses(batch, values, self.value_clip)
+            losses, metrics = losses + self.value_coef * value.losses, {**metrics, **value.metrics}
         loss = self._aggregate(losses * batch.weights, batch, step)
         return loss, _diagnose(batch, loss, metrics, log_ratio(theta, behaviour).exp())
 
@@ -241,22 +246,21 @@ class PolicyLoss:
         as CISPO does, in a step of one update. Then the ratio is the weight: another correction takes its place, and
         ``truncated`` does not truncate it once more.
         """
-        settings, theta, behaviour = self.settings, logprobs.detach(), batch.behaviour_logprobs
-        correction, proximal = settings.importance_correction, theta if proximal_logprobs is None else proximal_logprobs
-        truncates_alone = settings.loss_truncates and settings.updates_per_step == 1
-        is_decoupled = correction is not ImportanceCorrection.NONE and not truncates_alone
-        if truncates_alone and correction is ImportanceCorrection.TRUNCATED:
+        theta, behaviour = logprobs.detach(), batch.behaviour_logprobs
+        correction, proximal = self.correction, theta if proximal_logprobs is None else proximal_logprobs
+        is_decoupled = correction is not ImportanceCorrection.NONE and not self.truncates_alone
+        if self.truncates_alone and correction is ImportanceCorrection.TRUNCATED:
             correction = ImportanceCorrection.NONE
         old = proximal if is_decoupled else behaviour
-        policy = self._policy_loss(LossTokens(logprobs, old, batch.advantages, batch.sequence_ids, batch.n_sequences))
+        policy = self.policy_loss(LossTokens(logprobs, old, batch.advantages, batch.sequence_ids, batch.n_sequences))
         weights = self._weights(correction, batch, proximal)
         losses, metrics = policy.losses * weights, {"importance_weight": weights, **policy.metrics}
-        if truncates_alone and correction is not ImportanceCorrection.NONE:
+        if self.truncates_alone and correction is not ImportanceCorrection.NONE:
             losses = losses / log_ratio(theta, behaviour).exp()
-        if old is theta and not is_own_function(settings.loss):
+        if old is theta and not self.is_own_function:
             metrics = {name: value for name, value in metrics.items() if name not in CLIP_FRACTIONS}
-        if settings.off_policy_max_kl is not None:
-            kept = self._off_policy_mask(batch, theta, settings.off_policy_max_kl)
+        if self.off_policy_max_kl is not None:
+            kept = self._off_policy_mask(batch, theta, self.off_policy_max_kl)
             losses, metrics["off_policy_fraction"] = losses * kept, ~kept
         return TokenLosses(losses, metrics)
 
@@ -267,7 +271,7 @@ class PolicyLoss:
             batch.behaviour_logprobs,
             batch.sequence_ids,
             batch.n_sequences,
-            self.settings.importance_cap,
+            self.importance_cap,
         )
 
     def _off_policy_mask(self, batch: MicroBatch, theta: Tensor, max_kl: float) -> Tensor:
@@ -279,53 +283,31 @@ class PolicyLoss:
             losses,
             batch.sequence_ids,
             batch.n_sequences,
-            self.settings.loss_aggregation,
+            self.aggregation,
             step_tokens=step.tokens,
             step_sequences=step.sequences,
-            constant_length=self.settings.longest_answer,
+            constant_length=self.constant_length,
         )
 
 
-def critic_loss(
-    settings: TrainerSettings, batch: MicroBatch, values: Tensor, step: StepSize
-) -> tuple[Tensor, Diagnostics]:
+def critic_loss(batch: MicroBatch, values: Tensor, step: StepSize, value_clip: float) -> tuple[Tensor, Diagnostics]:
     """Return a micro-batch's share of the loss of a critic by itself, a mean over tokens, and diagnostics.
 
     Args:
-        settings: VALUE_CLIP.
         batch: the micro-batch, with N trained tokens.
         values: [N] float32, with gradient.
         step: the denominator of the mean.
+        value_clip: see ``value_loss`` in gae.py.
     """
-    value = value_losses(settings, batch, values)
+    value = value_losses(batch, values, value_clip)
     loss = (value.losses * batch.weights).sum() / max(step.tokens, 1)
     return loss, _diagnose(batch, loss, value.metrics)
 
 
-def value_losses(settings: TrainerSettings, batch: MicroBatch, values: Tensor) -> TokenLosses:
+def value_losses(batch: MicroBatch, values: Tensor, value_clip: float) -> TokenLosses:
     """Return the critic's loss by token; see ``value_loss`` in gae.py."""
-    losses, is_clipped = value_loss(values, batch.old_values, batch.returns, settings.value_clip)
+    losses, is_clipped = value_loss(values, batch.old_values, batch.returns, value_clip)
     return TokenLosses(losses, {"value_loss": losses, "value_clip_fraction": is_clipped})
-
-
-def _chosen_loss(settings: TrainerSettings) -> LossFunction:
-    """Return the function that LOSS names, with the options that are set."""
-    options = {name: value for name in LOSS_OPTIONS if (value := getattr(settings, name)) is not None}
-    if not is_own_function(settings.loss):
-        return partial(LOSS_FUNCTIONS[settings.loss], **options)
-    function = load_function("LOSS", settings.loss)
-    for name in options.keys() - inspect.signature(function).parameters.keys():
-        raise ConfigurationError(f"{name.upper()} is set, but LOSS={settings.loss} has no keyword argument {name}")
-
-    def loss(tokens: LossTokens) -> TokenLosses:
-        result = function(tokens, **options)
-        if not isinstance(result, TokenLosses) or result.losses.shape != tokens.logprobs.shape:
-            raise ConfigurationError(
-                f"LOSS={settings.loss} must return TokenLosses with one loss for each of {len(tokens.logprobs)} tokens"
-            )
-        return result
-
-    return loss
 
 
 @torch.no_grad()

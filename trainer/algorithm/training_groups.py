@@ -8,30 +8,34 @@ from itertools import accumulate, chain, groupby
 
 import torch
 
-from services.core.errors import ConfigurationError
-from services.core.imports import load_function
 from services.protocol.groups import Experience, Group, by_episode
 from services.protocol.rewards import FinishReason
-from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes, dr_grpo, overlong_penalty
-from trainer.algorithm.methods import GROUP_ADVANTAGES, NORMALISED_ADVANTAGES, Credit, is_own_function
+from trainer.algorithm.advantages import AdvantageFunction, Outcomes, dr_grpo, overlong_penalty
+from trainer.algorithm.methods import Credit
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
-from trainer.config import TrainerSettings
 
 TokenNumbers = list[list[float]]
 """Numbers of a group's trained tokens, by completion."""
 
 
 def training_group(
-    group: Group, settings: TrainerSettings, *, weight: float = 1.0, is_replayed: bool = False
+    group: Group,
+    *,
+    masks_truncated: bool = False,
+    overlong_buffer: int = 0,
+    max_length: int = 0,
+    weight: float = 1.0,
+    is_replayed: bool = False,
 ) -> TrainingGroup:
     """Return a group's scored completions as the loss sees them, before their advantages are known.
 
-    Completions without a reward are left out. The overlong penalty is part of the reward. With MASK_TRUNCATED no token
-    of a completion that was cut off is trained on, while its reward still counts in its group.
+    Completions without a reward are left out. The overlong penalty is part of the reward.
 
     Args:
         group: the group as generated, or as stored in the replay buffer.
-        settings: OVERLONG_BUFFER, MAX_NEW_TOKENS and MASK_TRUNCATED.
+        masks_truncated: train on no token of a completion that was cut off, whose reward still counts in its group.
+        overlong_buffer: see ``overlong_penalty``; 0: no penalty.
+        max_length: see ``overlong_penalty``.
         weight: importance weight of the group.
         is_replayed: the group comes from the replay buffer.
     """
@@ -40,8 +44,8 @@ def training_group(
             completion_ids=e.completion_ids,
             behaviour_logprobs=e.logprobs,
             advantages=[0.0] * len(e.completion_ids) if e.advantages is None else e.advantages,
-            loss_mask=_loss_mask(e, settings),
-            reward=_reward(e, settings),
+            loss_mask=_loss_mask(e, masks_truncated=masks_truncated),
+            reward=_reward(e, overlong_buffer, max_length),
             has_own_advantages=e.advantages is not None,
             episode=e.episode,
             turns=None if e.turns is None else [Turn(**dict(turn)) for turn in e.turns],
@@ -57,42 +61,41 @@ def scored(group: Group) -> list[Experience]:
     return [e for e in group.experiences if e.reward is not None and e.finish_reason is not FinishReason.ABORT]
 
 
-def _reward(experience: Experience, settings: TrainerSettings) -> float:
+def _reward(experience: Experience, overlong_buffer: int, max_length: int) -> float:
     assert experience.reward is not None
-    if not settings.overlong_buffer:
+    if not overlong_buffer:
         return experience.reward
     length = torch.tensor([len(experience.completion_ids)])
-    return experience.reward + overlong_penalty(length, settings.max_new_tokens, settings.overlong_buffer).item()
+    return experience.reward + overlong_penalty(length, max_length, overlong_buffer).item()
 
 
-def _loss_mask(experience: Experience, settings: TrainerSettings) -> list[bool] | None:
-    if settings.mask_truncated and experience.finish_reason is FinishReason.LENGTH:
+def _loss_mask(experience: Experience, *, masks_truncated: bool) -> list[bool] | None:
+    if masks_truncated and experience.finish_reason is FinishReason.LENGTH:
         return [False] * len(experience.completion_ids)
     return experience.loss_mask
 
 
-def has_signal(group: Group, settings: TrainerSettings) -> bool:
+def has_signal(group: TrainingGroup, credit: Credit, *, is_by_group: bool) -> bool:
     """Return whether two episodes or turns that are compared differ in reward, or one has advantages of its own.
 
-    Where advantages are not by group, every group with a trained token teaches.
+    Where advantages are not ``by_group``, every group with a trained token teaches.
     """
-    prepared = training_group(group, settings)
-    if settings.advantage not in GROUP_ADVANTAGES:
-        return any(s.trained_tokens for s in prepared.sequences)
-    if any(any(s.advantages) for s in prepared.sequences if s.has_own_advantages):
+    if not is_by_group:
+        return group.trained_tokens > 0
+    if any(any(s.advantages) for s in group.sequences if s.has_own_advantages):
         return True
     rewards: dict[tuple[int, ...], set[float]] = {}
-    for action in actions([prepared], settings.credit):
-        rewards.setdefault(action.compared, set()).add(action.reward)
+    for unit in credit_units([group], credit):
+        rewards.setdefault(unit.compared, set()).add(unit.reward)
     return any(len(different) > 1 for different in rewards.values())
 
 
 @dataclass(frozen=True)
-class Action:
-    """Tokens that get one advantage: an episode with all its sequences, or a turn with all its samples.
+class CreditUnit:
+    """An episode with all its sequences, or a turn with all its samples: all its tokens share one advantage.
 
-    Actions are compared with those that have an equal ``compared``: group, seat of a game (-1 where there is none), and
-    number of the turn (0 for episodes). The reward is that which follows the action.
+    Units are compared with those that have an equal ``compared``: group, seat of a game (-1 where there is none), and
+    number of the turn (0 for episodes). The reward is that which follows the unit.
     """
 
     episode: int
@@ -100,42 +103,49 @@ class Action:
     compared: tuple[int, ...]
     reward: float
     spans: list[tuple[TrainingSequence, int, int]]
-    """Sequences with the first token and the end of the action's tokens."""
+    """Sequences with the first token and the end of the unit's tokens."""
 
     @property
     def trained_tokens(self) -> int:
         """The number of tokens that are trained on."""
-        return sum(sum(flags(sequence)[start:end]) for sequence, start, end in self.spans)
+        return sum(sum(trained_mask(sequence)[start:end]) for sequence, start, end in self.spans)
 
 
-def actions(groups: Sequence[TrainingGroup], credit: Credit) -> list[Action]:
+def credit_units(groups: Sequence[TrainingGroup], credit: Credit) -> list[CreditUnit]:
     """Return the episodes of a step, or with ``Credit.TURN`` the turns of those that have rewards of turns.
 
     The reward of a turn is the sum of its own and all later rewards of the episode. Samples of one turn, which have
-    equal rewards, are one action. The actions of an episode follow each other in the order of their numbers.
+    equal rewards, are one unit. The units of an episode follow each other in the order of their numbers.
     """
-    found = []
+    units = []
     episodes = [(number, sequences) for number, group in enumerate(groups) for sequences in by_episode(group.sequences)]
     for episode, (number, sequences) in enumerate(episodes):
         seat = -1 if sequences[0].seat is None else sequences[0].seat
         if credit is Credit.EPISODE or not all(s.turns for s in sequences):
             spans = [(s, 0, len(s.completion_ids)) for s in sequences]
-            found.append(Action(episode, (number, seat, 0), sequences[0].reward, spans))
+            units.append(CreditUnit(episode, (number, seat, 0), sequences[0].reward, spans))
             continue
-        turns: dict[int, Action] = {}
+        turns: dict[int, CreditUnit] = {}
         for s in sequences:
             rewards = [*accumulate(turn.reward for turn in reversed(s.rewarded_turns))][::-1]
             for turn, reward in zip(s.rewarded_turns, rewards, strict=True):
-                action = turns.setdefault(turn.number, Action(episode, (number, seat, turn.number), reward, []))
-                action.spans.append((s, turn.start, turn.end))
-        found += [action for _, action in sorted(turns.items())]
-    return found
+                unit = turns.setdefault(turn.number, CreditUnit(episode, (number, seat, turn.number), reward, []))
+                unit.spans.append((s, turn.start, turn.end))
+        units += [unit for _, unit in sorted(turns.items())]
+    return units
 
 
 def with_advantages(
-    groups: Sequence[TrainingGroup], settings: TrainerSettings, reference: Sequence[TokenNumbers] | None = None
+    groups: Sequence[TrainingGroup],
+    function: AdvantageFunction,
+    credit: Credit = Credit.EPISODE,
+    *,
+    eps: float = 1e-4,
+    reference: Sequence[TokenNumbers] | None = None,
+    kl_coef: float = 0.0,
+    is_normalised: bool = False,
 ) -> list[TrainingGroup]:
-    """Return the groups of a step with their advantages, by the formula that ADVANTAGE names.
+    """Return the groups of a step with their advantages by a formula.
 
     The formula sees each episode once, with the length of all its sequences together; its advantage is that of each of
     their tokens. A completion is an episode of one sequence. The episodes of each seat of a game are a group to the
@@ -145,31 +155,38 @@ def with_advantages(
 
     Args:
         groups: all groups of the step, because some formulas take statistics over the batch.
-        settings: ADVANTAGE, ADVANTAGE_EPS, CREDIT and KL_COEF.
+        function: the formula.
+        credit: what shares an advantage, episodes or turns.
+        eps: see ``Outcomes``.
         reference: log-probabilities of the reference for each group, for KL in the reward. An episode's reward is
-            then less by KL_COEF times the sum over its trained tokens of log(pi_behaviour / pi_reference): k1, whose
-            gradient by way of the reward is that of KL(theta || reference) (arXiv:2501.03262, eq. 3). A turn's reward
-            has the terms of its own tokens and of the episode's later turns. From advantages that divide by a deviation
-            of rewards, the KL less the mean of the group is subtracted afterwards.
-
-    Raises:
-        ConfigurationError: ADVANTAGE names a function that cannot be had, or that returns something else.
+            then less by ``kl_coef`` times the sum over its trained tokens of log(pi_behaviour / pi_reference): k1,
+            whose gradient by way of the reward is that of KL(theta || reference) (arXiv:2501.03262, eq. 3). A turn's
+            reward has the terms of its own tokens and of the episode's later turns.
+        kl_coef: the weight of KL in the reward.
+        is_normalised: the formula divides by a deviation of rewards; then the KL less the mean of the group is
+            subtracted from the advantages.
     """
-    found = actions(groups, settings.credit)
-    if not found:
+    units = credit_units(groups, credit)
+    if not units:
         return list(groups)
-    numbers = {compared: number for number, compared in enumerate(dict.fromkeys(a.compared for a in found))}
+    numbers = {compared: number for number, compared in enumerate(dict.fromkeys(unit.compared for unit in units))}
     outcomes = Outcomes(
-        rewards=torch.tensor([action.reward for action in found], dtype=torch.float64),
-        group_ids=torch.tensor([numbers[action.compared] for action in found]),
-        lengths=torch.tensor([action.trained_tokens for action in found]),
-        eps=settings.advantage_eps,
+        rewards=torch.tensor([unit.reward for unit in units], dtype=torch.float64),
+        group_ids=torch.tensor([numbers[unit.compared] for unit in units]),
+        lengths=torch.tensor([unit.trained_tokens for unit in units]),
+        eps=eps,
     )
-    penalties = None if reference is None else settings.kl_coef * _kl_to_go(found, kl_terms(groups, reference))
-    computed = _less_penalties(settings, outcomes, penalties)
+    if reference is None:
+        computed = function(outcomes)
+    else:
+        penalties = kl_coef * _kl_to_go(units, kl_terms(groups, reference))
+        if is_normalised:
+            computed = function(outcomes) - dr_grpo(replace(outcomes, rewards=penalties))
+        else:
+            computed = function(replace(outcomes, rewards=outcomes.rewards - penalties))
     advantages = {id(s): [0.0] * len(s.completion_ids) for group in groups for s in group.sequences}
-    for action, advantage in zip(found, computed.tolist(), strict=True):
-        for s, start, end in action.spans:
+    for unit, advantage in zip(units, computed.tolist(), strict=True):
+        for s, start, end in unit.spans:
             advantages[id(s)][start:end] = [advantage] * (end - start)
     return [
         replace(
@@ -179,34 +196,24 @@ def with_advantages(
     ]
 
 
-def _less_penalties(settings: TrainerSettings, outcomes: Outcomes, penalties: torch.Tensor | None) -> torch.Tensor:
-    """Return the advantages by ADVANTAGE, with penalties [S] taken from the rewards, or else from the advantages."""
-    function = advantage_function(settings)
-    if penalties is None:
-        return function(outcomes)
-    if settings.advantage in NORMALISED_ADVANTAGES:
-        return function(outcomes) - dr_grpo(replace(outcomes, rewards=penalties))
-    return function(replace(outcomes, rewards=outcomes.rewards - penalties))
-
-
-def _kl_to_go(found: Sequence[Action], terms: Mapping[int, Sequence[float]]) -> torch.Tensor:
-    """Return the sum of the KL terms of each action's tokens and of those of its episode's later actions, float64."""
+def _kl_to_go(units: Sequence[CreditUnit], terms: Mapping[int, Sequence[float]]) -> torch.Tensor:
+    """Return the sum of the KL terms of each unit's tokens and of those of its episode's later units, float64."""
     to_go: list[float] = []
-    for _, of_episode in groupby(found, lambda action: action.episode):
-        own = [sum(sum(terms[id(s)][start:end]) for s, start, end in action.spans) for action in of_episode]
+    for _, of_episode in groupby(units, lambda unit: unit.episode):
+        own = [sum(sum(terms[id(s)][start:end]) for s, start, end in unit.spans) for unit in of_episode]
         to_go += [*accumulate(reversed(own))][::-1]
     return torch.tensor(to_go, dtype=torch.float64)
 
 
-def flags(sequence: TrainingSequence) -> list[bool]:
+def trained_mask(sequence: TrainingSequence) -> list[bool]:
     """Return which of a sequence's L tokens are trained on."""
     return [True] * len(sequence.completion_ids) if sequence.loss_mask is None else sequence.loss_mask
 
 
-def spread(sequence: TrainingSequence, numbers: Sequence[float]) -> list[float]:
+def scatter(sequence: TrainingSequence, numbers: Sequence[float]) -> list[float]:
     """Return the numbers of a sequence's trained tokens at their places among its L tokens, with 0 between them."""
     own = iter(numbers)
-    return [next(own) if is_trained else 0.0 for is_trained in flags(sequence)]
+    return [next(own) if is_trained else 0.0 for is_trained in trained_mask(sequence)]
 
 
 def kl_terms(groups: Sequence[TrainingGroup], reference: Sequence[TokenNumbers]) -> dict[int, list[float]]:
@@ -214,27 +221,5 @@ def kl_terms(groups: Sequence[TrainingGroup], reference: Sequence[TokenNumbers])
     terms = {}
     for sequence, own in zip((s for group in groups for s in group.sequences), chain(*reference), strict=True):
         pairs = zip(sequence.trained(sequence.behaviour_logprobs), own, strict=True)
-        terms[id(sequence)] = spread(sequence, [behaviour - logprob for behaviour, logprob in pairs])
+        terms[id(sequence)] = scatter(sequence, [behaviour - logprob for behaviour, logprob in pairs])
     return terms
-
-
-def advantage_function(settings: TrainerSettings) -> AdvantageFunction:
-    """Return the function that ADVANTAGE names.
-
-    Raises:
-        ConfigurationError: it is a function of the user's own that cannot be had.
-    """
-    if not is_own_function(settings.advantage):
-        return ADVANTAGE_FUNCTIONS[settings.advantage]
-    function = load_function("ADVANTAGE", settings.advantage)
-
-    def advantages(outcomes: Outcomes) -> torch.Tensor:
-        result = function(outcomes)
-        if not isinstance(result, torch.Tensor) or result.shape != outcomes.rewards.shape:
-            raise ConfigurationError(
-                f"ADVANTAGE={settings.advantage} must return a tensor with one number for each of "
-                f"{len(outcomes.rewards)} completions or episodes"
-            )
-        return result
-
-    return advantages

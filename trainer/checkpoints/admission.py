@@ -1,19 +1,60 @@
-"""The check before a run goes on: not with another model or data, and not after success unless RUN_ID asks for it."""
+"""The check before a run goes on: not with another model or data, and not after success unless RUN_ID asks for it.
+
+This module loads without torch, because collectors, which have no torch, compare the data, too.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import orjson
+from pydantic import BaseModel
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
 from services.protocol.prompts import DataStats
-from trainer.checkpoints.fingerprint import Fingerprint, data_differences, differences
 from trainer.config import TrainerSettings
 
 log = get_logger(__name__)
+
+
+class Fingerprint(BaseModel):
+    """The model and data that a run started with. Digests are compared; names appear in messages."""
+
+    model: str
+    """MODEL_NAME."""
+    weights: str
+    tokenizer: str
+    dataset: str
+    """The data-server's name of its source."""
+    data: dict[str, str]
+    """The data-server's digests of its prompts, by part; empty where it gives none."""
+
+
+def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """Return a line for each difference of weights, tokenizer and data, with the old and the new value."""
+    found = [
+        f"the {part} of MODEL_NAME: {before.model!r} (digest {old}) then, {now.model!r} (digest {new}) now"
+        for part, old, new in (
+            ("weights", before.weights, now.weights),
+            ("tokenizer", before.tokenizer, now.tokenizer),
+        )
+        if old != new
+    ]
+    return found + data_differences(before, now.dataset, now.data)
+
+
+def data_differences(before: Fingerprint, dataset: str, data: dict[str, str]) -> list[str]:
+    """Return a line for the parts of the data that differ; none when the data-server gave no digests then or now."""
+    if not before.data or not data:
+        return []
+    parts = [
+        f"{part} {before.data.get(part, 'unknown')} then, {data.get(part, 'unknown')} now"
+        for part in {**before.data, **data}
+        if before.data.get(part) != data.get(part)
+    ]
+    return [f"the data: {before.dataset!r} then, {dataset!r} now; {'; '.join(parts)}"] if parts else []
 
 
 def has_succeeded(settings: TrainerSettings) -> bool:

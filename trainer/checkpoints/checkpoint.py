@@ -4,11 +4,18 @@ A checkpoint is a directory ``step-000025`` with the sharded model and optimizer
 number of ranks can read it), ``state.json`` with the rest of the state, and ``manifest.json`` with the size and the
 checksum of every file. It is written under a hidden name and renamed, so a directory with a plain name is complete. A
 checkpoint that was damaged later does not match its manifest, and the one before it is used.
+
+torch unpickles ``.metadata`` and every entry that is not a tensor. A pickle may call any function that it names, so
+that whoever writes the volume could run code as the trainer. ``CheckpointReader`` runs nothing that is in the files.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import pickle
 import shutil
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +27,8 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
@@ -29,14 +37,102 @@ from services.core.errors import ConfigurationError
 from services.core.files import remove_directory, replace_directory
 from services.core.logs import get_logger
 from services.protocol.prompts import Cursor
-from trainer.checkpoints.fingerprint import Fingerprint
-from trainer.checkpoints.manifest import damaged_file, write_manifest
-from trainer.checkpoints.reader import CheckpointReader
-from trainer.checkpoints.volume import DiskFullError, writing
+from trainer.checkpoints.admission import Fingerprint
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
+from trainer.model.saving import DiskFullError, writing
 
 log = get_logger(__name__)
+
+_MODULE = "torch.distributed.checkpoint"
+_NAMES = {
+    *((f"{_MODULE}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((f"{_MODULE}.metadata", f"{kind}StorageMetadata") for kind in ("Bytes", "Chunk", "Tensor")),
+    (f"{_MODULE}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_MODULE}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+"""The modules and names in the metadata that torch writes, types of numbers aside."""
+
+
+class CheckpointReader(FileSystemReader):
+    """A reader whose metadata name nothing but what checkpoints consist of, and tensors wherever a run loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the checkpoint's metadata.
+
+        Raises:
+            UnpicklingError: the file is not as torch writes it.
+        """
+        path = self._get_metadata_path(kwargs.get("rank"))
+        try:
+            with open(path, "rb") as file:
+                metadata: Metadata = _Unpickler(file).load()
+            # Runs keep the hyperparameters of their settings, and load nothing else that is not a tensor.
+            entries = metadata.state_dict_metadata.items()
+            others = [name for name, kind in entries if not isinstance(kind, TensorStorageMetadata)]
+            if strange := [name for name in others if "optimizer.param_groups." not in name]:
+                raise pickle.UnpicklingError(f"{strange[0]} is not a tensor")
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+        # Broken pickles raise errors of many types.
+        except Exception as error:
+            raise pickle.UnpicklingError(f"{path} is not the metadata of a checkpoint: {error}") from error
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _NAMES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has")
+
+
+MANIFEST = "manifest.json"
+
+
+def write_manifest(directory: Path) -> None:
+    """Write the manifest of all files below a directory."""
+    files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
+    manifest = {
+        str(file.relative_to(directory)): {"bytes": file.stat().st_size, "blake2b": checksum}
+        for file, checksum in zip(files, _checksums(files), strict=True)
+    }
+    (directory / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+
+
+def damaged_file(directory: Path) -> str | None:
+    """Return the name of the first file that differs from the manifest; None when all are as they were written.
+
+    Raises:
+        OSError, ValueError, KeyError: the manifest or a file cannot be read.
+    """
+    manifest: dict[str, dict[str, Any]] = orjson.loads((directory / MANIFEST).read_bytes())
+    files = {name: directory / name for name in manifest}
+    # The sizes first, because they take no time.
+    for name, file in files.items():
+        if file.stat().st_size != manifest[name]["bytes"]:
+            return name
+    for name, checksum in zip(files, _checksums(list(files.values())), strict=True):
+        if checksum != manifest[name]["blake2b"]:
+            return name
+    return None
+
+
+def _checksums(files: Sequence[Path]) -> Iterator[str]:
+    """Yield the checksum of each file, computed by as many threads as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count(), "checksum") as threads:
+        yield from threads.map(_checksum, files)
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
+    return digest.hexdigest()
+
 
 FILES = 4
 """Files that each rank writes, so that several threads write them and compute their checksums."""

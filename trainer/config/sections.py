@@ -138,9 +138,9 @@ class SamplingSection(SectionSettings):
     is trained. `http://host:port`: the first model of that OpenAI endpoint, which asks for no key, plays them; one seat
     is trained, by turns."""
     agent: str = ""
-    """The agent as `module:function`, the same function that `scripts.evaluate --agent` measures."""
+    """The agent as `module:function`, the same function that `grpo evaluate --agent` measures."""
     agent_command: str = ""
-    """The agent as a shell command in any language, the same that `scripts.evaluate --agent-command` measures: the task
+    """The agent as a shell command in any language, the same that `grpo evaluate --agent-command` measures: the task
     is JSON on its standard input, its endpoint is OPENAI_BASE_URL and OPENAI_API_KEY, and its output is the answer that
     REWARD_FN scores, unless it writes a reward of its own, as in `{"reward": 1.0}`, to the file descriptor
     GRPO_REWARD_FD."""

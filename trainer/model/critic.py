@@ -18,19 +18,17 @@ from transformers import PreTrainedModel
 from trainer.algorithm.loss import Diagnostics, StepSize, critic_loss
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
-from trainer.checkpoints.volume import DiskFullError, write_whole
 from trainer.config import CriticModel, TrainerSettings
 from trainer.model.gathering import gather_state, whole_parameters
 from trainer.model.learner import Learner, UpdateResult
-from trainer.model.loading import choose_compute, load_model
+from trainer.model.loading import ValueHead, choose_compute, load_model
 from trainer.model.micro_batching import make_part, packed, part_order, token_numbers, unknown_ids
 from trainer.model.optimizer import learning_rate, make_optimizer, optimizer_steps
 from trainer.model.policy import predicting_states
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import Rounding
-from trainer.model.saving import follow_umask
+from trainer.model.saving import DiskFullError, follow_umask, write_whole
 from trainer.model.sharding import shard
-from trainer.model.value_head import ValueHead
 
 
 class Critic(nn.Module):
@@ -134,7 +132,7 @@ class CriticLearner:
 
     def _backward(self, batches: Iterator[MicroBatch], size: StepSize) -> Diagnostics:
         batch = next(batches)
-        loss, diagnostics = critic_loss(self.settings, batch, self.compute(batch), size)
+        loss, diagnostics = critic_loss(batch, self.compute(batch), size, self.settings.value_clip)
         # FSDP averages gradients over the ranks, but the denominator of the loss counts all ranks already.
         (loss * self.ranks.world_size).backward()
         return diagnostics

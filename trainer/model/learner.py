@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from services.core.logs import get_logger
-from trainer.algorithm.loss import Diagnostics, PolicyLoss, StepSize
+from trainer.algorithm.loss import Diagnostics, StepSize
 from trainer.algorithm.methods import ImportanceCorrection
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.config import CriticModel, TrainerSettings
+from trainer.config.objective import policy_loss
 from trainer.model.micro_batching import Part, make_part, packed, part_order, token_numbers, unknown_ids
 from trainer.model.optimizer import HEAD_GROUPS, is_finite, learning_rate, make_optimizer, optimizer_steps, over_steps
 from trainer.model.policy import Policy
@@ -86,7 +87,7 @@ class Learner:
         self.ranks = ranks
         self.reference = reference
         self.total_steps = total_steps
-        self.loss = PolicyLoss(settings)
+        self.loss = policy_loss(settings)
         self.optimizer = make_optimizer(settings, policy)
 
     def update(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,9 +23,8 @@ from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.machine import Compute
 from trainer.config import TrainerSettings
-from trainer.model.attention import TREE_ATTENTION
+from trainer.model.attention import TREE_ATTENTION, check_config, check_model
 from trainer.model.ranks import Ranks
-from trainer.model.supported import check_config, check_model
 
 LORA_TARGETS = "all-linear"
 
@@ -35,7 +36,7 @@ class Description:
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     weights_digest: str
-    """See ``weights_digest`` in trainer/checkpoints/fingerprint.py."""
+    """See the function of this name."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -125,3 +126,49 @@ def _as_configuration_error(model_name: str) -> Iterator[None]:
             f"MODEL_NAME: the model {model_name!r} cannot be loaded: {first_line} "
             "Give a Hugging Face name that this machine can reach, or a local model directory."
         ) from error
+
+
+class ValueHead(nn.Linear):
+    """A linear map from hidden states to values, all zeros, so that training starts with the value 0 everywhere."""
+
+    def __init__(self, decoder: PreTrainedModel, ranks: Ranks) -> None:
+        """Make a head for a decoder's states, with data on rank 0 only."""
+        device = "cpu" if ranks.is_main else "meta"
+        super().__init__(decoder.config.hidden_size, 1, device=device, dtype=torch.float32)
+
+    def reset_parameters(self) -> None:
+        """Set weight and bias to zero."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the values [N] of the states [N, D]."""
+        return super().forward(states).sum(1)
+
+
+SAMPLES = 4096
+"""Values read of each parameter, evenly spaced, so that a large model takes milliseconds a layer."""
+
+PROBE = "What is 12 + 345?\n\tThe answer is: \\boxed{357}. Größe, 数学, ответ, 🙂  don't <|im_start|>user def f(x):\n"
+"""A text with many scripts and symbols, so that its tokens reveal a tokenizer's merges and rules."""
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return a digest of samples of every parameter. It does not depend on the file format of the weights."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flatten()
+        samples = values[:: max(values.numel() // SAMPLES, 1)].float().contiguous().cpu().numpy()
+        digest.update(f"{name} {tuple(parameter.shape)}\n".encode() + samples.tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of vocabulary, special tokens, chat template and the tokens of PROBE."""
+    content = (
+        sorted((number, str(token)) for token, number in tokenizer.get_vocab().items()),
+        (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id),
+        tokenizer.chat_template,
+        tokenizer(PROBE)["input_ids"],
+    )
+    return hashlib.blake2b(ascii(content).encode(), digest_size=8).hexdigest()

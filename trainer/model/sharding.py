@@ -1,4 +1,11 @@
-"""FSDP2 on a model: its layers sharded over the ranks, compiled on CUDA, and recomputed in the backward pass."""
+"""FSDP2 on a model: its layers sharded over the ranks, compiled on CUDA, and recomputed in the backward pass.
+
+Two parts of other libraries are replaced for speed. ``PairwiseReduceScatter`` stands in for gloo's reduce-scatter.
+``gathered_experts`` stands in for transformers' function of a mixture's experts, which indexes the states by the
+experts' order: the gradient of an index adds up rows, and on CUDA the rows of one token are added one after another.
+Here the order is known to be a permutation of (token, expert) pairs, so that the gradient of each gather is a gather by
+the inverse permutation.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +14,132 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+# The argument of FSDP's public set_custom_reduce_scatter; the class itself is not exported.
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from services.core.errors import ConfigurationError
 from services.core.machine import Compute
 from trainer.config import TrainerSettings
-from trainer.model.experts import GATHERED_EXPERTS
+from trainer.model.attention import FAMILIES
+from trainer.model.loading import ValueHead
 from trainer.model.ranks import Ranks
-from trainer.model.reduce_scatter import PairwiseReduceScatter
-from trainer.model.supported import FAMILIES
-from trainer.model.value_head import ValueHead
+
+
+class PairwiseReduceScatter(ReduceScatter):
+    """A reduce-scatter in which every rank sends each other rank only the part that the other rank keeps.
+
+    gloo's own reduces the whole tensor on every rank, which then keeps its part: twice the traffic, and a copy more.
+    Parts are added in the order of the ranks, so that the same gradients always give the same sum.
+    """
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer for FSDP to fill."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce this rank's part of every rank's ``input_tensor`` [ranks * n] into ``output_tensor`` [n].
+
+        Raises:
+            ValueError: ``op`` is neither SUM nor AVG, or ``async_op`` is true.
+        """
+        if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(
+                f"reduce-scatter with {op} and async_op={async_op}: only SUM and AVG with async_op=False are supported"
+            )
+        ranks, own = group.size(), group.rank()
+        parts = list(input_tensor.chunk(ranks))
+        others = [rank for rank in range(ranks) if rank != own]
+        received = {rank: torch.empty_like(output_tensor) for rank in others}
+        transfers = [dist.irecv(received[rank], group=group, group_src=rank) for rank in others]
+        transfers += [dist.isend(parts[rank], group=group, group_dst=rank) for rank in others]
+        for transfer in transfers:
+            assert transfer is not None, "this process is in the group"
+            transfer.wait()
+        received[own] = parts[own]
+        output_tensor.copy_(received[0])
+        for rank in range(1, ranks):
+            output_tensor.add_(received[rank])
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(ranks)
+
+
+GATHERED_EXPERTS = "gathered"
+
+
+def gathered_experts(module: nn.Module, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sums of the outputs of each token's experts, [T, D].
+
+    Args:
+        module: the experts, with ``gate_up_proj`` [E, 2 I, D] and ``down_proj`` [E, D, I]. Experts of another form are
+            computed by transformers' own function.
+        states: [T, D].
+        chosen: [T, K] int64 in [0, E), the experts of each token.
+        weights: [T, K], their weights.
+    """
+    experts = cast("Any", module)
+    if experts.has_bias or experts.is_transposed or not experts.has_gate:
+        return cast("Tensor", grouped_mm_experts_forward(module, states, chosen, weights))
+    numbers, order = chosen.flatten().sort()
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    ends = torch.searchsorted(numbers, torch.arange(experts.num_experts, device=numbers.device), right=True).int()
+    rows = _to_experts(states, order, places, chosen.shape[1])
+    inner = experts._apply_gate(grouped_mm(rows, experts.gate_up_proj.transpose(1, 2), offs=ends))
+    outputs = _to_tokens(grouped_mm(inner, experts.down_proj.transpose(1, 2), offs=ends), order, places)
+    return (outputs.view(*chosen.shape, -1) * weights[..., None]).sum(1).to(states.dtype)
+
+
+class _ToExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.per_token = per_token
+        return states[order // per_token]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        rows = gradients[0][places]
+        return rows.view(-1, ctx.per_token, rows.shape[1]).sum(1), None, None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows[places]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return gradients[0][order], None, None
+
+
+def _to_experts(states: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
+    """Return the states [T, D] as rows [T K, D] in the experts' order; ``places`` is the inverse of ``order``."""
+    return cast("Tensor", _ToExperts.apply(states, order, places, per_token))  # type: ignore[no-untyped-call]  # torch's
+
+
+def _to_tokens(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Return the experts' rows [T K, D] in the order of the tokens."""
+    return cast("Tensor", _ToTokens.apply(rows, order, places))  # type: ignore[no-untyped-call]  # torch's
+
+
+ExpertsInterface.register(GATHERED_EXPERTS, gathered_experts)
 
 
 def shard(

@@ -1,22 +1,30 @@
-"""The comparison of a run's needs with what its nodes have: a short table in the log, and a refusal."""
+"""The comparison of a run's needs with what its nodes have: a short table in the log, and a refusal.
+
+``preflight`` is the check on the ranks, with rank 0's choice of mesh; the dry run calls ``check`` (``__main__.py``).
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from services.core.endpoints import mapped_addresses
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
-from trainer.preflight.limits import Limits
+from trainer.model.loading import choose_compute, load_config
+from trainer.model.ranks import Ranks
+from trainer.model.saving import DiskFullError
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import GIB, Need, Work, needed
-from trainer.preflight.work import USABLE, choose, work_of
+from trainer.preflight.sizes import GIB, USABLE, Limits, Need, Work, choose, find_limits, needed, work_of
 
 log = get_logger(__name__)
+
 
 PLACES = {
     "device": "GPU memory",
@@ -149,8 +157,8 @@ def _remedy(
         keep = "Set CHECKPOINTS_KEPT=1, or give" if fits else "Give"
         # The local runner, which maps the addresses, has a directory in place of a volume.
         local = "a --shared-dir on another disk"
-        more = local if mapped_addresses() else f"volume.yaml `size: {math.ceil(wanted / GIB)}Gi` or more"
-        return f"{keep} {more}, or remove old runs (scripts.clean)."
+        more = local if mapped_addresses() else f"jobgroups/volume.yaml `size: {math.ceil(wanted / GIB)}Gi` or more"
+        return f"{keep} {more}, or remove old runs (grpo clean)."
     if place == "host":
         more = f"`memory: {math.ceil(wanted / GIB)}+` in jobgroup.yaml"
         return f"Give ppo-trainer {more}, or more nodes, or set LORA_RANK={ADAPTERS}."
@@ -220,3 +228,27 @@ def _micro_batches_that_fit(settings: TrainerSettings, shape: ModelShape, machin
     for tokens, smaller in _smaller_micro_batches(settings):
         if needed(shape, chosen_work(smaller, shape, machine)).total("host") <= machine.limits.host:
             yield tokens
+
+
+def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings, Ranks]:
+    """Return settings without ``auto`` and the ranks on the mesh to use, the same on every rank. A collective.
+
+    Raises:
+        ConfigurationError: the model cannot be loaded, or something does not fit; raised on every rank.
+        DiskFullError: the volume of a run that has a checkpoint has no room for more; raised on every rank.
+    """
+    chosen = choose_compute(settings, ranks)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if ranks.world_size > 1 else 1
+    own = find_limits(ranks.device, settings.run_dir, is_shared=settings.engine_sleeps)
+    limits = own.smallest(ranks.gather_json(vars(own)) if ranks.world_size > 1 else [])
+
+    def choose() -> dict[str, Any]:
+        shape = ModelShape.of(load_config(settings), trust_remote_code=settings.trust_remote_code)
+        bytes_ = getattr(torch, chosen.compute_type).itemsize
+        machine = Machine(ranks.world_size // ranks_per_node, ranks_per_node, bytes_, limits)
+        work = check(settings, shape, machine)
+        return {"replicas": work.replicas, "checkpointing": work.has_checkpointing, "frees": work.frees_parameters}
+
+    found = ranks.on_main(choose, ConfigurationError, DiskFullError)
+    changes = {"activation_checkpointing": found["checkpointing"], "shard_parameters": found["frees"]}
+    return settings.model_copy(update=changes), ranks.replicated(found["replicas"])

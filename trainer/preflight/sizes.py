@@ -1,4 +1,7 @@
-"""The bytes that a run needs, as one pure function of the model and of what is done with it.
+"""The bytes that a run needs and the bytes that there are.
+
+``needed`` is a pure function of the model and of the work on it. ``work_of`` reads the work from the settings, and
+``choose`` decides what ACTIVATION_CHECKPOINTING and SHARD_PARAMETERS leave open.
 
 The terms follow what FSDP2, autograd and AdamW allocate: float32 shards of weights, gradients and two moments; the
 layers that are gathered at the time; the tensors that the backward pass reads again; the logits of one chunk. Tests
@@ -7,8 +10,17 @@ compare the sum with the allocations counted under FakeTensorMode, and with the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
+
+from services.core.machine import host_memory
+from trainer.config import CriticModel, PublishedType, TrainerSettings
+from trainer.model.logprobs import CPU_CHUNK, CUDA_MEMORY_SHARE, LEAST_CUDA_CHUNK
 from trainer.preflight.shape import ModelShape
 
 GIB = 2**30
@@ -188,3 +200,125 @@ def _root(shape: ModelShape, work: Work) -> int:
         return 0
     reduced = (work.compute_bytes + 4) * shape.root_parameters
     return max(0, reduced - work.tokens * shape.layers * stored_bytes(shape, work))
+
+
+SHM = Path("/dev/shm")
+ENGINE_ASLEEP = 3 * 2**29
+"""Assumed bytes of a GPU that a sleeping SGLang keeps: CUDA's context, CUDA graphs, attention's workspace, adapters."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that are there; 0 where a place does not exist."""
+
+    device: int
+    """Memory of this rank's GPU; 0 on a CPU."""
+    host: int
+    """Memory of this node: the container's limit, or the machine's memory."""
+    shm: int
+    volume: int
+    """Free space of the run directory's volume, and what this run holds of it already."""
+
+    def smallest(self, others: Iterable[dict[str, int]]) -> Limits:
+        """Return the least of each place, among ranks' limits as ``vars`` gives them."""
+        everyone = [vars(self), *others]
+        return Limits(**{name: min(limits[name] for limits in everyone) for name in vars(self)})
+
+
+def find_limits(device: torch.device, run_dir: Path, *, is_shared: bool = False) -> Limits:
+    """Return the limits of this process; on a GPU that ``is_shared``, less what a sleeping engine keeps."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    memory -= ENGINE_ASLEEP if memory and is_shared else 0
+    there = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
+    own = sum(file.stat().st_size for file in _files(run_dir))
+    return Limits(
+        device=memory,
+        host=host_memory(),
+        shm=shutil.disk_usage(SHM).total if SHM.is_dir() else 0,
+        volume=shutil.disk_usage(there).free + own,
+    )
+
+
+def _files(run_dir: Path) -> Iterable[Path]:
+    """Yield the checkpoints' and versions' files of an earlier attempt of the run."""
+    for name in ("checkpoints", "policy"):
+        for file in (run_dir / name).rglob("*"):
+            if file.is_file():
+                yield file
+
+
+PROMPT_TOKENS = 512
+"""Assumed tokens of a prompt, which the data-server alone knows."""
+USABLE = 0.94
+"""Share of a GPU's memory that can be filled; the rest is lost between blocks."""
+
+
+def work_of(
+    settings: TrainerSettings, shape: ModelShape, *, memory: int, nodes: int, ranks_per_node: int, compute_bytes: int
+) -> Work:
+    """Return the work of a run, on a flat mesh and without activation checkpointing.
+
+    Args:
+        settings: the run's settings.
+        shape: the model.
+        memory: bytes of a GPU; 0 for a CPU.
+        nodes: nodes of ppo-trainer.
+        ranks_per_node: GPUs of a node, or 1.
+        compute_bytes: bytes of a number in forward and backward passes.
+    """
+    sequence = PROMPT_TOKENS + settings.longest_answer
+    share = math.ceil(settings.batch_size * settings.group_size / (nodes * ranks_per_node)) * sequence
+    return Work(
+        device="cuda" if memory else "cpu",
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        replicas=1,
+        # A completion longer than MICRO_BATCH_TOKENS is a micro-batch by itself.
+        tokens=max(sequence, min(settings.micro_batch_tokens, share)),
+        chunk_states=max(LEAST_CUDA_CHUNK, memory // CUDA_MEMORY_SHARE // (shape.vocabulary * 4))
+        if memory
+        else CPU_CHUNK,
+        compute_bytes=compute_bytes,
+        published_bytes=2 if settings.publish_type is PublishedType.BFLOAT16 else 4,
+        has_checkpointing=settings.activation_checkpointing is True,
+        frees_parameters=settings.shard_parameters is not False,
+        lora_rank=settings.lora_rank,
+        has_reference=settings.kl_coef > 0 and not settings.lora_rank,
+        has_critic=settings.has_critic and settings.critic is CriticModel.OWN,
+        checkpoints=_checkpoints(settings),
+    )
+
+
+def _checkpoints(settings: TrainerSettings) -> int:
+    """Return how many checkpoints are on the volume at the same time: the newest, the best, and one being written."""
+    # Each evaluation may find the best policy, whose checkpoint is kept.
+    intervals = [settings.checkpoint_every, settings.eval_every if settings.eval_prompts else 0]
+    if not any(intervals):
+        return 1
+    most = settings.checkpoints_kept + 1 + (settings.eval_prompts > 0)
+    saves = sum(math.ceil(settings.max_steps / every) for every in intervals if every)
+    return min(most, saves) if settings.max_steps else most
+
+
+def choose(settings: TrainerSettings, shape: ModelShape, work: Work, limits: Limits) -> Work:
+    """Return the work as a GPU's memory allows: with least traffic between nodes, then least computing, then gathering.
+
+    On a CPU ``auto`` is what takes least time for short completions: no checkpointing, a flat mesh.
+    """
+    found = list(_ways(settings, work))
+    fitting = (way for way in found if needed(shape, way).total("device") <= USABLE * limits.device)
+    return next(fitting, min(found, key=lambda way: needed(shape, way).total("device")))
+
+
+def _ways(settings: TrainerSettings, work: Work) -> Iterator[Work]:
+    """Yield the work in every way that the settings leave open, the fastest first."""
+    auto = (False, True)
+    checkpointing = auto if settings.activation_checkpointing == "auto" else (settings.activation_checkpointing,)
+    freeing = auto if settings.shard_parameters == "auto" else (settings.shard_parameters,)
+    if work.device == "cpu":
+        yield replace(work, has_checkpointing=checkpointing[0], frees_parameters=freeing[-1])
+        return
+    for replicas in dict.fromkeys((work.nodes, 1)):
+        for has_checkpointing in checkpointing:
+            for frees in freeing:
+                yield replace(work, replicas=replicas, has_checkpointing=has_checkpointing, frees_parameters=frees)

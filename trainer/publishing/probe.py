@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,10 +21,9 @@ from torch import Tensor
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.engines.engine import WorkerRefusedError
-from services.protocol.groups import Group
 from services.weights.policy_store import ADAPTER_NAME
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
-from trainer.algorithm.training_groups import TokenNumbers, training_group
+from trainer.algorithm.training_groups import TokenNumbers
 from trainer.model.micro_batching import unknown_ids
 from trainer.model.policy import Policy
 from trainer.publishing.publisher import Publisher
@@ -62,7 +61,7 @@ class Probe:
         self._logprobs = logprobs
         self._adapter_probe: AdapterProbe | None = None
 
-    def check(self, groups: Sequence[Group]) -> dict[str, float]:
+    def check(self, groups: Iterable[TrainingGroup]) -> dict[str, float]:
         """Have the workers compute, and drop those that differ; return metrics.
 
         Args:
@@ -73,7 +72,7 @@ class Probe:
             return self._check_adapters()
         return self._check_weights(groups) if settings.publish_probe else {}
 
-    def _check_weights(self, groups: Sequence[Group]) -> dict[str, float]:
+    def _check_weights(self, groups: Iterable[TrainingGroup]) -> dict[str, float]:
         group = next(self._completions(groups), None)
         if group is None:
             return {}
@@ -81,9 +80,9 @@ class Probe:
         probing = probe_workers(self._publisher, group.prompt_ids, group.sequences[0].completion_ids, expected)
         return {"probe_difference": self._publisher.services.call(probing)}
 
-    def _completions(self, groups: Sequence[Group]) -> Iterator[TrainingGroup]:
+    def _completions(self, groups: Iterable[TrainingGroup]) -> Iterator[TrainingGroup]:
         """Yield each completion of which the trainer computes log-probabilities, as a group without a loss mask."""
-        for group in (training_group(group, self._publisher.settings) for group in groups):
+        for group in groups:
             for sequence in group.sequences:
                 probe = replace(group, sequences=[replace(sequence, loss_mask=None)])
                 if sequence.completion_ids and not unknown_ids(probe, self._policy.config.vocab_size):

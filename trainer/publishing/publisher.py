@@ -33,13 +33,12 @@ from services.core.tasks import in_background
 from services.engines.engine import Requests, RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.engines.versions import Directory, Form, serve
 from services.weights.policy_store import PolicyStore
-from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import PublishedType, TrainerSettings, Transport
 from trainer.model.gathering import gather_state, plain_name
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
-from trainer.model.saving import write_adapter, write_model
+from trainer.model.saving import DiskFullError, write_adapter, write_model, writing
 from trainer.publishing.broadcast import Broadcaster
 from trainer.service_thread import ServiceThread
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from prometheus_client import Counter, Gauge
 
+from trainer.reporting.step_metrics import PHASES
+
 STEP = Gauge("trainer_step", "The newest completed step.")
 STEPS = Counter("trainer_steps", "Steps completed by this process.")
 
@@ -51,7 +53,8 @@ def _token_measures() -> Iterator[Measure]:
 
 
 def _phase(phase: str) -> Measure:
-    return Measure(f"seconds_{phase}", "trainer_phase_seconds_total", "Time by phase of the steps.", {"phase": phase})
+    text = "Time of the steps by phase; the other phases together are the phase `step`."
+    return Measure(f"seconds_{phase}", "trainer_phase_seconds_total", text, {"phase": phase})
 
 
 _TOKENS = "Tokens, by what they are."
@@ -148,7 +151,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("episode_tokens_engines", "trainer_run_episode_tokens", _EPISODES, {"where": "engines"}),
     Measure("episode_tokens_traces", "trainer_run_episode_tokens", _EPISODES, {"where": "traces"}),
     Measure("episode_tokens_open", "trainer_run_episode_tokens", _EPISODES, {"where": "open"}),
-    *map(_phase, ("wait", "generate", "score", "store", "train", "publish", "evaluate", "step")),
+    *map(_phase, (*PHASES, "step")),
 )
 
 DERIVED = {
@@ -159,7 +162,7 @@ DERIVED = {
     "failures": "Completions without a reward or over a limit: [reason, count, what one of them says], the most "
     "frequent reason first.",
     "episodes_failed": "Episodes of an agent without a reward, and those over a limit, over all reasons.",
-    "trained_tokens_per_second": "trained_tokens over seconds_train; in Prometheus, from the counters.",
+    "trained_tokens_per_second": "trained_tokens over the seconds of the updates; in Prometheus, from the counters.",
 }
 """Columns that are no metrics of their own in Prometheus."""
 

@@ -65,22 +65,14 @@ class RunFiles:
         self._tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=kept_evaluations + 1)
         self._wandb = _start_wandb(settings) if os.environ.get("WANDB_API_KEY") else None
 
-    def record_step(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        groups: Sequence[Group],
-        trained: Sequence[TrainingGroup] = (),
-        made: Sequence[Group] = (),
-    ) -> None:
-        """Append a step's metrics, and samples of its ``groups`` with the advantages that ``trained`` has.
-
-        ``made`` are these groups and those that dynamic sampling dropped; by default these alone.
-        """
-        told = {"reward_counts": reward_counts(made or groups), "failures": failures(made or groups)}
-        line = {"step": step, "time": time.time(), **metrics, **told}
-        _append(self.directory / "metrics.jsonl", [line])
+    def record_samples(self, step: int, groups: Sequence[Group], trained: Sequence[TrainingGroup] = ()) -> None:
+        """Append samples of a step's ``groups``, with the advantages that ``trained`` has."""
         _append(self.directory / "samples.jsonl", self._samples.of_step(step, groups, trained))
+
+    def record_step(self, step: int, metrics: dict[str, float], made: Sequence[Group]) -> None:
+        """Append a step's metrics; ``made`` are its groups and those that dynamic sampling dropped."""
+        counts = {"reward_counts": reward_counts(made), "failures": failures(made)}
+        _append(self.directory / "metrics.jsonl", [{"step": step, "time": time.time(), **metrics, **counts}])
         exported_metrics.count_step(step)
         self.show(step, metrics)
 

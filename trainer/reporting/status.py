@@ -24,6 +24,7 @@ from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC, add_run_page
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import Rollout, TrainerSettings
+from trainer.reporting.step_metrics import StepClock
 
 log = get_logger(__name__)
 
@@ -35,7 +36,7 @@ BEFORE = {"accuracy_before", "accuracy_before_low", "accuracy_before_high", "eva
 class RunStatus:
     """The position of the run. The loop updates it, and GET /stats shows it."""
 
-    phase: str = "starting"
+    clock: StepClock = field(default_factory=StepClock)
     step: int = 0
     total_steps: int = 0
     policy_version: int = 0
@@ -46,13 +47,13 @@ class RunStatus:
 
     def begin(self, phase: str, what: str) -> None:
         """Enter a phase; ``what`` says in words what the run does in it."""
-        self.phase = phase
+        self.clock.enter(phase)
         self.activity.begin(what)
 
     def position(self) -> dict[str, Any]:
         """Return the phase, the steps, the policy version and the activity."""
         return {
-            "phase": self.phase,
+            "phase": self.clock.phase,
             "step": self.step,
             "total_steps": self.total_steps,
             "policy_version": self.policy_version,
@@ -87,7 +88,7 @@ def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
         return {**status.position(), "components": watch.components()}
 
     def state_of(_: Path) -> str:
-        return "succeeded" if status.phase == "finished" else "running"
+        return "succeeded" if status.clock.phase == "finished" else "running"
 
     app = create_service_app(
         Task.TRAINER.value, settings=settings, lifespan=lifespan, stats=status.stats, public=PUBLIC

@@ -6,6 +6,7 @@ import math
 import resource
 import statistics
 import sys
+import time
 from collections import Counter as Count
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,44 @@ HEADLINE = {
 }
 """The metrics in a step's line of the log, with their names there."""
 
-PHASES = ("wait", "generate", "score", "store", "train", "publish", "evaluate", "step")
-"""The phases in a step's line of the log: ``seconds_<phase>`` among the metrics."""
+PHASES = (
+    *("fetch", "generate", "score", "store", "wait", "replay", "reference", "values", "train", "publish", "evaluate"),
+    *("record", "save"),
+)
+"""The phases of a step: ``seconds_<phase>`` among the metrics. Together they are all of ``seconds_step``."""
+SHOWN_SHARE = 0.01
+"""Smallest share of a step's seconds with which a phase is in the step's line of the log."""
+
+
+class StepClock:
+    """The seconds of the steps by phase.
+
+    Every moment belongs to the phase that was entered last, so that no second is lost between two phases. A step lasts
+    from the end of the record before it to the end of its own, and so includes the checkpoint after the step before.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "starting"
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._since = time.perf_counter()
+
+    def enter(self, phase: str) -> None:
+        """Count the time from here on towards ``phase``."""
+        now = time.perf_counter()
+        self._seconds[self.phase] += now - self._since
+        self.phase, self._since = phase, now
+
+    def move(self, seconds: float, phase: str) -> None:
+        """Count the last ``seconds`` of the phase that is under way towards ``phase`` instead."""
+        self._seconds[self.phase] -= seconds
+        self._seconds[phase] += seconds
+
+    def lap(self) -> dict[str, float]:
+        """Return the metrics of the time since the last lap, ``seconds_<phase>`` and ``seconds_step``; begin anew."""
+        self.enter(self.phase)
+        seconds = {phase: self._seconds[phase] for phase in PHASES if phase in self._seconds}
+        self._seconds.clear()
+        return {f"seconds_{phase}": value for phase, value in (*seconds.items(), ("step", sum(seconds.values())))}
 
 
 def step_metrics(batch: Batch, update: UpdateResult, policy_version: int) -> dict[str, float]:
@@ -49,9 +86,7 @@ def step_metrics(batch: Batch, update: UpdateResult, policy_version: int) -> dic
             batch.groups, policy_version - 1, batch.scored if batch.settings.dynamic_sampling_tries else ()
         ),
         **batch.counts,
-        **{f"seconds_{phase}": value for phase, value in batch.seconds.items()},
         **update.metrics,
-        "seconds_train": update.seconds,
         "updates_skipped": float(update.skipped),
         "trained_tokens": float(update.tokens),
         "trained_tokens_per_second": update.tokens / max(update.seconds, 1e-9),
@@ -61,9 +96,18 @@ def step_metrics(batch: Batch, update: UpdateResult, policy_version: int) -> dic
 
 
 def headline(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return a step's figures for its line of the log: HEADLINE with three digits, then the seconds of PHASES."""
+    """Return a step's figures for its line of the log: HEADLINE with three digits, then the seconds by phase.
+
+    Phases with less than SHOWN_SHARE of the step are left out.
+    """
     line = {short: f"{metrics[name]:.3g}" for name, short in HEADLINE.items() if name in metrics}
-    return line | {name: f"{metrics[f'seconds_{name}']:.2f}s" for name in PHASES if f"seconds_{name}" in metrics}
+    least = SHOWN_SHARE * metrics.get("seconds_step", 0.0)
+    seconds = {phase: metrics.get(f"seconds_{phase}", 0.0) for phase in PHASES}
+    return line | {
+        phase: f"{value:.2f}s"
+        for phase, value in (*seconds.items(), ("step", metrics.get("seconds_step", 0.0)))
+        if value > least
+    }
 
 
 def group_metrics(groups: Sequence[Group], policy_version: int, made: Sequence[Group] = ()) -> dict[str, float]:

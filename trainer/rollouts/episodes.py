@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import ssl
 import time
 import uuid
 from collections import Counter as Tally
@@ -21,6 +22,7 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError, own_error
 from services.core.logs import get_logger
+from services.core.tasks import Stopwatch
 from services.http.client import RequestRefusedError
 from services.programs import programs_at_once
 from services.protocol.base import derive_seed
@@ -28,18 +30,18 @@ from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
-from services.protocol.sessions import DEADLINE, CreateSessionRequest
+from services.protocol.sessions import AGAIN, DEADLINE, REQUEST_MARK, CreateSessionRequest
 from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.experiences import LOST_TOKENS, Episode, experiences_of
 from trainer.rollouts.game import EnvironmentPlayer
 from trainer.rollouts.groups import OWN_REASONS, GroupMaker
-from trainer.rollouts.patience import PatientTransport
+
+log = get_logger(__name__)
 
 T = TypeVar("T")
 
-log = get_logger(__name__)
 
 EPISODES = Counter("trainer_episodes", "Episodes whose trace was received.")
 TOKENS = Counter("trainer_episode_tokens", "Tokens sampled in the episodes' traces.")
@@ -309,7 +311,7 @@ class EpisodeMaker(GroupMaker):
             return ConfigurationError(f"{reason}; see the logs of environment-server and gateway")
         option = f"--agent {self.settings.agent}" if self.settings.agent else "--agent-command"
         return ConfigurationError(
-            f"{reason}; if it asks for chat completions, `scripts.evaluate {option} --check` plays one episode"
+            f"{reason}; if it asks for chat completions, `grpo evaluate {option} --check` plays one episode"
         )
 
 
@@ -352,3 +354,60 @@ def as_failure(error: Exception) -> AgentFailedError:
     is_server = isinstance(status, int) and status >= 500
     is_server |= isinstance(error.__cause__ or error, httpx.TransportError)
     return AgentFailedError(own_error(error), "server" if is_server else "exception")
+
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 2.0
+_AWAY = frozenset({502, 503, 504})
+_LOST = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
+
+
+class PatientTransport(httpx.AsyncHTTPTransport):
+    """A transport that sends a request again while nobody answers it.
+
+    All attempts have the same mark, by which the gateway knows them from another request with the same body.
+
+    The client of OpenAI's package gives up after three attempts and two seconds, in which no gateway restarts. An
+    answer is passed on once it is whole.
+    """
+
+    def __init__(self, certificates: ssl.SSLContext, seconds: float, waits: Stopwatch) -> None:
+        """Make a transport that gives up ``seconds`` after a request's first attempt; ``waits`` runs meanwhile."""
+        super().__init__(verify=certificates, trust_env=False)
+        self._seconds = seconds
+        self._waits = waits
+        self.is_lost = False
+        """True once a request was given up."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Return the answer to a request; without one in time, the last one, or raise the last error."""
+        with self._waits.running():
+            return await self._answer(request)
+
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
+        mark = request.headers[REQUEST_MARK] = uuid.uuid4().hex
+        end, pause = time.monotonic() + self._seconds, FIRST_PAUSE_SECONDS
+        while True:
+            may_repeat = isinstance(request.stream, httpx.ByteStream) and time.monotonic() < end
+            try:
+                response = await self._whole(request)
+            except _LOST:
+                if not may_repeat:
+                    self.is_lost = True
+                    raise
+            else:
+                if response.status_code not in _AWAY or not may_repeat:
+                    self.is_lost |= response.status_code in _AWAY
+                    return response
+            request.headers[REQUEST_MARK] = mark + AGAIN
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def _whole(self, request: httpx.Request) -> httpx.Response:
+        response = await super().handle_async_request(request)
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        try:
+            body = b"".join([part async for part in response.stream])
+        finally:
+            await response.aclose()
+        return httpx.Response(response.status_code, headers=response.headers, stream=httpx.ByteStream(body))

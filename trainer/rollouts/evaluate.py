@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,7 +53,6 @@ class Evaluator:
             DependencyLostError: a service was lost, or no prompt got a completion.
             ConfigurationError: every answer failed, of LEAST_FAILURES prompts or more.
         """
-        started = time.perf_counter()
         prompts = await self._prompts()
         greedy = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=0.0)
         groups = await self._played(prompts, greedy, 1)
@@ -76,7 +74,7 @@ class Evaluator:
             )
             samples = [_judged(group) for group in await self._played(prompts, sampling, k)]
             metrics |= sample_metrics([of_prompt for of_prompt in samples if of_prompt], k)
-        return metrics | {"seconds_evaluate": time.perf_counter() - started}
+        return metrics
 
     async def _prompts(self) -> list[Prompt]:
         prompts: list[Prompt] = []

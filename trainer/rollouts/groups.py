@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,6 +13,7 @@ from collections.abc import Sequence
 from prometheus_client import Counter
 
 from services.agents import AgentFailedError
+from services.clients.data import DataClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
@@ -17,7 +21,7 @@ from services.core.logs import get_logger
 from services.http.client import RequestRefusedError
 from services.protocol.base import derive_seed
 from services.protocol.groups import Completion, Experience, Group
-from services.protocol.pass_at_k import is_correct
+from services.protocol.pass_at_k import CORRECT, is_correct
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
 from services.run_page.activity import Activity
@@ -229,3 +233,41 @@ def reward_failure(group: Group) -> str | None:
     if group.episodes_failed is not None or any(result.status is not RewardStatus.ERROR for result in results):
         return None
     return results[0].reason or "it gave no reason"
+
+
+RECORD_SECONDS = 10.0
+"""The longest wait for the data-server: the order of prompts is not worth more."""
+
+
+class SuccessRates:
+    """A sender of success rates, one batch of prompts a request. A failed request costs only these rates."""
+
+    def __init__(self, data: DataClient, batch_size: int) -> None:
+        self.data = data
+        self.batch_size = batch_size
+        self._rates: dict[str, float] = {}
+        self._are_wanted: bool | None = None
+        """True if the data-server has a curriculum; None before it was asked."""
+
+    async def record(self, groups: Sequence[Group]) -> None:
+        """Collect the rates of scored groups, and send them as soon as they cover one batch of prompts."""
+        if self._are_wanted is False:
+            return
+        self._rates |= {g.prompt_id: rate for g in groups if (rate := success_rate(g)) is not None}
+        if len(self._rates) < self.batch_size:
+            return
+        rates, self._rates = self._rates, {}
+        try:
+            async with asyncio.timeout(RECORD_SECONDS):
+                if self._are_wanted is None:
+                    self._are_wanted = (await self.data.stats()).curriculum != "off"
+                if self._are_wanted:
+                    await self.data.record_success_rates(rates)
+        except (DependencyLostError, RequestRefusedError, TimeoutError) as error:
+            log.warning("success rates not recorded", prompts=len(rates), reason=str(error) or "timed out")
+
+
+def success_rate(group: Group) -> float | None:
+    """Return the share of right completions among a group's scored ones; None if none was scored."""
+    rewards = [reward for reward in group.rewards if not math.isnan(reward)]
+    return statistics.fmean(reward >= CORRECT for reward in rewards) if rewards else None

@@ -81,14 +81,14 @@ RUNS = [replace(run, seed=seed, settings=seeded(run.settings, seed)) for seed in
 def show(results: Results) -> str:
     """Return the section: table, figures of the three tasks, and curves."""
     text = f"""
-    SmolLM2-135M with the settings of `demo-agent.env` and `demo-environment.env`. The tool agent answers products of
-    two numbers of two digits, which the model cannot compute; "without the tool" is the trained model's greedy accuracy
-    when it gets the question alone. The guessing game has numbers from 1 to 7 and three guesses, which good play always
-    wins. Rewards are means of the last three steps, those of [benchmarks.md](benchmarks.md) are of the last step alone
-    and of other questions but for seed 0. In Nim the model plays
-    both seats, so its rewards cancel and its accuracy says nothing. What counts is the share of legal moves and, among
-    legal moves where one wins, the share that the exact solution plays (Bouton's theorem). In {RANDOM_GAMES:,} games of
-    moves drawn at random among the legal ones it is {random_play():.2f}.
+    SmolLM2-135M with the settings of `examples/demo-agent.env` and `examples/demo-environment.env`. The tool agent
+    answers products of two numbers of two digits, which the model cannot compute; "without the tool" is the trained
+    model's greedy accuracy when it gets the question alone. The guessing game has numbers from 1 to 7 and three
+    guesses, which good play always wins. Rewards are means of the last three steps, those of
+    [benchmarks.md](benchmarks.md) are of the last step alone and of other questions but for seed 0. In Nim the model
+    plays both seats, so its rewards cancel and its accuracy says nothing. What counts is the share of legal moves and,
+    among legal moves where one wins, the share that the exact solution plays (Bouton's theorem). In {RANDOM_GAMES:,}
+    games of moves drawn at random among the legal ones it is {random_play():.2f}.
     """
     texts = {AGENT: "products, by a tool", ENVIRONMENT: "a number by three guesses", SELF_PLAY: "two or three heaps"}
     shown = [

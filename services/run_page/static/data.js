@@ -3,7 +3,7 @@
 import { RefusedError, get } from "./api.js";
 import { count } from "./format.js";
 
-/** The states of a run that is, or may be, under way; local_runner/run_state.py has all. */
+/** The states of a run that is, or may be, under way; local_runner/directory.py has all. */
 const GOING = ["running", "may be under way"];
 
 export class RunData {
@@ -180,7 +180,7 @@ export class RunData {
     return (this.file && this.last("step")) || (this.summary.steps ?? null);
   }
 
-  /** Returns the number of first and of newest steps over which rewards are averaged, as services/run_page/rewards.py does. */
+  /** Returns the number of first and of newest steps over which rewards are averaged, as services/run_page/directory.py does. */
   get rewardSteps() {
     const rewards = (this.column("reward_mean") ?? []).filter((reward) => reward !== null);
     return Math.max(1, Math.min(3, Math.floor(rewards.length / 2)));

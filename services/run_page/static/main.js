@@ -136,7 +136,7 @@ function fail(error) {
   }
   if (!(error instanceof UnreachableError)) throw error;
   const advice = page.isLive
-    ? ` If the run has ended, open it with: python -m scripts.view ${page.runs[0]?.path ?? "RUN_DIR"}`
+    ? ` If the run has ended, open it with: grpo view ${page.runs[0]?.path ?? "RUN_DIR"}`
     : "";
   setText(byId("trouble"), `No answer since ${clock(page.answered)} (${error.message}); trying again.${advice}`);
   show(byId("trouble"), true);

@@ -28,7 +28,7 @@ function waiting(run, now) {
   );
 }
 
-/** Returns why none of the steps changed the model, in the words of local_runner/learning.py; null if one did, or early. */
+/** Returns why none of the steps changed the model, in the words of local_runner/progress.py; null if one did, or early. */
 function nothingLearned(run) {
   const trained = run.column("trained_tokens")?.filter((_, row) => run.column("step")[row] > 0) ?? [];
   if (trained.length < (run.isOver ? 1 : EARLY_STEPS) || trained.some((tokens) => tokens !== 0)) return null;

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.scaling import roofline
 from benchmarks.scaling.__main__ import GPU_DOCS, run
-from benchmarks.scaling.models import CONFIGS
 from benchmarks.scaling.traffic import MESHES, NODE_GPUS, NODES, count
+from scripts.launch.models import CONFIGS
 from tests.trainer.tiny import FAMILIES
 from trainer.preflight.shape import ModelShape
 

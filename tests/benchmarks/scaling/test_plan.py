@@ -8,7 +8,9 @@ import yaml
 
 from benchmarks.scaling import report
 from benchmarks.scaling.__main__ import DOCS, fitted, run, with_output
-from benchmarks.scaling.plan import MEMORY, MODELS, Batch, Layout, cheapest, layouts, predict, work
+from benchmarks.scaling.plan import MODELS, Batch, cheapest, layouts, predict, work
+from scripts.launch.models import MEMORY
+from scripts.launch.sizes import GPU, Layout, changes
 from trainer.config import TrainerSettings
 from trainer.preflight.sizes import needed
 
@@ -25,8 +27,8 @@ def rates():
 def test_every_layout_has_the_memory(model):
     for layout in layouts(model, BATCH):
         needs = needed(model.shape, work(model, BATCH, layout.trainer_nodes, layout.trainer_gpus))
-        assert needs.total("device") <= MEMORY
-        assert model.parameters * 2 < layout.rollout_gpus * MEMORY
+        assert needs.total("device") <= MEMORY[GPU]
+        assert model.parameters * 2 < layout.rollout_gpus * MEMORY[GPU]
 
 
 @pytest.mark.parametrize("label", MODELS)
@@ -73,7 +75,7 @@ def test_what_is_to_be_changed_is_in_jobgroup_yaml_and_the_settings_exist(rates,
     tasks = {document["name"]: document for document in yaml.safe_load_all((ROOT / "jobgroup.yaml").read_text())}
     chosen = cheapest(MODELS[label], BATCH, rates, 120)
     need = needed(MODELS[label].shape, work(MODELS[label], BATCH, 1, 8))
-    for task, key in report.changes(MODELS[label], chosen.layout, need):
+    for task, key in changes(MODELS[label], chosen.layout, need):
         found = tasks[task]
         for part in key.split("."):
             assert part in found, f"{task}.{key}"

@@ -34,8 +34,8 @@ POLICIES = "runs/policies/cartpole"
 
 def words_of(start: str) -> list[str]:
     """Return the arguments of the page's only command that begins with ``start``."""
-    [command] = [line for line in HERE if line.startswith(f".venv/bin/python -m {start}")]
-    return shlex.split(command)[3:]
+    [command] = [line for line in HERE if line.removeprefix("python -m ").startswith(f"{start} ")]
+    return shlex.split(command.removeprefix("python -m ").removeprefix(start))
 
 
 @pytest.fixture
@@ -88,11 +88,11 @@ def test_the_python_example_sends_states_as_bytes(lean: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_evaluates_a_policy(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    words = words_of("scripts.evaluate_policy")
+    words = words_of("grpo evaluate-policy")
     assert "--episodes" in words
     out = tmp_path_factory.mktemp("evaluation")
     given = {f"cartpole={POLICIES}": f"cartpole={policy}", "runs/evaluations/cartpole": str(out), "100": "2", "4": "2"}
-    command = [sys.executable, "-m", "scripts.evaluate_policy", *(given.get(word, word) for word in words)]
+    command = [sys.executable, "-m", "scripts.grpo", "evaluate-policy", *(given.get(word, word) for word in words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     assert orjson.loads((out / "results.json").read_bytes())["mean_return"]["value"] == 500

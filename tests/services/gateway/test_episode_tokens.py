@@ -26,8 +26,8 @@ from tests.e2e import agents
 from tests.services.conftest import RunningService, StartService
 from tests.trainer.tiny import plain_logprobs, plain_model
 from tests.waiting import IDLE_SECONDS, wait_until
-from trainer.algorithm.training_groups import training_group
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.rollouts.episodes import EpisodeMaker
 
 PROMPTS = [
@@ -116,7 +116,7 @@ def test_the_model_gives_every_trained_token_the_recorded_log_probability(
     model = plain_model(tiny_model)
     checked = 0
     for group in groups:
-        scored = training_group(group, settings)
+        scored = Objective(settings).training_group(group)
         for sequence, logprobs in zip(scored.sequences, plain_logprobs(model, scored, temperature), strict=True):
             recorded = sequence.trained(sequence.behaviour_logprobs)
             assert sequence.trained(logprobs.tolist()) == pytest.approx(recorded, abs=1e-4)

@@ -35,7 +35,7 @@ from tests.services.gateway.conftest import ADD, Running, StartGateway
 from tests.services.gateway.fake_engine import FakeEngine, running
 from tests.services.gateway.test_gateway_process import seeded, start
 from tests.waiting import IDLE_SECONDS, eventually, wait_ready
-from trainer.rollouts.patience import PatientTransport
+from trainer.rollouts.episodes import PatientTransport
 
 CHAT = "/sessions/s/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Vote."}]}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from services.chat.codec import TextCodec
+from services.chat.tokenizers import TextCodec
 from tests.services.gateway.conftest import ADD, StartGateway
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -12,8 +12,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import TokenizersBackend
 
-from services.chat.codec import TextCodec
-from services.chat.tokenizers import load_tokenizer
+from services.chat.tokenizers import TextCodec, load_tokenizer
 
 PIECES = ["<s>", "</s>", "</s>x", "<t>", " ", "\n", "a", "b a", "  ab", "é", "<", "s>"]
 

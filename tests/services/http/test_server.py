@@ -142,4 +142,4 @@ async def test_a_late_answer_a_slow_body_and_a_socket_keep_their_connections(
 def test_every_service_uses_this_server() -> None:
     root = Path(__file__).parents[3]
     modules = [path for folder in ("services", "trainer") for path in (root / folder).rglob("*.py")]
-    assert [path.name for path in modules if "uvicorn.Config(" in path.read_text()] == ["connections.py"]
+    assert [path.name for path in modules if "uvicorn.Config(" in path.read_text()] == ["server.py"]

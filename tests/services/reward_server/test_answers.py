@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from services.core.numbers import quantity
 from services.reward_server.answers import Verdict, judge
-from services.reward_server.numbers import quantity
 
 GSM8K_TEST = Path(__file__).parents[4] / "shared" / "gsm8k" / "test.jsonl"
 

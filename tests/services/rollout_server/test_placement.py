@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from local_runner.environment import Run, node_environment
-from local_runner.nodes import allocate
+from local_runner.nodes import Run, allocate, node_environment
 from local_runner.spec import JobGroup, TaskSpec
 from services.core import machine
 from services.core.endpoints import ENGINE_PORTS, Endpoint

@@ -7,7 +7,7 @@ import orjson
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from local_runner.settings_classes import READERS
+from local_runner.checks import READERS
 from services.run_page.directory import FIRST_FAILURE, find_runs
 from services.run_page.routes import STATIC
 from tests.browser import PHONE, chromium, is_wider_than_window

@@ -7,7 +7,7 @@ import pytest
 
 from services.core.errors import ConfigurationError
 from services.run_page.directory import FIRST_FAILURE, RECORDS_A_REPLY, RunDirectory, find_runs
-from services.run_page.lines import Position
+from services.run_page.records import Position
 from tests.services.run_page.runs import append, metrics, write_run
 
 

@@ -8,8 +8,7 @@ import time
 import pytest
 from playwright.sync_api import expect
 
-from local_runner.learning import advice
-from local_runner.progress import GrowingFile, new_steps
+from local_runner.progress import GrowingFile, advice, new_steps
 from tests.browser import DESKTOP, chromium, is_wider_than_window
 from tests.services.run_page.runs import append, group, metrics, write_run
 from tests.services.run_page.serving import view

@@ -363,7 +363,7 @@ def test_a_page_whose_server_ends_says_so_and_how_to_go_on(open_page, tmp_path):
     with served(live(run, NOW)) as url:
         page = open_page(url, expected_problems="ERR_|Failed to fetch")
         expect(page.locator("#progress-text")).to_contain_text("step 3")
-    expect(page.locator("#trouble")).to_contain_text(f"python -m scripts.view {run}")
+    expect(page.locator("#trouble")).to_contain_text(f"grpo view {run}")
     expect(page.locator("#plot-reward")).to_be_visible()
 
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from services.core.errors import ConfigurationError
-from trainer.algorithm.gae import critic_metrics, with_critic_targets
+from trainer.algorithm.gae import critic_metrics
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn, pack
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 
 # Three sampled tokens; and a sampled token, an observation, a sampled token.
 FIRST = TrainingSequence([3, 4, 5], [-1.0, -2.0, -3.0], [0.0] * 3, reward=1.0)
@@ -33,7 +34,7 @@ def returns_of(groups: list[TrainingGroup]) -> list[list[float]]:
 
 
 def test_the_reward_is_of_the_last_token_and_observations_take_no_step() -> None:
-    groups = with_critic_targets(GROUPS, settings_of(gamma=0.5), VALUES)
+    groups = Objective(settings_of(gamma=0.5)).with_advantages(GROUPS, None, VALUES)
     assert returns_of(groups) == [pytest.approx([0.25, 0.5, 1.0]), [], pytest.approx([-0.5, -1.0])]
     assert [s.values for group in groups for s in group.sequences] == [[0.1, 0.2, 0.3], [], [0.4, 0.0, 0.5]]
     advantages = torch.tensor([0.15, 0.3, 0.7, -0.9, -1.5])
@@ -45,7 +46,7 @@ def test_the_reward_is_of_the_last_token_and_observations_take_no_step() -> None
 def test_the_kl_of_a_token_is_taken_from_its_reward() -> None:
     reference = [[[-1.5, -2.0, -3.0], []], [[-1.0, -4.0]]]
     settings = settings_of(kl_coef=0.1, kl_in_reward=True)
-    groups = with_critic_targets(GROUPS, settings, VALUES, reference)
+    groups = Objective(settings).with_advantages(GROUPS, reference, VALUES)
     assert returns_of(groups) == [pytest.approx([0.95, 1.0, 1.0]), [], pytest.approx([-1.2, -1.2])]
 
 
@@ -64,7 +65,7 @@ def test_a_turn_pays_the_kl_of_the_turns_after_it_whichever_sequences_they_are_i
         group = TrainingGroup([2], [sequence(*numbers) for numbers in of_sequences])
         reference = [[-1.0 - 2.0**number for number in numbers] for numbers in of_sequences]
         zeros = [[0.0] * len(numbers) for numbers in of_sequences]
-        [group] = with_critic_targets([group], settings, [zeros], [reference])
+        [group] = Objective(settings).with_advantages([group], [reference], [zeros])
         to_go = {0: -1.5, 1: -1.4, 2: -1.2, 3: -0.8}
         assert returns_of([group]) == [pytest.approx([to_go[number] for number in numbers]) for numbers in of_sequences]
 
@@ -74,7 +75,7 @@ def test_without_rewards_of_turns_a_sequence_pays_the_kl_of_the_episodes_others(
     sequences = [replace(s, episode=episode) for s, episode in ((FIRST, 0), (EMPTY, 0), (FIRST, 0), (FIRST, 1))]
     reference = [[[-1.0, -2.0, -4.0], [], [-1.0, -4.0, -3.0], [-1.0, -2.0, -5.0]]]
     values = [[[0.0] * 3, [], [0.0] * 3, [0.0] * 3]]
-    [group] = with_critic_targets([TrainingGroup([2], sequences)], settings, values, reference)
+    [group] = Objective(settings).with_advantages([TrainingGroup([2], sequences)], reference, values)
     # The terms of each sequence are its own: 1, 2 and 2. The first and the third are of one episode.
     expected = [[0.7, 0.7, 0.7], [], [0.7, 0.7, 0.9], [0.8, 0.8, 0.8]]
     assert returns_of([group]) == [pytest.approx(row) for row in expected]
@@ -86,7 +87,7 @@ def test_steps_of_turns_are_those_of_the_rewarded_turns_or_of_runs_of_trained_to
     turns = [Turn(0, 0, 2, 0.0), Turn(1, 2, 3, 1.0)]
     [played, runs] = [replace(FIRST, turns=turns), replace(SECOND, reward=1.0)]
     groups = [TrainingGroup([2], [played, FIRST, runs])]
-    groups = with_critic_targets(groups, settings, [[[0.0] * 3, [0.0] * 3, [0.0] * 2]])
+    groups = Objective(settings).with_advantages(groups, None, [[[0.0] * 3, [0.0] * 3, [0.0] * 2]])
     assert returns_of(groups) == [pytest.approx(row) for row in ([0.5, 0.5, 1.0], [1.0, 1.0, 1.0], [0.5, 1.0])]
 
 
@@ -95,9 +96,11 @@ def test_every_sequence_of_an_episode_ends_with_its_reward() -> None:
     first = replace(FIRST, completion_ids=[3, 4], behaviour_logprobs=[-1.0] * 2, advantages=[0.0] * 2, episode=0)
     second = replace(SECOND, completion_ids=[3, 7, 8], loss_mask=[False, True, True], reward=1.0, episode=0)
     values = [[[0.1, 0.2], [0.4, 0.5]]]
-    [group] = with_critic_targets([TrainingGroup([2], [first, second])], settings_of(), values)
+    [group] = Objective(settings_of()).with_advantages([TrainingGroup([2], [first, second])], None, values)
     assert returns_of([group]) == [pytest.approx([1.0, 1.0]), pytest.approx([1.0, 1.0])]
-    [group] = with_critic_targets([TrainingGroup([2], [first, second])], settings_of(gae_lambda=0.5), values)
+    [group] = Objective(settings_of(gae_lambda=0.5)).with_advantages(
+        [TrainingGroup([2], [first, second])], None, values
+    )
     assert returns_of([group]) == [pytest.approx([0.6, 1.0]), pytest.approx([0.75, 1.0])]
 
 
@@ -119,7 +122,7 @@ def test_a_true_critic_gives_every_choice_of_a_forked_episode_its_true_advantage
         values.append([[mean(), mean(a=a)], [mean(a=a)]])
     found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for group, own, (a, x, y) in zip(
-        with_critic_targets(groups, settings_of(gae_lambda=gae_lambda), values), values, reward, strict=True
+        Objective(settings_of(gae_lambda=gae_lambda)).with_advantages(groups, None, values), values, reward, strict=True
     ):
         (of_a, of_x), [of_y] = (
             [r - v for r, v in zip(returns, value, strict=True)]
@@ -136,20 +139,22 @@ def test_a_true_critic_gives_every_choice_of_a_forked_episode_its_true_advantage
 
 def test_advantages_that_came_with_a_completion_stay() -> None:
     own = replace(FIRST, advantages=[7.0, 8.0, 9.0], has_own_advantages=True)
-    [first, _] = with_critic_targets([TrainingGroup([2], [own]), GROUPS[1]], settings_of(), [[VALUES[0][0]], VALUES[1]])
+    [first, _] = Objective(settings_of()).with_advantages(
+        [TrainingGroup([2], [own]), GROUPS[1]], None, [[VALUES[0][0]], VALUES[1]]
+    )
     assert first.sequences[0].advantages == [7.0, 8.0, 9.0]
     assert first.sequences[0].returns == pytest.approx([1.0, 1.0, 1.0])
 
 
 def test_nothing_to_train_on_stays_as_it_is() -> None:
     masked = TrainingGroup([2], [replace(FIRST, loss_mask=[False] * 3), EMPTY])
-    assert with_critic_targets([masked], settings_of(), [[[], []]]) == [masked]
-    assert with_critic_targets([], settings_of(), []) == []
+    assert Objective(settings_of()).with_advantages([masked], None, [[[], []]]) == [masked]
+    assert Objective(settings_of()).with_advantages([], None, []) == []
     assert critic_metrics([masked]) == {}
 
 
 def test_a_micro_batch_has_returns_and_old_values_of_trained_tokens_only() -> None:
-    batch = pack(with_critic_targets(GROUPS, settings_of(), VALUES))
+    batch = pack(Objective(settings_of()).with_advantages(GROUPS, None, VALUES))
     assert batch.returns.tolist() == pytest.approx([1, 1, 1, -1, -1])
     assert batch.old_values.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
     without = pack(GROUPS)
@@ -157,7 +162,7 @@ def test_a_micro_batch_has_returns_and_old_values_of_trained_tokens_only() -> No
 
 
 def test_metrics_are_over_trained_tokens() -> None:
-    metrics = critic_metrics(with_critic_targets(GROUPS, settings_of(), VALUES))
+    metrics = critic_metrics(Objective(settings_of()).with_advantages(GROUPS, None, VALUES))
     assert metrics["value_mean"] == pytest.approx(0.3)
     assert metrics["return_mean"] == pytest.approx(0.2)
     errors = torch.tensor([0.9, 0.8, 0.7, -1.4, -1.5])

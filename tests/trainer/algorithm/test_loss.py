@@ -14,11 +14,12 @@ from torch import Tensor
 
 from services.core.errors import ConfigurationError
 from tests.trainer.tiny import random_groups
-from trainer.algorithm.loss import Diagnostics, PolicyLoss, StepSize
+from trainer.algorithm.loss import Diagnostics, StepSize
 from trainer.algorithm.methods import Aggregation
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack
 from trainer.algorithm.policy_losses import LossTokens, TokenLosses
 from trainer.config import TrainerSettings
+from trainer.config.objective import policy_loss
 
 STEP = StepSize(tokens=200, sequences=30)
 """Of which a micro-batch is a part."""
@@ -37,17 +38,17 @@ def logprobs_near(batch: MicroBatch, seed: int, spread: float = 0.5) -> Tensor:
     return (batch.behaviour_logprobs + spread * noise).clamp(max=-0.01)
 
 
-def policy_loss(
+def whole_loss(
     batch: MicroBatch, theta: Tensor, entropies: Tensor, settings: dict[str, Any], **inputs: Any
 ) -> tuple[Tensor, Diagnostics]:
-    return PolicyLoss(TrainerSettings.load(**settings))(batch, theta, entropies, STEP, **inputs)
+    return policy_loss(TrainerSettings.load(**settings))(batch, theta, entropies, STEP, **inputs)
 
 
 def loss_of(batch: MicroBatch, theta: Tensor, settings: dict[str, Any], **inputs: Any) -> tuple[float, Tensor]:
     """Return the loss and its gradient with respect to theta's log-probabilities."""
     theta = theta.clone().requires_grad_()
     entropies = inputs.pop("entropies", torch.zeros_like(theta))
-    loss, _ = policy_loss(batch, theta, entropies, settings, **inputs)
+    loss, _ = whole_loss(batch, theta, entropies, settings, **inputs)
     loss.backward()
     assert theta.grad is not None
     return loss.item(), theta.grad
@@ -278,7 +279,7 @@ def test_a_function_that_is_no_loss_is_refused(batch: MicroBatch, settings: dict
 
 def diagnostics_of(batch: MicroBatch, theta: Tensor, settings: dict[str, Any], **inputs: Any) -> Diagnostics:
     entropies = torch.full_like(theta, 0.25)
-    return policy_loss(batch, theta, entropies, settings, **inputs)[1]
+    return whole_loss(batch, theta, entropies, settings, **inputs)[1]
 
 
 @pytest.mark.parametrize("prefix", ["", "replay_"])

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.trainer.algorithm.formulas import loss_tokens
 from tests.trainer.ragged import Ragged, random_ragged
 from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, Outcomes, overlong_penalty
-from trainer.algorithm.loss import KL_LIMIT, PolicyLoss, StepSize, aggregate, k3, kl_penalty
+from trainer.algorithm.loss import KL_LIMIT, StepSize, aggregate, k3, kl_penalty
 from trainer.algorithm.methods import Aggregation, ImportanceCorrection
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
 from trainer.algorithm.policy_losses import (
@@ -31,6 +31,7 @@ from trainer.algorithm.policy_losses import (
     sapo,
 )
 from trainer.config import TrainerSettings
+from trainer.config.objective import policy_loss
 
 pytestmark = pytest.mark.oracles
 
@@ -310,7 +311,7 @@ def one_update(batch: Ragged, proximal: Tensor | None = None, **settings: Any) -
     step = StepSize(tokens=sum(batch.lengths), sequences=batch.n_sequences)
     chosen = TrainerSettings.load(aggregation="token_mean", updates_per_batch=1 if proximal is None else 2, **settings)
     entropies = torch.zeros_like(theta)
-    loss, _ = PolicyLoss(chosen)(micro_batch, theta, entropies, step, proximal_logprobs=proximal)
+    loss, _ = policy_loss(chosen)(micro_batch, theta, entropies, step, proximal_logprobs=proximal)
     return loss.detach(), torch.autograd.grad(loss, theta)[0]
 
 

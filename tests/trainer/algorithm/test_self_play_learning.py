@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from services.environment_server.games import NAMES, Nim
 from services.protocol.groups import Experience, Group, VersionSpan
 from services.protocol.rewards import FinishReason, RewardResult
-from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 
 SETTINGS = TrainerSettings.load(advantage="dr_grpo")
 STEPS, PROMPTS, GAMES, LEARNING_RATE = 80, 4, 8, 0.5
@@ -90,7 +90,7 @@ async def test_self_play_raises_the_share_of_optimal_moves() -> None:
                         played.append(moves[seat])
                         experiences.append(experience(moves[seat], returns[seat], seat))
             group = Group(group_id="g", prompt="", ground_truth="", prompt_ids=[1], experiences=experiences)
-            [trained] = with_advantages([training_group(group, SETTINGS)], SETTINGS)
+            [trained] = Objective(SETTINGS).with_advantages([Objective(SETTINGS).training_group(group)])
             for sequence, of_seat in zip(trained.sequences, played, strict=True):
                 for (heaps, move), advantage in zip(of_seat, sequence.advantages, strict=True):
                     table.learn(heaps, move, advantage)

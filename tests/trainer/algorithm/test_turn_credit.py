@@ -10,10 +10,10 @@ import orjson
 import pytest
 
 from services.protocol.groups import Group
-from trainer.algorithm.gae import with_critic_targets
+from tests.trainer.tiny import has_signal
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
-from trainer.algorithm.training_groups import has_signal, with_advantages
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.group_arrays import from_arrays, to_arrays
 
 
@@ -31,7 +31,7 @@ def episode(*rewards: float, number: int = 0, tokens: int = 1) -> TrainingSequen
 
 
 def advantages(*sequences: TrainingSequence, settings: TrainerSettings, **given: Any) -> list[list[float]]:
-    [group] = with_advantages([TrainingGroup([1], list(sequences))], settings, **given)
+    [group] = Objective(settings).with_advantages([TrainingGroup([1], list(sequences))], **given)
     return [s.trained(s.advantages) for s in group.sequences]
 
 
@@ -53,7 +53,9 @@ def test_every_formula_sees_the_turns_of_one_number_as_a_group() -> None:
 
 
 def test_tokens_of_a_turn_share_its_advantage_and_the_environments_have_none() -> None:
-    [group] = with_advantages([TrainingGroup([1], [episode(1, 2, tokens=2), episode(0, 0, number=1)])], settings_of())
+    [group] = Objective(settings_of()).with_advantages(
+        [TrainingGroup([1], [episode(1, 2, tokens=2), episode(0, 0, number=1)])]
+    )
     assert group.sequences[0].advantages == pytest.approx([1.5, 1.5, 0, 1, 1, 0])
 
 
@@ -142,7 +144,7 @@ def test_gae_has_the_rewards_at_the_ends_of_turns() -> None:
     settings = TrainerSettings.load(rollout="environment", advantage="gae", gamma=0.5)
     # Two turns of two tokens; rewards 1 and 4. Returns: 1/2 + 4/8, 1 + 4/4, 4/2, 4.
     values = [[[0.0] * 4]]
-    [group] = with_critic_targets([TrainingGroup([1], [episode(1, 4, tokens=2)])], settings, values)
+    [group] = Objective(settings).with_advantages([TrainingGroup([1], [episode(1, 4, tokens=2)])], None, values)
     [sequence] = group.sequences
     assert sequence.trained(sequence.returns or []) == pytest.approx([1.0, 2.0, 2.0, 4.0])
 

@@ -23,8 +23,8 @@ from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays, make_learner, resume_and_train, run_state, train_and_save
 from tests.trainer.tiny import FAMILIES, random_groups, save_model
 from tests.waiting import IDLE_SECONDS
-from trainer.checkpoints import checkpoint, manifest
-from trainer.checkpoints.checkpoint import CheckpointStore
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.checkpoint import CheckpointStore, write_manifest
 from trainer.model.ranks import Ranks, join_ranks
 
 GROUPS = random_groups(seed=1)
@@ -205,7 +205,7 @@ def test_nothing_that_a_checkpoint_contains_is_run(
     def spoil(checkpoint: Path) -> None:
         put(checkpoint, RunsACommand(tmp_path / "was-run"))
         (checkpoint / "manifest.json").unlink()
-        manifest.write_manifest(checkpoint)
+        write_manifest(checkpoint)
 
     spoil(checkpoints / f"step-{SAVED:06d}")
     with structlog.testing.capture_logs() as logged:
@@ -330,7 +330,7 @@ def test_no_checksum_is_computed_while_training_waits(
     learner = make_learner(alone, model)
     store = CheckpointStore(tmp_path, 1, alone)
     reached, may_go_on, threads = threading.Event(), threading.Event(), set()
-    checksum = manifest._checksum
+    checksum = checkpoint._checksum
 
     def slow_checksum(file: Path) -> str:
         threads.add(threading.current_thread())
@@ -338,7 +338,7 @@ def test_no_checksum_is_computed_while_training_waits(
         assert may_go_on.wait(IDLE_SECONDS)
         return checksum(file)
 
-    monkeypatch.setattr(manifest, "_checksum", slow_checksum)
+    monkeypatch.setattr(checkpoint, "_checksum", slow_checksum)
     store.save(learner.policy, learner.optimizer, run_state(learner, 1))
     assert reached.wait(IDLE_SECONDS)
     assert store.poll() is None, "the checkpoint is not in place before its checksums are"
@@ -352,8 +352,8 @@ def test_the_checksums_of_a_checkpoints_files_are_computed_at_the_same_time(
     alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At saving and at loading, the first two shards wait for each other."""
-    monkeypatch.setattr(manifest.os, "cpu_count", lambda: 2)
-    real, shards = manifest._checksum, list[str]()
+    monkeypatch.setattr(checkpoint.os, "cpu_count", lambda: 2)
+    real, shards = checkpoint._checksum, list[str]()
     both = threading.Barrier(2)
 
     def checksum(file: Path) -> str:
@@ -362,7 +362,7 @@ def test_the_checksums_of_a_checkpoints_files_are_computed_at_the_same_time(
             both.wait(IDLE_SECONDS)
         return real(file)
 
-    monkeypatch.setattr(manifest, "_checksum", checksum)
+    monkeypatch.setattr(checkpoint, "_checksum", checksum)
     train_and_save(alone, model, tmp_path, GROUPS, 1, 1)
     saved, shards[:] = list(shards), []
     resume_and_train(alone, model, tmp_path, GROUPS, 1)

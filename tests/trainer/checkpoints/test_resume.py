@@ -20,10 +20,10 @@ from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, save_model
 from trainer.checkpoints.admission import check_data, has_succeeded
 from trainer.checkpoints.checkpoint import FORMS, CheckpointStore, RunState
-from trainer.checkpoints.fingerprint import tokenizer_digest, weights_digest
-from trainer.checkpoints.resume import resume
 from trainer.config import TrainerSettings
+from trainer.model.loading import tokenizer_digest, weights_digest
 from trainer.model.ranks import Ranks
+from trainer.run_checkpoints import resume
 
 DATA = {"training prompts": "40 (digest 1a)", "order": "shuffled, DATA_SEED 0, CURRICULUM off"}
 FIRST = "grpo-1-20260101-000000"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoints.volume import DiskFullError, write_whole
+from trainer.model.saving import DiskFullError, write_whole
 
 
 def test_a_directory_is_replaced_when_the_new_one_is_whole(tmp_path: Path) -> None:

@@ -17,11 +17,10 @@ from tests.trainer.tiny import FAMILIES, SHAPE, plain_logprobs, plain_model, ran
 from trainer.algorithm.attention_layout import AttentionLayout, TreeMask
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
 from trainer.model import policy as policies
-from trainer.model.attention import TREE_ATTENTION, tree_attention
+from trainer.model.attention import TREE_ATTENTION, check_config, check_model, tree_attention
 from trainer.model.logprobs import token_logprobs
 from trainer.model.policy import Policy
 from trainer.model.sharding import compile_layers
-from trainer.model.supported import check_config, check_model
 
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
 

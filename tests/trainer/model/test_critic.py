@@ -21,8 +21,9 @@ from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays, make_learner, train_critic, weights_of
 from tests.trainer.tiny import plain_model, random_groups
 from tests.trainer.walks import Walk, all_walks, value
-from trainer.algorithm.gae import critic_metrics, explained_variance, with_critic_targets
+from trainer.algorithm.gae import critic_metrics, explained_variance
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.config.objective import Objective
 from trainer.model.critic import CriticLearner
 from trainer.model.gathering import whole_parameters
 from trainer.model.optimizer import StopRequestedError
@@ -49,7 +50,7 @@ def make_critic(ranks: Ranks, model: Path, kind: str, **settings: Any) -> Critic
 
 
 def with_targets(critic: CriticLearner, groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
-    return with_critic_targets(groups, critic.settings, critic.values(groups))
+    return Objective(critic.settings).with_advantages(groups, None, critic.values(groups))
 
 
 def plain_values(states: torch.nn.Module, head: tuple[Tensor, Tensor], group: TrainingGroup) -> list[list[float]]:
@@ -297,7 +298,7 @@ def test_a_critic_fitted_on_walks_knows_their_values(alone: Ranks, model: Path) 
     group, reference = walks_as_group(walks)
 
     def targets() -> list[TrainingGroup]:
-        return with_critic_targets([group], critic.settings, critic.values([group]), [reference])
+        return Objective(critic.settings).with_advantages([group], [reference], critic.values([group]))
 
     groups = targets()  # with lambda 1, returns do not depend on values
     for step in range(FIT_STEPS):

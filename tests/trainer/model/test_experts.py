@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tests.trainer.tiny import FAMILIES
-from trainer.model.experts import GATHERED_EXPERTS
+from trainer.model.sharding import GATHERED_EXPERTS
 
 TOKENS, PER_TOKEN = 37, 2
 

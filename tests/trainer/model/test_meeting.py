@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 import trainer.__main__ as program
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 from tests.trainer.processes import run_on_ranks
-from trainer.model import meeting, ranks
+from trainer.model import ranks
 from trainer.model.ranks import Ranks
 
 ROOT = Path(__file__).parents[3]
@@ -53,23 +53,23 @@ def test_ranks_that_differ_end_with_a_message() -> None:
     store = HashStore()
     store.set("facts/1", '{"device": "cuda", "backend": "cpu:gloo,cuda:nccl", "torch": "2.14.1", "host": "b"}')
     with pytest.raises(ConfigurationError, match=r"differ in their device .rank 0 on a: cpu, rank 1 on b: cuda."):
-        meeting.compare(store, 0, 2, CPU)
+        ranks.compare(store, 0, 2, CPU)
     with pytest.raises(ConfigurationError, match=r"differ in their torch .rank 0 on b: 2.13.0, rank 1 on b: 2.14.1"):
-        meeting.compare(store, 0, 2, GPU | {"torch": "2.13.0"})
+        ranks.compare(store, 0, 2, GPU | {"torch": "2.13.0"})
 
 
 def test_ranks_on_different_gpus_may_compute_together() -> None:
     store = HashStore()
-    other = threading.Thread(target=meeting.compare, args=(store, 1, 2, GPU | {"host": "c"}))
+    other = threading.Thread(target=ranks.compare, args=(store, 1, 2, GPU | {"host": "c"}))
     other.start()
-    meeting.compare(store, 0, 2, GPU)
+    ranks.compare(store, 0, 2, GPU)
     other.join()
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "MEETING_SECONDS", 0.2)
+    monkeypatch.setattr(ranks, "MEETING_SECONDS", 0.2)
     with pytest.raises(dist.DistStoreError, match=r"ranks \[1, 2\] did not come within 0.2 s"):
-        meeting.compare(HashStore(), 0, 3, CPU)
+        ranks.compare(HashStore(), 0, 3, CPU)
 
 
 def wait_longer_than_a_collective_may(joined: Ranks) -> int:

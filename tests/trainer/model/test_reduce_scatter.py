@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.trainer.processes import run_on_ranks
 from trainer.model.ranks import Ranks, join_ranks
-from trainer.model.reduce_scatter import PairwiseReduceScatter
+from trainer.model.sharding import PairwiseReduceScatter
 
 PART = 5
 

@@ -11,21 +11,20 @@ import structlog
 import yaml
 from torch.distributed.tensor import DTensor
 
-from benchmarks.scaling.models import CONFIGS
+from local_runner.spec import JOB_GROUPS
+from scripts.launch.models import CONFIGS
 from services.core.endpoints import ENDPOINTS_VARIABLE
 from services.core.errors import ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
-from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
-from trainer.preflight.check import Machine, check
-from trainer.preflight.limits import Limits, find_limits
-from trainer.preflight.preflight import preflight
+from trainer.model.saving import DiskFullError
+from trainer.preflight.check import Machine, check, preflight
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import GIB, Work, needed
+from trainer.preflight.sizes import GIB, Limits, Work, find_limits, needed
 
 ROOT = Path(__file__).parents[3]
 SHAPES = {label: ModelShape.of(CONFIGS[label][1]) for label in ("0.5B", "8B")}
@@ -128,13 +127,11 @@ def test_the_volume_has_room_for_the_checkpoints_of_evaluations(given: dict[str,
     assert chosen("0.5B", 1, 1, **given).checkpoints == checkpoints
 
 
-@pytest.mark.parametrize(
-    "file", ["jobgroup.yaml", "jobgroup-async.yaml", "jobgroup-agent.yaml", "jobgroup-environment.yaml"]
-)
+@pytest.mark.parametrize("file", JOB_GROUPS)
 def test_the_job_groups_have_what_their_model_needs(file: str) -> None:
     trainer = next(d for d in yaml.safe_load_all((ROOT / file).read_text()) if d["name"] == "ppo-trainer")
     host = int(str(trainer["resources"]["memory"]).rstrip("+")) * GIB
-    volume = int(yaml.safe_load((ROOT / "volume.yaml").read_text())["size"].removesuffix("Gi")) * GIB
+    volume = int(yaml.safe_load((ROOT / "jobgroups" / "volume.yaml").read_text())["size"].removesuffix("Gi")) * GIB
     # The smallest GPU that they name is an L40S.
     limits = Limits(device=45 * GIB, host=host, shm=64 * GIB, volume=volume)
     check(TrainerSettings.load(), SHAPES["0.5B"], Machine(trainer.get("num_nodes", 1), 1, 2, limits))
@@ -195,7 +192,7 @@ def test_on_a_cpu_nothing_is_recomputed_and_the_ranks_stay_as_they_are(
 def test_a_model_beyond_this_machine_is_refused(
     alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.preflight.limits.host_memory", lambda: 10**6)
+    monkeypatch.setattr("trainer.preflight.sizes.host_memory", lambda: 10**6)
     with pytest.raises(ConfigurationError, match="of host memory of a node"):
         preflight(TrainerSettings.load(model_name=str(model), shared_dir=tmp_path), alone)
 

@@ -9,8 +9,7 @@ from benchmarks.common.training import Work, run
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import PROCESSOR_PROCESS_BYTES, needed
-from trainer.preflight.work import work_of
+from trainer.preflight.sizes import PROCESSOR_PROCESS_BYTES, needed, work_of
 
 
 @pytest.mark.slow

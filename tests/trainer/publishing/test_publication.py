@@ -16,6 +16,7 @@ from tests.fake_service import fake_service
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.test_lost_services import group
 from tests.trainer.tiny import VOCABULARY, plain_model
+from trainer.config.objective import Objective
 from trainer.model.ranks import Ranks
 from trainer.publishing.probe import Probe
 from trainer.publishing.publisher import Publisher, VersionWriter
@@ -51,7 +52,8 @@ def test_a_completion_that_cannot_be_probed_costs_no_worker(
         monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
         publisher = Publisher(learner.settings, thread, cast(VersionWriter, MagicMock()))
         probe = Probe(publisher, learner.policy, learner.logprobs)
-        metrics = probe.check([with_completion(ids), with_completion([5, 6])])
+        prepare = Objective(learner.settings).training_group
+        metrics = probe.check([prepare(with_completion(ids)), prepare(with_completion([5, 6]))])
         assert metrics["probe_difference"] == pytest.approx(0, abs=1e-4)
         assert not router.asked("DELETE /workers/w")
         [asked] = worker.asked("POST /generate")

@@ -26,13 +26,13 @@ from tests.trainer.rank_jobs import change, make_learner
 from tests.trainer.tiny import FAMILIES, save_model
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 from trainer.checkpoints.checkpoint import CheckpointStore
-from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings, Transport
 from trainer.model import saving
 from trainer.model.critic import CriticLearner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import Rounding
+from trainer.model.saving import DiskFullError
 from trainer.publishing import publisher as module
 from trainer.publishing.publisher import WRITES, Publisher, VersionGoneError, VersionWriter, write_version
 from trainer.service_thread import InterruptedCallError, ServiceThread

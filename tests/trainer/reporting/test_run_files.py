@@ -51,7 +51,8 @@ def test_samples_have_the_prompt_as_the_model_saw_it(tmp_path: Path, monkeypatch
         for name in ("first", "second")
     ]
     dropped = Group(group_id="x", prompt="3+4=", ground_truth="7", prompt_ids=[7, 8, 9], experiences=completions[:1])
-    files.record_step(1, {"reward_mean": 0.5}, groups, made=[*groups, dropped])
+    files.record_samples(1, groups)
+    files.record_step(1, {"reward_mean": 0.5}, [*groups, dropped])
     files.close()
     record = orjson.loads((settings.run_dir / "metrics.jsonl").read_bytes())
     assert (record["reward_counts"], record["failures"]) == ([[0.0, 2], [1.0, 3]], [])

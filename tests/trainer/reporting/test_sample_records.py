@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from services.protocol.groups import Group
-from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.reporting import samples
 from trainer.reporting.samples import SampleRecords
 
@@ -39,7 +39,7 @@ def group(*experiences: dict[str, Any], **changes: Any) -> Group:
 
 
 def spans(made: Group, **changes: Any) -> list[list[dict[str, Any]]]:
-    trained = with_advantages([training_group(made, SETTINGS.model_copy(update=changes))], SETTINGS)
+    trained = Objective(SETTINGS).with_advantages([Objective(SETTINGS.model_copy(update=changes)).training_group(made)])
     return [record["spans"] for record in SampleRecords(decode).of_step(1, [made], trained)]
 
 
@@ -74,7 +74,7 @@ def test_tokens_that_were_not_trained_on_have_no_advantage() -> None:
 
 def test_advantages_that_differ_by_token_are_kept_each() -> None:
     made = group(experience("ab", 1.0), experience("cd", 0.0))
-    [trained] = with_advantages([training_group(made, SETTINGS)], SETTINGS)
+    [trained] = Objective(SETTINGS).with_advantages([Objective(SETTINGS).training_group(made)])
     first, second = trained.sequences
     trained = replace(trained, sequences=[replace(first, advantages=[0.5, -0.123456]), second])
     [record, _] = SampleRecords(decode).of_step(1, [made], [replace(trained, is_replayed=True), trained])

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
 from trainer.model.ranks import Ranks
 from trainer.reporting.status import RunStatus, log_activity
+from trainer.reporting.step_metrics import StepClock
 from trainer.rollouts.evaluate import note_accuracy
 from trainer.run import StopSignal, outcome_of, train
 from trainer.service_thread import InterruptedCallError
@@ -42,6 +44,26 @@ def test_the_reward_before_training_is_told_with_the_accuracy() -> None:
     state.step = 1
     note_accuracy(TrainerSettings.load(), state, metrics | {"eval_reward": 0.9})
     assert RunStatus(state=state).position()["eval_reward_before"] == 0.75
+
+
+def test_every_moment_belongs_to_the_phase_that_was_entered_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock = StepClock()
+    for at, phase in ((1.0, "fetch"), (3.0, "generate"), (10.0, "train")):
+        now = at
+        clock.enter(phase)
+    clock.move(0.5, "score")
+    now = 12.0
+    assert clock.lap() == {
+        "seconds_fetch": 2.0,
+        "seconds_generate": 7.0,
+        "seconds_score": 0.5,
+        "seconds_train": 1.5,
+        "seconds_step": 11.0,
+    }
+    now = 13.0
+    assert clock.lap() == {"seconds_train": 1.0, "seconds_step": 1.0}
 
 
 async def test_an_activity_that_goes_on_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,8 @@ from tests.skypilot_facts import ROOT
 from tests.trainer.rollouts.fake_gateway import FakeGateway, ids
 from tests.trainer.tiny import SHAPE, save_model
 from tests.waiting import IDLE_SECONDS
-from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
@@ -275,6 +275,6 @@ def test_the_recipe_of_wordle_takes_a_training_step(stage: Stage, tmp_path: Path
     assert len(set(group.rewards)) > 1
     with join_ranks() as ranks:
         learner = Learner(settings, load_policy(settings, ranks), ranks, None, total_steps=1)
-        result = learner.update(with_advantages([training_group(group, settings)], settings), 0)
+        result = learner.update(Objective(settings).with_advantages([Objective(settings).training_group(group)]), 0)
     assert result.steps == 1
     assert result.metrics["grad_norm"] > 0

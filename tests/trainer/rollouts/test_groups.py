@@ -15,16 +15,16 @@ from services.protocol.base import derive_seed
 from services.protocol.groups import Experience, Group, VersionSpan, joined
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
+from tests.trainer.tiny import has_signal
 from trainer.algorithm.advantages import Outcomes
 from trainer.algorithm.methods import GROUP_ADVANTAGES
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.policy_losses import importance_weights
-from trainer.algorithm.training_groups import has_signal, training_group, with_advantages
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.reporting.step_metrics import failures, group_metrics, reward_counts
-from trainer.rollouts.batch import Batch
+from trainer.rollouts.batch import Batch, within_kl
 from trainer.rollouts.groups import GroupMaker
-from trainer.rollouts.replay import within_kl
 
 SETTINGS = TrainerSettings.load(max_new_tokens=10)
 
@@ -56,7 +56,7 @@ def group(*experiences: Experience, **changes: Any) -> Group:
 
 def advantages(made: Group, settings: TrainerSettings = SETTINGS) -> list[float]:
     """Return the advantage of each scored completion, which all its tokens have."""
-    (trained,) = with_advantages([training_group(made, settings)], settings)
+    (trained,) = Objective(settings).with_advantages([Objective(settings).training_group(made)])
     assert all(len(set(s.advantages)) == 1 for s in trained.sequences)
     return [s.advantages[0] for s in trained.sequences]
 
@@ -74,7 +74,7 @@ def test_what_could_not_be_scored_is_left_out_and_moves_nobody() -> None:
 
 def test_what_was_aborted_is_left_out() -> None:
     made = group(experience(1.0), experience(0.0), experience(0.0, finish_reason=FinishReason.ABORT))
-    assert len(training_group(made, SETTINGS).sequences) == 2
+    assert len(Objective(SETTINGS).training_group(made).sequences) == 2
 
 
 @pytest.mark.parametrize("rewards", [[0.5], [1.0] * 4, [0.0, None], [None, None]], ids=str)
@@ -99,7 +99,7 @@ def test_groups_of_equal_rewards_are_kept_where_they_teach(changes: dict[str, An
     cut = experience(1.0, finish_reason=FinishReason.LENGTH)
     made = [group(experience(1.0)), group(experience(None)), group(cut), group(experience(0.0), experience(0.0))]
     assert [has_signal(one, settings) for one in made] == [True, False, False, True]
-    batch = Batch(settings)
+    batch = Batch(Objective(settings))
     batch.add(made)
     assert (batch.groups, batch.counts["groups_resampled"]) == ([made[0], made[3]], 2)
 
@@ -130,7 +130,7 @@ def test_an_answer_over_a_limit_has_the_lowest_reward(rewards: list[float | None
     made = maker.group(prompt, [2, 3], [over, *map(experience, rewards)])
     assert [e.reward for e in made.experiences] == [given, *rewards]
     assert made.experiences[0].result == RewardResult(reward=given, status=RewardStatus.OVER_LIMIT, reason="said")
-    assert len(training_group(made, settings).sequences) == 1 + sum(reward is not None for reward in rewards)
+    assert len(Objective(settings).training_group(made).sequences) == 1 + sum(reward is not None for reward in rewards)
     reasons = {reason: count for reason, count, _ in failures([made])}
     assert reasons["reward_over_limit"] == 1
     assert group_metrics([made], 5)["over_limit"] == 1
@@ -150,21 +150,21 @@ def test_a_long_completion_is_worth_less_with_overlong_shaping() -> None:
     made = group(experience(1.0, length=2), experience(1.0, length=8))
     assert has_signal(made, settings)
     assert not has_signal(made, SETTINGS)
-    assert training_group(made, settings).sequences[1].reward == 0.5
-    assert training_group(made, settings).sequences[1].trained_tokens == 8
+    assert Objective(settings).training_group(made).sequences[1].reward == 0.5
+    assert Objective(settings).training_group(made).sequences[1].trained_tokens == 8
 
 
 def test_what_was_cut_off_counts_in_its_group_and_is_not_trained_on_if_masked() -> None:
     made = group(experience(1.0), experience(0.0, length=10, finish_reason=FinishReason.LENGTH))
     masking = TrainerSettings.load(max_new_tokens=10, mask_truncated=True)
-    (trained,) = with_advantages([training_group(made, masking)], masking)
+    (trained,) = Objective(masking).with_advantages([Objective(masking).training_group(made)])
     assert advantages(made, masking) == advantages(made)
     assert [s.trained_tokens for s in trained.sequences] == [2, 0]
 
 
 def test_tokens_that_the_policy_did_not_sample_are_read_and_not_trained_on() -> None:
     made = group(experience(1.0, length=3, loss_mask=[True, False, True]), experience(0.0))
-    sequence = training_group(made, SETTINGS).sequences[0]
+    sequence = Objective(SETTINGS).training_group(made).sequences[0]
     assert sequence.read_ids == [5, 5]
     assert sequence.trained(["a", "b", "c"]) == ["a", "c"]
 
@@ -195,7 +195,7 @@ def test_a_group_in_which_each_seat_always_gets_the_same_teaches_nothing() -> No
 
 def test_an_experience_may_bring_the_advantages_of_its_tokens() -> None:
     made = group(experience(1.0, advantages=[0.25, -0.5]), experience(1.0))
-    (trained,) = with_advantages([training_group(made, SETTINGS)], SETTINGS)
+    (trained,) = Objective(SETTINGS).with_advantages([Objective(SETTINGS).training_group(made)])
     assert [s.advantages for s in trained.sequences] == [[0.25, -0.5], [0.0, 0.0]]
     assert trained.mean_absolute_advantage == pytest.approx(0.75 / 4)
     assert has_signal(made, SETTINGS)
@@ -205,7 +205,7 @@ def test_a_priority_is_the_mean_absolute_advantage_of_the_objective_in_force() -
     """One definition at insertion and after a replay: the overlong penalty and the deviation are in both."""
     settings = TrainerSettings.load(max_new_tokens=10, overlong_buffer=4)
     made = group(experience(1.0, length=2), experience(1.0, length=8))
-    (trained,) = with_advantages([training_group(made, settings)], settings)
+    (trained,) = Objective(settings).with_advantages([Objective(settings).training_group(made)])
     one = 0.25 / (0.5 / math.sqrt(2) + 1e-4)
     assert trained.mean_absolute_advantage == pytest.approx(one)
 
@@ -231,10 +231,10 @@ def lengths_of(outcomes: Outcomes) -> torch.Tensor:
 
 def test_kl_in_the_reward_of_an_episode_is_that_of_all_its_sequences() -> None:
     settings = TrainerSettings.load(max_new_tokens=10, kl_coef=0.1, kl_in_reward=True, advantage="dr_grpo")
-    made = training_group(
-        group(experience(1.0, episode=0), experience(0.0, episode=1), experience(1.0, episode=0)), settings
+    made = Objective(settings).training_group(
+        group(experience(1.0, episode=0), experience(0.0, episode=1), experience(1.0, episode=0))
     )
-    (trained,) = with_advantages([made], settings, reference=[[[-1.0, -2.0], [-3.0, -0.5], [-0.5, -4.5]]])
+    (trained,) = Objective(settings).with_advantages([made], reference=[[[-1.0, -2.0], [-3.0, -0.5], [-0.5, -4.5]]])
     first, second = 1.0 - 0.1 * (0.5 + 1.5 + 0.0 + 4.0), 0.0 - 0.1 * 2.5
     half = (first - second) / 2
     assert [s.advantages[0] for s in trained.sequences] == pytest.approx([half, -half, half])
@@ -252,7 +252,7 @@ def test_a_continued_completion_is_as_old_as_its_oldest_token_and_corrected_toke
     made = group(experience(0.0, policy_versions=[new]), Experience(**dict(whole), result=begun.result))
     assert made.policy_version == 3
     assert group_metrics([made], 6)["staleness_max"] == 3
-    trained = training_group(made, SETTINGS).sequences[1]
+    trained = Objective(SETTINGS).training_group(made).sequences[1]
     assert trained.behaviour_logprobs == [-2.0, -1.0, -0.5, -0.25]
     # The newer policy gives the tokens that it sampled the log-probabilities that they have.
     now = torch.tensor([-3.0, 0.0, -0.5, -0.25])
@@ -274,8 +274,8 @@ def test_the_age_of_a_sequence_is_that_of_its_sampled_tokens() -> None:
 
 def test_kl_in_the_reward_is_subtracted_before_advantages_are_computed() -> None:
     settings = TrainerSettings.load(max_new_tokens=10, kl_coef=0.1, kl_in_reward=True, advantage="dr_grpo")
-    made = training_group(group(experience(1.0), experience(0.0, loss_mask=[True, False])), settings)
-    (trained,) = with_advantages([made], settings, reference=[[[-1.0, -2.0], [-3.0]]])
+    made = Objective(settings).training_group(group(experience(1.0), experience(0.0, loss_mask=[True, False])))
+    (trained,) = Objective(settings).with_advantages([made], reference=[[[-1.0, -2.0], [-3.0]]])
     first, second = 1.0 - 0.1 * (0.5 + 1.5), 0.0 - 0.1 * 2.5
     assert trained.sequences[0].advantages == pytest.approx([(first - second) / 2] * 2)
 
@@ -291,7 +291,7 @@ def test_kl_in_the_reward_keeps_its_weight_where_rewards_are_divided_by_a_deviat
         settings = TrainerSettings.load(kl_coef=kl_coef, kl_in_reward=True, advantage=advantage)
         # KL terms of 2 and 1.4 in all.
         reference = [[[-1.5, -1.5], [-1.2, -1.2]]]
-        (trained,) = with_advantages([training_group(made, settings)], settings, reference)
+        (trained,) = Objective(settings).with_advantages([Objective(settings).training_group(made)], reference)
         found = [s.advantages[0] - a for s, a in zip(trained.sequences, without, strict=True)]
         assert found == pytest.approx([-0.3 * kl_coef, 0.3 * kl_coef])
 
@@ -308,14 +308,14 @@ def test_a_function_of_ones_own_computes_advantages() -> None:
 
 
 def test_groups_that_the_policy_has_moved_too_far_from_are_not_replayed() -> None:
-    made = [training_group(group(experience(1.0), experience(0.0), group_id=name), SETTINGS) for name in "ab"]
+    made = [Objective(SETTINGS).training_group(group(experience(1.0), experience(0.0), group_id=name)) for name in "ab"]
     near, far = [[-0.5, -0.5], [-0.6, -0.4]], [[-0.5, -0.5], [-3.0, -0.5]]
     assert [g.group_id for g in within_kl(made, [near, far], max_kl=0.1)] == ["a"]
 
 
 def test_the_kl_of_a_replayed_group_is_from_the_policy_that_sampled_it_to_the_present_one() -> None:
     def sampled(logprob: float) -> TrainingGroup:
-        return training_group(group(experience(1.0, length=1, logprobs=[logprob])), SETTINGS)
+        return Objective(SETTINGS).training_group(group(experience(1.0, length=1, logprobs=[logprob])))
 
     # k3 is e^-2 + 1 for a token that has become less likely, and e^2 - 3 for one that has become more likely.
     less, more = sampled(-0.5), sampled(-2.5)
@@ -323,7 +323,7 @@ def test_the_kl_of_a_replayed_group_is_from_the_policy_that_sampled_it_to_the_pr
 
 
 def test_groups_of_the_queue_without_a_signal_give_way_to_others_a_bounded_number_of_times() -> None:
-    batch = Batch(TrainerSettings.load(batch_size=2, dynamic_sampling_tries=1))
+    batch = Batch(Objective(TrainerSettings.load(batch_size=2, dynamic_sampling_tries=1)))
     flat, rich = group(experience(1.0), experience(1.0)), group(experience(1.0), experience(0.0))
     assert [len(batch.take([made])) for made in (flat, rich, flat, flat)] == [0, 1, 0, 1]
     assert batch.counts["groups_resampled"] == 2

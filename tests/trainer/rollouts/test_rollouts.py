@@ -30,10 +30,11 @@ from tests.fake_service import FakeService, Route, fake_service
 from trainer.checkpoints.checkpoint import RunState
 from trainer.collector import Collector, collector_name
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
-from trainer.rollouts import curriculum, fresh_queue
+from trainer.rollouts import batch, groups
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
@@ -82,7 +83,7 @@ class Steps:
 
     def __init__(self, main: MainRank) -> None:
         self.main = main
-        self.batch = Batch(main.settings)
+        self.batch = Batch(Objective(main.settings))
         team = MagicMock()
         team.update.return_value = UpdateResult()
         team.mean_entropy.return_value = 1.5
@@ -323,7 +324,7 @@ def test_it_says_how_many_prompts_are_answered(services: Services) -> None:
     main.evaluate()
     assert told[0] == "0 of 10 held-out prompts answered"
     assert main.activity.shown()["done"] == "10 of 10 held-out prompts answered"
-    main.generate_and_score(main.fetch_prompts(4), Batch(main.settings))
+    main.generate_and_score(main.fetch_prompts(4), Batch(Objective(main.settings)))
     assert main.activity.shown()["done"] == "4 of 4 prompts answered"
 
 
@@ -384,7 +385,7 @@ def test_without_dynamic_sampling_all_completions_are_trained_on(services: Servi
 def test_groups_of_one_are_all_kept_where_they_teach(services: Services, advantage: str) -> None:
     settings = services.settings(group_size=1, advantage=advantage, dynamic_sampling_tries=3)
     main = MainRank(settings, services.thread, services.clients)
-    batch = Batch(settings)
+    batch = Batch(Objective(settings))
     while batch.missing:
         batch.add(main.generate_and_score(main.fetch_prompts(batch.missing), batch))
     assert [group.position for group in batch.groups] == [0, 1, 2, 3]
@@ -785,7 +786,7 @@ def test_a_batch_waits_for_each_further_group_as_long_as_an_answer_may_take(
     services: Services, monkeypatch: pytest.MonkeyPatch, max_new_tokens: int, is_patient: bool
 ) -> None:
     clock = LeaseClock()
-    monkeypatch.setattr(fresh_queue, "time", clock)
+    monkeypatch.setattr(batch, "time", clock)
     services.replay.routes["POST /queue/lease"] = clock.watch(leases([1], [], [2], [], [3, 4]))
     services.replay.routes["POST /queue/acknowledge"] = acknowledged
     services.data.routes["GET /cursor"] = lambda _: {"epoch": 0, "position": 4}
@@ -801,7 +802,7 @@ def test_a_group_leased_again_and_again_does_not_renew_the_wait(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = LeaseClock()
-    monkeypatch.setattr(fresh_queue, "time", clock)
+    monkeypatch.setattr(batch, "time", clock)
     services.replay.routes["POST /queue/lease"] = clock.watch(leases([1], [1], [], [2, 3, 4]))
     services.replay.routes["POST /queue/acknowledge"] = acknowledged
     services.data.routes["GET /cursor"] = lambda _: {"epoch": 0, "position": 4}
@@ -899,7 +900,7 @@ def test_without_a_curriculum_no_rates_are_sent(services: Services) -> None:
 def test_rates_that_cannot_be_recorded_end_nothing(
     services: Services, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    monkeypatch.setattr(curriculum, "RECORD_SECONDS", 0.3)
+    monkeypatch.setattr(groups, "RECORD_SECONDS", 0.3)
     services.data.routes["POST /success_rates"] = lambda _: status
     assert len(services.steps().next()) == 4
     assert rates_of(services)

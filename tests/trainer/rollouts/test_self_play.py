@@ -38,8 +38,8 @@ from tests.services.run_page.serving import served_ready
 from tests.trainer.rollouts.fake_gateway import FakeGateway, ids
 from tests.trainer.rollouts.test_environment_player import Stage
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
-from trainer.algorithm.training_groups import with_advantages
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.reporting.metrics import _measure
 from trainer.reporting.step_metrics import group_metrics
 from trainer.rollouts.clients import Clients
@@ -170,7 +170,7 @@ def test_turns_of_two_seats_are_not_compared() -> None:
     counter = itertools.count()
     settings = TrainerSettings.load(rollout="environment", credit="turn", advantage="dr_grpo")
     sequences = [played(0, 0, 1), played(1, -1), played(0, 0, 1), played(1, -1)]
-    [group] = with_advantages([TrainingGroup([1], sequences)], settings)
+    [group] = Objective(settings).with_advantages([TrainingGroup([1], sequences)])
     assert [s.advantages for s in group.sequences] == [[0, 0], [0], [0, 0], [0]]
 
 

@@ -1,0 +1,314 @@
+"""Checks of a run before anything starts: names and values of variables, number of engines, models, files, functions.
+
+A component ignores the variables of others, because ``--env`` reaches every task, so no component notices a misspelt
+name. A component's module ``own_code`` imports the user's functions as the component will, in a separate process with
+the node's environment, because an import may take memory, print, or read variables. The modules that read data and
+models do the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from local_runner.nodes import Run, gpus_of, node_environment
+from local_runner.spec import JobGroup, TaskSpec, nearest
+from services.core.endpoints import Task
+from services.core.errors import ConfigurationError
+from services.core.files import check_model, check_model_directory
+from services.core.settings import Settings
+from services.data_server.settings import DataSettings, check_file, named_files
+from services.rollout_server.settings import EngineKind, RolloutSettings
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A settings class, by module and name, and the tasks whose components read it."""
+
+    heading: str
+    """The heading of its table in docs/configuration.md."""
+    module: str
+    name: str
+    tasks: tuple[str, ...]
+
+    def settings_class(self) -> type[Settings]:
+        """Import and return the class."""
+        found: type[Settings] = getattr(importlib.import_module(self.module), self.name)
+        return found
+
+
+READERS = (
+    Reader("Trainer and collectors", "trainer.config", "TrainerSettings", (Task.TRAINER, Task.COLLECTOR)),
+    Reader("data-server", "services.data_server.settings", "DataSettings", (Task.DATA_SERVER, "evaluate")),
+    Reader("rollout-server", "services.rollout_server.settings", "RolloutSettings", (Task.ROLLOUT_SERVER,)),
+    Reader("reward-server", "services.reward_server.settings", "RewardSettings", (Task.REWARD_SERVER,)),
+    Reader("replay-buffer", "services.replay_buffer.settings", "ReplaySettings", (Task.REPLAY_BUFFER,)),
+    Reader("gateway", "services.gateway.settings", "GatewaySettings", (Task.GATEWAY,)),
+    Reader(
+        "environment-server", "services.environment_server.settings", "EnvironmentSettings", (Task.ENVIRONMENT_SERVER,)
+    ),
+    Reader("evaluation-head", "services.evaluation_head.settings", "HeadSettings", (Task.EVALUATION_HEAD,)),
+    Reader("Evaluation of checkpoints", "evaluation.settings", "EvaluationSettings", ("evaluate",)),
+)
+"""In the order of docs/configuration.md."""
+
+S = TypeVar("S", bound=Settings)
+
+LIBRARIES = (
+    *("AWS_", "AZURE_", "CUBLAS_", "CUDA_", "DNNL_", "DYLD_", "FI_", "FLASHINFER_", "GIT_", "GLIBC_", "GLOO_"),
+    *("GOMP_", "GOOGLE_", "HF_", "HSA_", "HUGGING", "KMP_", "KUBE", "LC_", "LD_", "LIBC_", "MALLOC_", "MKL_", "NCCL_"),
+    *("NVIDIA_", "NVTE_", "OMP_", "ONEDNN_", "OPENAI_", "OPENBLAS_", "OTEL_", "PIP_", "PYTHON", "PYTORCH_", "RAY_"),
+    *("REQUESTS_", "ROCR_", "RUST_", "S3_", "SGLANG_", "SGL_", "SKYPILOT_", "SSL_", "TOKENIZERS_", "TORCH", "TRITON_"),
+    *("TRANSFORMERS_", "UCX_", "UV_", "VIRTUAL_ENV", "WANDB_", "XDG_"),
+)
+"""The prefixes of variables that libraries and the system read."""
+
+SYSTEM = {"CI", "DEBUG", "HOME", "HOSTNAME", "LANG", "NO_COLOR", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER"}
+LIKE_A_SETTING = 0.9
+"""A library's variable counts as a misspelt setting if it is at least this similar to one (difflib's ratio)."""
+IMPORT_SECONDS = 120.0
+"""Longest time that the import of a component's functions may take."""
+ERROR = "error: "
+"""The beginning of the line in which ``exit_code_of`` names an error."""
+
+
+def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str, str]) -> None:
+    """Check that a component reads every given variable; a name that the job group's file declares passes.
+
+    Args:
+        group: the job group.
+        options: variables of the command line, which a component of this job group must read.
+        files: variables of files, which may serve several job groups, so a component of any may read them.
+
+    Raises:
+        ConfigurationError: no component reads a variable; the message has the nearest name.
+    """
+    readers: dict[str, list[str]] = {}
+    for reader in READERS:
+        for field in reader.settings_class().model_fields:
+            readers.setdefault(field.upper(), []).extend(reader.tasks)
+    tasks = {task.name for task in group.tasks}
+    declared = {name for task in group.tasks for name in task.declared}
+    problems = []
+    for name in dict.fromkeys((*options, *files)):
+        if name in declared or _is_foreign(name, readers):
+            continue
+        if name.upper() not in readers:
+            near = nearest(name.upper(), {*readers, *declared}, "nearest setting")
+            problems.append(
+                f"{name} is read by no component{near}. If your own code reads it, declare it under "
+                "`envs` of its task in the job group's file"
+            )
+        elif name in options and not tasks.intersection(readers[name.upper()]):
+            owners = " and ".join(readers[name.upper()])
+            problems.append(f"{name} is read by {owners} alone, which job group {group.name} does not have")
+    if problems:
+        raise ConfigurationError("; ".join(problems))
+
+
+def check_values(run: Run) -> None:
+    """Check the settings of every task by loading them as its first node will.
+
+    Raises:
+        ConfigurationError: a value is not allowed; the message names the tasks that refuse it.
+    """
+    problems: dict[str, list[str]] = {}
+    for task in run.group.tasks:
+        for reader in READERS:
+            if task.name not in reader.tasks:
+                continue
+            try:
+                load_settings(run, task, reader.settings_class())
+            except ConfigurationError as error:
+                problems.setdefault(str(error), []).append(task.name)
+    if problems:
+        raise ConfigurationError("; ".join(f"{', '.join(tasks)}: {problem}" for problem, tasks in problems.items()))
+
+
+def load_settings(run: Run, task: TaskSpec, settings_class: type[S]) -> S:
+    """Return the settings that the first node of ``task`` will load.
+
+    Raises:
+        ConfigurationError: a value is not allowed.
+    """
+    with _environment(node_environment(run, task, 0)):
+        return settings_class.load()
+
+
+def all_settings(run: Run) -> Iterator[tuple[TaskSpec, Reader, Settings]]:
+    """Yield the settings of each task of a run, by the component that reads them.
+
+    Raises:
+        ConfigurationError: a value is not allowed.
+    """
+    for task in run.group.tasks:
+        for reader in READERS:
+            if task.name in reader.tasks:
+                yield task, reader, load_settings(run, task, reader.settings_class())
+
+
+def as_keywords(message: str, given: Iterable[str]) -> str:
+    """Return ``message`` with the names of settings and those of ``given`` as keywords of ``train``: in lower case."""
+    names = {field.upper() for reader in READERS for field in reader.settings_class().model_fields} | set(given)
+    return re.sub(r"\b[A-Z][A-Z0-9_]*\b", lambda found: found[0].lower() if found[0] in names else found[0], message)
+
+
+def _is_foreign(name: str, settings: Iterable[str]) -> bool:
+    """Return whether a library or the system reads ``name``, and it is not a misspelt setting."""
+    upper = name.upper()
+    if upper in settings:
+        return False
+    if upper in SYSTEM or upper.endswith("_PROXY"):
+        return True
+    return upper.startswith(LIBRARIES) and not difflib.get_close_matches(upper, settings, 1, LIKE_A_SETTING)
+
+
+def setting_like(name: str) -> str | None:
+    """Return the setting that has a name or begins or ends with it, as MAX_STEPS for ``steps``; None without one."""
+    name = name.upper()
+    settings = {field.upper() for reader in READERS for field in reader.settings_class().model_fields}
+    like = [
+        one for one in sorted(settings) if f"_{name}_" in f"_{one}_" and (one.startswith(name) or one.endswith(name))
+    ]
+    return next(iter(difflib.get_close_matches(name, like, 1, 0.0)), None)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Replace this process's environment by ``variables`` within the context."""
+    before = dict(os.environ)
+    try:
+        os.environ.clear()
+        os.environ.update(variables)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def check_engines(run: Run) -> None:
+    """Check that there are MIN_WORKERS engines, whose given sizes fit a node's GPUs and a model on this machine.
+
+    Where this machine has no GPUs, those that the job group asks for count, because the same settings go to a cluster.
+
+    Raises:
+        ConfigurationError: there are fewer engines than MIN_WORKERS, or a size does not divide the GPUs of a node or
+            the attention heads of the model.
+    """
+    for task in run.group.tasks:
+        if task.name != Task.ROLLOUT_SERVER:
+            continue
+        settings = load_settings(run, task, RolloutSettings)
+        n_gpus = len(gpus_of(run, task, 0)) or task.gpus_per_node
+        if settings.rollout_engine is EngineKind.EMBEDDED or not n_gpus:
+            _check_number(run, task, 1)
+            continue
+        _check_number(run, task, max(1, n_gpus // (settings.sglang_tp_size or 1)))
+        # Only now: most runs on one machine have no such engine, and begin the sooner without these imports.
+        from services.rollout_server.placement import check_given_sizes, read_config
+
+        try:
+            check_model_directory(settings.model_name)
+            config = read_config(settings.model_name) if Path(settings.model_name).is_dir() else None
+            check_given_sizes(settings, n_gpus, config)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{task.name}: {error}") from error
+
+
+def _check_number(run: Run, task: TaskSpec, each: int) -> None:
+    """Check that nodes of ``each`` engines at most are enough for MIN_WORKERS."""
+    engines, nodes = task.num_nodes * each, f"{task.num_nodes} node{'s'[: task.num_nodes > 1]}"
+    wanted = max(getattr(settings, "min_workers", 1) for _, _, settings in all_settings(run))
+    if wanted > engines:
+        raise ConfigurationError(
+            f"MIN_WORKERS is {wanted}, but {task.name} has {nodes} for {engines} engine{'s'[: engines > 1]} here; give "
+            f"--env MIN_WORKERS={engines}, or --num-nodes {task.name}={math.ceil(wanted / each)}"
+        )
+
+
+def check_own_code(run: Run) -> None:
+    """Check that the files exist and the functions can be imported that the settings of the run's tasks name.
+
+    Raises:
+        ConfigurationError: one does not exist or cannot be used; the message names the tasks that need it.
+    """
+    problems: dict[str, list[str]] = {}
+    for task, reader, settings in all_settings(run):
+        package = reader.module.rpartition(".")[0]
+        for problem in (*_missing_files(settings), *_failed_imports(run, task, settings, package)):
+            problems.setdefault(problem, []).append(task.name)
+    if problems:
+        raise ConfigurationError("; ".join(f"{', '.join(tasks)}: {problem}" for problem, tasks in problems.items()))
+
+
+def unchecked_models(run: Run) -> list[str]:
+    """Return the models that are neither directories nor known to the Hugging Face hub, because it does not answer.
+
+    Raises:
+        ConfigurationError: the hub answers that it has no such model.
+    """
+    named = ((getattr(settings, "model_name", None), task) for task, _, settings in all_settings(run))
+    tasks = {model: task for model, task in named if model and not Path(model).expanduser().exists()}
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return list(tasks)
+    return [model for model, task in tasks.items() if not ask(run, task, "services.core.models", model)]
+
+
+def ask(run: Run, task: TaskSpec, module: str, *arguments: str, seconds: float = IMPORT_SECONDS) -> str:
+    """Run a module as the first node of ``task`` would, and return what it prints.
+
+    Raises:
+        ConfigurationError: the module ends with an error, which is the message.
+        TimeoutError: it takes more than ``seconds``.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    environment = node_environment(run, task, 0)
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"{module} takes more than {seconds:.0f} s") from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"{' '.join(command)} ended with exit code {done.returncode}"]
+        said = next((line.removeprefix(ERROR) for line in reversed(lines) if line.startswith(ERROR)), lines[-1])
+        raise ConfigurationError(said)
+    return done.stdout
+
+
+def _missing_files(settings: Settings) -> Iterator[str]:
+    try:
+        if model := getattr(settings, "model_name", None):
+            check_model(model)
+    except ConfigurationError as error:
+        yield str(error)
+    if not isinstance(settings, DataSettings):
+        return
+    for variable, path in named_files(settings).items():
+        try:
+            check_file(variable, path)
+        except ConfigurationError as error:
+            yield str(error)
+
+
+def _failed_imports(run: Run, task: TaskSpec, settings: Settings, package: str) -> Iterator[str]:
+    if not settings.own_functions:
+        return
+    try:
+        ask(run, task, f"{package}.own_code")
+    except TimeoutError:
+        given = ", ".join(f"{variable}={value}" for variable, value in settings.own_functions.items())
+        yield f"{given}: the import takes more than {IMPORT_SECONDS:.0f} s; load what is large at the first call"
+    except ConfigurationError as error:
+        yield str(error)

@@ -1,0 +1,255 @@
+"""Datasets that are generated: arithmetic, seeds of episodes, and the questions of reasoning-gym.
+
+Each generator returns training and held-out rows as tables with the text columns question and answer, and perhaps
+ground_truth (otherwise found in the answers) and category.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from services.core.errors import ConfigurationError
+from services.core.extras import install_command
+from services.core.logs import get_logger
+from services.data_server.settings import DataSettings
+from services.protocol.ground_truths import REASONING_GYM
+
+log = get_logger(__name__)
+
+Tables = tuple[pa.Table, pa.Table]
+"""Training and held-out rows."""
+
+ARITHMETIC_HELD_OUT_SHARE = 0.2
+_PAIRS_A_LEVEL = 20_000
+"""Pairs of operands that a level and operation keeps at most, which bounds the memory of three-digit questions."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its answer and its level, such as ``2-digit +``."""
+
+    question: str
+    answer: str
+    category: str
+
+
+def arithmetic_questions(
+    *, digits: list[int], operations: str, template: str, seed: int
+) -> tuple[list[Question], list[Question]]:
+    """Return all questions, split into training and held-out ones, the same for the same arguments.
+
+    The two orders of a sum or product are on one side, so that no held-out question is a training question turned
+    round. Differences are never negative.
+
+    Args:
+        digits: levels; both operands have that many digits (a zero counts as one).
+        operations: some of ``+``, ``-`` and ``*``.
+        template: text with the fields ``a``, ``op`` and ``b``.
+        seed: decides the split, and the pairs of a level that has too many.
+    """
+    train: list[Question] = []
+    held_out: list[Question] = []
+    for level in sorted(set(digits)):
+        low, high = (0 if level == 1 else 10 ** (level - 1)), 10**level
+        for operation in sorted(set(operations)):
+            chooser = random.Random(f"{seed}/{level}/{operation}")
+            number_of_pairs = (high - low) * (high - low + 1) // 2
+            chosen = chooser.sample(range(number_of_pairs), min(number_of_pairs, _PAIRS_A_LEVEL))
+            cut = max(1, round(ARITHMETIC_HELD_OUT_SHARE * len(chosen)))
+            for place, code in enumerate(chosen):
+                smaller, larger = _pair(code)
+                side = held_out if place < cut else train
+                side.extend(
+                    _ask_arithmetic(low + smaller, low + larger, operation, template, f"{level}-digit {operation}")
+                )
+    return train, held_out
+
+
+def _pair(code: int) -> tuple[int, int]:
+    """Return pair number ``code`` of (0, 0), (0, 1), (1, 1), (0, 2), ...: every pair with first <= second once."""
+    second = (math.isqrt(8 * code + 1) - 1) // 2
+    return code - second * (second + 1) // 2, second
+
+
+def _ask_arithmetic(smaller: int, larger: int, operation: str, template: str, category: str) -> list[Question]:
+    if operation == "-":
+        return [Question(template.format(a=larger, op="-", b=smaller), str(larger - smaller), category)]
+    orders = {(smaller, larger), (larger, smaller)}
+    answer = str(smaller + larger if operation == "+" else smaller * larger)
+    return [Question(template.format(a=a, op=operation, b=b), answer, category) for a, b in sorted(orders)]
+
+
+def _arithmetic_tables(settings: DataSettings, _refused: Counter[str]) -> Tables:
+    train, held_out = (
+        pa.Table.from_pylist([vars(question) for question in split])
+        for split in arithmetic_questions(
+            digits=[int(digit) for digit in settings.arithmetic_digits.split(",")],
+            operations=settings.arithmetic_operations,
+            template=settings.arithmetic_template,
+            seed=settings.data_seed,
+        )
+    )
+    return train, held_out
+
+
+TRAINING_SEEDS = range(10_000)
+HELD_OUT_SEEDS = range(10_000, 11_000)
+"""No held-out seed is a training seed, whatever DATA_SEED is."""
+
+
+def _seed_tables(_settings: DataSettings, _refused: Counter[str]) -> Tables:
+    """Return seeds as prompts, for ROLLOUT=environment: an episode begins with a seed instead of a question."""
+    train, held_out = (
+        pa.table(
+            {
+                "question": [f"The episode of seed {seed}" for seed in split],
+                "answer": [str(seed) for seed in split],
+                "ground_truth": [str(seed) for seed in split],
+            }
+        )
+        for split in (TRAINING_SEEDS, HELD_OUT_SEEDS)
+    )
+    return train, held_out
+
+
+REASONING_INSTRUCTION = "Think step by step, then give only the final answer between <answer> and </answer>."
+
+_GENERATOR = re.compile(r"(?P<name>\w+)(?:=(?P<weight>\d*\.?\d+))?")
+_LOGGED_EVERY = 500
+
+
+class _ReasoningConfig(BaseModel):
+    """DATASET_CONFIG of reasoning-gym."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    size: int = Field(1000, ge=2, le=10_000_000)
+    levels: list[int] | None = Field(None, min_length=1)
+    generators: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_generators(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        own = {key: value for key, value in given.items() if key in ("size", "levels")}
+        return {**own, "generators": {key: value for key, value in given.items() if key not in own}}
+
+
+def _reasoning_tables(settings: DataSettings, refused: Counter[str]) -> Tables:
+    """Return questions of reasoning-gym, which runs in a process of its own (``reasoning_questions``).
+
+    A question (its text) is on one side only: DATA_SEED and the text itself decide which. Held-out questions are
+    distinct; training questions recur where a generator has few at a level. ``refused`` counts questions that the
+    generator could not make.
+
+    Raises:
+        ConfigurationError: the package is missing, or DATASET or DATASET_CONFIG is wrong.
+    """
+    rows = _generate_reasoning(_reasoning_plan(settings), refused)
+    texts = {row["question"] for row in rows}
+    in_random_order = sorted(texts, key=lambda text: hashlib.blake2b(f"{settings.data_seed} {text}".encode()).digest())
+    held_out = set(in_random_order[: max(1, round(settings.dataset_held_out * len(texts)))])
+    train = [row for row in rows if row["question"] not in held_out]
+    test = {row["question"]: row for row in rows if row["question"] in held_out}
+    schema = pa.schema([(name, pa.string()) for name in ("question", "answer", "ground_truth", "category")])
+    return pa.Table.from_pylist(train, schema), pa.Table.from_pylist(list(test.values()), schema)
+
+
+def _reasoning_plan(settings: DataSettings) -> dict[str, Any]:
+    """Return the fields of ``reasoning_questions.Plan``."""
+    weights: dict[str, float] = {}
+    for part in settings.dataset.removeprefix(REASONING_GYM).split(","):
+        match = _GENERATOR.fullmatch(part.strip())
+        if match is None or float(match["weight"] or 1) == 0 or match["name"] in weights:
+            raise ConfigurationError(
+                f"DATASET {settings.dataset!r}: {part.strip()!r} is not a generator with a weight above 0, or occurs "
+                f"twice; write {REASONING_GYM}NAME or {REASONING_GYM}NAME=2,OTHER=1"
+            )
+        weights[match["name"]] = float(match["weight"] or 1)
+    try:
+        config = _ReasoningConfig.model_validate_json(settings.dataset_config or "{}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigurationError(
+            f"DATASET_CONFIG {settings.dataset_config!r}: {where}{': ' if where else ''}{first['msg']}; "
+            f'write JSON such as {{"size": 1000, "levels": [0, 1], "chain_sum": {{"max_terms": 3}}}}'
+        ) from error
+    if config.levels is not None and min(config.levels) < 0:
+        raise ConfigurationError(f"DATASET_CONFIG has the level {min(config.levels)}; the easiest level is 0")
+    return {
+        "weights": weights,
+        "size": config.size,
+        "levels": config.levels,
+        "parameters": config.generators,
+        "seed": settings.data_seed,
+    }
+
+
+def _generate_reasoning(plan: dict[str, Any], refused: Counter[str]) -> list[dict[str, str]]:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ConfigurationError(
+            f"DATASET {REASONING_GYM}... needs reasoning-gym, which is not installed; run: "
+            f"{install_command('data', 'reasoning-gym')}"
+        )
+    rows: list[dict[str, str]] = []
+    failures: list[str] = []
+    with subprocess.Popen(
+        [sys.executable, "-m", "services.data_server.reasoning_questions"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # A process that ends before it has read or written everything says why by its exit code.
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            json.dump(plan, process.stdin)
+        for line in process.stdout:
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            if "error" in found:
+                raise ConfigurationError(found["error"])
+            if "failed" in found:
+                failures.append(found["failed"])
+            else:
+                rows.append(found)
+            if (len(rows) + len(failures)) % _LOGGED_EVERY == 0:
+                log.info("generating", questions=len(rows), of=plan["size"])
+    if process.returncode != 0:
+        raise ConfigurationError(
+            f"the generator of reasoning-gym's questions ended with {process.returncode}; see its error above"
+        )
+    refused["not generated"] += len(failures)
+    if not rows:
+        raise ConfigurationError(f"DATASET: no question could be made; {failures[0][:300]}; correct DATASET_CONFIG")
+    return rows
+
+
+TABLES: dict[str, Callable[[DataSettings, Counter[str]], Tables]] = {
+    "arithmetic": _arithmetic_tables,
+    "seeds": _seed_tables,
+    REASONING_GYM: _reasoning_tables,
+}
+"""The generators by their name in settings.GENERATORS. They count rows that they could not make, by reason."""

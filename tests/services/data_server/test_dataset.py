@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.chat.tokenizers import load_tokenizer
+from services.core.errors import ConfigurationError
+from services.data_server.dataset import PromptMaker, load
+from services.data_server.settings import DataSettings, GroundTruthFormat
+from services.data_server.sources import INSTRUCTIONS, Row
+from tests.rows import write_rows
+
+EXAMPLES = [Row(0, "1 + 1?", "It is #### 2", "2", None), Row(1, "2 + 2?", "It is #### 4", "4", None)]
+
+
+def maker(model: str | None, form: str = "plain", examples: list[Row] | None = None, **options: Any) -> PromptMaker:
+    settings = DataSettings(dataset="x", model_name=model, **options)
+    tokenizer = None if model is None else load_tokenizer(model)
+    return PromptMaker(settings, INSTRUCTIONS.get(GroundTruthFormat(form)), tokenizer, examples or [])
+
+
+def test_chat_prompts_are_the_template_with_system_turn_instruction_and_generation_marker(chat_model: str) -> None:
+    made = maker(chat_model, system_prompt="Be brief.", instruction="Answer in words.")
+    text = "<system>Be brief.</s><user>3 + 4?\nAnswer in words.</s><assistant>"
+    assert made.text("3 + 4?") == text
+    tokenizer: Any = load_tokenizer(chat_model)
+    ids = made.token_ids(["3 + 4?"])[0]
+    assert tokenizer.decode(ids) == text
+    # The template writes the special tokens; a second begin token must not come before it.
+    assert ids[0] == tokenizer.convert_tokens_to_ids("<system>")
+    assert made.messages("3 + 4?") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "3 + 4?\nAnswer in words."},
+    ]
+
+
+def test_arguments_of_the_chat_template_reach_it_and_make_other_prompts(chat_model: str) -> None:
+    tokenizer: Any = load_tokenizer(chat_model)
+    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking is false %} /no_think{% endif %}"
+    settings = DataSettings(dataset="x", model_name=chat_model, chat_template_args={"enable_thinking": False})
+    made, other = (
+        PromptMaker(settings, None, tokenizer, []),
+        PromptMaker(DataSettings(dataset="x"), None, tokenizer, []),
+    )
+    assert made.text("3 + 4?") == "3 + 4? /no_think"
+    assert other.text("3 + 4?") == "3 + 4?"
+    assert made.digest() != other.digest()
+
+
+def test_plain_prompts_are_the_text_with_the_tokenizers_begin_token(base_model: str) -> None:
+    made = maker(base_model, prompt_style="plain", system_prompt="Sums.")
+    assert made.text("3 + 4?") == "Sums.\n\n3 + 4?"
+    tokenizer: Any = load_tokenizer(base_model)
+    assert tokenizer.decode(made.token_ids(["3 + 4?"])[0]) == "<s>Sums.\n\n3 + 4?"
+
+
+def test_few_shot_examples_are_turns_with_a_chat_template_and_text_without(chat_model: str, base_model: str) -> None:
+    chat = maker(chat_model, prompt_style="few_shot", examples=EXAMPLES)
+    assert chat.text("3 + 4?") == (
+        "<user>1 + 1?</s><assistant>It is #### 2</s><user>2 + 2?</s><assistant>It is #### 4</s>"
+        "<user>3 + 4?</s><assistant>"
+    )
+    text = maker(base_model, prompt_style="few_shot", examples=EXAMPLES)
+    assert text.text("3 + 4?") == (
+        "Question: 1 + 1?\nAnswer: It is #### 2\n\nQuestion: 2 + 2?\nAnswer: It is #### 4\n\nQuestion: 3 + 4?\nAnswer:"
+    )
+
+
+@pytest.mark.parametrize(("form", "part"), [("hash", '"####"'), ("boxed", "\\boxed{}"), ("plain", None)])
+def test_the_instruction_asks_for_the_form_of_the_ground_truths(form: str, part: str | None) -> None:
+    turn = maker(None, form).user_turn("3 + 4?")
+    assert turn == "3 + 4?" if part is None else part in turn
+    assert maker(None, form, instruction="none").user_turn("3 + 4?") == "3 + 4?"
+
+
+def test_without_a_model_there_are_no_token_ids(chat_model: str) -> None:
+    assert maker(None).token_ids(["a", "b"]) == [[], []]
+
+
+def test_many_at_once_get_the_same_ids_as_one_by_one(chat_model: str) -> None:
+    made = maker(chat_model)
+    questions = [f"What is {i}?" for i in range(300)]
+    assert made.token_ids(questions) == [made.token_ids([question])[0] for question in questions]
+
+
+def test_a_chat_style_without_a_template_is_refused(base_model: str) -> None:
+    with pytest.raises(ConfigurationError, match="no chat template; set PROMPT_STYLE=plain"):
+        maker(base_model)
+
+
+def test_a_tokenizer_that_cannot_be_had_is_an_error(tmp_path: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"MODEL_NAME '.*' cannot be loaded.*give a directory") as error:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_process_of_its_own_gets_by_without_torch(chat_model: str) -> None:
+    check = f"""
+import sys
+from services.data_server.dataset import load
+from services.data_server.settings import DataSettings
+data = load(DataSettings(dataset="arithmetic", model_name={chat_model!r}), own_process=True)
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parents[3], check=False).returncode == 0
+
+
+ROWS = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(40)]
+
+
+@pytest.fixture
+def fingerprint(tmp_path: Path, chat_model: str) -> Any:
+    """The fingerprint with some settings; by default of ROWS in a file."""
+
+    def of(**settings: Any) -> dict[str, str]:
+        given = {"dataset": str(write_rows(tmp_path / "rows.jsonl", ROWS)), "model_name": chat_model} | settings
+        return load(DataSettings.load(**given)).fingerprint
+
+    return of
+
+
+@pytest.mark.parametrize("name", ["elsewhere/rows.jsonl", "other-name.jsonl", "rows.parquet"])
+def test_it_is_the_same_wherever_and_however_the_rows_are_stored(fingerprint: Any, tmp_path: Path, name: str) -> None:
+    assert fingerprint(dataset=str(write_rows(tmp_path / name, ROWS))) == fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed"),
+    [
+        ({"data_seed": 1}, {"training prompts", "held-out prompts", "order"}),
+        ({"curriculum": "source"}, {"order"}),
+        ({"curriculum": "balanced"}, {"order"}),
+        ({"dataset_held_out": 0.5}, {"training prompts", "held-out prompts"}),
+        ({"system_prompt": "Be brief."}, {"form"}),
+        ({"instruction": "Think."}, {"form"}),
+        ({"prompt_style": "plain"}, {"form"}),
+        ({"max_prompt_tokens": 100}, {"form"}),
+        ({"prompt_style": "few_shot"}, {"training prompts", "form"}),
+    ],
+)
+def test_it_shows_what_a_setting_changes(fingerprint: Any, settings: dict[str, Any], changed: set[str]) -> None:
+    before, after = fingerprint(), fingerprint(**settings)
+    assert {part for part in before if before[part] != after[part]} == changed
+
+
+@pytest.mark.parametrize("column", ["question", "answer"])
+def test_it_shows_one_changed_row_and_one_more(fingerprint: Any, tmp_path: Path, column: str) -> None:
+    changed = [*ROWS[:-1], ROWS[-1] | {column: "99"}]
+    more = [*ROWS, {"question": "1+2=", "answer": "3"}]
+    before = fingerprint()
+    for rows in (changed, more):
+        after = fingerprint(dataset=str(write_rows(tmp_path / "changed.jsonl", rows)))
+        assert after["training prompts"] != before["training prompts"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"arithmetic_operations": "-"}, {"arithmetic_digits": "1,2"}, {"arithmetic_template": "{a} {op} {b} = ?"}],
+)
+def test_it_shows_other_arithmetic(fingerprint: Any, settings: dict[str, str]) -> None:
+    before, after = fingerprint(dataset="arithmetic"), fingerprint(dataset="arithmetic", **settings)
+    assert after["training prompts"] != before["training prompts"]
+    assert after["held-out prompts"] != before["held-out prompts"]
+
+
+def test_it_shows_another_chat_template(fingerprint: Any, base_model: str) -> None:
+    before, after = fingerprint(prompt_style="few_shot"), fingerprint(prompt_style="few_shot", model_name=base_model)
+    assert {part for part in before if before[part] != after[part]} == {"form"}

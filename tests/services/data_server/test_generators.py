@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.core.errors import ConfigurationError
+from services.data_server import sources
+from services.data_server.dataset import load as load_dataset
+from services.data_server.generators import ARITHMETIC_HELD_OUT_SHARE, arithmetic_questions
+from services.data_server.reasoning_questions import Plan, PlanError, Question, questions
+from services.data_server.settings import DataSettings
+from services.protocol.ground_truths import Entry
+
+TEMPLATE = "What is {a} {op} {b}? Answer with just the number."
+
+
+def make(digits: list[int], operations: str, seed: int = 0) -> tuple[list[tuple[int, str, int, str]], ...]:
+    sides = arithmetic_questions(digits=digits, operations=operations, template=TEMPLATE, seed=seed)
+    parsed = []
+    for side in sides:
+        found = [(re.fullmatch(r"What is (\d+) ([-+*]) (\d+)\? .*", q.question), q.answer) for q in side]
+        parsed.append([(int(m[1]), m[2], int(m[3]), answer) for m, answer in found if m])
+        assert len(parsed[-1]) == len(side)
+    return tuple(parsed)
+
+
+@pytest.mark.parametrize(("digits", "operations"), [([1], "+"), ([2], "+"), ([1, 2], "+-*")])
+def test_answers_are_right_and_operands_have_their_digits(digits: list[int], operations: str) -> None:
+    for a, op, b, answer in [q for side in make(digits, operations) for q in side]:
+        assert str({"+": a + b, "-": a - b, "*": a * b}[op]) == answer
+        assert len(str(a)) in digits
+        assert len(str(b)) in digits
+        assert not answer.startswith("-")
+
+
+@pytest.mark.parametrize(("digits", "operations"), [([1], "+"), ([2], "*"), ([1, 2], "+-*")])
+def test_no_held_out_question_is_a_training_question_turned_round(digits: list[int], operations: str) -> None:
+    train, held_out = make(digits, operations)
+    pairs = [{(op, *sorted((a, b))) for a, op, b, _ in side} for side in (train, held_out)]
+    assert pairs[0].isdisjoint(pairs[1])
+    assert len(pairs[1]) == pytest.approx(ARITHMETIC_HELD_OUT_SHARE * len(pairs[0] | pairs[1]), rel=0.1)
+
+
+def test_one_digit_sums_are_all_there() -> None:
+    train, held_out = make([1], "+")
+    assert sorted((a, b) for a, _, b, _ in train + held_out) == [(a, b) for a in range(10) for b in range(10)]
+
+
+def test_the_seed_decides_the_split_and_nothing_else_does() -> None:
+    assert make([2], "+", 1) == make([2], "+", 1)
+    assert make([2], "+", 1) != make([2], "+", 2)
+
+
+def test_seeds_are_digits_and_held_out_ones_are_others() -> None:
+    source = sources.load(DataSettings(dataset="seeds"))
+    train, test = (
+        {row.ground_truth for row in rows.take(list(range(len(rows))))} for rows in (source.train, source.test)
+    )
+    assert (len(train), len(test)) == (10_000, 1_000)
+    assert all(seed.isdecimal() for seed in train | test)
+    assert not train & test
+    assert source.instruction is None
+
+
+pytest.importorskip("reasoning_gym", reason="no reasoning-gym, which needs a C compiler")
+
+
+def load(dataset: str, config: str | None = None, **options: Any) -> sources.Source:
+    return sources.load(DataSettings(dataset=dataset, dataset_config=config, **options))
+
+
+def plan(size: int = 40, levels: list[int] | None = None, seed: int = 0, **weights: float) -> Plan:
+    return Plan(weights=weights, size=size, levels=levels, parameters={}, seed=seed)
+
+
+def made(plan: Plan) -> list[Question]:
+    found = list(questions(plan))
+    assert all(isinstance(question, Question) for question in found), found
+    return [question for question in found if isinstance(question, Question)]
+
+
+def test_held_out_questions_are_distinct_and_none_is_a_training_question() -> None:
+    # One-digit sums of two terms: 200 at most, so that 1000 draws repeat most of them.
+    config = '{"chain_sum": {"max_terms": 2, "max_digits": 1}}'
+    source = load("reasoning_gym:chain_sum", config, dataset_held_out=0.2)
+    train, test = (rows.take(list(range(len(rows)))) for rows in (source.train, source.test))
+    asked = [row.question for row in test]
+    assert len(set(asked)) == len(asked) >= 30
+    assert len({row.question for row in train}) < len(train)
+    assert not {row.question for row in train} & set(asked)
+    assert source.instruction is not None
+    assert "<answer>" in source.instruction
+    row = train[0]
+    assert row.answer == f"<answer>{Entry.from_json(row.ground_truth).content['answer']}</answer>"
+    assert row.category == "chain_sum"
+
+
+def test_generators_share_the_questions_by_weight_and_levels_ascend() -> None:
+    found = made(plan(size=60, levels=[2, 0], chain_sum=2, spell_backward=1))
+    assert [q.category for q in found[:6]].count("chain_sum 0") == 4
+    categories = Counter(q.category for q in found)
+    assert categories == {
+        "chain_sum 0": 20,
+        "spell_backward 0": 10,
+        "chain_sum 2": 20,
+        "spell_backward 2": 10,
+    }
+    assert [q.category[-1] for q in found] == ["0"] * 30 + ["2"] * 30
+    hard = Entry.from_json(next(q.ground_truth for q in found if q.category == "chain_sum 2"))
+    assert hard.content["metadata"]["difficulty"] == {"num_terms": (4, 4), "num_digits": (3, 3)}
+    # What the scoring may read of the level's parameters.
+    assert hard.parameters == {"min_terms": 4, "max_terms": 4, "min_digits": 3, "max_digits": 3}
+
+
+def test_a_level_above_a_generators_highest_is_its_highest_and_asked_once() -> None:
+    assert Counter(q.category for q in made(plan(levels=[3, 7, 9], lcm=1))) == {"lcm 3": 40}
+
+
+def test_another_seed_asks_other_questions_and_not_the_same_moved_by_one() -> None:
+    first, again, other = ([q.question for q in made(plan(seed=seed, products=1))] for seed in (0, 0, 1))
+    assert first == again
+    assert len(set(first) & set(other)) < 5
+
+
+def test_questions_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = set()
+    for seed in ("1", "2"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        digests.add(load("reasoning_gym:isomorphic_strings", '{"size": 50}').train.digest())
+    assert len(digests) == 1
+
+
+def test_questions_are_the_same_on_every_day() -> None:
+    entries = [q.ground_truth for q in made(plan(time_intervals=1))]
+    assert any("2000-01-01" in entry for entry in entries)
+    assert not any(datetime.date.today().isoformat() in entry for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "config", "message"),
+    [
+        ("chain_sum=0", None, r"'chain_sum=0' is not a generator with a weight above 0"),
+        ("chain_sum,chain_sum", None, "occurs twice"),
+        ("", None, "write reasoning_gym:NAME"),
+        ("chain_sum", "main", r"DATASET_CONFIG 'main'.*write JSON such as"),
+        ("chain_sum", '{"size": "many"}', r"size: .*integer"),
+        ("chain_sum", '{"levels": [-1]}', "level -1; the easiest level is 0"),
+        ("chain_sum", '{"max_terms": 3}', r"max_terms"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_is_generated(
+    dataset: str, config: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message) as error:
+        load(f"reasoning_gym:{dataset}", config)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_generator_is_refused_with_close_names() -> None:
+    with pytest.raises(ConfigurationError, match=r"no generator 'chain_sm'; close are chain_sum"):
+        load("reasoning_gym:chain_sm")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"chain_sum": {"words": 3}}, r"refuses its parameters: .*'words'.* \(it has .*max_terms"),
+        ({"chain_sum": {"min_terms": 0}}, r"min_terms must be positive"),
+        ({"chain_sum": {"size": 5}}, "refuses its parameters"),
+        ({"lcm": {}}, "parameters of lcm, which DATASET does not name"),
+    ],
+)
+def test_wrong_parameters_are_refused_with_those_that_there_are(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        list(questions(Plan({"chain_sum": 1}, 10, None, parameters, 0)))
+
+
+def test_a_question_that_cannot_be_made_or_written_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
+
+    original = ChainSumDataset.__getitem__
+
+    def moody(self: Any, index: int) -> dict[str, Any]:
+        if index == 3:
+            raise RuntimeError("no puzzle found")
+        found = original(self, index)
+        return found | {"metadata": {"thing": object()}} if index == 5 else found
+
+    monkeypatch.setattr(ChainSumDataset, "__getitem__", moody)
+    found = list(questions(plan(size=10, chain_sum=1)))
+    assert [text for text in found if isinstance(text, str)] == [
+        "chain_sum: RuntimeError: no puzzle found",
+        "chain_sum: TypeError: object has no form in JSON",
+    ]
+    assert len(found) == 10
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [("exec 0<&-; exit 3", "3"), ("""cat >/dev/null; printf '{"question": "a'; kill -9 $$""", "-9")],
+    ids=["before it reads its plan", "within a line"],
+)
+def test_a_generator_that_dies_is_one_line_with_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: str
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    # More than a pipe holds, so that nobody reads the end of it.
+    config = json.dumps({"chain_sum": {"words": "a" * 2**20}})
+    with pytest.raises(ConfigurationError, match=f"ended with {code}; see its error above"):
+        load("reasoning_gym:chain_sum", config)
+
+
+def test_few_shot_needs_a_right_answer_to_show() -> None:
+    settings = DataSettings(dataset="reasoning_gym:graph_color", dataset_config='{"size": 20}', prompt_style="few_shot")
+    with pytest.raises(ConfigurationError, match="no single right answer"):
+        load_dataset(settings)
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"needs reasoning-gym, .*'\.\[data,reasoning-gym\]'"):
+        load("reasoning_gym:chain_sum")

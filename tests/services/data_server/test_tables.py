@@ -1,0 +1,181 @@
+"""Values of files reach a run as the file has them, or the row that cannot be used is refused and named."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from services.core.errors import ConfigurationError
+from services.data_server import sources
+from services.data_server.settings import DataSettings
+
+
+def truths(path: Path, answers: pa.Array) -> list[str]:
+    pq.write_table(pa.table({"question": [f"q{i}" for i in range(len(answers))], "answer": answers}), path)
+    source = sources.load(DataSettings(dataset=str(path)))
+    rows = [row for split in (source.train, source.test) for row in split.take(list(range(len(split))))]
+    assert all(row.answer == row.ground_truth for row in rows)
+    return [row.ground_truth for row in sorted(rows, key=lambda row: row.number)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (pa.array([1.0, None, 2.5, 1e15, -1e14, 1.5e-7, 100.0]), "1 2.5 1000000000000000 -100000000000000 1.5e-7 100"),
+        (pa.array([0.1, 3.0, 16777215.0], pa.float32()), "0.1 3 16777215"),
+        (pa.array([9007199254740993, 2**63 - 1]), "9007199254740993 9223372036854775807"),
+        (pa.array([2**64 - 1, 1], pa.uint64()), "18446744073709551615 1"),
+    ],
+)
+def test_numbers_are_written_in_full(tmp_path: Path, answers: Any, expected: str) -> None:
+    assert truths(tmp_path / "rows.parquet", answers) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        (pa.array([1.0, None, 9007199254740992.0]), "holds double, and row 2 (from 0) has 9007199254740992.0"),
+        (pa.array([1.0, float("nan")]), "holds double, and row 1 (from 0) has nan"),
+        (pa.array([1.0, 2.0, float("-inf")]), "holds double, and row 2 (from 0) has -inf"),
+        (pa.array([2.0**24, 1.0], pa.float32()), "holds float, and row 0 (from 0) has 16777216.0"),
+    ],
+)
+def test_numbers_whose_type_has_lost_digits_are_refused_with_their_row(tmp_path: Path, answers: Any, told: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        truths(tmp_path / "rows.parquet", answers)
+    assert told in str(error.value)
+    assert "store the column as text or as whole numbers" in str(error.value)
+
+
+MIXED = r"""{"question": "wie heißt es? \u00e9 \ud83d\ude00", "answer": "x  ", "category": "a"}
+
+{"question": "line\nbreak", "answer": "1,234"}
+{"answer": null, "question": "q"}
+{"question": null, "answer": "z", "extra": {"a": [1, 2]}}
+{"question": " ", "answer": "z", "extra": {"a": null}}
+{"question": "last", "answer": "\\boxed{7}"}
+{"question": "é", "answer": "####  5"}
+"""
+FLOATS = (
+    "1 2.5 1.0 0.1 1e-5 1.5e-7 12345678.9 0.30000000000000004 -3.25 1234567890 1e3 0.0001 -0.125 1234567890123456.7"
+)
+
+
+def answered(*answers: object) -> str:
+    """Return the lines of questions with these answers, each the text of a JSON value."""
+    return "".join(f'{{"question": "a{i}", "answer": {answer}}}\n' for i, answer in enumerate(answers))
+
+
+def loaded(path: Path, content: str | bytes) -> sources.Source:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return sources.load(DataSettings(dataset=str(path)))
+
+
+def json_truths(path: Path, *answers: object) -> list[str]:
+    """Return the ground truths of a file with these answers, in its order."""
+    source = loaded(path, answered(*answers))
+    rows = [row for split in (source.train, source.test) for row in split.take(list(range(len(split))))]
+    return [row.ground_truth for row in sorted(rows, key=lambda row: row.number)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (['"2024-01-02"', '"2024-01-03T10:00:00Z"'], ["2024-01-02", "2024-01-03T10:00:00Z"]),
+        (["9007199254740999", "100000000000000000002"], ["9007199254740999", "100000000000000000002"]),
+        (["-9007199254740993", "0.5", "12345678901234567890"], ["-9007199254740993", "0.5", "12345678901234567890"]),
+        (["1", '"x"', "2.0"], ["1", "x", "2"]),
+        (["1e15", "1e-5", "123456789012.0"], ["1000000000000000", "0.00001", "123456789012"]),
+        (['"007"', '"1e3"', '"NaN"', r'"\ud83d\ude00 [{"'], ["007", "1e3", "NaN", "\U0001f600 [{"]),
+    ],
+)
+def test_values_are_as_in_the_file(tmp_path: Path, answers: list[str], expected: list[str]) -> None:
+    assert json_truths(tmp_path / "rows.jsonl", *answers) == expected
+
+
+def test_numbers_with_a_fraction_are_the_text_that_arrow_writes(tmp_path: Path) -> None:
+    drawn = random.Random(0)
+    values = [drawn.uniform(-1, 1) * 10 ** drawn.randint(-12, 14) + 0.5 for _ in range(500)]
+    expected = pc.cast(pa.array(values), pa.string()).to_pylist()
+    assert json_truths(tmp_path / "rows.jsonl", *map(repr, values)) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "digests"),
+    [
+        (MIXED, ("35473b44eb2c6f56", "5487677d6dff6895")),
+        (answered(*(f'"so\\n#### {i * 1000:,}"' for i in range(25))), ("40fe3981c523c5a0", "8963cd86eb68727e")),
+        (answered(*(i**3 - 7 for i in range(30))), ("8ba5fd1f4424cca3", "87d10ea60507c47b")),
+        (answered(*FLOATS.split()), ("d5977881e91608ff", "d7b743ba55157761")),
+    ],
+)
+def test_a_run_whose_file_an_earlier_release_read_goes_on(
+    tmp_path: Path, content: str, digests: tuple[str, str]
+) -> None:
+    # The digests are of the release that read JSON Lines with Arrow.
+    source = loaded(tmp_path / "rows.jsonl", content)
+    assert (source.train.digest(), source.test.digest()) == digests
+
+
+def test_a_byte_order_mark_and_a_last_line_without_an_end_are_read(tmp_path: Path) -> None:
+    source = loaded(tmp_path / "rows.jsonl", b"\xef\xbb\xbf" + answered(1, 2, 3).rstrip("\n").encode())
+    assert source.rows == 3
+
+
+def test_a_file_that_changes_in_a_run_changes_no_prompt(tmp_path: Path) -> None:
+    source = loaded(tmp_path / "rows.jsonl", answered(*range(10)))
+    before = source.train.take([0, 1, 2])
+    (tmp_path / "rows.jsonl").write_text("")
+    assert source.train.take([0, 1, 2]) == before
+
+
+NESTED = "[" * 3000 + "]" * 3000
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"question": "caf\xe9", "answer": "1"}'.encode("latin-1"), "line 3, column 18: byte 0xe9 is not UTF-8"),
+        ('{"question": "q", "answer": "1"}\n'.encode("utf-16"), "line 3, column 1: byte 0xff is not UTF-8"),
+        (f'{{"question": "q", "answer": "1", "more": {NESTED}}}', "line 3, column 141: nested more than 100 deep"),
+        ('{"question": "q", "answer": NaN}', "line 3, column 29: NaN is not JSON; write null, or leave"),
+        ('{"question": "NaN", "answer": "1", "more": [-Infinity]}', "line 3, column 45: -Infinity is not JSON"),
+        ('{"question": "q", "answer": "1"', "line 3, column 32: Expecting ',' delimiter"),
+        ('{"question": "q", "answer": "1"} {"question": "r"}', "line 3, column 34: Extra data"),
+        (f'{{"question": "q", "answer": {"7" * 5000}}}', "line 3: Exceeds the limit (4300 digits)"),
+        (r'{"question": "\ud83d", "answer": "1"}', r"line 3: '\ud83d' is half of a character"),
+        ('["q", "1"]', "line 3 is list; write an object on each line"),
+        ('{"question": "q", "answer": true}', "line 3: column 'answer' holds bool; set GROUND_TRUTH_COLUMN to a"),
+        ('{"question": {"a": 1}, "answer": "1"}', "line 3: column 'question' holds dict; set PROMPT_COLUMN to a"),
+        ('{"question": "q", "answer": 1e20}', "line 3: column 'answer' has 1e+20: a number with a fraction or an exp"),
+        ('{"question": "q", "answer": 9007199254740993.0}', "has 9007199254740992.0: a number with a fraction or an"),
+        ('{"question": "q", "answer": 1e999}', "line 3: column 'answer' has inf"),
+        (b'{"question": "' + b"x" * 2**26 + b'", "answer": "1"}', "line 3 has more than 64 MiB"),
+    ],
+    ids=range(16),
+)
+def test_a_line_that_is_no_row_is_refused_with_its_place(tmp_path: Path, line: str | bytes, told: str) -> None:
+    content = answered(1).encode() + b"\n" + (line.encode() if isinstance(line, str) else line)
+    with pytest.raises(ConfigurationError) as error:
+        loaded(tmp_path / "rows.jsonl", content + b"\n" + answered(2, 3).encode())
+    assert f"DATASET '{tmp_path}/rows.jsonl'" in str(error.value)
+    assert told in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_a_row_of_many_shallow_lists_is_read(tmp_path: Path) -> None:
+    row = {"question": "q", "answer": "1", "tests": [[i, {"a": "]"}] for i in range(1000)]}
+    assert loaded(tmp_path / "rows.jsonl", f"{json.dumps(row)}\n" * 3).rows == 3
+
+
+def test_a_full_disk_for_the_copy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    with pytest.raises(ConfigurationError, match=r"cannot be copied to /nowhere: No such file .*; set TMPDIR to a dir"):
+        loaded(tmp_path / "rows.jsonl", answered(1, 2, 3))

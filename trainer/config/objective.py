@@ -1,0 +1,156 @@
+"""The objective of a run: the algorithm's functions with the values, and the user's own functions, of the settings.
+
+Unlike the rest of the package it needs torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from services.core.errors import ConfigurationError
+from services.core.imports import load_function
+from services.protocol.groups import Group
+from trainer.algorithm import gae, training_groups
+from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes
+from trainer.algorithm.loss import PolicyLoss
+from trainer.algorithm.methods import GROUP_ADVANTAGES, LOSS_OPTIONS, NORMALISED_ADVANTAGES, is_own_function
+from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, LossFunction, LossTokens, TokenLosses
+from trainer.algorithm.training_groups import TokenNumbers
+from trainer.config.settings import TrainerSettings
+
+
+class Objective:
+    """What a run's groups are trained for: their form for the loss, and their advantages."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        """Choose the advantages.
+
+        Raises:
+            ConfigurationError: ADVANTAGE is a function of the user's own that cannot be had.
+        """
+        self.settings = settings
+        self._advantages = None if settings.has_critic else advantage_function(settings)
+
+    def training_group(self, group: Group, *, weight: float = 1.0, is_replayed: bool = False) -> TrainingGroup:
+        """Return a group as the loss sees it, by MASK_TRUNCATED and OVERLONG_BUFFER; see training_groups.py."""
+        return training_groups.training_group(
+            group,
+            masks_truncated=bool(self.settings.mask_truncated),
+            overlong_buffer=self.settings.overlong_buffer,
+            max_length=self.settings.max_new_tokens,
+            weight=weight,
+            is_replayed=is_replayed,
+        )
+
+    def has_signal(self, group: TrainingGroup) -> bool:
+        """Return whether a group teaches anything by ADVANTAGE and CREDIT; see training_groups.py."""
+        return training_groups.has_signal(
+            group, self.settings.credit, is_by_group=self.settings.advantage in GROUP_ADVANTAGES
+        )
+
+    def with_advantages(
+        self,
+        groups: Sequence[TrainingGroup],
+        reference: Sequence[TokenNumbers] | None = None,
+        values: Sequence[TokenNumbers] | None = None,
+    ) -> list[TrainingGroup]:
+        """Return the groups of a step with their advantages, by the formula that ADVANTAGE names.
+
+        Args:
+            groups: all groups of the step.
+            reference: the reference's log-probabilities of the trained tokens, for KL in the reward.
+            values: the critic's values before the trained tokens, with ADVANTAGE=gae.
+
+        Raises:
+            ConfigurationError: the user's own function returns something else.
+        """
+        settings = self.settings
+        if self._advantages is None:
+            assert values is not None, "ADVANTAGE=gae needs the critic's values"
+            return gae.with_critic_targets(
+                groups,
+                values,
+                gamma=settings.gamma,
+                lam=settings.gae_lambda,
+                is_per_turn=settings.gae_per_turn,
+                reference=reference,
+                kl_coef=settings.kl_coef,
+            )
+        return training_groups.with_advantages(
+            groups,
+            self._advantages,
+            settings.credit,
+            eps=settings.advantage_eps,
+            reference=reference,
+            kl_coef=settings.kl_coef,
+            is_normalised=settings.advantage in NORMALISED_ADVANTAGES,
+        )
+
+
+def policy_loss(settings: TrainerSettings) -> PolicyLoss:
+    """Return the loss of a step's micro-batches.
+
+    Raises:
+        ConfigurationError: LOSS names a function that cannot be had, or that lacks an option that is set.
+    """
+    return PolicyLoss(
+        _loss_function(settings),
+        settings.importance_correction,
+        settings.loss_aggregation,
+        settings.longest_answer,
+        importance_cap=settings.importance_cap,
+        truncates_alone=settings.loss_truncates and settings.updates_per_step == 1,
+        is_own_function=is_own_function(settings.loss),
+        off_policy_max_kl=settings.off_policy_max_kl,
+        entropy_coef=settings.entropy_coef,
+        kl_coef=settings.kl_coef,
+        value_coef=settings.value_coef,
+        value_clip=settings.value_clip,
+    )
+
+
+def _loss_function(settings: TrainerSettings) -> LossFunction:
+    """Return the function that LOSS names, with the options that are set."""
+    options = {name: value for name in LOSS_OPTIONS if (value := getattr(settings, name)) is not None}
+    if not is_own_function(settings.loss):
+        return partial(LOSS_FUNCTIONS[settings.loss], **options)
+    function = load_function("LOSS", settings.loss)
+    for name in options.keys() - inspect.signature(function).parameters.keys():
+        raise ConfigurationError(f"{name.upper()} is set, but LOSS={settings.loss} has no keyword argument {name}")
+
+    def loss(tokens: LossTokens) -> TokenLosses:
+        result = function(tokens, **options)
+        if not isinstance(result, TokenLosses) or result.losses.shape != tokens.logprobs.shape:
+            raise ConfigurationError(
+                f"LOSS={settings.loss} must return TokenLosses with one loss for each of {len(tokens.logprobs)} tokens"
+            )
+        return result
+
+    return loss
+
+
+def advantage_function(settings: TrainerSettings) -> AdvantageFunction:
+    """Return the function that ADVANTAGE names.
+
+    Raises:
+        ConfigurationError: it is a function of the user's own that cannot be had.
+    """
+    if not is_own_function(settings.advantage):
+        return ADVANTAGE_FUNCTIONS[settings.advantage]
+    function = load_function("ADVANTAGE", settings.advantage)
+
+    def advantages(outcomes: Outcomes) -> torch.Tensor:
+        result = function(outcomes)
+        if not isinstance(result, torch.Tensor) or result.shape != outcomes.rewards.shape:
+            raise ConfigurationError(
+                f"ADVANTAGE={settings.advantage} must return a tensor with one number for each of "
+                f"{len(outcomes.rewards)} completions or episodes"
+            )
+        return result
+
+    return advantages

@@ -1,0 +1,194 @@
+"""The checkpoints of a run as its driver makes them: the state of all ranks with the replay buffer's contents.
+
+``resume`` returns a run to its newest checkpoint: the trainer's state and the published versions.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.logs import get_logger
+from services.core.run_ids import job_id
+from services.protocol.prompts import Cursor, DataStats
+from services.weights.policy_store import PolicyStore
+from trainer.checkpoints.admission import Fingerprint, check_same
+from trainer.checkpoints.checkpoint import FORMS, CheckpointStore, RunState, SavedCritic
+from trainer.config import Mode, TrainerSettings
+from trainer.main_rank import MainRank
+from trainer.model.learner import Learner
+from trainer.model.loading import tokenizer_digest
+from trainer.model.policy import Policy
+from trainer.model.ranks import Ranks
+from trainer.model.saving import DiskFullError
+from trainer.team import Team
+
+log = get_logger(__name__)
+
+
+LEAVE_SNAPSHOT_SECONDS = 15.0
+"""Longest wait for the replay buffer's snapshot when the run ends: whoever asked it to stop may kill it before long."""
+
+
+@dataclass
+class RunCheckpoints:
+    """Saves the run's state; on rank 0."""
+
+    settings: TrainerSettings
+    services: MainRank
+    team: Team
+    state: RunState
+    started: float = field(init=False)
+    """The time at which the run would have begun without interruptions (time.monotonic)."""
+
+    def __post_init__(self) -> None:
+        self.started = time.monotonic() - self.state.seconds
+
+    def save(self, *, wait: bool = False, snapshot_seconds: float | None = None) -> None:
+        """Start a checkpoint of the last completed step, together with the replay buffer's contents.
+
+        Args:
+            wait: return only when the checkpoint is in place.
+            snapshot_seconds: longest wait for the replay buffer; without it, SERVICE_DEADLINE_SECONDS.
+        """
+        state, label = self.state, f"{self.settings.run_id}-step-{self.state.step:06d}"
+        try:
+            self.services.save_replay(label, snapshot_seconds)
+            state.replay_snapshot = label
+        except DependencyLostError as error:
+            # Weights are worth more than replay: a run that resumes from here starts with an empty buffer.
+            log.warning("checkpoint without the replay buffer's contents", reason=str(error))
+            state.replay_snapshot = None
+        self.note_seconds()
+        state.random_state = torch.get_rng_state().tolist()
+        self.team.save_checkpoint(state.model_copy(deep=True), wait=wait)
+        log.info("checkpoint", step=state.step, directory=str(self.settings.checkpoint_dir))
+
+    def note_seconds(self) -> None:
+        """Write into the state how long the run has taken."""
+        self.state.seconds = time.monotonic() - self.started
+
+    def poll(self) -> None:
+        """Put a checkpoint in place that has been written meanwhile, and delete the snapshots of removed ones."""
+        self.team.poll_checkpoint()
+        for label in self.team.checkpoints.take_removed_snapshots():
+            try:
+                self.services.forget_replay(label)
+            except DependencyLostError as error:
+                log.warning("a snapshot of the replay buffer stays", snapshot=label, reason=str(error))
+
+    def leave(self, error: Exception, *, is_recorded: bool) -> None:
+        """Put a checkpoint of the last completed step in place before the run ends with ``error``.
+
+        Before the first step there is nothing to save. On a full disk, a checkpoint that is being written is the last.
+
+        Args:
+            error: the reason of the end.
+            is_recorded: whether the metrics of the last completed step could be written.
+        """
+        is_full = isinstance(error, DiskFullError) or not is_recorded
+        try:
+            if is_full or self.team.checkpoints.saved_step == self.state.step:
+                self.team.finish_checkpoint()
+            elif self.state.step:
+                self.save(wait=True, snapshot_seconds=LEAVE_SNAPSHOT_SECONDS)
+        except DiskFullError as full:
+            # Not raised: it would hide why the run ends. A full disk that ends the run is said once, by its own error.
+            reason = None if isinstance(error, DiskFullError) else str(full)
+            log.error("no checkpoint of the last completed step", step=self.state.step, reason=reason)
+
+
+def resume(
+    settings: TrainerSettings,
+    ranks: Ranks,
+    policy: Policy,
+    data: DataStats,
+    learner: Learner,
+    checkpoints: CheckpointStore,
+    critic: SavedCritic | None = None,
+) -> RunState:
+    """Load the newest checkpoint and return its state; without one return a fresh state. A collective.
+
+    Raises:
+        ConfigurationError: no checkpoint can be used, or the newest has another model or other data.
+    """
+    fresh = RunState(
+        model_type=policy.config.model_type,
+        parameters=count_parameters(policy)
+        + (0 if critic is None or critic.is_shared else count_parameters(critic.module)),
+        cursor=Cursor(),
+        fingerprint=_fingerprint(settings, policy, data),
+        forms=FORMS,
+        job=job_id(),
+    )
+    found = checkpoints.newest(fresh.model_type, fresh.parameters)
+    if found is None:
+        # An earlier attempt may have published versions before its first checkpoint.
+        fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
+        return fresh
+    path, state = found
+    before = state.fingerprint
+    ranks.on_main(partial(_check_resumed, settings, path, state, fresh), ConfigurationError)
+    state.fingerprint, state.forms, state.job = before or fresh.fingerprint, FORMS, fresh.job
+    checkpoints.load(path, policy, learner.optimizer, critic)
+    if state.random_state:
+        torch.set_rng_state(torch.tensor(state.random_state, dtype=torch.uint8))
+    state.policy_version = ranks.on_main(lambda: _next_version(settings, state.policy_version))
+    log.info("resumed", checkpoint=str(path), step=state.step)
+    return state
+
+
+def _fingerprint(settings: TrainerSettings, policy: Policy, data: DataStats) -> Fingerprint | None:
+    """Return the fingerprint of model and data on rank 0, which saves it; None on the others."""
+    described = policy.description
+    if described is None:
+        return None
+    return Fingerprint(
+        model=settings.model_name,
+        weights=described.weights_digest,
+        tokenizer=tokenizer_digest(described.tokenizer),
+        dataset=data.source,
+        data=data.fingerprint,
+    )
+
+
+def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh: RunState) -> None:
+    """Refuse a checkpoint with another model or other data; log when another job continues a run."""
+    assert fresh.fingerprint is not None, "rank 0 has the model's description"
+    check_same(settings, path, state.fingerprint, fresh.fingerprint)
+    then = state.forms
+    if changed := [f"{name}: {then.get(name)} then, {now} now" for name, now in FORMS.items() if then.get(name) != now]:
+        log.warning("this release goes on otherwise than the one that saved the checkpoint", changed="; ".join(changed))
+    if "run_id" not in settings.model_fields_set and state.job != fresh.job:
+        log.warning(
+            "another job, or one before a restart of the jobs controller, started this run; this job continues it. "
+            "Give another RUN_ID to start anew",
+            run=settings.run_id,
+            step=state.step,
+            begun_by=state.job,
+            job=fresh.job,
+        )
+
+
+def _next_version(settings: TrainerSettings, version: int) -> int:
+    """Return the version under which to publish the policy of a state that was saved as ``version`` (fresh: 0)."""
+    store = PolicyStore(settings.policy_dir)
+    # In synchronous mode the resumed run publishes the versions after the checkpoint again, with the same weights. In
+    # asynchronous mode the queue may still hold groups of the abandoned steps, so no version is used twice, not even
+    # one that was only begun: with PUBLISH_TRANSPORT=broadcast workers serve a version that is still being written.
+    begun = store.newest_begun()
+    if settings.mode is Mode.ASYNC and begun is not None:
+        version = max(version, begun + 1)
+    store.discard_after(version)
+    return version
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters of the whole model, adapters included."""
+    return sum(p.numel() for p in model.parameters())
