@@ -103,7 +103,7 @@ bench-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## measure this node's GPU
 	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m benchmarks --only gpu
 
 bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
-	$(RUN) -m benchmarks.services
+	$(RUN) -m benchmarks services
 
 docs: $(VENV)/.test  ## write docs/configuration.md, metrics.md, README's figures of the demo and the figures of docs/scaling.md
 	$(RUN) -m scripts.reference.configuration

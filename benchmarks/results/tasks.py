@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.common.job import DEMO
+from benchmarks.job import DEMO
 from benchmarks.results.parity import PARITY_TOKENS, parity
 from benchmarks.results.runs import Settings
 

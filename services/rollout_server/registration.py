@@ -17,12 +17,12 @@ from typing import TypeVar
 
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
+from services.core.supervisor import SupervisedProcess
 from services.core.tasks import in_background
 from services.engines.engine import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.engines.versions import FIRST_VERSION, Directory, serve
 from services.http.client import RequestRefusedError
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervisor import SupervisedProcess
 from services.weights.policy_store import PolicyStore, PublishedPolicy
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.common.account import account
+from benchmarks.collectors import account
 from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import BATCH, RUN
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks.common.account import account
+from benchmarks.collectors import account
 from local_runner.processes import MARK
 from tests.e2e.system import System
 

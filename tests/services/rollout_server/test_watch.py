@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
+from services.core.supervisor import SupervisedProcess
 from services.engines.engine import ASLEEP, WorkerAdmin
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervisor import SupervisedProcess
 from services.rollout_server.watch import EngineWatch
 from tests.fake_service import FakeService, fake_service
 from tests.services.rollout_server.test_registration import RunningEngine

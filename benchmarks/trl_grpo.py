@@ -1,6 +1,6 @@
 """Train on questions by TRL's GRPOTrainer. An interpreter that has TRL runs this file.
 
-    python benchmarks/common/trl_grpo.py '{"model": ..., "questions": "questions.jsonl", "steps": 3, ...}'
+    python benchmarks/trl_grpo.py '{"model": ..., "questions": "questions.jsonl", "steps": 3, ...}'
 
 Every step prints a line of JSON: {"step", "seconds", "reward", "tokens"}. This file imports nothing of this project, so
 that TRL gets its own versions of all libraries. ``options`` are settings of GRPOConfig; those that are not named have

@@ -49,7 +49,7 @@ def run_node() -> None:
     from services.rollout_server.__main__ import main
 
     usual = commands.engine_command
-    commands.engine_command = lambda *of: replace(usual(*of), module="benchmarks.common.slow_rollouts")
+    commands.engine_command = lambda *of: replace(usual(*of), module="benchmarks.slow_rollouts")
     main()
 
 

@@ -17,8 +17,8 @@ import orjson
 import psutil
 import yaml
 
-from benchmarks.common import harness
-from benchmarks.common.harness import END_SECONDS, ROOT
+from benchmarks import harness
+from benchmarks.harness import END_SECONDS, ROOT
 from local_runner import spec
 from local_runner.directory import read_nodes
 from local_runner.processes import MARK

@@ -1,4 +1,4 @@
-"""An engine that costs nearly nothing: ``python -m benchmarks.common.quick_engine PORT SECONDS REPLIES``.
+"""An engine that costs nearly nothing: ``python -m benchmarks.quick_engine PORT SECONDS REPLIES``.
 
 It answers each POST ``SECONDS`` after its last byte with one of the bodies in the file ``REPLIES`` (a JSON array of
 texts), chosen by a checksum of the request. It reads no JSON.

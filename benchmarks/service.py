@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,10 +15,14 @@ from typing import NamedTuple
 import httpx
 import numpy as np
 import psutil
+from rich.table import Table
 
-from benchmarks.common import harness
+from benchmarks import harness
+from benchmarks.harness import Given, Option, Side
 
 START_SECONDS = 120.0
+MISSED = "missed"
+NO_FAIL = Option(False, "end with 0 even if a target is missed")
 
 
 class Figure(NamedTuple):
@@ -129,3 +133,42 @@ async def send_all(port: int, connections: int, path: str, bodies: Sequence[byte
     started = time.perf_counter()
     await asyncio.gather(*(feed() for _ in range(connections)))
     return time.perf_counter() - started, replies
+
+
+def measure_figures(loads: Mapping[str, Callable[[], Iterable[Figure]]], given: Given) -> list[Side]:
+    """Measure all rounds of each load; a side is a figure of a load."""
+    sides = []
+    for name, measure in loads.items():
+        rounds = [list(measure()) for _ in range(given.rounds)]
+        for figures in zip(*rounds, strict=True):
+            measured = [one._asdict() | {"service": name} for one in figures]
+            sides.append(Side(f"{name}, {figures[0].load}", lambda _: {}, measured))
+        harness.say(f"{name}: done")
+    return sides
+
+
+def target_of(side: Side) -> str:
+    """Return a figure's target, and whether the median of the rounds meets it; "" without a target."""
+    first, median = side.rounds[0], side.median("value")
+    if first["at_least"] is not None:
+        return f">= {first['at_least']:g}, {'met' if median >= first['at_least'] else MISSED}"
+    if first["at_most"] is not None:
+        return f"<= {first['at_most']:g}, {'met' if median <= first['at_most'] else MISSED}"
+    return ""
+
+
+def figure_table(title: str) -> Callable[[Given, Sequence[Side]], list[Table]]:
+    """Return a function that makes the table of figures."""
+    columns: harness.Columns = {
+        "service": lambda side: side.rounds[0]["service"],
+        "load": lambda side: side.rounds[0]["load"],
+        "median (least to most)": lambda side: side.spread("value", 1),
+        "unit": lambda side: side.rounds[0]["unit"],
+        "target": target_of,
+    }
+    return lambda _given, sides: [harness.table(title, sides, columns)]
+
+
+def has_missed(given: Given, sides: Sequence[Side]) -> int:
+    """Return 1 if a target is missed, unless --no-fail is given."""
+    return int(not given.no_fail and any(target_of(side).endswith(MISSED) for side in sides))

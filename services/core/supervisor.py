@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
+from services.core.processes import Command, Restarts, describe_exit, end_group, signal_group
 from services.core.tasks import run_until_first_ends
-from services.rollout_server.child import LAUNCHER_VARIABLE
-from services.rollout_server.commands import Command
 
 log = get_logger(__name__)
 
@@ -59,12 +55,16 @@ class SupervisedProcess:
         self.before_restart: Callable[[], Awaitable[None]] | None = None
         """Awaited between the end of a child and the next start."""
         self._is_healthy = is_healthy
-        self._max_restarts = max_restarts
         self._start_seconds = start_seconds
         self._hang_seconds = hang_seconds
         self._healthy_start = 0
         self._became_healthy = asyncio.Condition()
-        self._restarts: deque[float] = deque()
+        self._restarts = Restarts(
+            max_restarts,
+            window_seconds=RESTART_WINDOW_SECONDS,
+            first_pause=FIRST_PAUSE_SECONDS,
+            longest_pause=LONGEST_PAUSE_SECONDS,
+        )
         self._process: asyncio.subprocess.Process | None = None
 
     async def wait_until_healthy(self, after: int) -> int:
@@ -97,8 +97,7 @@ class SupervisedProcess:
                         f"the {self.command.name} cannot run with these settings; it says why above"
                     )
                 self._count_restart(process.returncode)
-                pause = FIRST_PAUSE_SECONDS * 2 ** (len(self._restarts) - 1)
-                await asyncio.sleep(min(pause, LONGEST_PAUSE_SECONDS))
+                await asyncio.sleep(self._restarts.pause_seconds)
                 if self.before_restart is not None:
                     await self.before_restart()
         finally:
@@ -106,16 +105,11 @@ class SupervisedProcess:
 
     def kill(self) -> None:
         """Kill the child and its process group; ``run`` starts the child again if that is still allowed."""
-        # macOS answers with PermissionError for a group of zombies.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self._process is not None:
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process is not None:
+            signal_group(self._process.pid, signal.SIGKILL)
 
     async def _start(self) -> asyncio.subprocess.Process:
-        environment = {**os.environ, **self.command.environment, LAUNCHER_VARIABLE: str(os.getpid())}
-        process = await asyncio.create_subprocess_exec(
-            *self.command.line, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-        )
+        process = await self.command.start()
         self.starts += 1
         log.info("child started", child=self.command.name, pid=process.pid, start=self.starts)
         return process
@@ -136,34 +130,19 @@ class SupervisedProcess:
             await asyncio.sleep(poll_seconds)
 
     async def _stop(self) -> None:
-        if self._process is None:
-            return
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), GRACE_SECONDS)
-        # An engine's own children may outlive it.
-        self.kill()
-        await self._process.wait()
+        if self._process is not None:
+            # An engine's own children may outlive it.
+            await end_group(self._process, GRACE_SECONDS)
+            await self._process.wait()
 
     def _count_restart(self, code: int) -> None:
         child = f"{self.command.name} ({self.command.module})"
-        if not self._healthy_start and self.starts > self._max_restarts:
+        if not self._healthy_start and self.starts > self._restarts.most:
             never = f"never answered in {self.starts} starts and {describe_exit(code)}"
             raise ConfigurationError(f"the {child} {never}; see its own messages above, and its settings")
-        now = time.monotonic()
-        self._restarts.append(now)
-        while self._restarts[0] < now - RESTART_WINDOW_SECONDS:
-            self._restarts.popleft()
-        if len(self._restarts) > self._max_restarts:
+        if not self._restarts.add():
             raise DependencyLostError(
-                f"the {child} {describe_exit(code)}, for the {len(self._restarts)}. time within "
-                f"{RESTART_WINDOW_SECONDS / 60:g} minutes; {self._max_restarts} restarts are allowed "
-                f"(ROLLOUT_MAX_RESTARTS of a rollout-server); its own messages are above"
+                f"the {child} {describe_exit(code)} once more; {self._restarts.most} restarts in "
+                f"{RESTART_WINDOW_SECONDS / 60:g} minutes are allowed (ROLLOUT_MAX_RESTARTS of a rollout-server); its "
+                "own messages are above"
             )
-
-
-def describe_exit(code: int) -> str:
-    """Return a process's return code in words."""
-    return f"exited with {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"

@@ -1,4 +1,4 @@
-"""A worker of ``benchmarks.policy`` with its own copy of the policy, whose file is ``policy`` of its Work."""
+"""A worker of the benchmark policy with its own copy of the policy, whose file is ``policy`` of its Work."""
 
 from __future__ import annotations
 

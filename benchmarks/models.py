@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.common.harness import ROOT
+from benchmarks.harness import ROOT
 from toys.arithmetic import build_tokenizer, make
 from toys.models import qwen2, random_model
 
