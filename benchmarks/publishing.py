@@ -87,7 +87,14 @@ def measure(size: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_all(given: Given) -> list[Side]:
-    """Measure each size; a side is a transport with a size, and a publication is a round of it."""
+    """Measure how long publishing weights takes, and for how long it stops generation, by transport and model size.
+
+    The trainer's own publishers, on one rank, publish to real rollout nodes (router, embedded engines); every round
+    publishes once by each transport. The total is the time of `Publisher.publish`, for which training waits. The pause
+    is the trainer's `pause_seconds`, the longest of a worker. "On the volume" is when a worker that restarts could load
+    the version; `broadcast` writes it there during the next step. No prompts are in flight; running ones would end
+    first.
+    """
     sides: dict[str, Side] = {}
     for size in given.sizes:
         for publication in measure(size, given.rounds):
@@ -112,13 +119,6 @@ def tables(_given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 PUBLISHING = Benchmark(
-    about="""\
-Measure how long publishing weights takes, and for how long it stops generation, by transport and model size.
-
-The trainer's own publishers, on one rank, publish to real rollout nodes (router, embedded engines); every round
-publishes once by each transport. The total is the time of `Publisher.publish`, for which training waits. The pause is
-the trainer's `pause_seconds`, the longest of a worker. "On the volume" is when a worker that restarts could load the
-version; `broadcast` writes it there during the next step. No prompts are in flight; running ones would end first.""",
     measure=measure_all,
     tables=tables,
     rounds=3,
