@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from services.clients.data import DataClient
 from services.clients.rollout import SamplingParams
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
@@ -17,9 +18,7 @@ from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import environment_figures
-from trainer.rollouts.clients import Clients
-from trainer.rollouts.episodes import group_maker
-from trainer.rollouts.groups import LEAST_FAILURES
+from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, Sampler
 
 log = get_logger(__name__)
 
@@ -31,10 +30,10 @@ KEPT_SAMPLES = 8
 class Evaluator:
     """An evaluation of the policy that the rollout workers serve, on the first EVAL_PROMPTS held-out prompts."""
 
-    def __init__(self, settings: TrainerSettings, clients: Clients) -> None:
+    def __init__(self, settings: TrainerSettings, data: DataClient, sampler: Sampler) -> None:
         self.settings = settings
-        self.data = clients.data
-        self.maker = group_maker(settings, clients)
+        self.data = data
+        self.maker = GroupMaker(settings, sampler)
         self.samples: list[dict[str, Any]] = []
         """Greedy completions of the newest evaluation's first prompts, the same ones each time."""
         self.failure: str | None = None

@@ -11,7 +11,6 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import httpx
 import orjson
@@ -25,7 +24,8 @@ from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult
 from tests.e2e.agents import Asking
 from trainer.config import TrainerSettings
-from trainer.rollouts.episodes import EpisodeMaker
+from trainer.rollouts.episodes import Agents
+from trainer.rollouts.groups import GroupMaker
 
 TURNS = 3
 GROUP_SIZE = 4
@@ -80,7 +80,7 @@ async def play(work: Work) -> None:
     made = TrainerSettings.load(**settings, group_size=GROUP_SIZE, max_new_tokens=24, run_id="faults")
     places = asyncio.Semaphore(AT_ONCE)
     async with GatewayClient(Endpoint("127.0.0.1", work.port), work.token) as client:
-        maker = EpisodeMaker(made, client, MagicMock(), NoScores(), insist)  # type: ignore[arg-type]
+        maker = GroupMaker(made, Agents(made, NoScores(), client, insist))  # type: ignore[arg-type]
 
         async def one(number: int) -> None:
             prompt = Prompt(id=f"p/{number}", prompt=f"{number}+4=", ground_truth="7", position=number)
