@@ -29,21 +29,21 @@ help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.compiled $(MODEL)/config.json  ## train a small pretrained model on arithmetic, whole job group on this machine
-	$(GRPO) run --env-file demo.env $(DEMO)
+	$(GRPO) run --env-file examples/demo.env $(DEMO)
 
 demo-agent: $(VENV)/.agent $(MODEL)/config.json  ## the same model learns to use a tool that it needs
-	$(GRPO) run jobgroup-agent.yaml --env-file demo-agent.env $(DEMO)
+	$(GRPO) run jobgroups/agent.yaml --env-file examples/demo-agent.env $(DEMO)
 
 demo-environment: $(VENV)/.environment $(MODEL)/config.json  ## the same model learns to play a game of an environment-server
-	$(GRPO) run jobgroup-environment.yaml --env-file demo-environment.env $(DEMO)
+	$(GRPO) run jobgroups/environment.yaml --env-file examples/demo-environment.env $(DEMO)
 
 demo-gsm8k: $(VENV)/.compiled $(MODEL)/config.json  ## a few steps on GSM8K files: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl
 	@test -n "$(TRAIN)" -a -n "$(TEST)" || { echo "usage: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl"; exit 2; }
-	$(GRPO) run --env-file gsm8k.env --env DATASET=$(TRAIN) --env DATASET_TEST=$(TEST) $(DEMO)
+	$(GRPO) run --env-file examples/gsm8k.env --env DATASET=$(TRAIN) --env DATASET_TEST=$(TEST) $(DEMO)
 
 one-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## train Qwen2.5-0.5B on this machine's GPU, which engine and trainer share
 	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable $(JOB)
-	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/grpo run --env-file one-gpu.env --small $(DEMO)
+	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/grpo run --env-file examples/one-gpu.env --small $(DEMO)
 
 test:  ## everything below but the slow: style, types, unit tests, the whole system end to end
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.test $(VENV)/.sky
@@ -103,7 +103,7 @@ bench-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## measure this node's GPU
 	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m benchmarks --only gpu
 
 bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
-	$(RUN) -m benchmarks.services
+	$(RUN) -m benchmarks services
 
 docs: $(VENV)/.test  ## write docs/configuration.md, metrics.md, README's figures of the demo and the figures of docs/scaling.md
 	$(RUN) -m scripts.reference.configuration

@@ -1,1 +1,20 @@
-"""Benchmarks of the system, each beside an alternative or a limit."""
+"""Measurements of this project against its alternatives: ``python -m benchmarks NAME``."""
+
+from __future__ import annotations
+
+import sys
+
+_MOVED = {"asynchronous": "async"} | {
+    name: name.replace("_", "-")
+    for name in (
+        *("step", "reward", "agent", "environment", "rollouts", "conversations", "trainer", "trees", "collectors"),
+        *("services", "gateway", "start", "threads", "recovery", "environment_server", "trajectories"),
+        *("evaluate_bodies", "policy", "gpu"),
+    )
+}
+
+if sys.argv[:1] == ["-m"]:
+    # `python -m benchmarks.NAME` imports this package first. It was the command of each benchmark before.
+    _asked = next((word for word in sys.orig_argv if "benchmarks." in word), "").rpartition("benchmarks.")[2]
+    if _asked in _MOVED:
+        raise SystemExit(f"error: `python -m benchmarks.{_asked}` is now `python -m benchmarks {_MOVED[_asked]}`")

@@ -1,39 +1,32 @@
-"""Measure an asynchronous job group with few and with many collectors.
-
-    python -m benchmarks.collectors [--collectors 2 24] [--steps 40] [--rounds 2] [--json FILE]
-
-The tiny model trains by ``jobgroup-async.yaml`` under the local runner, with one rollout node and one trainer node. All
-collectors of a run start at once. A collector has started when it first asks the replay-buffer for places. Services are
-asked for their counts of requests twice a second, which is part of the rates. After each run the prompts that the
-data-server gave are compared with the groups that the replay-buffer got and with the files in which collectors keep
-what they have in flight.
-"""
+"""An asynchronous job group with few and with many collectors."""
 
 from __future__ import annotations
 
 import itertools
 import re
+import sqlite3
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import orjson
 import psutil
 from rich.table import Table
 
-from benchmarks.common import harness, models
-from benchmarks.common.account import Account, account
-from benchmarks.common.harness import ROOT, spread
-from benchmarks.common.job import POLL_SECONDS, Job, running
+from benchmarks import harness, models
+from benchmarks.harness import ROOT, Benchmark, Given, Option, Side
+from benchmarks.job import POLL_SECONDS, Job, running
 from local_runner.processes import MARK
 from services.core.endpoints import PORTS, Task
-from services.core.machine import cores
+from services.protocol.prompts import Cursor
 
-JOB_GROUP = ROOT / "jobgroup-async.yaml"
+JOB_GROUP = ROOT / "jobgroups/async.yaml"
 SERVICES = (Task.DATA_SERVER, Task.REWARD_SERVER, Task.REPLAY_BUFFER)
 LOOK_SECONDS = 0.5
 SETTINGS = {
@@ -56,32 +49,50 @@ SETTINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Round:
-    """The measurements of a run."""
+NOWHERE = 2**31 - 1
+"""A position beyond all prompts."""
 
-    account: Account
-    wait_seconds: float
-    """Seconds of a step in which the trainer waits for groups, without the first step."""
-    step_seconds: float
-    """Median seconds from the end of a step to the end of the next."""
-    staleness: float
-    dropped: float
-    """Groups that were too stale."""
-    first_seconds: float
-    """From the start of the run to the end of its first step."""
-    start_seconds: list[float]
-    """From each collector's start to its first request for places."""
-    cpu_seconds: list[float]
-    """Processor time of each collector once all have started."""
-    prompt_seconds: float
-    """Processor time of all collectors a prompt, once all have started."""
-    megabytes: list[float]
-    """Resident memory of each collector once all have started."""
-    start_rates: dict[str, float]
-    """Most requests a second at each service until the first step is done."""
-    usual_rates: dict[str, float]
-    """Requests a second at each service from then on."""
+
+@dataclass(frozen=True)
+class Account:
+    """The numbers of prompts of a run that has ended."""
+
+    taken: int
+    """Given to a collector by the data-server."""
+    doubled: int
+    """Taken by two collectors, or a group twice."""
+    left_out: int
+    """Taken, and neither a group in the replay-buffer nor among what a collector has in flight."""
+
+
+def account(run_dir: Path) -> Account:
+    """Count the prompts of a run by the files that its components left.
+
+    Raises:
+        SystemExit: the run has begun its second epoch, in which positions come again.
+    """
+    records = [orjson.loads(path.read_bytes()) for path in run_dir.glob("collectors/*.json")]
+    held = [position for record in records for _, position in record["open"]]
+    with closing(sqlite3.connect(run_dir / "replay" / "replay-buffer.sqlite")) as replay:
+        queued = [int(group_id.rpartition("-")[2]) for (group_id,) in replay.execute("SELECT group_id FROM known")]
+    [data_file] = run_dir.glob("data/*/data-server.sqlite")
+    with closing(sqlite3.connect(data_file)) as data:
+        last = _cursor(data, "SELECT cursor FROM cursors WHERE consumer = 'collectors/train'")
+        if last.epoch:
+            raise SystemExit("error: the run went on into a second epoch; give it fewer steps")
+        for record in records:
+            if record["request_id"] is not None:
+                # The reply was lost with the collector, which would ask for it again.
+                start = _cursor(data, "SELECT cursor FROM answered WHERE request_id = ?", record["request_id"])
+                held += range(start.position, start.position + record["size"]) if start.position < last.position else []
+    doubled = len(held) - len(set(held)) + len(queued) - len(set(queued))
+    return Account(last.position, doubled, len(set(range(last.position)) - set(queued) - set(held)))
+
+
+def _cursor(data: sqlite3.Connection, query: str, *values: str) -> Cursor:
+    """Return the cursor that a query finds; the end of all prompts if it finds none."""
+    found = data.execute(query, values).fetchone()
+    return Cursor.model_validate_json(found[0]) if found else Cursor(position=NOWHERE)
 
 
 class Watch:
@@ -158,118 +169,101 @@ def requests_of(metrics: bytes) -> float:
     return sum(map(float, lines))
 
 
-@dataclass
-class Collectors:
-    """A number of collectors, and the rounds with it."""
+def run_round(count: int, settings: Mapping[str, object], _round: int) -> dict[str, Any]:
+    """Run the job group with a number of collectors, and return the measurements.
 
-    count: int
-    rounds: list[Round] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """The number in words."""
-        return f"{self.count} collectors"
-
-    def measure(self, settings: Mapping[str, object]) -> str:
-        """Run a round; return what to print of it."""
-        nodes = {"rollout-server": 1, "ppo-trainer": 1, "collector": self.count}
-        with tempfile.TemporaryDirectory() as directory, running(Path(directory), JOB_GROUP, settings, nodes) as job:
-            watch, began, first_step = Watch(job), time.time(), 0.0
-            while job.process.poll() is None:
-                watch.look()
-                if not first_step and job.steps():
-                    first_step = time.monotonic()
-                time.sleep(POLL_SECONDS)
-            # Raises if the run failed.
-            job.wait(lambda: False)
-            steps = job.steps()
-            counted = account(job.run_dir)
-            self.rounds.append(
-                Round(
-                    counted,
-                    statistics.fmean(step["seconds_wait"] for step in steps[1:]),
-                    statistics.median(b["time"] - a["time"] for a, b in itertools.pairwise(steps)),
-                    statistics.fmean(step["staleness_mean"] for step in steps[1:]),
-                    sum(step["groups_dropped_stale"] for step in steps),
-                    steps[0]["time"] - began,
-                    list(watch.started.values()),
-                    watch.cpu_seconds,
-                    watch.spent_seconds / counted.taken,
-                    watch.megabytes,
-                    watch.most_a_second(first_step),
-                    watch.usual(first_step),
-                )
-            )
-        last = self.rounds[-1]
-        return f"{last.wait_seconds:.3f} s waited a step, {last.account.taken} prompts"
-
-    def median(self, measurement: str) -> float:
-        """Return the median of a measurement over the rounds."""
-        return float(statistics.median(getattr(one, measurement) for one in self.rounds))
-
-    def total(self, count: str) -> int:
-        """Return the sum of a count of prompts over the rounds."""
-        return sum(getattr(one.account, count) for one in self.rounds)
+    ``wait`` is the mean time of a step in which the trainer waits for groups, without the first step; ``first`` is from
+    the start of the run to the end of its first step; ``start`` from each collector's start to its first request for
+    places. ``cpu``, ``prompt`` (processor time of all collectors a prompt) and ``megabytes`` are measured once all
+    collectors have started. ``most`` are the highest rates of requests at each service until the first step is done,
+    ``usual`` the rates from then on.
+    """
+    nodes = {"rollout-server": 1, "ppo-trainer": 1, "collector": count}
+    with tempfile.TemporaryDirectory() as directory, running(Path(directory), JOB_GROUP, settings, nodes) as job:
+        watch, began, first_step = Watch(job), time.time(), 0.0
+        while job.process.poll() is None:
+            watch.look()
+            if not first_step and job.steps():
+                first_step = time.monotonic()
+            time.sleep(POLL_SECONDS)
+        # Raises if the run failed.
+        job.wait(lambda: False)
+        steps = job.steps()
+        counted = account(job.run_dir)
+    most, usual = watch.most_a_second(first_step), watch.usual(first_step)
+    return {
+        **vars(counted),
+        "wait": statistics.fmean(step["seconds_wait"] for step in steps[1:]),
+        "step": statistics.median(b["time"] - a["time"] for a, b in itertools.pairwise(steps)),
+        "staleness": statistics.fmean(step["staleness_mean"] for step in steps[1:]),
+        "dropped": sum(step["groups_dropped_stale"] for step in steps),
+        "first": steps[0]["time"] - began,
+        "start": list(watch.started.values()),
+        "cpu": watch.cpu_seconds,
+        "prompt": watch.spent_seconds / counted.taken,
+        "megabytes": watch.megabytes,
+        **{f"most, {task}": most[task] for task in SERVICES},
+        **{f"usual, {task}": usual[task] for task in SERVICES},
+    }
 
 
-def show(sides: Sequence[Collectors]) -> list[Table]:
-    """Return tables of prompts and waits, of what starting and running costs, and of requests at the services."""
-    prompts = [
-        (
-            *(side.count, side.total("taken"), side.total("doubled"), side.total("left_out")),
-            *(f"{side.median('wait_seconds'):.3f}", f"{side.median('step_seconds'):.2f}"),
-            *(f"{side.median('staleness'):.2f}", f"{sum(one.dropped for one in side.rounds):.0f}"),
-        )
-        for side in sides
-    ]
-    columns = ("collectors", "taken", "doubled", "left out", "waits s a step", "step s", "staleness", "dropped")
-    costs = [
-        (
-            side.count,
-            f"{side.median('first_seconds'):.0f}",
-            spread([seconds for one in side.rounds for seconds in one.start_seconds], 1),
-            spread([seconds for one in side.rounds for seconds in one.cpu_seconds], 1),
-            f"{1000 * side.median('prompt_seconds'):.0f}",
-            spread([megabytes for one in side.rounds for megabytes in one.megabytes], 0),
-        )
-        for side in sides
-    ]
-    rates = [
-        (
-            side.count,
-            *(f"{max(one.start_rates[task] for one in side.rounds):.0f}" for task in SERVICES),
-            *(f"{statistics.median(one.usual_rates[task] for one in side.rounds):.0f}" for task in SERVICES),
-        )
-        for side in sides
-    ]
-    short = [task.value.partition("-")[0] for task in SERVICES]
-    services = (*(f"{name} at start" for name in short), *(f"{name} later" for name in short))
-    return [
-        harness.table("prompts of all rounds, and the trainer's waiting", columns, prompts),
-        harness.table(
-            "a collector's start and cost",
-            ("collectors", "first step s", "start s", "cpu s", "ms a prompt", "MB"),
-            costs,
-        ),
-        harness.table("requests a second at each service", ("collectors", *services), rates),
-    ]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line and measure."""
-    parser = harness.CommandLine("collectors", rounds=2, quick="one round of ten steps")
-    parser.add_argument("--collectors", type=int, nargs="+", default=[2, 24], help="numbers of collectors")
-    parser.add_argument("--steps", type=int, default=40, help="steps of a round")
-    given = parser.parse(arguments)
-    if given.quick:
-        given.steps = 10
-    sides = [Collectors(count) for count in given.collectors]
+def measure(given: Given) -> list[Side]:
+    """Measure each number of collectors."""
     with tempfile.TemporaryDirectory() as directory:
         model = models.directory("tiny", Path(directory) / "model")
         settings = {**SETTINGS, "MODEL_NAME": model, "MAX_STEPS": given.steps, "OMP_NUM_THREADS": 1}
-        harness.in_turn(sides, given.rounds, lambda side: side.measure(settings))
-    harness.finish(given, show(sides), {"settings": settings, "cores": cores(), "sides": sides})
+        sides = [Side(str(count), partial(run_round, count, settings)) for count in given.collectors]
+        return harness.in_turn(sides, given.rounds)
 
 
-if __name__ == "__main__":
-    main()
+def tables(_given: Given, sides: Sequence[Side]) -> list[Table]:
+    """Return tables of prompts and waits, of what starting and running costs, and of requests at the services."""
+    prompts: harness.Columns = {
+        "collectors": harness.name_of,
+        "taken": lambda side: sum(side.values("taken")),
+        "doubled": lambda side: sum(side.values("doubled")),
+        "left out": lambda side: sum(side.values("left_out")),
+        "waits s a step": lambda side: f"{side.median('wait'):.3f}",
+        "step s": lambda side: f"{side.median('step'):.2f}",
+        "staleness": lambda side: f"{side.median('staleness'):.2f}",
+        "dropped": lambda side: f"{sum(side.values('dropped')):.0f}",
+    }
+    costs: harness.Columns = {
+        "collectors": harness.name_of,
+        "first step s": lambda side: f"{side.median('first'):.0f}",
+        "start s": lambda side: side.spread("start", 1),
+        "cpu s": lambda side: side.spread("cpu", 1),
+        "ms a prompt": lambda side: f"{1000 * side.median('prompt'):.0f}",
+        "MB": lambda side: side.spread("megabytes", 0),
+    }
+    short = {task: task.value.partition("-")[0] for task in SERVICES}
+    rates: dict[str, Any] = {"collectors": harness.name_of}
+    for task in SERVICES:
+        rates[f"{short[task]} at start"] = lambda side, task=task: f"{max(side.values(f'most, {task}')):.0f}"
+    for task in SERVICES:
+        rates[f"{short[task]} later"] = lambda side, task=task: f"{side.median(f'usual, {task}'):.0f}"
+    return [
+        harness.table("prompts of all rounds, and the trainer's waiting", sides, prompts),
+        harness.table("a collector's start and cost", sides, costs),
+        harness.table("requests a second at each service", sides, rates),
+    ]
+
+
+COLLECTORS = Benchmark(
+    about="""\
+Measure an asynchronous job group with few and with many collectors.
+
+The tiny model trains by jobgroups/async.yaml under the local runner, with one rollout node and one trainer node. All
+collectors of a run start at once. A collector has started when it first asks the replay-buffer for places. Services are
+asked for their counts of requests twice a second, which is part of the rates. After each run the prompts that the
+data-server gave are compared with the groups that the replay-buffer got and with the files in which collectors keep
+their prompts in flight.""",
+    measure=measure,
+    tables=tables,
+    rounds=2,
+    quick={"steps": 10},
+    options={
+        "collectors": Option([2, 24], "numbers of collectors"),
+        "steps": Option(40, "steps of a round"),
+    },
+)

@@ -1,14 +1,4 @@
-"""Measure how many calls a second the gateway records, and what it adds to the engine's time.
-
-    python -m benchmarks.gateway [--quick] [--rounds N] [--model DIRECTORY] [--json FILE]
-
-SESSIONS sessions at once play episodes of TURNS turns with a tool; prompts grow from about 350 to 1,000 tokens, and
-each turn has about 60. Every call is on the disk before it is answered. The gateway has a process of its own; this
-process makes the load, and a third one plays the engine and answers any prompt after a fixed time. Each has one thread
-for its work, and all of them share the machine's cores. A latency counts from the request to the whole reply, as the
-agent sees it, less the engine's fixed time. ``saturated``: each session calls again at once and the engine takes no
-time. Other loads have so many calls a second, evenly spaced, and an engine that takes ENGINE_SECONDS.
-"""
+"""The gateway with an engine that costs nothing: calls a second, and the time that it adds."""
 
 from __future__ import annotations
 
@@ -17,9 +7,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +18,10 @@ import orjson
 import psutil
 import uvloop
 
-from benchmarks.common import harness, service
-from benchmarks.common.models import PRETRAINED
-from benchmarks.common.service import Connection, Figure, percentile
-from benchmarks.services import MISSED, row
+from benchmarks import harness, service
+from benchmarks.harness import Benchmark, Given, Option, Side
+from benchmarks.models import PRETRAINED
+from benchmarks.service import Connection, Figure, percentile
 from services.core.endpoints import ENDPOINTS_VARIABLE
 
 SESSIONS = 64
@@ -125,11 +116,11 @@ class Load:
 
 
 @contextmanager
-def gateway(model: Path, directory: Path | None, engine_seconds: float) -> Iterator[service.Service]:
+def gateway(model: Path, directory: str | None, engine_seconds: float) -> Iterator[service.Service]:
     """Run the gateway and an engine that answers after ``engine_seconds``."""
     port = harness.free_port()
     endpoints = {"rollout-server-0:30000": f"127.0.0.1:{port}", "gateway-0:8005": "127.0.0.1:0"}
-    command = [sys.executable, "-m", "benchmarks.common.quick_engine", str(port), str(engine_seconds)]
+    command = [sys.executable, "-m", "benchmarks.quick_engine", str(port), str(engine_seconds)]
     with ExitStack() as stack:
         engine = subprocess.Popen([*command, str(model / "replies.json")])
         stack.callback(harness.end, engine)
@@ -164,7 +155,7 @@ def write_model(source: Path, model: Path) -> None:
     (model / "replies.json").write_bytes(orjson.dumps(replies))
 
 
-def figures(model: Path, directory: Path | None, waves: int) -> Iterator[Figure]:
+def figures(model: Path, directory: str | None, waves: int) -> Iterator[Figure]:
     """Measure the gateway saturated, then at RATES."""
     with gateway(model, directory, 0.0) as process:
         uvloop.run(Load("first", process.port, None).run(1))  # Templates are compiled, connections opened.
@@ -188,24 +179,32 @@ def figures(model: Path, directory: Path | None, waves: int) -> Iterator[Figure]
         yield percentile(f"at {rate} a second, added", 99, added, at_most=30)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the command line and measure; return 1 if a target is missed, unless --no-fail is given."""
-    parser = harness.CommandLine("gateway", rounds=3, quick="few episodes, one round")
-    parser.add_argument("--model", type=Path, default=PRETRAINED, help="whose tokenizer to use; default %(default)s")
-    parser.add_argument("--directory", type=Path, help="where the gateway writes; default the system's for new files")
-    parser.add_argument("--no-fail", action="store_true", help="end with 0 even if a target is missed")
-    given = parser.parse(arguments)
-    rounds = []
+def measure(given: Given) -> list[Side]:
+    """Measure all rounds; a side is a figure."""
     with tempfile.TemporaryDirectory() as name:
         write_model(given.model, Path(name))
-        for number in range(given.rounds):
-            rounds.append(list(figures(Path(name), given.directory, 2 if given.quick else 8)))
-            harness.say(f"round {number + 1} done")
-    rows = [row("gateway", measured)[1:] for measured in zip(*rounds, strict=True)]
-    columns = ("load", "median (least to most)", "unit", "target")
-    harness.finish(given, [harness.table(f"{SESSIONS} sessions of {TURNS} turns", columns, rows)], rows)
-    return int(not given.no_fail and any(MISSED in line[-1] for line in rows))
+        load = partial(figures, Path(name), given.directory, 2 if given.quick else 8)
+        return service.measure_figures({"gateway": load}, given)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+GATEWAY = Benchmark(
+    about=f"""\
+Measure how many calls a second the gateway records, and what it adds to the engine's time.
+
+{SESSIONS} sessions at once play episodes of {TURNS} turns with a tool; prompts grow from about 350 to 1,000 tokens, and
+each turn has about 60. Every call is on the disk before it is answered. The gateway has a process of its own; this
+process makes the load, and a third one plays the engine and answers any prompt after a fixed time. Each has one thread
+for its work, and all of them share the machine's cores. A latency counts from the request to the whole reply, as the
+agent sees it, less the engine's fixed time. "saturated": each session calls again at once and the engine takes no
+time. Other loads have a fixed number of calls a second, evenly spaced, and an engine that takes {ENGINE_SECONDS} s. The
+exit code is 1 if a target is missed. With --quick there are fewer episodes.""",
+    measure=measure,
+    tables=service.figure_table(f"{SESSIONS} sessions of {TURNS} turns"),
+    rounds=3,
+    options={
+        "model": Option(PRETRAINED, "whose tokenizer to use"),
+        "directory": Option(None, "where the gateway writes; default the system's for new files"),
+        "no-fail": service.NO_FAIL,
+    },
+    conclude=service.has_missed,
+)

@@ -1,19 +1,9 @@
-"""Measure the gain of the evaluation head's batches: N workers that ask the head, against N with their own models.
-
-    python -m benchmarks.policy --sizes 64x2 1024x4 3072x4 --total-battles 64 --num-workers 8 --save-dir DIRECTORY
-
-Both sides play the same episodes ("battles") with the same seeds in equally many processes, on this machine and in one
-run. The policy is a file or directory that the head can serve, or, without --policy, a new policy for CartPole-v1
-of each of --sizes. Times begin when all workers are ready; starting is measured apart. The exit code is 1 if a
-seed gives different returns.
-"""
+"""The evaluation head's batches: workers that ask the head, against workers with their own models."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +13,12 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import harness, own_model_worker
-from benchmarks.common.own_model_worker import DEVICE
-from benchmarks.common.service import running
+from benchmarks import harness, own_model_worker
+from benchmarks.harness import Benchmark, Given, Option, Side
+from benchmarks.own_model_worker import DEVICE
+from benchmarks.service import running
 from evaluation.policy.worker import Episode, Work
 from evaluation.policy.workers import MODULE, Coordinator, Crew, Worker
 from services.core.errors import DependencyLostError, NeverReadyError
@@ -54,7 +44,7 @@ class Played:
     """From then to the end of the last episode."""
 
 
-def play(options: argparse.Namespace, work: Work, module: str) -> Played:
+def play(options: Given, work: Work, module: str) -> Played:
     """Play all battles in workers that begin together.
 
     Raises:
@@ -83,7 +73,7 @@ def play(options: argparse.Namespace, work: Work, module: str) -> Played:
     return Played(episodes, coordinator.workers, coordinator.ready_at - started, ended - coordinator.ready_at)
 
 
-def play_with_head(options: argparse.Namespace, policy: Path) -> dict[str, Any]:
+def play_with_head(options: Given, policy: Path) -> dict[str, Any]:
     """Play with actions from the evaluation head."""
     variables = {
         "HEAD_POLICIES": f"policy={policy.resolve()}",
@@ -135,7 +125,7 @@ def summary(played: Played, models: int, start_seconds: float) -> dict[str, Any]
     }
 
 
-def measure(options: argparse.Namespace, policy: Path) -> dict[str, Any]:
+def measure(options: Given, policy: Path) -> dict[str, Any]:
     """Play both sides and compare them; return the content of results.json."""
     head = play_with_head(options, policy)
     played = play(options, Work("", options.environment, policy=str(policy)), own_model_worker.__name__)
@@ -152,10 +142,10 @@ def measure(options: argparse.Namespace, policy: Path) -> dict[str, Any]:
     }
 
 
-def show(measured: Sequence[dict[str, Any]]) -> Table:
-    """Return the sides of each policy as a table."""
+def tables(_given: Given, sides: Sequence[Side]) -> list[Table]:
+    """Return both sides of each policy."""
     rows = []
-    for found in measured:
+    for found in (measured for side in sides for measured in side.rounds):
         for name in SIDES:
             side = found[name]
             speed = (f"{side['steps_per_second']:.0f}", f"{side['battles_per_second']:.2f}")
@@ -164,7 +154,7 @@ def show(measured: Sequence[dict[str, Any]]) -> Table:
             ratio = f"{found['speed_up']:.2f}" if name == SIDES[0] else ""
             rows.append((found["policy"] if ratio else "", name, *speed, ratio, *waits, *costs))
     columns = ("policy", "", "steps/s", "battles/s", "speed-up", "p50 ms", "p95 ms", "models", "MB", "start s")
-    return harness.table("actions from one head, and from a model in every worker", columns, rows)
+    return [harness.table_of_rows("actions from one head, and from a model in every worker", columns, rows)]
 
 
 def conclusions(found: dict[str, Any]) -> str:
@@ -181,51 +171,64 @@ def conclusions(found: dict[str, Any]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the command line and measure; return 1 if a seed gives different returns."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.policy")
-    parser.add_argument("--total-battles", type=int, default=64, help="episodes that each side plays")
-    parser.add_argument("--num-workers", type=int, default=8, help="processes that play")
-    parser.add_argument("--episodes-at-once", type=int, default=1, help="episodes that a worker plays together")
-    parser.add_argument("--batch-size", type=int, help="of the head; default: the episodes of all workers")
-    parser.add_argument("--timeout-ms", type=float, default=5.0, help="how long the head waits for a batch to fill")
-    parser.add_argument("--save-dir", type=Path, default=Path("runs/policy-benchmark"), help="for results.json")
-    parser.add_argument("--environment", default="CartPole-v1", help="a gymnasium id, or module:Id")
-    parser.add_argument("--policy", type=Path, help="a .pt2 file or a directory of versions")
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        default=SIZES,
-        metavar="WIDTHxLAYERS",
-        help="of the policies that are made without --policy",
-    )
-    parser.add_argument("--quick", action="store_true", help="8 battles")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.total_battles = 8
-    if not 1 <= options.num_workers <= options.total_battles:
-        parser.error(f"--num-workers is {options.num_workers}; allowed is 1 to {options.total_battles}, the battles")
-    harness.end_in_order()
-    options.save_dir.mkdir(parents=True, exist_ok=True)
-    measured = [measure(options, policy) for policy in _policies(options)]
-    path = options.save_dir / "results.json"
-    path.write_text(json.dumps(measured, indent=1) + "\n")
-    Console().print(show(measured))
-    print("\n".join([*map(conclusions, measured), f"written to {path}"]))
-    return int(any(found["differing_returns"] for found in measured))
+def measure_all(given: Given) -> list[Side]:
+    """Measure each policy; a side is a policy, and its measurement is the comparison of both sides.
+
+    Raises:
+        SystemExit: there are more workers than battles.
+    """
+    if not 1 <= given.num_workers <= given.total_battles:
+        raise SystemExit(
+            f"error: --num-workers is {given.num_workers}; allowed is 1 to {given.total_battles}, the battles"
+        )
+    given.save_dir = Path(given.save_dir)
+    given.save_dir.mkdir(parents=True, exist_ok=True)
+    return [Side(policy.stem, lambda _: {}, [measure(given, policy)]) for policy in _policies(given)]
 
 
-def _policies(options: argparse.Namespace) -> Iterator[Path]:
+def _policies(given: Given) -> Iterator[Path]:
     """Yield the files of the policies; make those of --sizes."""
-    if options.policy:
-        yield options.policy
+    if given.policy:
+        yield Path(given.policy)
         return
-    for size in options.sizes:
-        path = options.save_dir / f"cartpole-{size}.pt2"
+    for size in given.sizes:
+        path = given.save_dir / f"cartpole-{size}.pt2"
         width, layers = map(int, size.split("x"))
         checkpoint.save_policy(CartPolePolicy(width, layers, 0), path, STATE, ACTION)
         yield path
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def conclude(given: Given, sides: Sequence[Side]) -> int:
+    """Write results.json, and return 1 if a seed gives different returns."""
+    found = [measured for side in sides for measured in side.rounds]
+    path = given.save_dir / "results.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    print("\n".join([*map(conclusions, found), f"written to {path}"]))
+    return int(any(one["differing_returns"] for one in found))
+
+
+POLICY = Benchmark(
+    about="""\
+Measure the gain of the evaluation head's batches: N workers that ask the head, against N with their own models.
+
+Both sides play the same episodes ("battles") with the same seeds in equally many processes, on this machine and in one
+run. The policy is a file or directory that the head can serve, or, without --policy, a new policy for CartPole-v1
+of each of --sizes. Times begin when all workers are ready; starting is measured apart. The exit code is 1 if a
+seed gives different returns.""",
+    measure=measure_all,
+    tables=tables,
+    rounds=1,
+    quick={"total-battles": 8},
+    options={
+        "total-battles": Option(64, "episodes that each side plays"),
+        "num-workers": Option(8, "processes that play"),
+        "episodes-at-once": Option(1, "episodes that a worker plays together"),
+        "batch-size": Option(0, "of the head; default: the episodes of all workers"),
+        "timeout-ms": Option(5.0, "how long the head waits for a batch to fill"),
+        "save-dir": Option("runs/policy-benchmark", "for results.json"),
+        "environment": Option("CartPole-v1", "a gymnasium id, or module:Id"),
+        "policy": Option(None, "a .pt2 file or a directory of versions"),
+        "sizes": Option(list(SIZES), "widths x layers of the policies that are made without --policy"),
+    },
+    conclude=conclude,
+)

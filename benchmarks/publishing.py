@@ -1,19 +1,10 @@
-"""Measure how long publishing weights takes, and for how long it stops generation, by transport and model size.
-
-    python -m benchmarks.publishing [--sizes tiny 135m 0.5b] [--rounds 3] [--quick] [--json FILE]
-
-The trainer's own publishers, on one rank, publish to real rollout nodes (router, embedded engines); every round
-publishes once by each transport. The total is the time of ``Publisher.publish``, for which training waits. The pause is
-the trainer's ``pause_seconds``, the longest of a worker. "On the volume" is when a worker that restarts could load the
-version; ``broadcast`` writes it there during the next step. No prompts are in flight; running prompts would end first.
-"""
+"""How long publishing weights takes, and for how long it stops generation."""
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,9 +14,9 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.common import harness, models
-from benchmarks.common.harness import spread
-from benchmarks.common.job import running, write_job_group
+from benchmarks import harness, models
+from benchmarks.harness import Benchmark, Given, Option, Side
+from benchmarks.job import running, write_job_group
 from services.core.files import atomic_write
 from services.core.machine import cores
 from services.weights.policy_store import PolicyStore
@@ -85,7 +76,7 @@ def measure(size: str, rounds: int) -> list[dict[str, Any]]:
             "ROLLOUT_ENGINE": "embedded",
         }
         found = directory / "publications.json"
-        command = f"exec python -m benchmarks.publishing --rounds {rounds} --trainer {found}"
+        command = f"exec python -m benchmarks.publishing {rounds} {found}"
         path = write_job_group(
             directory, "jobgroup.yaml", {"ppo-trainer": command}, only=["rollout-server", "ppo-trainer"]
         )
@@ -95,36 +86,51 @@ def measure(size: str, rounds: int) -> list[dict[str, Any]]:
     return sorted(publications, key=itemgetter("transport"))
 
 
-def show(measured: Sequence[dict[str, Any]]) -> Table:
-    """Return medians and spreads as a table."""
-    rows = []
-    for (size, transport), group in itertools.groupby(measured, key=itemgetter("size", "transport")):
-        publications = list(group)
-        times = [spread([one[name] for one in publications]) for name in ("total", "pause", "volume")]
-        rows.append((size, f"{publications[0]['megabytes']:.0f}", transport, *times))
-    return harness.table(
-        f"{WORKERS} workers, one trainer rank, {cores()} cores for all; seconds: median (least to most)",
-        ("model", "MB", "transport", "total s", "pause s", "on the volume s"),
-        rows,
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line and measure."""
-    parser = harness.CommandLine("publishing", rounds=3, quick="the tiny model, one round")
-    parser.add_argument("--sizes", nargs="+", choices=models.SIZES, default=list(models.SIZES))
-    parser.add_argument("--trainer", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse(arguments)
-    if given.trainer:
-        atomic_write(given.trainer, json.dumps(publish_rounds(given.rounds)))
-        # The library threads of a broadcast group would delay a normal exit.
-        os._exit(0)
-    measured = []
-    for size in ["tiny"] if given.quick else given.sizes:
-        measured += measure(size, given.rounds)
+def measure_all(given: Given) -> list[Side]:
+    """Measure each size; a side is a transport with a size, and a publication is a round of it."""
+    sides: dict[str, Side] = {}
+    for size in given.sizes:
+        for publication in measure(size, given.rounds):
+            name = f"{size}, {publication['transport']}"
+            sides.setdefault(name, Side(name, lambda _: {})).rounds.append(publication)
         harness.say(f"{size}: done")
-    harness.finish(given, [show(measured)], measured)
+    return list(sides.values())
+
+
+def tables(_given: Given, sides: Sequence[Side]) -> list[Table]:
+    """Return medians and spreads of each size and transport."""
+    columns: harness.Columns = {
+        "model": lambda side: side.rounds[0]["size"],
+        "MB": lambda side: f"{side.rounds[0]['megabytes']:.0f}",
+        "transport": lambda side: side.rounds[0]["transport"],
+        "total s": lambda side: side.spread("total"),
+        "pause s": lambda side: side.spread("pause"),
+        "on the volume s": lambda side: side.spread("volume"),
+    }
+    title = f"{WORKERS} workers, one trainer rank, {cores()} cores for all; seconds: median (least to most)"
+    return [harness.table(title, sides, columns)]
+
+
+PUBLISHING = Benchmark(
+    about="""\
+Measure how long publishing weights takes, and for how long it stops generation, by transport and model size.
+
+The trainer's own publishers, on one rank, publish to real rollout nodes (router, embedded engines); every round
+publishes once by each transport. The total is the time of `Publisher.publish`, for which training waits. The pause is
+the trainer's `pause_seconds`, the longest of a worker. "On the volume" is when a worker that restarts could load the
+version; `broadcast` writes it there during the next step. No prompts are in flight; running ones would end first.""",
+    measure=measure_all,
+    tables=tables,
+    rounds=3,
+    quick={"sizes": ["tiny"]},
+    options={"sizes": Option(list(models.SIZES), "of the models", models.SIZES)},
+)
 
 
 if __name__ == "__main__":
-    main()
+    # The program of the job group's trainer.
+    rounds, file = sys.argv[1:]
+    harness.end_in_order()
+    atomic_write(Path(file), json.dumps(publish_rounds(int(rounds))))
+    # The library threads of a broadcast group would delay a normal exit.
+    os._exit(0)

@@ -1,56 +1,241 @@
-"""Measure data-server, reward-server and replay-buffer under the loads for which they are built.
-
-    python -m benchmarks.services [--quick] [--rounds N] [--only reward-server,data-server,replay-buffer] [--json FILE]
-
-Each service runs as a process of its own, as in a job group, and gets its load over HTTP. Latencies are measured at the
-client; memory is resident in the service and its children. The load comes from the same machine, so its cost is in
-every number. The table shows median, least and most of the rounds. A target is met if the median meets it.
-"""
+"""The data-server, the reward-server and the replay-buffer under the loads for which they are built."""
 
 from __future__ import annotations
 
-import statistics
-import sys
-from collections.abc import Sequence
+import asyncio
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
-from benchmarks.common import harness, service_data, service_replay, service_reward
-from benchmarks.common.harness import spread
-from benchmarks.common.service import Figure
+import numpy as np
+import orjson
 
-SERVICES = {
-    "reward-server": service_reward.figures,
-    "data-server": service_data.figures,
-    "replay-buffer": service_replay.figures,
-}
-MISSED = "missed"
+from benchmarks.harness import Benchmark, Given, Option, Side
+from benchmarks.service import (
+    NO_FAIL,
+    Figure,
+    connect,
+    figure_table,
+    has_missed,
+    measure_figures,
+    percentile,
+    running,
+    send_all,
+)
 
-
-def row(service: str, rounds: Sequence[Figure]) -> tuple[str, ...]:
-    """Return the table's row of a figure that was measured in several rounds."""
-    first, values = rounds[0], [figure.value for figure in rounds]
-    median, target = statistics.median(values), ""
-    if first.at_least is not None:
-        target = f">= {first.at_least:g}, {'met' if median >= first.at_least else MISSED}"
-    if first.at_most is not None:
-        target = f"<= {first.at_most:g}, {'met' if median <= first.at_most else MISSED}"
-    return service, first.load, spread(values, 1), first.unit, target
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the command line and measure; return 1 if a target is missed, unless --no-fail is given."""
-    parser = harness.CommandLine("services", rounds=3, quick="smaller loads, one round")
-    parser.add_argument("--only", default=",".join(SERVICES), help="services, with commas")
-    parser.add_argument("--no-fail", action="store_true", help="end with 0 even if a target is missed")
-    given = parser.parse(arguments)
-    rows = []
-    for name in given.only.split(","):
-        rounds = [list(SERVICES[name](quick=given.quick)) for _ in range(given.rounds)]
-        rows += [row(name, figures) for figures in zip(*rounds, strict=True)]
-        harness.say(f"{name}: done")
-    columns = ("service", "load", "median (least to most)", "unit", "target")
-    harness.finish(given, [harness.table("services under load", columns, rows)], rows)
-    return int(not given.no_fail and any(MISSED in row[-1] for row in rows))
+ITEMS = 500
+"""Completions of a request."""
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def reward_figures(*, quick: bool) -> Iterator[Figure]:
+    """Measure plain completions, and hostile ones among them, whose check runs into the timeout."""
+    plain = [_plain(i) for i in range(5_000 if quick else 20_000)]
+    # No two hostile completions are equal, so that no cache helps.
+    mixed = [_plain(i) if i % 100 else _hostile(9, i) for i in range(1_000 if quick else 3_000)]
+    with running("reward_server", REWARD_FN="math") as service:
+        _score(service.port, plain[:1000])
+        seconds, replies = _score(service.port, plain)
+        assert all(reply["reward"] == 1.0 for reply in replies)
+        yield Figure("plain answers", len(plain) / seconds, "1/s", at_least=5_000)
+        seconds, replies = _score(service.port, mixed)
+        lost = sum(reply["status"] == "timeout" for reply in replies)
+        assert lost == len(mixed) // 100, f"{lost} of {len(mixed)} answers timed out"
+        yield Figure("1 in 100 hostile", len(mixed) / seconds, "1/s", at_least=500)
+        latencies = asyncio.run(_plain_beside_hostile(service.port, 20 if quick else 60))
+        yield percentile("plain answer beside hostile ones", 99, latencies)
+        yield Figure("memory, workers included", service.memory_mb(), "MB")
+
+
+def _plain(number: int) -> dict[str, str]:
+    text = f"She had 3 and bought {number - 3} more. The answer is {number}."
+    return {"prompt": "How many?", "response": text, "ground_truth": str(number)}
+
+
+def _hostile(base: int, number: int) -> dict[str, str]:
+    return {"prompt": "", "response": rf"\boxed{{{base}^{{9^{{{number + 9}}}}}}}", "ground_truth": "5"}
+
+
+def _score(port: int, items: Sequence[dict[str, str]]) -> tuple[float, list[dict[str, object]]]:
+    bodies = [orjson.dumps({"items": items[start : start + ITEMS]}) for start in range(0, len(items), ITEMS)]
+    seconds, replies = asyncio.run(send_all(port, min(4, len(bodies)), "/batch_reward", bodies))
+    return seconds, [reward for reply in replies for reward in orjson.loads(reply)["rewards"]]
+
+
+async def _plain_beside_hostile(port: int, hostile: int) -> list[float]:
+    """Return the milliseconds of single plain requests while hostile completions keep every worker busy."""
+    body = orjson.dumps(_plain(5))
+    latencies: list[float] = []
+    items = orjson.dumps({"items": [_hostile(8, i) for i in range(hostile)]})
+    async with connect(port) as connection, connect(port) as other:
+        busy = asyncio.create_task(other.request("POST", "/batch_reward", items))
+        while not busy.done():
+            started = time.perf_counter()
+            await connection.request("POST", "/reward", body)
+            latencies.append(1e3 * (time.perf_counter() - started))
+            await asyncio.sleep(0.005)
+        await busy
+    return latencies
+
+
+CLIENTS = 50
+
+
+def data_figures(*, quick: bool) -> Iterator[Figure]:
+    """Measure fifty clients at once on a GSM8K-sized file, and a file of a million rows."""
+    rows = 100_000 if quick else 1_000_000
+    with tempfile.TemporaryDirectory() as directory:
+        cache = str(Path(directory) / "cache")
+        small = _write_rows(Path(directory) / "small.jsonl", 7_473)
+        with running("data_server", DATASET=str(small), HF_DATASETS_CACHE=cache) as service:
+            latencies, seconds = asyncio.run(_ask_for_prompts(service.port, 20 if quick else 200))
+            yield percentile("50 clients", 50, latencies)
+            yield percentile("50 clients", 99, latencies, at_most=50)
+            yield Figure("50 clients, requests", len(latencies) / seconds, "1/s")
+        large = _write_rows(Path(directory) / "large.jsonl", rows)
+        for start in ("first", "later"):
+            with running("data_server", DATASET=str(large), HF_DATASETS_CACHE=cache) as service:
+                yield Figure(f"{rows} rows, {start} start", service.start_seconds, "s", at_most=15)
+                latencies, _ = asyncio.run(_ask_for_prompts(service.port, 10 if quick else 100, shared=True))
+                memory = service.memory_mb()
+        yield percentile(f"{rows} rows", 99, latencies)
+        yield Figure(f"{rows} rows, memory", memory, "MB", at_most=1000)
+
+
+def _write_rows(path: Path, count: int) -> Path:
+    """Write questions of about the length and form of GSM8K's."""
+    filler = "Natalia sold clips to her friends, and then she sold half as many clips in the month after it. " * 2
+    with path.open("w") as file:
+        for i in range(count):
+            answer = f"She sold {i}/2 = {i // 2} clips in May.\nAltogether she sold {i + i // 2}.\n#### {i + i // 2}"
+            file.write(json.dumps({"question": f"{filler}She began with {i}. How many?", "answer": answer}) + "\n")
+    return path
+
+
+async def _ask_for_prompts(port: int, requests: int, *, shared: bool = False) -> tuple[list[float], float]:
+    """Return the latencies in ms of clients that each send one request after the other, and the seconds for all.
+
+    Clients with one ``shared`` cursor get different prompts, so that no prompt is rendered twice.
+    """
+    latencies: list[float] = []
+
+    async def client(number: int) -> None:
+        consumer = "all" if shared else f"client-{number}"
+        async with connect(port) as connection:
+            for _ in range(requests):
+                started = time.perf_counter()
+                await connection.request("GET", f"/prompts?batch_size=4&consumer={consumer}")
+                latencies.append(1e3 * (time.perf_counter() - started))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(client(number) for number in range(CLIENTS)))
+    return latencies, time.perf_counter() - started
+
+
+GROUP_SIZE = 8
+COMPLETION_TOKENS = 128
+
+
+def replay_figures(*, quick: bool) -> Iterator[Figure]:
+    """Measure adding groups, drawing from 100,000, snapshots, and a restart."""
+    count = 10_000 if quick else 100_000
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {"REPLAY_DIR": directory, "REPLAY_CAPACITY": str(count)}
+        with running("replay_buffer", **environment) as service:
+            yield Figure("groups added", count / _add(service.port, count), "1/s", at_least=500)
+            for strategy in ("priority", "recency", "uniform"):
+                latencies = asyncio.run(_sample(service.port, strategy, 30 if quick else 200))
+                yield percentile(f"64 of {count} by {strategy}", 50, latencies)
+                yield percentile(f"64 of {count} by {strategy}", 99, latencies, at_most=50)
+            yield Figure(f"{count} groups, memory", service.memory_mb(), "MB")
+            disk = sum(file.stat().st_blocks * 512 for file in Path(directory).iterdir()) / 1e6
+            yield Figure(f"{count} groups, disk", disk, "MB")
+            for path, what in (("/snapshots", "saved"), ("/snapshots/restore", "restored")):
+                seconds, _ = asyncio.run(send_all(service.port, 1, path, [orjson.dumps({"label": "benchmark"})]))
+                yield Figure(f"snapshot {what}", 1e3 * seconds, "ms")
+        with running("replay_buffer", **environment) as service:
+            yield Figure(f"restart with {count}", service.start_seconds, "s", at_most=10)
+
+
+def _experiences(rng: np.random.Generator) -> list[dict[str, object]]:
+    ids = rng.integers(0, 150_000, (GROUP_SIZE, COMPLETION_TOKENS)).tolist()
+    logprobs = (-rng.exponential(size=(GROUP_SIZE, COMPLETION_TOKENS))).astype(np.float32).tolist()
+    return [
+        {
+            "completion": "She sold 48 clips in April, and half as many in May. " * 8,
+            "completion_ids": ids[i],
+            "logprobs": logprobs[i],
+            "policy_versions": [{"version": 0, "start": 0, "end": COMPLETION_TOKENS}],
+            "finish_reason": "stop",
+            "result": {"reward": float(i % 2)},
+        }
+        for i in range(GROUP_SIZE)
+    ]
+
+
+def _group(number: int, experiences: list[dict[str, object]]) -> dict[str, object]:
+    return {
+        "group_id": f"group-{number}",
+        "prompt": "Natalia sold clips to 48 of her friends in April. How many?",
+        "ground_truth": "72",
+        "prompt_ids": list(range(number, number + 80)),
+        "experiences": experiences,
+    }
+
+
+def _add(port: int, count: int) -> float:
+    """Return the seconds to add groups, 32 a request over 2 connections, without the time to make the requests."""
+    rng = np.random.default_rng(0)
+    # Groups share experiences, because it takes longer to make an experience than to store it.
+    made = [_experiences(rng) for _ in range(50)]
+    seconds = 0.0
+    for start in range(0, count, 2000):
+        bodies = []
+        for first in range(start, min(start + 2000, count), 32):
+            numbers = range(first, min(first + 32, start + 2000, count))
+            groups = [_group(number, made[number % len(made)]) for number in numbers]
+            priorities = [0.1 + (number % 97) / 97 for number in numbers]
+            bodies.append(orjson.dumps({"groups": groups, "priorities": priorities}))
+        seconds += asyncio.run(send_all(port, 2, "/groups", bodies))[0]
+    return seconds
+
+
+async def _sample(port: int, strategy: str, requests: int) -> list[float]:
+    """Return the latencies in ms of drawing 64 groups."""
+    chooser = random.Random(0)
+    latencies = []
+    async with connect(port) as connection:
+        for _ in range(requests):
+            request = {"batch_size": 64, "strategy": strategy, "correction": 0.4, "seed": chooser.randrange(2**32)}
+            started = time.perf_counter()
+            reply = await connection.request("POST", "/groups/sample", orjson.dumps(request))
+            latencies.append(1e3 * (time.perf_counter() - started))
+    assert len(orjson.loads(reply)["groups"]) == 64
+    return latencies
+
+
+SERVICES = {"reward-server": reward_figures, "data-server": data_figures, "replay-buffer": replay_figures}
+
+
+def measure(given: Given) -> list[Side]:
+    """Measure each service; a side is a figure of a service."""
+    return measure_figures({name: partial(SERVICES[name], quick=given.quick) for name in given.only.split(",")}, given)
+
+
+SERVICES_UNDER_LOAD = Benchmark(
+    about="""\
+Measure data-server, reward-server and replay-buffer under the loads for which they are built.
+
+Each service runs as a process of its own, as in a job group, and gets its load over HTTP. Latencies are measured at the
+client; memory is resident in the service and its children. The load comes from the same machine, so its cost is in
+every number. The table shows median, least and most of the rounds. A target is met if the median meets it. The exit
+code is 1 if a target is missed. With --quick loads are smaller.""",
+    measure=measure,
+    tables=figure_table("services under load"),
+    rounds=3,
+    options={"only": Option(",".join(SERVICES), "services, with commas"), "no-fail": NO_FAIL},
+    conclude=has_missed,
+)

@@ -27,6 +27,7 @@ from evaluation.node import Allocation
 from evaluation.pool import Discover
 from services.core.errors import ConfigurationError, DependencyLostError, first_line
 from services.core.logs import get_logger
+from services.core.processes import end_all
 
 log = get_logger(__name__)
 
@@ -174,13 +175,8 @@ class RayNode:
 
     def stop(self) -> None:
         """End the process and its child processes."""
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            # Its children notice that it is gone, and end.
-            self._process.kill()
-            self._process.wait()
+        # Its children notice if it is killed, and end.
+        end_all([self._process], STOP_SECONDS)
 
 
 @asynccontextmanager

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import psutil
 
+from services.core.processes import signal_group
+
 MARK = "LOCAL_RUN_MARK"
 """The environment variable whose value is ``<run mark>/<task>-<rank>``."""
 
@@ -109,8 +111,7 @@ def _terminate_groups(running: Sequence[psutil.Process]) -> None:
             if process.ppid() not in pids:
                 groups.add(os.getpgid(process.pid))
     for group in groups - {os.getpgrp()}:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGTERM)
+        signal_group(group, signal.SIGTERM)
 
 
 def _runs(process: psutil.Process) -> bool:

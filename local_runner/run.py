@@ -115,7 +115,9 @@ def main(
     console = Console(file=_standard_output())
     try:
         path = spec.find(path)
-        group, overrides = _job_group(path, env or [], env_file or [], secret or [], num_nodes or [], small=small)
+        group, overrides, in_files = _job_group(
+            path, env or [], env_file or [], secret or [], num_nodes or [], small=small
+        )
         with nodes.allocate(group, own_hosts=own_hosts) as addresses:
             planned = Run(
                 group=group,
@@ -129,7 +131,6 @@ def main(
             if dry_run:
                 return
             secrets = list(overrides.secrets)
-            in_files = spec.env_files(env_file or [])
             by_hand = Launch(path, env or (), env_file or (), in_files, secrets, num_nodes or (), small, shared_dir)
             launch = None if by_program else by_hand
             if _show_if_finished(planned, launch, console):
@@ -161,15 +162,15 @@ def _check_and_show(planned: Run, console: Console, *, dry_run: bool, commands: 
 
 def _job_group(
     path: Path, env: list[str], env_file: list[Path], secret: list[str], num_nodes: list[str], *, small: bool
-) -> tuple[spec.JobGroup, spec.Overrides]:
-    """Return the job group with the additions of the command line, and these additions."""
+) -> tuple[spec.JobGroup, spec.Overrides, dict[str, str]]:
+    """Return the job group with the additions of the command line, these additions, and the variables of the files."""
     from_files = spec.env_files(env_file)
     options, secrets = spec.assignments(env, "--env"), spec.assignments(secret, "--secret")
     overrides = spec.Overrides(from_files | options, secrets, spec.counts(num_nodes), 1 if small else None)
     group = spec.load(path, overrides)
     checks.check_names(group, options | secrets, from_files)
     nodes.check_mounts(group)
-    return group, overrides
+    return group, overrides, from_files
 
 
 def _show_nodes(console: Console, run: Run) -> None:

@@ -6,6 +6,7 @@ import difflib
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,15 @@ RECOVERY_KEYS = {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 DURATION = re.compile(r"(\d+)\s*([smhdw]?)", re.IGNORECASE)
 ROOT = Path(__file__).parents[1]
+JOB_GROUPS = ("jobgroup.yaml", "jobgroups/async.yaml", "jobgroups/agent.yaml", "jobgroups/environment.yaml")
+"""The job groups of this project."""
+FORMER = {
+    **{f"jobgroup-{name}.yaml": f"jobgroups/{name}.yaml" for name in ("async", "agent", "environment")},
+    **{
+        f"{name}.env": f"examples/{name}.env" for name in ("demo", "demo-agent", "demo-environment", "gsm8k", "one-gpu")
+    },
+}
+"""This project's files by the names of an earlier version, which are understood until the next version."""
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
@@ -68,14 +78,21 @@ def find(path: Path) -> Path:
     Raises:
         ConfigurationError: there is neither.
     """
-    found = next((file for file in (path, ROOT / path) if file.exists()), None)
+    found = _file(path)
     if found is None:
-        names = ", ".join(file.name for file in sorted(ROOT.glob("jobgroup*.yaml")))
-        told = f"cannot read the job group: there is no file {path}; this project has {names}"
+        told = f"cannot read the job group: there is no file {path}; this project has {', '.join(JOB_GROUPS)}"
         # Such as the 3 of `--env MAX_STEPS 3`.
         hint = "" if path.suffix in (".yaml", ".yml") else "; a setting is given as --env NAME=VALUE"
         raise ConfigurationError(told + hint)
     return found
+
+
+def _file(path: Path) -> Path | None:
+    """Return ``path``, or this project's own file of that name or former name where there is none here."""
+    present = FORMER.get(str(path), "") if not path.exists() else ""
+    if present:
+        print(f"note: {path} is now {present}", file=sys.stderr)
+    return next((file for file in (path, Path(present or path), ROOT / (present or path)) if file.is_file()), None)
 
 
 def load(path: Path, overrides: Overrides | None = None) -> JobGroup:
@@ -150,13 +167,14 @@ def env_file(path: Path) -> dict[str, str]:
     Raises:
         ConfigurationError: the file does not exist, or a line has no value.
     """
-    file = next((file for file in (path, ROOT / path) if file.is_file()), None)
+    file = _file(path)
     if file is None:
-        names = [str(one.relative_to(folder)) for folder in (Path(), ROOT) for one in folder.glob("*.env")]
+        found = [one for folder in (Path(), ROOT) for one in (*folder.glob("*.env"), *folder.glob("examples/*.env"))]
+        names = [str(one.relative_to(ROOT) if one.is_relative_to(ROOT) else one) for one in found]
         raise ConfigurationError(f"there is no --env-file {path}{nearest(str(path), names)}")
-    found = dotenv_values(file)
-    result = {name: value for name, value in found.items() if value is not None}
-    if missing := sorted(found.keys() - result.keys()):
+    values = dotenv_values(file)
+    result = {name: value for name, value in values.items() if value is not None}
+    if missing := sorted(values.keys() - result.keys()):
         raise ConfigurationError(f"{path}: {missing} have no value; expected NAME=VALUE")
     return result
 

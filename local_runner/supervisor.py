@@ -28,6 +28,7 @@ from local_runner import processes
 from local_runner.nodes import Run, node_environment
 from local_runner.spec import TaskSpec
 from services.core.errors import EXIT_CONFIGURATION
+from services.core.processes import shell_code
 
 PRIMARY_STOP_SECONDS = 60.0
 """The time from Ctrl-C to the end of the primary tasks, in which the trainer writes a checkpoint of some gigabytes.
@@ -248,7 +249,7 @@ class Supervisor:
             if not self._ending:
                 marks = [self._run.node_mark(task, rank) for rank in range(task.num_nodes)]
                 await asyncio.to_thread(processes.end, marks, 0)
-        codes = [_shell_code(await wait) for wait in waits]
+        codes = [shell_code(await wait) for wait in waits]
         for rank, code in enumerate(codes):
             self._report(task, rank, *self._end_of_node(code, is_killed=rank in killed))
         return codes
@@ -302,8 +303,3 @@ def _open_log(path: Path, restarts: int) -> tuple[IO[bytes], OSError | None]:
     except OSError as error:
         return log, error
     return log, None
-
-
-def _shell_code(returncode: int) -> int:
-    """Return the exit code as a shell has it: 128 + n for a process that signal n ended."""
-    return 128 - returncode if returncode < 0 else returncode

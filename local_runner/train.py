@@ -43,7 +43,7 @@ class RunError(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run, by its directory, whose files README.md lists."""
+    """A run, by its directory, whose files docs/guides/operating.md lists."""
 
     directory: Path
 

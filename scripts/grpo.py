@@ -43,9 +43,9 @@ COMMANDS = {
         "local_runner.run",
         TRAINING,
         (
-            "grpo run --env-file demo.env --small",
-            "grpo run --env-file demo.env --env MAX_STEPS=40 --env LEARNING_RATE=5e-6 --dry-run",
-            "grpo run jobgroup-agent.yaml --env-file demo-agent.env --env AGENT=my_agent:solve",
+            "grpo run --env-file examples/demo.env --small",
+            "grpo run --env-file examples/demo.env --env MAX_STEPS=40 --env LEARNING_RATE=5e-6 --dry-run",
+            "grpo run jobgroups/agent.yaml --env-file examples/demo-agent.env --env AGENT=my_agent:solve",
         ),
     ),
     "status": Program("local_runner.status", TRAINING, ("grpo status", "grpo status grpo-20260131-120000")),

@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 import os
-import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from typing import IO, Any
 from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example
 from services.core import machine
 from services.core.logs import get_logger
+from services.core.processes import describe_exit, end_group
 from services.protocol.rewards import RewardResult, RewardStatus
 
 log = get_logger(__name__)
@@ -43,9 +43,8 @@ PROGRAMS_A_CORE = 8
 """Programs mostly wait for the model."""
 BYTES_A_PROGRAM = 2**30
 
-POLL_SECONDS = 0.05
-TERM_POLLS = 40
-"""The time between SIGTERM and SIGKILL, in POLL_SECONDS."""
+TERM_SECONDS = 2.0
+"""The time between SIGTERM and SIGKILL."""
 ORPHANS_SECONDS = 1.0
 """The wait for the end of an output that a process outside the program's process group holds open."""
 
@@ -100,8 +99,7 @@ class Program:
         variables |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
         status, answer, reward = await self._run(example, variables | {"GRPO_REWARD_FD": _REWARD_FD})
         if status != 0:
-            code = f"signal {-status}" if status < 0 else f"exit code {status}"
-            raise ProgramFailedError(f"the program ended with {code}{example.output}")
+            raise ProgramFailedError(f"the program {describe_exit(status)}{example.output}")
         if reward.strip():
             example.result = _result_of(reward)
             return example.result.reward
@@ -131,7 +129,7 @@ class Program:
             try:
                 await process.wait()
             finally:
-                await _end_group(process)
+                await end_group(process, TERM_SECONDS, whole=True)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ORPHANS_SECONDS):
                         await asyncio.gather(*(output.ended.wait() for output in (answer, errors, reward)))
@@ -249,23 +247,3 @@ def _lifeline() -> Iterator[int]:
     finally:
         os.close(reading)
         os.close(writing)
-
-
-async def _end_group(process: asyncio.subprocess.Process) -> None:
-    """End a program's process group: by SIGTERM if the program still runs, then by SIGKILL."""
-
-    def is_left(number: int) -> bool:
-        try:
-            os.killpg(process.pid, number)
-        except (ProcessLookupError, PermissionError):  # macOS refuses to signal a group of zombies.
-            return False
-        return True
-
-    try:
-        if process.returncode is None and is_left(signal.SIGTERM):
-            for _ in range(TERM_POLLS):
-                await asyncio.sleep(POLL_SECONDS)
-                if not is_left(0):
-                    break
-    finally:
-        is_left(signal.SIGKILL)

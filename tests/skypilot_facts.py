@@ -15,16 +15,18 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from local_runner.spec import JOB_GROUPS
 from tests.waiting import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 SKYPILOT = Path(os.environ.get("SKYPILOT_PYTHON", ROOT / ".venv-sky/bin/python"))
 SCRIPT = ROOT / "tests/ask_skypilot.py"
-VOLUME = "volume.yaml"
-FILES = [
-    str(path.relative_to(ROOT))
-    for path in sorted([*ROOT.glob("jobgroup*.yaml"), *ROOT.glob("evaluation/*.yaml"), *ROOT.glob("scripts/*.yaml")])
+VOLUME = "jobgroups/volume.yaml"
+FILES = [*JOB_GROUPS]
+FILES += [
+    str(path.relative_to(ROOT)) for name in ("evaluation", "scripts") for path in sorted(ROOT.glob(f"{name}/*.yaml"))
 ]
+"""Every job group, and every job in evaluation/ and scripts/."""
 
 
 @cache

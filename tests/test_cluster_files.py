@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from local_runner.spec import load
+from local_runner.spec import JOB_GROUPS, load
 from services.core import endpoints
 from tests.prometheus_targets import ADDRESS, labels, targets
 from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
@@ -185,7 +185,7 @@ def test_the_quota_and_the_page_have_the_footprint_of_the_job_group():
 
 def pods() -> list[dict[str, Any]]:
     """A pod as SkyPilot names it for each node of every task, and for a cluster of the evaluation."""
-    files = sorted(ROOT.glob("jobgroup*.yaml"))
+    files = [ROOT / name for name in JOB_GROUPS]
     tasks = {task.name: task.num_nodes for file in files for task in load(file).tasks}
     names = [
         f"{task}-{JOB}-{USER}-{'head' if rank == 0 else f'worker{rank}'}"

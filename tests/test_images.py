@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
+from local_runner.spec import JOB_GROUPS
 from scripts.launch.__main__ import IMAGES
 
 ROOT = Path(__file__).parents[1]
 LINES = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
 INSTRUCTIONS = [line.split(maxsplit=1) for line in LINES if line and not line.startswith("#")]
-TASKS = [
-    task for file in sorted(ROOT.glob("jobgroup*.yaml")) for task in list(yaml.safe_load_all(file.read_text()))[1:]
-]
+TASKS = [task for name in JOB_GROUPS for task in list(yaml.safe_load_all((ROOT / name).read_text()))[1:]]
 
 
 def stages() -> dict[str, tuple[str, list[list[str]]]]:

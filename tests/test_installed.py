@@ -36,7 +36,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel and the source distribution, built from a copy, since building leaves files in the directory."""
     source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for entry in ROOT.iterdir():
-        if entry.name in OUR_NAMES or entry.is_file():
+        if entry.name in (*OUR_NAMES, "jobgroups", "examples") or entry.is_file():
             subprocess.run(["cp", "-r", entry, source], check=True)
     for name in OF_A_USER:
         (source / name).write_text("TOKEN = 'of-a-user'\n")
@@ -82,7 +82,7 @@ def test_the_wheel_has_one_package_and_all_files_of_the_programs(wheel):
     ]
     rooted = subprocess.run(["git", "ls-files", "*.yaml", "*.env"], cwd=ROOT, capture_output=True, text=True).stdout
     files += [ROOT / name for name in rooted.split() if "/" not in name and not name.startswith(".")]
-    files += [ROOT / "__init__.py", ROOT / "volume.yaml", ROOT / "constraints.txt"]
+    files += [ROOT / "__init__.py", ROOT / "jobgroups" / "volume.yaml", ROOT / "constraints.txt"]
     wanted = {f"skypilot_grpo/{path.relative_to(ROOT)}" for path in files}
     assert wanted - names == set()
     assert not {name for name in names if name.endswith(".pyc")}
@@ -95,7 +95,7 @@ def test_nothing_of_a_users_own_in_the_root_is_packed(distributions, wheel):
     for names in (of_source, zipfile.ZipFile(wheel).namelist()):
         packed = {Path(name).name for name in names}
         assert not packed & set(OF_A_USER)
-        assert {"demo.env", "jobgroup.yaml", "setup.py"} <= packed
+        assert {"examples/demo.env", "jobgroup.yaml", "setup.py"} <= packed
 
 
 def test_a_users_own_packages_stay_theirs(environment, tmp_path):

@@ -121,3 +121,41 @@ def test_each_task_installs_what_its_role_needs_and_no_other(documents):
         "replay-buffer": "replay",
         "ppo-trainer": "trainer",
     }
+
+
+ADDED = {
+    "jobgroups/async.yaml": {"collector"},
+    "jobgroups/agent.yaml": {"gateway"},
+    "jobgroups/environment.yaml": {"gateway", "environment-server"},
+}
+"""The tasks that a job group has besides those of jobgroup.yaml."""
+VARIABLES = {
+    "jobgroups/async.yaml": {"ppo-trainer": {"MODE": "async", "COLLECTOR_IN_PROCESS": "false"}},
+    "jobgroups/agent.yaml": {"ppo-trainer": {"ROLLOUT": "agent", "AGENT": "evaluation.math_agent:solve"}},
+    "jobgroups/environment.yaml": {
+        "ppo-trainer": {"ROLLOUT": "environment", "DATASET": "seeds"},
+        "data-server": {"DATASET": "seeds"},
+    },
+}
+"""The variables in which a job group's tasks differ from those of jobgroup.yaml."""
+
+
+def tasks_of(file: str) -> dict[str, dict[str, Any]]:
+    return {document["name"]: document for document in yaml.safe_load_all((ROOT / file).read_text())}
+
+
+@pytest.mark.parametrize("file", ADDED)
+def test_every_job_group_repeats_the_tasks_of_the_first(file):
+    expected, found = tasks_of("jobgroup.yaml"), tasks_of(file)
+    for task, variables in VARIABLES[file].items():
+        expected[task]["envs"] |= variables
+    if file == "jobgroups/agent.yaml":
+        # The trainer's node runs the agent.
+        setup = expected["ppo-trainer"]["setup"]
+        expected["ppo-trainer"]["setup"] = setup.replace("[trainer]", "[trainer,evaluation]")
+    assert found.keys() - expected.keys() == ADDED[file]
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_job_groups_have_the_same_gateway():
+    assert tasks_of("jobgroups/agent.yaml")["gateway"] == tasks_of("jobgroups/environment.yaml")["gateway"]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
+from local_runner.spec import JOB_GROUPS
 from tests.skypilot_facts import FILES, ROOT, skypilot_facts
 
 
@@ -34,13 +35,13 @@ def test_what_is_given_at_launch_reaches_every_task_and_nothing_else_changes(loa
         assert task["secrets"]["WANDB_API_KEY"] == "key"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("jobgroup")])
+@pytest.mark.parametrize("file", JOB_GROUPS)
 def test_the_trainer_is_the_first_task_of_a_job_group(loaded, file):
     # `sky jobs launch` shows the log of the first task that has not ended; `sky jobs cancel` ends tasks in this order.
     assert next(iter(loaded[file]["tasks"])) == "ppo-trainer"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if "jobgroup" in file or "evaluate" in file])
+@pytest.mark.parametrize("file", [*JOB_GROUPS, "evaluation/evaluate.yaml"])
 def test_skypilot_tries_gpus_in_the_order_of_the_file_and_keeps_nodes_at_a_restart(loaded, file):
     for name, task in loaded[file]["tasks"].items():
         has_gpu = name in ("rollout-server", "ppo-trainer")

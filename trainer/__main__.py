@@ -26,7 +26,7 @@ from services.core.errors import (
     say_error,
 )
 from services.core.imports import pause_collection
-from services.core.processes import end_leftovers
+from services.core.processes import end_all, end_leftovers, shell_code
 from trainer.config import TrainerSettings
 
 POLL_SECONDS = 0.2
@@ -113,24 +113,11 @@ def launch_ranks(count: int, command: Sequence[str] = (sys.executable, "-m", "tr
     while None in codes and not received and not any(codes):
         time.sleep(POLL_SECONDS)
         codes = [rank.poll() for rank in ranks]
-    _end(ranks, STOP_SECONDS if received else FAILED_SECONDS)
+    end_all(ranks, STOP_SECONDS if received else FAILED_SECONDS)
     if received:
         return 128 + received[0]
     failed = {code for code in codes if code}
     return node_code(failed) if failed else 0
-
-
-def _end(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    """End the ranks that still run, after ``seconds`` with SIGKILL, and return when none does."""
-    deadline = time.monotonic() + seconds
-    for rank in ranks:
-        rank.terminate()
-    for rank in ranks:
-        try:
-            rank.wait(max(deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            rank.wait()
 
 
 def node_code(rank_codes: Collection[int]) -> int:
@@ -141,7 +128,7 @@ def node_code(rank_codes: Collection[int]) -> int:
     """
     if EXIT_CONFIGURATION in rank_codes:
         return EXIT_CONFIGURATION
-    own = [128 - code if code < 0 else code for code in rank_codes if code not in (EXIT_RECOVERABLE, EXIT_PEER_LOST)]
+    own = [shell_code(code) for code in rank_codes if code not in (EXIT_RECOVERABLE, EXIT_PEER_LOST)]
     if own:
         return max(own)
     return EXIT_RECOVERABLE if EXIT_RECOVERABLE in rank_codes else EXIT_PEER_LOST

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import harness
+from benchmarks import harness
 from benchmarks.results import again
 from benchmarks.results.pages import NAMES, PAGE, load_parts, page
 from services.core import logs

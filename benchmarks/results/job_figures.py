@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.common.job import JOB_GROUP, Job
+from benchmarks.job import JOB_GROUP, Job
 from benchmarks.results import job_runs
 from benchmarks.results.runs import Result, Results, Run, commonest_processor
 from benchmarks.results.tables import names, spread, table

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.common.harness import ROOT
-from benchmarks.common.job import JOB_GROUP, Job, Steps, running
+from benchmarks.harness import ROOT
+from benchmarks.job import JOB_GROUP, Job, Steps, running
 from benchmarks.results.runs import Result, Run, result_of
 from benchmarks.results.tasks import with_model
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from importlib import import_module
 
-from benchmarks.common.harness import ROOT
+from benchmarks.harness import ROOT
 from benchmarks.results.equivalence import ACCURACY, FEWEST_PAIRS, REWARD
 from benchmarks.results.runs import Part, Results
 from benchmarks.results.tables import names, paragraph

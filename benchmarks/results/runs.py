@@ -11,8 +11,8 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.common import harness
-from benchmarks.common.harness import ROOT
+from benchmarks import harness
+from benchmarks.harness import ROOT
 from services.core.machine import cores
 
 KEPT = ROOT / "docs/results"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.common.job import DEMO
+from benchmarks.job import DEMO
 from benchmarks.results.parity import PARITY_TOKENS, parity
 from benchmarks.results.runs import Settings
 
@@ -21,7 +21,7 @@ DEMO_TASK = DEMO | {
     "KEEP_MEMORY": "true",
     "EVAL_SAMPLES": "4",
 }
-"""SmolLM2-135M, pretrained, with the settings of demo.env: it learns to answer an addition with just the number."""
+"""SmolLM2-135M, with the settings of examples/demo.env: it learns to answer an addition by the number alone."""
 
 TINY = {
     "DATASET": "arithmetic",

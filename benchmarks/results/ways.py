@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
-from benchmarks.common.harness import ROOT
-from benchmarks.common.job import Job, kill
+from benchmarks.harness import ROOT
+from benchmarks.job import Job, kill
 from benchmarks.results import in_process, job_runs
 from benchmarks.results.equivalence import ACCURACY
 from benchmarks.results.plots import curves
@@ -15,7 +15,7 @@ from benchmarks.results.tables import accuracy_note, anchor, comparison, paragra
 from benchmarks.results.tasks import seeded
 
 BASE = "synchronous"
-ASYNC = ROOT / "jobgroup-async.yaml"
+ASYNC = ROOT / "jobgroups/async.yaml"
 LORA_RATE_FACTOR = 10.0
 """Learning rate of adapters, as a multiple of the whole model's."""
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from benchmarks.common.harness import ROOT, made_of
+from benchmarks.harness import ROOT, made_of
 from benchmarks.scaling import one_gpu, report, roofline, traffic
 from benchmarks.scaling.plan import MODELS, Batch, cheapest
 from benchmarks.scaling.step import Rates, fit, read

@@ -1,4 +1,4 @@
-"""The memory of one GPU that engine and trainer share, at its two fullest moments, with the settings of one-gpu.env.
+"""The memory of one GPU that engine and trainer share, at its two fullest moments, with examples/one-gpu.env.
 
 The trainer's bytes are those of its preflight. The engine's weights, keys and values follow from the model;
 ``ENGINE_ASLEEP`` and ``ENGINE_AWAKE``, which are the rest of it, are assumed and not measured.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.common.harness import ROOT
+from benchmarks.harness import ROOT
 from local_runner.spec import env_file
 from scripts.launch.models import CONFIGS, MEMORY, WEIGHT_BYTES, Model
 from scripts.launch.tables import table as lines
@@ -17,7 +17,7 @@ from trainer.config import TrainerSettings
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import ENGINE_ASLEEP, GIB, USABLE, Limits, Need, choose, needed, work_of
 
-PRESET = ROOT / "one-gpu.env"
+PRESET = ROOT / "examples/one-gpu.env"
 LABELS = ("0.5B", "1.5B")
 CARDS = {"16 GB": 16_000 * 2**20, "24 GB": MEMORY["L4"]}
 """Bytes that programs see of a card."""

@@ -55,7 +55,7 @@ def plan(found: Sequence[tuple[Model, Prediction]], batch: Batch, step_seconds: 
         lines += ["", f"{model.label}, in jobgroup.yaml"]
         need = needed(model.shape, work(model, batch, one.layout.trainer_nodes, one.layout.trainer_gpus))
         lines += [f"  {task}.{key}: {value}" for (task, key), value in changes(model, one.layout, need).items()]
-        lines += ["in volume.yaml", f"  size: {volume_gibibytes(need)}Gi", "and at launch"]
+        lines += ["in jobgroups/volume.yaml", f"  size: {volume_gibibytes(need)}Gi", "and at launch"]
         lines.append("  " + " ".join(f"--env {name}={value}" for name, value in variables(model, one, batch).items()))
     return "\n".join(lines)
 

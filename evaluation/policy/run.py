@@ -26,15 +26,15 @@ from evaluation.trajectories.arenas import Arena, Step, open_arena
 from services.clients.evaluation_head import EvaluationHeadClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import atomic_write
+from services.core.processes import Command
 from services.core.settings import Settings
+from services.core.supervisor import SupervisedProcess
 from services.core.tasks import run_until_first_ends
 from services.environment_server.environments import ActionRefusedError
 from services.environment_server.settings import default_name
 from services.evaluation_head.settings import MAX_BATCH, HeadSettings
 from services.http.client import HttpClient, RequestRefusedError, problem_detail
 from services.http.server import listen
-from services.rollout_server.commands import Command
-from services.rollout_server.supervisor import SupervisedProcess
 
 EPISODES = "episodes.jsonl"
 IDENTITY = "evaluation.json"

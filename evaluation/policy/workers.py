@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -31,9 +29,7 @@ from services.core.errors import (
     NeverReadyError,
 )
 from services.core.machine import THREADS_VARIABLE, cores, threads
-from services.rollout_server.child import LAUNCHER_VARIABLE
-from services.rollout_server.commands import Command
-from services.rollout_server.supervisor import describe_exit
+from services.core.processes import Command, Restarts, describe_exit, end_group
 
 MODULE = "evaluation.policy.worker"
 RESTARTS = 3
@@ -122,15 +118,16 @@ class Coordinator:
 
     async def _keep(self, worker: Worker) -> None:
         """Run a worker's process, again after it died, until all episodes are played or it died too often."""
-        deaths, before = 0, 0
+        restarts, before = Restarts(self._crew.restarts), 0
         while True:
             try:
                 await self._run(worker)
             except WorkerDiedError as death:
                 worker.deaths.append(str(death))
-                deaths = deaths + 1 if worker.episodes == before else 1
+                if worker.episodes != before:
+                    restarts.forget()
                 before = worker.episodes
-                if deaths > self._crew.restarts:
+                if not restarts.add():
                     self._given_up[worker.name] = death
                     self._begin_if_complete()
                     return
@@ -215,25 +212,16 @@ class Coordinator:
         # Each process has a name of its own, because the head keeps a silent server's name for a while.
         attempt = f".{worker.restarts}" if worker.restarts else ""
         work = replace(self._crew.work, name=f"{self._crew.work.name}{worker.name}{attempt}")
-        command = Command(worker.name, sys.executable, self._crew.module, [json.dumps(asdict(work))])
         # Otherwise the threads of all workers would contend for the cores.
-        share = str(threads(processes=self._crew.count))
-        environment = {**os.environ, THREADS_VARIABLE: share, LAUNCHER_VARIABLE: str(os.getpid())}
+        share = {THREADS_VARIABLE: str(threads(processes=self._crew.count))}
+        command = Command(worker.name, sys.executable, self._crew.module, [json.dumps(asdict(work))], share)
         with contextlib.ExitStack() as stack:
             errors = None if log is None else stack.enter_context(log.open("ab"))
-            process = await asyncio.create_subprocess_exec(
-                *command.line,
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=errors,
-                env=environment,
-                limit=LINE_BYTES,
-                start_new_session=True,
-            )
+            process = await command.start(stdin=PIPE, stdout=PIPE, stderr=errors, limit=LINE_BYTES)
         try:
             yield process
         finally:
-            await _end(process)
+            await end_group(process, END_SECONDS)
 
 
 def _input(process: Process) -> asyncio.StreamWriter:
@@ -265,16 +253,3 @@ async def _read(process: Process, worker: Worker, log: Path | None) -> dict[str,
 def _last_line(log: Path | None) -> str:
     said = [] if log is None else log.read_text(errors="replace").strip().splitlines()
     return said[-1][:500].removeprefix("error: ") if said else ""
-
-
-async def _end(process: Process) -> None:
-    """End a process, and whatever is left of its group."""
-    try:
-        if process.returncode is None:
-            process.terminate()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), END_SECONDS)
-    finally:
-        # macOS answers with PermissionError for a group of zombies.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)

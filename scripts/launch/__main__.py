@@ -45,7 +45,7 @@ from services.rollout_server.settings import RolloutSettings
 from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
-VOLUME = ROOT / "volume.yaml"
+VOLUME = ROOT / "jobgroups" / "volume.yaml"
 CHECK = Path(__file__).with_name("check.yaml")
 CHECKS = {"check-trainer": Task.TRAINER, "check-rollout": Task.ROLLOUT_SERVER}
 """The task whose GPU each task of CHECK tries."""
@@ -186,10 +186,10 @@ def _job_group(*, asynchronous: bool, agent: str | None, environment: str | None
         raise ConfigurationError("give --agent or --environment, not both: each answers the prompts")
     mode = {"MODE": "async"} if asynchronous else {}
     if agent:
-        return ROOT / "jobgroup-agent.yaml", {"AGENT": agent} | mode
+        return ROOT / "jobgroups/agent.yaml", {"AGENT": agent} | mode
     if environment:
-        return ROOT / "jobgroup-environment.yaml", {"ENVIRONMENT": environment} | mode
-    return ROOT / ("jobgroup-async.yaml" if asynchronous else "jobgroup.yaml"), {}
+        return ROOT / "jobgroups/environment.yaml", {"ENVIRONMENT": environment} | mode
+    return ROOT / ("jobgroups/async.yaml" if asynchronous else "jobgroup.yaml"), {}
 
 
 def _tiers(text: str, size: Size) -> dict[str, Tier]:
@@ -262,7 +262,7 @@ def _images(group: spec.JobGroup, image: str | None) -> dict[tuple[str, str], st
 def _write(plan: Plan, text: str, file: Path, directory: Path) -> tuple[Path, Path]:
     """Write a job group and its volume, print how the job group differs from its file, and return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
-    files = directory / file.name, directory / VOLUME.name
+    files = directory / (file.name if file == CHECK else "jobgroup.yaml"), directory / VOLUME.name
     files[0].write_text(text)
     lines = VOLUME.read_text().splitlines()
     size = f"size: {plan.volume}Gi"

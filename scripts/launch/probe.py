@@ -110,7 +110,7 @@ def check_volume(folder: Path, me: str, peer: str) -> str:
             if not _waited(there.exists):
                 raise CheckError(
                     f"no file of {peer} appeared in {folder}; see whether its pod runs, and whether the storage class "
-                    "of volume.yaml offers ReadWriteMany"
+                    "of jobgroups/volume.yaml offers ReadWriteMany"
                 )
             if me < peer:
                 _waited(tried.exists)

@@ -142,7 +142,7 @@ def gibibytes(size: str) -> int:
     """
     match = re.fullmatch(r"(\d+)(Gi|Ti|)", size)
     if match is None:
-        raise ConfigurationError(f"volume.yaml: size {size}: expected a number with Gi or Ti, such as 200Gi")
+        raise ConfigurationError(f"jobgroups/volume.yaml: size {size}: expected a number with Gi or Ti, such as 200Gi")
     return int(match[1]) * (1024 if match[2] == "Ti" else 1)
 
 

@@ -24,7 +24,7 @@ README = ROOT / "README.md"
 RECORD = ROOT / "docs" / "demo.json"
 PLOT = ROOT / "docs" / "demo.svg"
 SHOWN_STEPS = 4
-WIDTH = 124
+WIDTH = 132
 BLOCK = re.compile(r"(<!-- (\w+), written by scripts\.reference\.demo -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -60,8 +60,7 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
         f"{rewards['reward_last']:.2f} (first and last {averaged} steps), and accuracy on "
         f"{record['held_out']} held-out questions from {record['accuracy_before']:.2f} to "
         f"{record['accuracy_after']:.2f}. It took {record['seconds'] / 60:.1f} minutes ({record['machine']}), "
-        "downloads not counted. You get the trained model, its curves, its samples, and a command to chat with it. "
-        "[Results](docs/results.md#tasks-of-one-completion) has it with further seeds, and other tasks and methods."
+        "after the downloads; [other tasks and seeds](docs/results.md#tasks-of-one-completion)."
     )
     lines = [describe(step, len(steps), None) for step in steps[:SHOWN_STEPS]]
     return {

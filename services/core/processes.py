@@ -1,4 +1,7 @@
-"""Processes that an earlier start of a task left on its node.
+"""Processes: children that are started, stopped and restarted, and those that an earlier start left on the node.
+
+A child leads a session and process group of its own. So a signal from a terminal does not reach it past its parent, and
+whatever it started ends with it.
 
 With ``job_recovery: {strategy: FAILOVER}`` SkyPilot starts a task again on the pods that are still there. The processes
 of the task's other nodes got SIGTERM when one node failed, and get SIGKILL 30 s later, so that a new start may find
@@ -7,22 +10,154 @@ their ports, GPU memory and locks taken.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from services.core.child import LAUNCHER_VARIABLE
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 
 log = get_logger(__name__)
 
+CHILD = Path(__file__).with_name("child.py")
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Command:
+    """The command of a child process that runs a Python module, and that ends when its parent ends."""
+
+    name: str
+    python: str
+    module: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def line(self) -> list[str]:
+        """The whole command line."""
+        return [self.python, str(CHILD), self.module, *self.arguments]
+
+    async def start(self, **pipes: Any) -> asyncio.subprocess.Process:
+        """Start the child, without input unless ``pipes``, arguments of create_subprocess_exec, give it one."""
+        environment = {**os.environ, **self.environment, LAUNCHER_VARIABLE: str(os.getpid())}
+        pipes = {"stdin": asyncio.subprocess.DEVNULL, **pipes}
+        return await asyncio.create_subprocess_exec(*self.line, env=environment, start_new_session=True, **pipes)
+
+
+def signal_group(group: int, number: int) -> bool:
+    """Send a signal to a process group; return whether it had a process. Signal 0 only asks."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):  # macOS refuses to signal a group of zombies.
+        return False
+    return True
+
+
+async def end_group(process: asyncio.subprocess.Process, grace_seconds: float, *, whole: bool = False) -> None:
+    """End a child by SIGTERM, then whatever is left of its process group by SIGKILL, even if this is cancelled.
+
+    Args:
+        process: the child. If it has ended already, the rest of its group gets no SIGTERM.
+        grace_seconds: the time between the two signals.
+        whole: whether SIGTERM goes to the whole group, and the time lasts until no process of it is left. Otherwise
+            SIGTERM goes to the child alone, which ends its own children, and the time lasts until the child has ended.
+    """
+    try:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, TimeoutError):
+                async with asyncio.timeout(grace_seconds):
+                    if whole:
+                        signal_group(process.pid, signal.SIGTERM)
+                        while signal_group(process.pid, 0):  # noqa: ASYNC110  # nothing tells of the end of a group
+                            await asyncio.sleep(POLL_SECONDS)
+                    else:
+                        process.terminate()
+                        await process.wait()
+    finally:
+        signal_group(process.pid, signal.SIGKILL)
+
+
+def end_all(processes: Sequence[subprocess.Popen[Any]], grace_seconds: float) -> None:
+    """End processes by SIGTERM, after ``grace_seconds`` for all of them by SIGKILL, and return when none runs."""
+    deadline = time.monotonic() + grace_seconds
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def describe_exit(code: int) -> str:
+    """Return a process's return code in words."""
+    return f"exited with code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+
+def shell_code(code: int) -> int:
+    """Return a process's return code as a shell has it: 128 + n for a process that signal n ended."""
+    return 128 - code if code < 0 else code
+
+
+class Restarts:
+    """The restarts of a child: whether one more is allowed, and how long to wait before it."""
+
+    def __init__(
+        self, most: int, *, window_seconds: float = math.inf, first_pause: float = 1.0, longest_pause: float = 30.0
+    ) -> None:
+        """Make the rule.
+
+        Args:
+            most: restarts allowed within the window.
+            window_seconds: the time after which a restart no longer counts.
+            first_pause: seconds before the first restart within the window; they double with each further one.
+            longest_pause: seconds at most.
+        """
+        self.most = most
+        self._window_seconds = window_seconds
+        self._first_pause, self._longest_pause = first_pause, longest_pause
+        self._times: deque[float] = deque()
+
+    @property
+    def count(self) -> int:
+        """The restarts within the window, one that was refused included."""
+        return len(self._times)
+
+    @property
+    def pause_seconds(self) -> float:
+        """The wait before the restart that was counted last."""
+        return min(self._first_pause * 2.0 ** (self.count - 1), self._longest_pause)
+
+    def add(self) -> bool:
+        """Count a restart, and return whether it is allowed."""
+        now = time.monotonic()
+        self._times.append(now)
+        while self._times[0] < now - self._window_seconds:
+            self._times.popleft()
+        return self.count <= self.most
+
+    def forget(self) -> None:
+        """Count anew, because the child has done some work."""
+        self._times.clear()
+
+
 GRACE_SECONDS = 10.0
 """The time for leftovers to end by themselves, since they have been asked to."""
 KILL_SECONDS = 10.0
-POLL_SECONDS = 0.1
+LEFTOVERS_POLL_SECONDS = 0.1
 _SAME = ("SKYPILOT_TASK_ID", "SKYPILOT_NODE_RANK")
 
 
@@ -48,7 +183,7 @@ def end_leftovers(grace_seconds: float = GRACE_SECONDS) -> None:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        time.sleep(POLL_SECONDS)
+        time.sleep(LEFTOVERS_POLL_SECONDS)
 
 
 def _leftovers() -> Iterator[int]:

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
 from services.core.logs import get_logger
+from services.core.processes import describe_exit
 from services.data_server.settings import DataSettings
 from services.protocol.ground_truths import REASONING_GYM
 
@@ -239,7 +240,7 @@ def _generate_reasoning(plan: dict[str, Any], refused: Counter[str]) -> list[dic
                 log.info("generating", questions=len(rows), of=plan["size"])
     if process.returncode != 0:
         raise ConfigurationError(
-            f"the generator of reasoning-gym's questions ended with {process.returncode}; see its error above"
+            f"the generator of reasoning-gym's questions {describe_exit(process.returncode)}; see its error above"
         )
     refused["not generated"] += len(failures)
     if not rows:

@@ -17,6 +17,7 @@ from prometheus_client import Gauge
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.machine import threads
+from services.core.processes import describe_exit
 from services.core.tasks import in_background
 from services.protocol.rewards import RewardStatus
 from services.reward_server import worker
@@ -226,9 +227,9 @@ class WorkerPool:
         if exit_code == worker.EXIT_MEMORY:
             limit = f"{settings.reward_memory_mb} MB of memory (REWARD_MEMORY_MB)"
             return Evaluation(None, RewardStatus.OVER_LIMIT, f"more than {limit}")
-        end = signal.Signals(-exit_code).name if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
+        end = "does not end" if exit_code is None else describe_exit(exit_code)
         advice = "if a library lacked memory, raise REWARD_MEMORY_MB"
-        return Evaluation(None, RewardStatus.ERROR, f"the worker died over it ({end}); {advice}")
+        return Evaluation(None, RewardStatus.ERROR, f"the worker {end} over this answer; {advice}")
 
     async def _replace(self) -> None:
         """Add a new worker as soon as one starts, unless the pool stops before that."""

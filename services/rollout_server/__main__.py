@@ -19,16 +19,16 @@ from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
 from services.core import endpoints, logs, models
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, exit_code_of
-from services.core.processes import end_leftovers
+from services.core.processes import Command, end_leftovers
+from services.core.supervisor import ChildRefusedError, SupervisedProcess
 from services.core.tasks import run_until_first_ends
 from services.http import provenance
 from services.http.client import PROBE_SECONDS
 from services.rollout_server import commands
-from services.rollout_server.commands import Addresses, Command, choose_addresses
+from services.rollout_server.commands import Addresses, choose_addresses
 from services.rollout_server.placement import EnginePlace, place_engines
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.settings import EngineKind, RolloutSettings
-from services.rollout_server.supervisor import ChildRefusedError, SupervisedProcess
 from services.rollout_server.watch import EngineWatch
 
 log = logs.get_logger(__name__)

@@ -6,19 +6,17 @@ import importlib.util
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from services.core import endpoints, machine
+from services.core.child import API_KEY_FROM_TOKEN
 from services.core.endpoints import Endpoint, Task
 from services.core.errors import ConfigurationError
 from services.core.machine import ComputeType
-from services.rollout_server.child import API_KEY_FROM_TOKEN
+from services.core.processes import Command
 from services.rollout_server.placement import EnginePlace
 from services.rollout_server.settings import EngineKind, RolloutSettings
 
-CHILD = Path(__file__).with_name("child.py")
 FIRST_VERSION = 0
 """The policy version of MODEL_NAME itself."""
 MAX_QUEUED_REQUESTS = 4096
@@ -116,22 +114,6 @@ def choose_addresses(
         own_workers=own_workers,
         first_workers=[first_worker(rank) for rank in range(endpoints.num_nodes())],
     )
-
-
-@dataclass(frozen=True)
-class Command:
-    """The command of a child process."""
-
-    name: str
-    python: str
-    module: str
-    arguments: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def line(self) -> list[str]:
-        """The whole command line."""
-        return [self.python, str(CHILD), self.module, *self.arguments]
 
 
 def choose_engine(settings: RolloutSettings) -> EngineKind:

@@ -19,11 +19,11 @@ from typing import TypeVar
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
+from services.core.supervisor import SupervisedProcess
 from services.core.tasks import in_background
 from services.http.client import RequestRefusedError
 from services.rollout_server.commands import FIRST_VERSION
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervisor import SupervisedProcess
 from services.weights.policy_store import PolicyStore, PublishedPolicy, is_adapter
 
 T = TypeVar("T")

@@ -19,9 +19,9 @@ from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
 from services.core.endpoints import Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
+from services.core.supervisor import SupervisedProcess
 from services.http.client import HttpClient
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervisor import SupervisedProcess
 
 log = get_logger(__name__)
 

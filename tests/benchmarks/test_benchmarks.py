@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from argparse import Namespace
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
-from benchmarks import agent, asynchronous, collectors, environment, recovery, reward
-from benchmarks.common.account import account
-from benchmarks.common.harness import ROOT, spread
-from benchmarks.common.job import DEMO, Job, write_job_group
-from benchmarks.common.slow_rollouts import slowed
-from benchmarks.common.training import Work
-from benchmarks.common.trl_side import Side, Steps
+from benchmarks import against_trl, asynchronous, collectors, demos, recovery
+from benchmarks.collectors import account
+from benchmarks.harness import ROOT, Side, spread
+from benchmarks.job import DEMO, Job, write_job_group
+from benchmarks.slow_rollouts import slowed
+from benchmarks.training import Work
 from local_runner import spec
 
 
@@ -30,59 +31,64 @@ def test_a_spread_is_the_median_with_the_least_and_the_most() -> None:
     [([1.0, 1.0], None), ([0.0, 1.0, 1.0, 1.0, 1.0], 4), ([0.9, 0.9, 0.9], 3), ([0.8] * 5, None)],
 )
 def test_a_reward_is_reached_when_three_steps_have_it_in_the_mean(rewards: list[float], count: int | None) -> None:
-    assert reward.reached(rewards, 0.9) == count
+    assert against_trl.reached(rewards, 0.9) == count
+
+
+def finished_job(directory: Path, steps: list[dict[str, float]], summary: dict[str, float]) -> Job:
+    (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    (directory / "summary.json").write_text(json.dumps(summary))
+    return Job(None, directory, directory / "messages")  # type: ignore[arg-type]  # it has ended
+
+
+def never(_round: int) -> dict[str, float]:
+    raise NotImplementedError
+
+
+def first_row(table: Table) -> list[object]:
+    return [next(iter(column.cells)) for column in table.columns]
 
 
 def test_an_agents_run_is_shown_from_its_first_step_to_its_last(tmp_path: Path) -> None:
     first = {"reward_mean": 0.0, "tool_calls_mean": 0.25, "tool_calls_parsed": 0.5}
     last = {"reward_mean": 1.0, "tool_calls_mean": 1.0, "tool_calls_parsed": 1.0}
-    lines = [first, {"reward_mean": 0.5, "tool_calls_mean": 0.0}, last]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    (tmp_path / "summary.json").write_text('{"accuracy_before": 0.05, "accuracy_after": 0.9}')
-    job = Job(None, tmp_path, tmp_path / "messages")  # type: ignore[arg-type]  # it has ended
-    result = agent.result_of(job, 3, 200.0, 0.1)
-    assert agent.parsed_calls(lines[1]) == 0
-    cells = [next(iter(column.cells)) for column in agent.show([result]).columns]
-    assert cells == ["3", "0.00 to 1.00", "0.12 to 1.00", "0.05 to 0.90", "0.10", "3", "200"]
+    steps = [first, {"reward_mean": 0.5, "tool_calls_mean": 0.0}, last]
+    job = finished_job(tmp_path, steps, {"accuracy_before": 0.05, "accuracy_after": 0.9})
+    result = demos.result_of(job) | {"accuracy_without": 0.1, "seconds": 200.0}
+    assert demos.parsed_calls(steps[1]) == 0
+    [table] = demos.AGENT.tables(Namespace(), [Side("3", never, [result])])
+    assert first_row(table) == ["3", "0.00 to 1.00", "0.12 to 1.00", "0.05 to 0.90", "0.10", "3", "200"]
 
 
 def test_an_environments_run_is_shown_from_its_first_step_to_its_last(tmp_path: Path) -> None:
     steps = [{"reward_mean": 0.25, "turns_mean": 2.5}, {"reward_mean": 1.0, "turns_mean": 2.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
-    (tmp_path / "summary.json").write_text('{"accuracy_before": 0.3, "accuracy_after": 0.9}')
-    job = Job(None, tmp_path, tmp_path / "messages")  # type: ignore[arg-type]  # it has ended
-    result = environment.result_of(job, 3, 200.0)
-    cells = [next(iter(column.cells)) for column in environment.show([result]).columns]
-    assert cells == ["3", "0.25 to 1.00", "2.50 to 2.00", "0.30 to 0.90", "2", "200"]
-
-
-def never(_seed: int) -> Steps:
-    raise NotImplementedError
+    job = finished_job(tmp_path, steps, {"accuracy_before": 0.3, "accuracy_after": 0.9})
+    [table] = demos.ENVIRONMENT.tables(Namespace(), [Side("3", never, [demos.result_of(job) | {"seconds": 200.0}])])
+    assert first_row(table) == ["3", "0.25 to 1.00", "2.50 to 2.00", "0.30 to 0.90", "2", "200"]
 
 
 def test_the_seconds_to_a_reward_end_with_the_step_that_reached_it() -> None:
-    rewards = [0.0, 1.0, 1.0, 1.0, 1.0]
-    lucky, unlucky = Steps([9.0, 1.0, 1.0, 2.0, 50.0], rewards), Steps([9.0, 1.0], [0.0, 0.0])
-    assert reward.until(lucky, 0.9) == Steps([9.0, 1.0, 1.0, 2.0], [0.0, 1.0, 1.0, 1.0])
-    assert reward.until(unlucky, 0.9) == unlucky
-    table = reward.show([Side("ours", never, [lucky, unlucky])], 0.9)
-    cells = [next(iter(column.cells)) for column in table.columns]
-    assert cells == ["ours", "1 of 2", "3 (2 to 4)", "12 (10 to 13)", "", "0.60"]
+    lucky = {"seconds": [9.0, 1.0, 1.0, 2.0, 50.0], "rewards": [0.0, 1.0, 1.0, 1.0, 1.0]}
+    unlucky = {"seconds": [9.0, 1.0], "rewards": [0.0, 0.0]}
+    [table] = against_trl.REWARD.tables(Namespace(reward=0.9), [Side("ours", never, [lucky, unlucky])])
+    assert first_row(table) == ["ours", "1 of 2", "3 (2 to 4)", "12 (10 to 13)", "", "0.60"]
 
 
 def test_who_never_reached_the_reward_has_no_ratio_and_bounds_that_of_the_other() -> None:
-    fast, slow, failed = Steps([1.0] * 3, [1.0] * 3), Steps([5.0] * 3, [1.0] * 3), Steps([5.0] * 3, [0.0] * 3)
-    for ours, theirs, shown in [
+    fast, slow, failed = (
+        {"seconds": [seconds] * 3, "rewards": [reward] * 3} for seconds, reward in ((1.0, 1.0), (5.0, 1.0), (5.0, 0.0))
+    )
+    for ours, theirs, ratios in [
         (fast, slow, ["0.20", "1.00"]),
         (fast, failed, ["less than 0.20", ""]),
         (failed, fast, ["", "1.00"]),
     ]:
-        table = reward.show([Side("ours", never, [ours]), Side("TRL", never, [theirs])], 0.9)
-        assert list(table.columns[4].cells) == shown
+        sides = [Side("ours", never, [ours]), Side("TRL", never, [theirs])]
+        [table] = against_trl.REWARD.tables(Namespace(reward=0.9), sides)
+        assert list(table.columns[4].cells) == ratios
 
 
 def test_the_demos_settings_are_what_trl_gets() -> None:
-    work = reward.work_of_the_demo(0.9, 60.0)
+    work = against_trl.work_of_the_demo(0.9, 60.0)
     assert (work.prompts, work.group_size, work.completion_tokens, work.learning_rate) == (8, 8, 8, 2e-5)
     # trl_grpo.py, which imports nothing of this project, has the same two of its own.
     assert (DEMO["PROMPT_STYLE"], DEMO["REWARD_FN"]) == ("plain", "exact_match")
@@ -99,7 +105,7 @@ def test_seconds_lost_are_those_beyond_the_usual() -> None:
 def test_a_round_of_a_job_is_counted_from_the_end_of_its_first_step() -> None:
     step = {"groups": 4, "seconds_generate": 1.0, "seconds_score": 0.5, "seconds_train": 2.0, "staleness_mean": 0.0}
     found = asynchronous.round_of([step | {"time": 10.0, "groups": 100}, step | {"time": 20.0}, step | {"time": 34.0}])
-    assert (found.group_seconds, found.wait_seconds) == (3.0, 1.5)
+    assert (found["seconds a group"], found["waits"]) == (3.0, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +153,7 @@ def test_the_requests_of_a_service_are_counted_without_those_for_its_metrics() -
 
 
 def test_only_the_last_slowdown_meets_every_bound_of_staleness() -> None:
-    modes = asynchronous.modes_of([1.0, 4.0], [1, 2, 4])
-    assert [(mode.slowdown, mode.max_staleness) for mode in modes] == [
+    assert asynchronous.cases_of([1.0, 4.0], [1, 2, 4]) == [
         (1.0, None),
         (1.0, 2),
         (4.0, None),
@@ -166,7 +171,7 @@ def test_slowed_work_takes_as_many_times_as_long() -> None:
     assert time.perf_counter() - began >= 0.08
 
 
-@pytest.mark.parametrize("job_group", ["jobgroup.yaml", "jobgroup-async.yaml"])
+@pytest.mark.parametrize("job_group", ["jobgroup.yaml", "jobgroups/async.yaml"])
 def test_a_job_group_with_another_command_differs_in_it_alone(job_group: str, tmp_path: Path) -> None:
     usual = spec.load(ROOT / job_group)
     changed = spec.load(write_job_group(tmp_path, job_group, {"rollout-server": "true"}))

@@ -27,7 +27,7 @@ def test_both_sides_play_all_battles_with_equal_returns_for_equal_seeds(
 ) -> None:
     out = tmp_path / "out"
     arguments = ["--policy", str(wobbles), "--total-battles", "5", "--num-workers", "2", "--save-dir", str(out)]
-    assert policy.main(arguments) == 0
+    assert policy.POLICY.run("policy", arguments) == 0
     [found] = json.loads((out / "results.json").read_text())
     head, own = found["batched_head"], found["one_model_per_worker"]
     assert (head["battles"], own["battles"], head["battles_counted"]) == (5, 5, 5)
@@ -43,12 +43,12 @@ def test_both_sides_play_all_battles_with_equal_returns_for_equal_seeds(
 
 
 @pytest.mark.parametrize("workers", ["9", "0"])
-def test_more_workers_than_battles_are_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
-) -> None:
-    with pytest.raises(SystemExit):
-        policy.main(["--total-battles", "8", "--num-workers", workers, "--save-dir", str(tmp_path / "out")])
-    assert f"--num-workers is {workers}; allowed is 1 to 8" in capsys.readouterr().err
+def test_more_workers_than_battles_are_refused_before_anything_starts(tmp_path: Path, workers: str) -> None:
+    message = f"--num-workers is {workers}; allowed is 1 to 8"
+    with pytest.raises(SystemExit, match=message):
+        policy.POLICY.run(
+            "policy", ["--total-battles", "8", "--num-workers", workers, "--save-dir", str(tmp_path / "out")]
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -56,12 +56,12 @@ def test_a_policy_that_the_head_cannot_serve_ends_the_benchmark(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="its output is above"):
-        policy.main(["--policy", "no-such-policy", "--save-dir", str(tmp_path)])
+        policy.POLICY.run("policy", ["--policy", "no-such-policy", "--save-dir", str(tmp_path)])
     assert "no-such-policy" in capfd.readouterr().err
 
 
 def test_a_worker_that_fails_ends_the_benchmark_and_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     options = argparse.Namespace(total_battles=1, num_workers=1, episodes_at_once=1)
-    with pytest.raises(SystemExit, match="worker-0 exited with 78"):
+    with pytest.raises(SystemExit, match="worker-0 exited with code 78"):
         policy.play(options, Work("", "NoSuchGame-v0", "http://127.0.0.1:9"), MODULE)
     assert "NoSuchGame" in capfd.readouterr().err

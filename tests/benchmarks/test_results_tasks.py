@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks.common.job import Job
+from benchmarks.job import Job
 from benchmarks.results import job_figures
 from benchmarks.results.parts import beside_trl, gsm8k, tasks
 from benchmarks.results.runs import Result, Run

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.common.account import account
+from benchmarks.collectors import account
 from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import BATCH, RUN
 
@@ -15,7 +15,7 @@ STEPS = 30
 def test_the_loss_of_one_of_two_dozen_collectors_loses_and_doubles_no_prompt(tiny_model, tmp_path):
     settings = RUN | {"MAX_STEPS": str(STEPS), "ARITHMETIC_DIGITS": "2", "MAX_STALENESS": "2", "REPLAY_GROUPS": "0"}
     nodes = {"collector": 24, "rollout-server": 1, "ppo-trainer": 1}
-    with Cluster(tmp_path, tiny_model, settings, num_nodes=nodes, job_group="jobgroup-async.yaml") as cluster:
+    with Cluster(tmp_path, tiny_model, settings, num_nodes=nodes, job_group="jobgroups/async.yaml") as cluster:
         cluster.wait_for_step(3)
         cluster.destroy("collector-5")
         outcome = cluster.wait()

@@ -1,4 +1,4 @@
-"""A job group that trains an agent, whole: jobgroup-agent.yaml's tasks as real processes."""
+"""A job group that trains an agent, whole: jobgroups/agent.yaml's tasks as real processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 
 import orjson
 import pytest
-import yaml
 
-from tests.e2e.system import ROOT, System
+from tests.e2e.system import System
 
 # The limit is for a hang; a run takes about a minute.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -36,7 +35,7 @@ def finished(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory:
         tmp_path_factory.mktemp("volume"),
         tiny_model,
         *("--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1"),
-        job_group="jobgroup-agent.yaml",
+        job_group="jobgroups/agent.yaml",
         # The agent does not have it: its key is its session.
         JOBGROUP_TOKEN="of-the-job-group",
         BATCH_SIZE=str(BATCH),
@@ -114,16 +113,3 @@ def test_the_run_page_has_the_episodes_conversations_tokens_and_figures(finished
         assert 1 <= record["turns_mean"] <= record["turns_max"] == 2
         failed = sum(value for name, value in record.items() if name.startswith("episodes_failed_"))
         assert record["episodes_failed"] == failed >= record["unscorable"]
-
-
-def test_the_other_tasks_are_those_of_the_plain_job_group() -> None:
-    plain, agent = (
-        {task["name"]: task for task in yaml.safe_load_all((ROOT / name).read_text())}
-        for name in ("jobgroup.yaml", "jobgroup-agent.yaml")
-    )
-    gateway = agent.pop("gateway")
-    assert gateway["run"].startswith("set -euo pipefail\npython -m services.gateway ||")
-    trainer = plain["ppo-trainer"]
-    trainer["envs"] |= {"ROLLOUT": "agent", "AGENT": "evaluation.math_agent:solve"}
-    trainer["setup"] = trainer["setup"].replace("[trainer]", "[trainer,evaluation]")
-    assert agent == plain

@@ -1,4 +1,4 @@
-"""The asynchronous job, whole: jobgroup-async.yaml's tasks as real processes, with several collectors."""
+"""The asynchronous job, whole: jobgroups/async.yaml's tasks as real processes, with several collectors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from pathlib import Path
 
 import orjson
 import pytest
-import yaml
 
-from benchmarks.common.account import account
+from benchmarks.collectors import account
 from local_runner.processes import MARK
-from tests.e2e.system import ROOT, System
+from tests.e2e.system import System
 
 # The limit is for a hang; a run takes about a minute.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -26,7 +25,7 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Syst
         tmp_path_factory.mktemp("volume"),
         tiny_model,
         *(option for task, count in nodes.items() for option in ("--num-nodes", f"{task}={count}")),
-        job_group="jobgroup-async.yaml",
+        job_group="jobgroups/async.yaml",
         BATCH_SIZE=str(BATCH),
         MAX_STEPS=str(STEPS),
         MAX_STALENESS=str(MAX_STALENESS),
@@ -72,7 +71,7 @@ def test_two_dozen_collectors_one_of_which_is_killed_take_each_prompt_once(tiny_
         tmp_path,
         tiny_model,
         *(option for task, count in nodes.items() for option in ("--num-nodes", f"{task}={count}")),
-        job_group="jobgroup-async.yaml",
+        job_group="jobgroups/async.yaml",
         ARITHMETIC_DIGITS="2",
         BATCH_SIZE=str(BATCH),
         MAX_STEPS="30",
@@ -93,15 +92,3 @@ def test_two_dozen_collectors_one_of_which_is_killed_take_each_prompt_once(tiny_
     assert counted.taken >= 30 * BATCH
     assert (counted.doubled, counted.left_out) == (0, 0)
     assert system.processes() == []
-
-
-def test_the_other_tasks_are_those_of_the_synchronous_job_group() -> None:
-    plain, asynchronous = (
-        {task["name"]: task for task in yaml.safe_load_all((ROOT / name).read_text())}
-        for name in ("jobgroup.yaml", "jobgroup-async.yaml")
-    )
-    collector = asynchronous.pop("collector")
-    assert collector["run"].startswith("set -euo pipefail\npython -m trainer.collector ||")
-    added = {"MODE": "async", "COLLECTOR_IN_PROCESS": "false"}
-    plain["ppo-trainer"]["envs"] |= added
-    assert asynchronous == plain

@@ -1,4 +1,4 @@
-"""A job group that trains on an environment, whole: jobgroup-environment.yaml's tasks as real processes."""
+"""A job group that trains on an environment, whole: jobgroups/environment.yaml's tasks as real processes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import orjson
 import pytest
-import yaml
 
-from tests.e2e.system import ROOT, System
+from tests.e2e.system import System
 
 # The limit is for a hang; a run takes about a minute.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -23,7 +22,7 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Syst
         tmp_path_factory.mktemp("volume"),
         tiny_model,
         *("--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1"),
-        job_group="jobgroup-environment.yaml",
+        job_group="jobgroups/environment.yaml",
         JOBGROUP_TOKEN="of-the-job-group",
         ENVIRONMENT="tests.e2e.agents:Moods",
         ADVANTAGE="gae",
@@ -64,19 +63,3 @@ def test_the_rewards_are_the_environments_by_turn(finished: System) -> None:
 def test_the_servers_settings_are_on_record(finished: System) -> None:
     components = orjson.loads((finished.run_dir / "config.json").read_bytes())["components"]
     assert components["environment-server"]["settings"]["environment"] == "tests.e2e.agents:Moods"
-
-
-def test_the_other_tasks_are_those_of_the_agents_job_group() -> None:
-    agent, environment = (
-        {task["name"]: task for task in yaml.safe_load_all((ROOT / name).read_text())}
-        for name in ("jobgroup-agent.yaml", "jobgroup-environment.yaml")
-    )
-    server = environment.pop("environment-server")
-    assert server["run"].startswith("set -euo pipefail\npython -m services.environment_server ||")
-    assert server["num_nodes"] == 2
-    agent["data-server"]["envs"]["DATASET"] = "seeds"
-    trainer = agent["ppo-trainer"]
-    del trainer["envs"]["AGENT"]
-    trainer["envs"] |= {"ROLLOUT": "environment", "DATASET": "seeds"}
-    trainer["setup"] = trainer["setup"].replace("[trainer,evaluation]", "[trainer]")
-    assert environment == agent

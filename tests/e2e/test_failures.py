@@ -25,9 +25,9 @@ PLACE = "tests/e2e/rewards.py, line 6, in always_fails)"
     [
         ("jobgroup.yaml", {}, {}),
         pytest.param("jobgroup.yaml", {}, {"MODE": "async"}, marks=pytest.mark.slow),
-        pytest.param("jobgroup-async.yaml", {"collector": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("jobgroups/async.yaml", {"collector": 2}, {}, marks=pytest.mark.slow),
         pytest.param(
-            "jobgroup-agent.yaml",
+            "jobgroups/agent.yaml",
             {},
             {"AGENT": "tests.e2e.agents:twice", "PROMPT_STYLE": "chat"},
             marks=pytest.mark.slow,
@@ -47,7 +47,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_the_exception(
     # So few steps may be over before the runner looks for the second time; then the error comes first.
     assert told[0].startswith(("an answer failed: reward_error: ", "  error: ")), "it is told before any step's line"
     assert run.summary()["status"] == "failed"
-    assert f"every answer of {2 * BATCH} prompts" in run.log("ppo-trainer-0") or job_group == "jobgroup-agent.yaml"
+    assert f"every answer of {2 * BATCH} prompts" in run.log("ppo-trainer-0") or job_group == "jobgroups/agent.yaml"
     assert any(line.startswith("  error: ") for line in told), "the reason of the end"
     assert SAID in (run.run_dir / FIRST_FAILURE).read_text()
     assert len(run.metrics()) < 3

@@ -27,7 +27,7 @@ PAGES = (
     *("/", "/health", "/stats", "/settings", "/metrics", "/docs", "/openapi.json"),
     *("/get_server_info", "/get_model_info", "/workers", "/v1/models"),
 )
-JOB_GROUP = "jobgroup-environment.yaml"
+JOB_GROUP = "jobgroups/environment.yaml"
 """The one with the most kinds of components."""
 
 

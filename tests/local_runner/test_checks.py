@@ -210,7 +210,7 @@ def test_what_is_not_there_is_refused_with_its_setting(here, env, said):
     ],
 )
 def test_agents_and_environments_are_looked_for(here, job_group, env, said):
-    code, error = told(here, *env, job_group=str(ROOT / f"jobgroup-{job_group}.yaml"))
+    code, error = told(here, *env, job_group=str(ROOT / f"jobgroups/{job_group}.yaml"))
     assert (said or "") in error
     assert code == (78 if said else 0), error
 

@@ -35,7 +35,10 @@ def told(*arguments: str, cwd: Path = ROOT) -> str:
         (["--env", "MAX_STEPS=1", "MAX_STEPS", "3"], "unexpected extra argument"),
         (["jobgroup.yaml", "--env", "MAX_STEPS", "3"], "write --env MAX_STEPS=3 if it is a value"),
         (["--env", "MAX_STEPS", "3"], "write --env MAX_STEPS=3 if it is a value"),
-        (["--env-file", "dem.env"], "there is no --env-file dem.env; the nearest is demo.env"),
+        (
+            ["--env-file", "examples/dem.env"],
+            "there is no --env-file examples/dem.env; the nearest is examples/demo.env",
+        ),
         (["3"], "there is no file 3; this project has"),
         (["3"], "a setting is given as --env NAME=VALUE"),
         (
@@ -62,9 +65,26 @@ def test_only_whole_words_of_a_setting_stand_for_it() -> None:
 
 def test_the_projects_own_settings_files_are_found_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert spec.env_file(Path("demo.env"))["ROLLOUT_ENGINE"] == "embedded"
-    (tmp_path / "demo.env").write_text("MAX_STEPS=1\n")
-    assert spec.env_file(Path("demo.env")) == {"MAX_STEPS": "1"}
+    assert spec.env_file(Path("examples/demo.env"))["ROLLOUT_ENGINE"] == "embedded"
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/demo.env").write_text("MAX_STEPS=1\n")
+    assert spec.env_file(Path("examples/demo.env")) == {"MAX_STEPS": "1"}
+
+
+@pytest.mark.parametrize("former", spec.FORMER)
+def test_a_former_name_of_a_file_answers_with_the_present_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], former: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    present = spec.FORMER[former]
+    if former.endswith(".env"):
+        assert spec.env_file(Path(former)) == spec.env_file(ROOT / present)
+    else:
+        assert spec.find(Path(former)) == ROOT / present
+    assert capsys.readouterr().err == f"note: {former} is now {present}\n"
+    (tmp_path / former).write_text("a file of the user's\n")
+    assert spec.find(Path(former)) == Path(former)
+    assert capsys.readouterr().err == ""
 
 
 def test_the_list_of_commands_ends_silently_when_its_reader_has_read_enough() -> None:

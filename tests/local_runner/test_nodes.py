@@ -220,7 +220,7 @@ def test_nodes_of_the_trainer_have_gpus_of_their_own(gpus, count, fits):
             nodes.check_gpus(run)
 
 
-@pytest.mark.parametrize("settings", ["demo.env", "gsm8k.env"])
+@pytest.mark.parametrize("settings", ["examples/demo.env", "examples/gsm8k.env"])
 def test_the_demo_runs_on_a_machine_with_one_gpu(settings):
     root = Path(__file__).parents[2]
     group = spec.load(root / "jobgroup.yaml", spec.Overrides(environment=spec.env_file(root / settings)))
@@ -235,7 +235,7 @@ def test_the_demo_runs_on_a_machine_with_one_gpu(settings):
 @pytest.mark.parametrize(("gpus", "trainers", "engines"), [(("0",), "0", "0"), (("2", "5"), "2", "5")])
 def test_engine_and_trainer_share_a_gpu_only_where_there_is_one(gpus, trainers, engines):
     root = Path(__file__).parents[2]
-    preset = spec.env_file(root / "one-gpu.env")
+    preset = spec.env_file(root / "examples/one-gpu.env")
     group = spec.load(root / "jobgroup.yaml", spec.Overrides(environment=preset, other_nodes=1))
     run = run_of(*group.tasks, gpus=gpus)
     nodes.check_gpus(run)

@@ -17,7 +17,7 @@ from tests.services.core.hub_stand_in import MODEL, Hub
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "demo.env"
+DEMO = ROOT / "examples/demo.env"
 Done = subprocess.CompletedProcess[str]
 
 

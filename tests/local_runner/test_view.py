@@ -1,7 +1,6 @@
 """The runner's output fits the terminal, and its times say what they measure."""
 
 import io
-import json
 import re
 import time
 from pathlib import Path
@@ -149,7 +148,7 @@ def test_the_end_of_a_run_says_which_rows_were_left_out():
 LAUNCH = Launch(
     Path("jobgroup.yaml"),
     env=["INSTRUCTION=Think, then answer."],
-    env_files=[Path("demo.env")],
+    env_files=[Path("examples/demo.env")],
     secrets=["JOBGROUP_TOKEN"],
     num_nodes=["ppo-trainer=1"],
 )
@@ -179,7 +178,7 @@ def test_the_end_of_a_run_shows_times_sizes_and_commands(tmp_path, monkeypatch):
     for command in (
         "view runs/run-1",
         "clean runs/run-1",
-        "evaluate --model runs/run-1/model --env-file demo.env",
+        "evaluate --model runs/run-1/model --env-file examples/demo.env",
     ):
         assert f"grpo {command}" in said
 
@@ -191,7 +190,7 @@ def test_the_command_that_resumes_is_the_given_one_without_secret_values(tmp_pat
     (run.run_dir / "checkpoints" / "step-000002").mkdir(parents=True)
     commands = dict(next_commands(run, LAUNCH, {"status": "interrupted"}, exit_code=130))
     assert commands["resume"].partition("grpo ")[2] == (
-        "run jobgroup.yaml --env-file demo.env --env 'INSTRUCTION=Think, then answer.' "
+        "run jobgroup.yaml --env-file examples/demo.env --env 'INSTRUCTION=Think, then answer.' "
         "--secret JOBGROUP_TOKEN --num-nodes ppo-trainer=1 --run-id run-1"
     )
 
@@ -270,18 +269,6 @@ def test_no_command_evaluates_a_run_on_an_environment(tmp_path, monkeypatch):
     assert "evaluate" not in commands
 
 
-def test_no_command_evaluates_an_agent_of_an_api_that_evaluations_lack(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for calls in (0, 2):
-        directory = tmp_path / str(calls)
-        record = {"step": 1, "episode": 0, "turns": 2} | ({"other_api_calls": calls} if calls else {})
-        (directory / "runs/run-1").mkdir(parents=True)
-        (directory / "runs/run-1/samples.jsonl").write_text(json.dumps(record) + "\n")
-        tasks = agents_run("gsm8k", ROLLOUT="agent", AGENT="shop:solve")
-        commands = after(Launch(Path("g.yaml")), 0, *tasks, directory=directory)
-        assert ("evaluate" in commands) == (calls == 0)
-
-
 def test_after_a_wrong_setting_the_command_is_for_after_its_correction(tmp_path):
     task = TaskSpec("ppo-trainer", "")
     assert "start again" in after(LAUNCH, 1, task, directory=tmp_path)
@@ -292,7 +279,11 @@ def test_commands_are_short_where_grpo_was_called(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(tmp_path / ".venv/bin/grpo"), "run"])
     said = ended(tmp_path)
-    for command in ("view runs/run-1", "chat runs/run-1", "evaluate --model runs/run-1/model --env-file demo.env"):
+    for command in (
+        "view runs/run-1",
+        "chat runs/run-1",
+        "evaluate --model runs/run-1/model --env-file examples/demo.env",
+    ):
         assert f"  .venv/bin/grpo {command}" in said
     assert Launch(Path("jobgroup.yaml"), small=True).again("run-1") == (
         [".venv/bin/grpo", "run", "jobgroup.yaml", "--small", "--run-id", "run-1"]

@@ -63,7 +63,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 SHAPES[model].save_pretrained(directory / f"{name}-model")
                 arguments += ["--model", str(directory / f"{name}-model")]
             launch(directory / name, *arguments)
-            [files[name]] = (directory / name).glob("jobgroup*.yaml")
+            [files[name]] = (directory / name).glob("jobgroup.yaml")
     return files
 
 

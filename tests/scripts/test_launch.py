@@ -33,7 +33,7 @@ def launch(tmp_path: Path, *arguments: str) -> tuple[str, str]:
     """Return what a dry run prints, and the YAML that it writes."""
     done = CliRunner().invoke(APP, [*arguments, "--dry-run", "--output", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    [path] = tmp_path.glob("jobgroup*.yaml")
+    [path] = tmp_path.glob("jobgroup.yaml")
     return done.output, path.read_text()
 
 
@@ -95,7 +95,7 @@ def test_a_volume_is_at_least_as_large_as_its_file_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, expected: str
 ) -> None:
     file = tmp_path / "volume.yaml"
-    file.write_text((ROOT / "volume.yaml").read_text().replace("size: 200Gi", f"size: {written}"))
+    file.write_text((ROOT / "jobgroups" / "volume.yaml").read_text().replace("size: 200Gi", f"size: {written}"))
     monkeypatch.setattr("scripts.launch.__main__.VOLUME", file)
     launch(tmp_path / "out", "--model", "0.5B")
     assert yaml.safe_load((tmp_path / "out" / "volume.yaml").read_text())["size"] == expected
@@ -180,7 +180,7 @@ def test_one_gpu_a_tier_is_the_least(tmp_path: Path) -> None:
     told, text = launch(
         tmp_path, "--model", "0.5B", "--rollout-nodes", "1", "--trainer-nodes", "1", "--gpus", "L4:1", "--async"
     )
-    assert (tmp_path / "jobgroup-async.yaml").exists()
+    assert (tmp_path / "jobgroup.yaml").exists()
     assert job_group_text.values(text)["ppo-trainer", "envs.MIN_WORKERS"] == "1"
     assert "together            7     2" in told
 
@@ -394,7 +394,7 @@ def test_a_secret_reaches_only_the_tasks_that_declare_it() -> None:
 import json
 from sky.utils import dag_utils
 from scripts.launch.skypilot import give_secrets
-group = dag_utils.load_job_group_from_yaml("jobgroup-environment.yaml")
+group = dag_utils.load_job_group_from_yaml("jobgroups/environment.yaml")
 give_secrets(group.tasks, {"HF_TOKEN": "hub", "JOBGROUP_TOKEN": "job", "OF_MY_CODE": "mine"})
 values = {t.name: {n: s.get_secret_value() for n, s in t.secrets.items()} for t in group.tasks}
 print(json.dumps(values))

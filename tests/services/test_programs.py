@@ -156,7 +156,7 @@ async def test_a_long_output_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_the_deadline_ends_every_process_of_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(programs, "TERM_POLLS", 6)
+    monkeypatch.setattr(programs, "TERM_SECONDS", 0.3)
     pids = tmp_path / "pids"
     command = f"""
         echo $$ >> {pids}

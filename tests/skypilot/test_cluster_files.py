@@ -58,7 +58,7 @@ def launch(cluster: KubernetesApi, sky: SkyPilot) -> Callable[..., list[Object]]
 @pytest.fixture(scope="module")
 def told_without_read_write_many(cluster: KubernetesApi, sky: SkyPilot) -> str:
     """Return the answers of `sky volumes ls` and `sky jobs launch` for volume.yaml; delete the volume afterwards."""
-    sky.sky("volumes", "apply", "--yes", "volume.yaml")
+    sky.sky("volumes", "apply", "--yes", "jobgroups/volume.yaml")
     [claim] = [one for path, one in cluster.objects.items() if "/persistentvolumeclaims/" in path]
     claim["status"] = {"phase": "Pending"}
     name, when = claim["metadata"]["name"], claim["metadata"]["creationTimestamp"]
@@ -92,7 +92,7 @@ def on_one_machine(told_without_read_write_many: str, sky: SkyPilot, launch: Cal
 @pytest.fixture(scope="module")
 def of_a_team(on_one_machine: list[Object], sky: SkyPilot, launch: Callable[..., Any]) -> list[Object]:
     """The pods with a team's namespace and queue."""
-    sky.sky("volumes", "apply", "--yes", "volume.yaml", "--config", "docs/cluster/team.yaml")
+    sky.sky("volumes", "apply", "--yes", "jobgroups/volume.yaml", "--config", "docs/cluster/team.yaml")
     return list(launch("docs/cluster/team.yaml"))
 
 

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.skypilot, pytest.mark.timeout(900)]
 
 
 def test_the_pod_is_small_and_mounts_the_volume(skypilot: SkyPilot, kubernetes: KubernetesApi) -> None:
-    skypilot.sky("volumes", "apply", "--yes", "volume.yaml")
+    skypilot.sky("volumes", "apply", "--yes", "jobgroups/volume.yaml")
     skypilot.sky("launch", "--async", "--cluster", "fetch-1", *LAUNCH_OPTIONS, "scripts/fetch.yaml")
     skypilot.wait_until(kubernetes.pods, "the pod is asked for")
     (pod,) = kubernetes.pods()

@@ -33,7 +33,7 @@ JOB = "1"
 @pytest.fixture(scope="module")
 def launched(skypilot: SkyPilot, kubernetes: KubernetesApi) -> SkyPilot:
     """The job group, launched by the README's commands, when all pods are asked for."""
-    skypilot.sky("volumes", "apply", "--yes", "volume.yaml")
+    skypilot.sky("volumes", "apply", "--yes", "jobgroups/volume.yaml")
     overrides = [part for name, value in GIVEN.items() for part in ("--env", f"{name}={value}")]
     launch = ["jobs", "launch", "--yes", "--async", "jobgroup.yaml", *overrides]
     skypilot.sky(*launch, "--secret", f"JOBGROUP_TOKEN={SECRET}")

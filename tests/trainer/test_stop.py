@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from local_runner.spec import JOB_GROUPS
 from tests.skypilot_facts import skypilot_facts
 from tests.waiting import IDLE_SECONDS, wait_until
 
@@ -75,7 +76,7 @@ def test_without_a_trainer_nothing_is_waited_for():
     assert stop(f"test-{uuid.uuid4()}").startswith("trainer: nothing runs")
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in ROOT.glob("jobgroup*.yaml")))
+@pytest.mark.parametrize("file", JOB_GROUPS)
 def test_skypilot_runs_it_when_the_trainer_is_cancelled(file):
     hooks = {name: task["hooks"] for name, task in skypilot_facts()["files"][file]["tasks"].items() if task["hooks"]}
     command = "python3 ~/sky_workdir/trainer/stop.py"

@@ -157,7 +157,7 @@ def _remedy(
         keep = "Set CHECKPOINTS_KEPT=1, or give" if fits else "Give"
         # The local runner, which maps the addresses, has a directory in place of a volume.
         local = "a --shared-dir on another disk"
-        more = local if mapped_addresses() else f"volume.yaml `size: {math.ceil(wanted / GIB)}Gi` or more"
+        more = local if mapped_addresses() else f"jobgroups/volume.yaml `size: {math.ceil(wanted / GIB)}Gi` or more"
         return f"{keep} {more}, or remove old runs (grpo clean)."
     if place == "host":
         more = f"`memory: {math.ceil(wanted / GIB)}+` in jobgroup.yaml"

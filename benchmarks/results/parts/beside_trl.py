@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 import orjson
 import psutil
 
-from benchmarks.common import harness
-from benchmarks.common.harness import ROOT
-from benchmarks.common.job import RUN_SECONDS
+from benchmarks import harness
+from benchmarks.harness import ROOT
+from benchmarks.job import RUN_SECONDS
 from benchmarks.results import in_process
 from benchmarks.results.equivalence import REWARD, compare
 from benchmarks.results.plots import curves
@@ -63,7 +63,7 @@ def train_trl(run: Run) -> Result:
             **({"reward": PARITY} if given["REWARD_FN"].endswith(":parity") else {}),
             "options": options(settings),
         }
-        command = [interpreter(), str(ROOT / "benchmarks/common/trl_grpo.py"), json.dumps(work)]
+        command = [interpreter(), str(ROOT / "benchmarks/trl_grpo.py"), json.dumps(work)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
         started = time.process_time() + children_seconds()
         with harness.programs([command], [environment], RUN_SECONDS) as [process]:

@@ -9,8 +9,8 @@ from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks import agent, environment
-from benchmarks.common.job import Job
+from benchmarks import demos
+from benchmarks.job import Job
 from benchmarks.results import job_figures
 from benchmarks.results.job_figures import AFTER, Figures
 from benchmarks.results.plots import curves
@@ -22,7 +22,7 @@ from services.environment_server.games import draw_heaps, is_optimal
 SEEDS = range(3)
 VARIANT = "GRPO"
 SHARED: Settings = {"COMPUTE_TYPE": "float32", "MIN_WORKERS": "1", "KEEP_MEMORY": "true"}
-PLAYED = environment.SETTINGS | SHARED | {"ROLLOUT": "environment"}
+PLAYED = demos.ENVIRONMENT_SETTINGS | SHARED | {"ROLLOUT": "environment"}
 
 AGENT, ENVIRONMENT, SELF_PLAY = "tool agent", "guessing game", "Nim against itself"
 LEGAL, OPTIMAL = "environment_legal_moves", "environment_optimal_moves"
@@ -33,25 +33,25 @@ CALLS, PARSED = "tool_calls_mean", "tool_calls_parsed"
 
 def train_agent(run: Run) -> Result:
     """Run the agent's job group, and evaluate the trained model without agent and tool, too."""
-    return job_figures.train(run, job_group=agent.JOB_GROUP, columns=(CALLS, PARSED), more=without_tool)
+    return job_figures.train(run, job_group=demos.AGENT_JOB_GROUP, columns=(CALLS, PARSED), more=without_tool)
 
 
 def without_tool(job: Job) -> Figures:
     """Return the trained model's greedy accuracy on the held-out questions without the tool."""
     with TemporaryDirectory() as directory:
-        return {f"without_tool{AFTER}": agent.without_tool(job.run_dir / "model", Path(directory))}
+        return {f"without_tool{AFTER}": demos.without_tool(job.run_dir / "model", Path(directory))}
 
 
 train_environment = partial(
     job_figures.train,
-    job_group=environment.JOB_GROUP,
+    job_group=demos.ENVIRONMENT_JOB_GROUP,
     nodes={"environment-server": 1},
     columns=(LEGAL, OPTIMAL),
     more=lambda job: job_figures.of_last_step(job, [GREEDY + LEGAL, GREEDY + OPTIMAL]),
 )
 NIM = {"ENVIRONMENT": "nim", "AGENT_MAX_TURNS": "16", "AGENT_MAX_TOKENS": "64"}
 BY_TASK = {
-    AGENT: Run(AGENT, VARIANT, 0, agent.SETTINGS | SHARED | {"ROLLOUT": "agent"}, train_agent),
+    AGENT: Run(AGENT, VARIANT, 0, demos.AGENT_SETTINGS | SHARED | {"ROLLOUT": "agent"}, train_agent),
     ENVIRONMENT: Run(ENVIRONMENT, VARIANT, 0, PLAYED, train_environment),
     SELF_PLAY: Run(SELF_PLAY, VARIANT, 0, PLAYED | NIM, train_environment),
 }
@@ -81,14 +81,14 @@ RUNS = [replace(run, seed=seed, settings=seeded(run.settings, seed)) for seed in
 def show(results: Results) -> str:
     """Return the section: table, figures of the three tasks, and curves."""
     text = f"""
-    SmolLM2-135M with the settings of `demo-agent.env` and `demo-environment.env`. The tool agent answers products of
-    two numbers of two digits, which the model cannot compute; "without the tool" is the trained model's greedy accuracy
-    when it gets the question alone. The guessing game has numbers from 1 to 7 and three guesses, which good play always
-    wins. Rewards are means of the last three steps, those of [benchmarks.md](benchmarks.md) are of the last step alone
-    and of other questions but for seed 0. In Nim the model plays
-    both seats, so its rewards cancel and its accuracy says nothing. What counts is the share of legal moves and, among
-    legal moves where one wins, the share that the exact solution plays (Bouton's theorem). In {RANDOM_GAMES:,} games of
-    moves drawn at random among the legal ones it is {random_play():.2f}.
+    SmolLM2-135M with the settings of `examples/demo-agent.env` and `examples/demo-environment.env`. The tool agent
+    answers products of two numbers of two digits, which the model cannot compute; "without the tool" is the trained
+    model's greedy accuracy when it gets the question alone. The guessing game has numbers from 1 to 7 and three
+    guesses, which good play always wins. Rewards are means of the last three steps, those of
+    [benchmarks.md](benchmarks.md) are of the last step alone and of other questions but for seed 0. In Nim the model
+    plays both seats, so its rewards cancel and its accuracy says nothing. What counts is the share of legal moves and,
+    among legal moves where one wins, the share that the exact solution plays (Bouton's theorem). In {RANDOM_GAMES:,}
+    games of moves drawn at random among the legal ones it is {random_play():.2f}.
     """
     texts = {AGENT: "products, by a tool", ENVIRONMENT: "a number by three guesses", SELF_PLAY: "two or three heaps"}
     shown = [

@@ -25,10 +25,10 @@ TITLE = "Rounding of published weights on the demo's task"
 BASE = "float32"
 TASKS = {"5e-6, 40 steps": (range(5), "5e-6", "40"), "1e-6, 100 steps": (range(3), "1e-6", "100")}
 TEXT = """
-SmolLM2-135M, pretrained, rounded to bfloat16 as most published checkpoints are, with the settings of `demo.env` in
-float32 but for the learning rate and the steps. The rows differ in what the engine gets of each version: `float32` all
-of it; `unbiased` bfloat16 as published by default, up or down with the chance that makes the mean exact; `nearest`
-bfloat16 rounded to the nearest.
+SmolLM2-135M, pretrained, rounded to bfloat16 as most published checkpoints are, with the settings of
+`examples/demo.env` in float32 but for the learning rate and the steps. The rows differ in what the engine gets of each
+version: `float32` all of it; `unbiased` bfloat16 as published by default, up or down with the chance that makes the
+mean exact; `nearest` bfloat16 rounded to the nearest.
 """
 
 

@@ -76,7 +76,7 @@ def show(results: Results) -> str:
     """Return the section: table and curves."""
     text = f"""
     SmolLM2-135M in the whole job group, {SHARED["BATCH_SIZE"]} prompts a step with {SHARED["GROUP_SIZE"]} completions,
-    the learning rate and all else as in `demo.env` for every task: nothing is tuned by task. The generators of
+    the learning rate and all else as in `examples/demo.env` for every task: nothing is tuned by task. The generators of
     reasoning-gym have {QUESTIONS} questions, asked after four solved examples, and score answers themselves, some with
     parts of a point, so that a reward above 0 need not be a right answer. The questions come once, the easier level
     first (`CURRICULUM=source`), so the reward of later steps is that of harder questions. Accuracy is the share of

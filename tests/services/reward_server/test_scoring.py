@@ -17,7 +17,7 @@ from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server import pool, worker
 from tests.waiting import eventually
 
-DEMO = spec.env_file(Path(__file__).parents[3] / "demo.env")
+DEMO = spec.env_file(Path(__file__).parents[3] / "examples/demo.env")
 
 
 def item(response: str, truth: str = "5", **more: Any) -> RewardItem:

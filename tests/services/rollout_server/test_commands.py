@@ -9,17 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from services.core.child import API_KEY_FROM_TOKEN, LAUNCHER_VARIABLE
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError
-from services.rollout_server.child import API_KEY_FROM_TOKEN, LAUNCHER_VARIABLE
-from services.rollout_server.commands import (
-    CHILD,
-    Command,
-    choose_addresses,
-    choose_engine,
-    engine_command,
-    router_command,
-)
+from services.core.processes import CHILD, Command
+from services.rollout_server.commands import choose_addresses, choose_engine, engine_command, router_command
 from services.rollout_server.placement import EnginePlace
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from tests.services.rollout_server.fake_nodes import FAKE_ENGINE

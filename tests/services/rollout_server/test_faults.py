@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from services.clients.rollout_admin import WorkerAdmin
+from services.core import supervisor
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError
-from services.rollout_server import supervisor
-from services.rollout_server.commands import Command
+from services.core.processes import Command
 from tests.services.rollout_server.fake_nodes import REGISTERED, FakeNodes, Traffic, fake_nodes
 from tests.services.rollout_server.nodes import TOKEN, authorization
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
@@ -247,7 +247,7 @@ def test_a_child_that_keeps_dying_ends_the_node_with_the_reason(lost: FakeNodes,
             lost.wait_registered([0])
     assert node.process.wait(LIMIT_SECONDS) == EXIT_RECOVERABLE
     assert f"error: the {child}" in lost.log(0).splitlines()[-1]
-    assert "was ended by SIGKILL, for the 2. time" in lost.log(0).splitlines()[-1]
+    assert "was ended by SIGKILL once more; 1 restarts in 10 minutes" in lost.log(0).splitlines()[-1]
 
 
 def test_an_engine_that_cannot_run_with_these_settings_ends_the_node_at_once(lost: FakeNodes) -> None:
@@ -263,7 +263,7 @@ def test_an_engine_that_cannot_run_with_these_settings_ends_the_node_at_once(los
 @pytest.mark.parametrize(
     ("fault", "how"),
     [
-        ({"FAKE_ENGINE_EXIT": "1"}, "exited with 1"),
+        ({"FAKE_ENGINE_EXIT": "1"}, "exited with code 1"),
         ({"FAKE_ENGINE_HANGS": "1", "ENGINE_START_SECONDS": "1"}, "was ended by SIGKILL"),
     ],
     ids=["exits", "hangs"],
@@ -295,7 +295,7 @@ async def test_a_child_that_was_never_healthy_is_started_a_bounded_number_of_tim
         start_seconds=IDLE_SECONDS,
         hang_seconds=IDLE_SECONDS,
     )
-    with pytest.raises(ConfigurationError, match="never answered in 3 starts and exited with 0"):
+    with pytest.raises(ConfigurationError, match="never answered in 3 starts and exited with code 0"):
         await child.run()
 
 

@@ -12,10 +12,10 @@ import pytest
 from local_runner.nodes import Run, allocate, node_environment
 from local_runner.spec import JobGroup, TaskSpec
 from services.core import machine
+from services.core.child import API_KEY_FROM_TOKEN
 from services.core.endpoints import ENGINE_PORTS, Endpoint
 from services.core.errors import ConfigurationError
 from services.core.machine import ComputeType
-from services.rollout_server.child import API_KEY_FROM_TOKEN
 from services.rollout_server.commands import choose_addresses, engine_command
 from services.rollout_server.placement import EnginePlace, can_split, place_engines, weight_bytes
 from services.rollout_server.settings import EngineKind, RolloutSettings

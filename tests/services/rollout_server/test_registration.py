@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
+from services.core.supervisor import SupervisedProcess
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervisor import SupervisedProcess
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.waiting import IDLE_SECONDS

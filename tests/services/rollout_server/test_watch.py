@@ -12,8 +12,8 @@ import pytest
 
 from services.clients.rollout_admin import ASLEEP, WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
+from services.core.supervisor import SupervisedProcess
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervisor import SupervisedProcess
 from services.rollout_server.watch import EngineWatch
 from tests.fake_service import FakeService, fake_service
 from tests.services.rollout_server.test_registration import RunningEngine

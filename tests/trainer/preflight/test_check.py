@@ -11,6 +11,7 @@ import structlog
 import yaml
 from torch.distributed.tensor import DTensor
 
+from local_runner.spec import JOB_GROUPS
 from scripts.launch.models import CONFIGS
 from services.core.endpoints import ENDPOINTS_VARIABLE
 from services.core.errors import ConfigurationError
@@ -126,13 +127,11 @@ def test_the_volume_has_room_for_the_checkpoints_of_evaluations(given: dict[str,
     assert chosen("0.5B", 1, 1, **given).checkpoints == checkpoints
 
 
-@pytest.mark.parametrize(
-    "file", ["jobgroup.yaml", "jobgroup-async.yaml", "jobgroup-agent.yaml", "jobgroup-environment.yaml"]
-)
+@pytest.mark.parametrize("file", JOB_GROUPS)
 def test_the_job_groups_have_what_their_model_needs(file: str) -> None:
     trainer = next(d for d in yaml.safe_load_all((ROOT / file).read_text()) if d["name"] == "ppo-trainer")
     host = int(str(trainer["resources"]["memory"]).rstrip("+")) * GIB
-    volume = int(yaml.safe_load((ROOT / "volume.yaml").read_text())["size"].removesuffix("Gi")) * GIB
+    volume = int(yaml.safe_load((ROOT / "jobgroups" / "volume.yaml").read_text())["size"].removesuffix("Gi")) * GIB
     # The smallest GPU that they name is an L40S.
     limits = Limits(device=45 * GIB, host=host, shm=64 * GIB, volume=volume)
     check(TrainerSettings.load(), SHAPES["0.5B"], Machine(trainer.get("num_nodes", 1), 1, 2, limits))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.common import models
-from benchmarks.common.training import Work, run
+from benchmarks import models
+from benchmarks.training import Work, run
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
 from trainer.preflight.shape import ModelShape

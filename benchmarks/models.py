@@ -1,0 +1,50 @@
+"""The models of the benchmarks: one is pretrained, the others get random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.harness import ROOT
+from toys.arithmetic import build_tokenizer, make
+from toys.models import qwen2, random_model
+
+SIZES = ("tiny", "135m", "0.5b")
+PRETRAINED = ROOT / ".cache/models/smollm2-135m"
+
+HALF_A_BILLION = {
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
+"""The shape of Qwen2.5-0.5B."""
+
+FIFTH = {
+    "vocab_size": 9_830,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
+"""The widths of SmolLM2-135M, with a fifth of its layers and of its vocabulary."""
+
+
+def directory(size: str, new: Path) -> Path:
+    """Return the model directory of a size; a model other than the pretrained one is written to ``new``."""
+    if size == "135m":
+        return PRETRAINED
+    if size == "tiny":
+        make(new)
+    else:
+        make_random(new, HALF_A_BILLION)
+    return new
+
+
+def make_random(new: Path, shape: Mapping[str, int]) -> None:
+    """Write a Qwen2 of a shape with random weights and the tokenizer of toys.arithmetic."""
+    random_model(qwen2(**shape)).save_pretrained(new)
+    build_tokenizer().save_pretrained(new)

@@ -1,0 +1,306 @@
+"""The trainer's update alone: against a bare pass, and on trees of tokens, each measured in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks import harness, models
+from benchmarks.harness import DTYPE, Benchmark, Given, Option, Side
+from services.core import machine
+from services.core.machine import cores
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.config import TrainerSettings
+from trainer.model.learner import Learner
+from trainer.model.policy import load_policy
+from trainer.model.ranks import Ranks, join_ranks
+from trainer.preflight.check import preflight
+
+DEADLINE_SECONDS = 500.0
+BARE_TARGET = 0.8
+"""The aim, as a share of the bare pass's tokens a second."""
+TREE_TARGET = 2.5
+"""The aim: how many times as fast trees are."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The batch of an update."""
+
+    model: str
+    prompts: int = 8
+    group_size: int = 8
+    prompt_tokens: int = 40
+    completion_tokens: int = 12
+    """Tokens that the model samples in each turn."""
+    turns: int = 1
+    result_tokens: int = 0
+    """Tokens of a tool's result, between two turns."""
+    rewrites_history: bool = False
+    """True for an agent that keeps the second half of a turn only, as chat templates without earlier reasoning do. Each
+    turn is then a sequence of its own; otherwise an episode is one."""
+    rounds: int = 3
+    shares_prompts: bool = True
+    """True to compute equal prefixes of a group once; otherwise every sequence comes as its own group."""
+    is_bare: bool = False
+    """True for the bare pass instead of the trainer's update."""
+    dtype: str = "float32"
+    """``float32``, ``bfloat16``, or ``auto`` for the trainer's choice: what is computed in. Weights are float32."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens of all sequences, each with its own copy of the prompt."""
+        return self.prompts * self.group_size * (self.prompt_tokens + self.completion_tokens)
+
+    def groups(self, vocabulary: int, seed: int) -> list[TrainingGroup]:
+        """Return groups of random tokens with advantages of both signs."""
+        rng = random.Random(seed)
+
+        def ids(count: int) -> list[int]:
+            return [rng.randrange(vocabulary) for _ in range(count)]
+
+        def sequences(index: int) -> Iterator[TrainingSequence]:
+            history: list[int] = []
+            trained: list[bool] = []
+            for turn in range(self.turns):
+                sampled, result = ids(self.completion_tokens), ids(self.result_tokens)
+                tokens, mask = history + sampled, trained + [True] * len(sampled)
+                if self.rewrites_history or turn == self.turns - 1:
+                    logprobs = [-rng.random() for _ in tokens]
+                    yield TrainingSequence(tokens, logprobs, [1.0 if index % 2 else -1.0] * len(tokens), mask)
+                if self.rewrites_history:
+                    history += sampled[len(sampled) // 2 :] + result
+                    trained = [False] * len(history)
+                else:
+                    history, trained = tokens + result, mask + [False] * len(result)
+
+        groups = [
+            TrainingGroup(ids(self.prompt_tokens), [s for i in range(self.group_size) for s in sequences(i)], str(n))
+            for n in range(self.prompts)
+        ]
+        if self.shares_prompts:
+            return groups
+        return [
+            TrainingGroup(group.prompt_ids, [sequence], f"{group.group_id}-{i}")
+            for group in groups
+            for i, sequence in enumerate(group.sequences)
+        ]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The measurements of one rank."""
+
+    seconds: list[float]
+    """Seconds of each round for all ranks together, without the first round, which warms up."""
+    peak_bytes: int
+
+
+def run(work: Work, ranks: int, threads: int) -> list[Rank]:
+    """Measure in new processes, which join as under torchrun.
+
+    Raises:
+        SystemExit: a process failed, or took longer than DEADLINE_SECONDS.
+    """
+    port = str(harness.free_port())
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    environment |= {"OMP_NUM_THREADS": str(threads), "MODEL_NAME": work.model, "COMPUTE_TYPE": work.dtype}
+    environment |= {"LOCAL_WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-m", "benchmarks.training", json.dumps(asdict(work))]
+    environments = [{**os.environ, **environment, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(ranks)]
+    with harness.programs([command] * ranks, environments, DEADLINE_SECONDS) as processes:
+        outputs = [harness.output_of(process, f"rank {rank}") for rank, process in enumerate(processes)]
+    return [Rank(**json.loads(output.splitlines()[-1])) for output in outputs]
+
+
+def threads() -> int:
+    """Return OMP_NUM_THREADS or the number of cores: the threads of all ranks together."""
+    return int(os.environ.get("OMP_NUM_THREADS", cores()))
+
+
+def measured_update(work: Work, ranks: int = 1, _round: int = 0) -> dict[str, Any]:
+    """Return the seconds of each round of an update, and each rank's peak memory in GB."""
+    found = run(work, ranks, max(threads() // ranks, 1))
+    return {"seconds": found[0].seconds, "peak": [rank.peak_bytes / 1e9 for rank in found]}
+
+
+def measure_updates(given: Given) -> list[Side]:
+    """Measure the bare pass, and updates by each number of ranks with shared and with own prompts."""
+    work = harness.made_of(Work, given)
+    sides = [Side("bare forward and backward", lambda _: measured_update(replace(work, is_bare=True)))]
+    for ranks in given.ranks:
+        for shares, how in ((True, "shared prompts"), (False, "each its prompt")):
+            one = replace(work, shares_prompts=shares)
+            sides.append(Side(f"{ranks} rank{'s' * (ranks > 1)}, {how}", partial(measured_update, one, ranks)))
+    return harness.in_turn(sides, 1)
+
+
+def update_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
+    """Return seconds, tokens, and the ratio to the bare pass, the first side."""
+    work = harness.made_of(Work, given)
+    title = (
+        f"{work.prompts} prompts of {work.prompt_tokens} tokens, {work.group_size} completions of "
+        f"{work.completion_tokens} each, {work.dtype}; {threads()} threads in all; to reach: {BARE_TARGET} of the bare "
+        "pass"
+    )
+    columns: harness.Columns = {
+        "": harness.name_of,
+        "seconds": lambda side: side.spread("seconds"),
+        "tokens/s": lambda side: f"{work.trained_tokens / side.median('seconds'):.0f}",
+        "of the bare pass": lambda side: f"{sides[0].median('seconds') / side.median('seconds'):.2f}",
+        "peak GB by rank": lambda side: " + ".join(f"{peak:.2f}" for peak in side.values("peak")),
+    }
+    return [harness.table(title, sides, columns)]
+
+
+UPDATES = Benchmark(
+    about="""\
+Measure the trainer's update alone: seconds, tokens a second and memory, against a bare forward and backward pass.
+
+Each case runs in new processes, which join as under torchrun. All cases have the same number of threads in total. The
+bare pass is the same model's own forward and backward over the same sequences, each with its own copy of the prompt,
+with the usual cross-entropy and no optimizer: the least cost without shared prompts. The trainer's settings are read
+from the environment (SHARD_PARAMETERS=false, LORA_RANK=8, ...).""",
+    measure=measure_updates,
+    tables=update_tables,
+    rounds=3,
+    options={
+        "model": Option(str(models.PRETRAINED), "model directory or name"),
+        "prompts": Option(8),
+        "group-size": Option(8),
+        "prompt-tokens": Option(40),
+        "completion-tokens": Option(12),
+        "dtype": DTYPE,
+        "ranks": Option([1, 2], "numbers of ranks to measure"),
+    },
+)
+
+
+def measure_trees(given: Given) -> list[Side]:
+    """Measure each agent's episodes as trees and one by one."""
+    with tempfile.TemporaryDirectory() as directory:
+        if not given.model:
+            given.model = directory
+            models.make_random(Path(directory), models.FIFTH)
+        work = harness.made_of(Work, given)
+
+        def measure(rewrites: bool) -> dict[str, Any]:
+            trees = replace(work, rewrites_history=rewrites)
+            found: dict[str, Any] = {}
+            for name, side in (("trees", trees), ("one by one", replace(trees, shares_prompts=False))):
+                found[f"seconds, {name}"] = measured_update(side)["seconds"]
+                found[f"tokens, {name}"] = sum(group.tokens for group in side.groups(vocabulary=2**30, seed=0))
+            return found
+
+        sides = [
+            Side("appends to its history", lambda _: measure(rewrites=False)),
+            Side("rewrites its history", lambda _: measure(rewrites=True)),
+        ]
+        return harness.in_turn(sides, 1)
+
+
+def tree_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
+    """Return tokens and seconds of trees and of sequences one by one, and their ratio."""
+    title = (
+        f"{given.prompts} groups of {given.group_size} episodes of {given.turns} turns: prompts of "
+        f"{given.prompt_tokens} tokens, {given.completion_tokens} sampled a turn, results of {given.result_tokens}; "
+        f"{threads()} threads; to reach: {TREE_TARGET} times as fast"
+    )
+    trees, apart = "seconds, trees", "seconds, one by one"
+    columns: harness.Columns = {
+        "the agent": harness.name_of,
+        "tokens, trees": lambda side: side.rounds[0]["tokens, trees"],
+        "tokens, one by one": lambda side: side.rounds[0]["tokens, one by one"],
+        trees: lambda side: side.spread(trees),
+        apart: lambda side: side.spread(apart),
+        "times as fast": lambda side: f"{side.median(apart) / side.median(trees):.2f}",
+    }
+    return [harness.table(title, sides, columns)]
+
+
+TREES = Benchmark(
+    about="""\
+Measure the trainer's update on agents' episodes as trees of tokens, against their sequences one by one.
+
+Both sides train on the same sequences in the same processes of one rank. As trees, equal prefixes of a group are
+computed once; one by one, every sequence is computed from its first token on. One agent appends to its history, so an
+episode is one sequence; the other rewrites it, and every turn is a sequence. The default model has the widths of
+SmolLM2-135M, fewer layers and random weights.""",
+    measure=measure_trees,
+    tables=tree_tables,
+    rounds=3,
+    options={
+        "model": Option(None, "model directory or name; a random model by default"),
+        "prompts": Option(1),
+        "group-size": Option(8),
+        "turns": Option(4),
+        "prompt-tokens": Option(400),
+        "completion-tokens": Option(24),
+        "result-tokens": Option(12),
+    },
+)
+
+
+# --- in a process of its own -----------------------------------------------------------------------------------------
+
+
+def measure_here(work: Work) -> Rank:
+    """Measure as one rank in this process."""
+    machine.keep_freed_memory()
+    seconds = []
+    with join_ranks() as ranks:
+        do_round = _bare(work) if work.is_bare else _update(work, ranks)
+        for number in range(work.rounds + 1):
+            ranks.barrier()
+            started = time.perf_counter()
+            do_round(number)
+            ranks.barrier()
+            seconds.append(time.perf_counter() - started)
+    # getrusage counts kibibytes on Linux and bytes on macOS.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Rank(seconds[1:], peak)
+
+
+def _update(work: Work, ranks: Ranks) -> Callable[[int], Any]:
+    settings = TrainerSettings.load()
+    if ranks.device.type == "cuda":
+        settings, ranks = preflight(settings, ranks)
+    policy = load_policy(settings, ranks)
+    learner = Learner(settings, policy, ranks, reference=None, total_steps=work.rounds + 1)
+    return lambda number: learner.update(work.groups(policy.config.vocab_size, number), number)
+
+
+def _bare(work: Work) -> Callable[[int], None]:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32, attn_implementation="sdpa")
+    last = work.completion_tokens
+
+    def forward_and_backward(number: int) -> None:
+        groups = work.groups(model.config.vocab_size, number)
+        ids = torch.tensor([group.prompt_ids + s.completion_ids for group in groups for s in group.sequences])
+        with torch.autocast("cpu", torch.bfloat16, enabled=work.dtype == "bfloat16"):
+            logits = cast("Tensor", model(input_ids=ids, use_cache=False, logits_to_keep=last + 1).logits)
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, -last:].flatten()).backward()
+        model.zero_grad()
+
+    return forward_and_backward
+
+
+if __name__ == "__main__":
+    measured = measure_here(Work(**json.loads(sys.argv[1])))
+    print(f"\n{json.dumps(asdict(measured))}", flush=True)
