@@ -169,7 +169,7 @@ class Agents(Episodes):
     def advice(self) -> str:
         """The command that plays one episode."""
         option = f"--agent {self.settings.agent}" if self.settings.agent else "--agent-command"
-        return f"if it asks for chat completions, `grpo evaluate {option} --check` plays one episode"
+        return f"`grpo evaluate {option} --check` plays one episode"
 
 
 class Programs(Agents):
@@ -305,7 +305,6 @@ def _figures(episode: Episode) -> EpisodeFigures:
         tool_calls=trace.tool_calls,
         unparsed_tool_calls=trace.unparsed_tool_calls,
         branches=trace.branches,
-        other_api_calls=trace.other_api_calls,
         calls_repeated=trace.calls_repeated,
         figures=episode.figures,
         seat=episode.seat,

@@ -119,13 +119,7 @@ class Sampler(ABC):
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Return a result for each answer, in order; ask again for those that could not be scored."""
-        results = await self.rewards.score(items)
-        for _ in range(SCORING_TRIES - 1):
-            unscored = [i for i, result in enumerate(results) if is_correct(result) is None]
-            if not unscored:
-                break
-            for i, result in zip(unscored, await self.rewards.score([items[i] for i in unscored]), strict=True):
-                results[i] = result
+        results = await self.rewards.score(items, tries=SCORING_TRIES)
         for result in results:
             if is_correct(result) is None:
                 UNSCORABLE.labels(result.status.value).inc()

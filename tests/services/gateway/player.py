@@ -70,7 +70,7 @@ async def insist(example: Example, *, base_url: str, api_key: str, http_client: 
 class NoScores:
     """A reward-server that nobody asks."""
 
-    async def score(self, items: list[RewardItem]) -> list[RewardResult]:
+    async def score(self, items: list[RewardItem], *, tries: int = 1) -> list[RewardResult]:
         raise NotImplementedError
 
 

@@ -52,7 +52,7 @@ def gateway(start_service_once: StartService, engine: RunningService, tiny_model
 class OneDigit:
     """A reward-server in this process: an answer of one digit is right."""
 
-    async def score(self, items: list[RewardItem]) -> list[RewardResult]:
+    async def score(self, items: list[RewardItem], *, tries: int = 1) -> list[RewardResult]:
         return [RewardResult(reward=float(len(item.response) == 1)) for item in items]
 
 
