@@ -19,7 +19,7 @@ from benchmarks import harness, own_model_worker
 from benchmarks.harness import Benchmark, Given, Option, Side
 from benchmarks.own_model_worker import DEVICE
 from benchmarks.service import running
-from evaluation.policy.worker import Episode, Work
+from evaluation.policy.worker import PlayedEpisode, Work
 from evaluation.policy.workers import MODULE, Coordinator, Crew, Worker
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.machine import cores
@@ -36,7 +36,7 @@ SIDES = ("batched_head", "one_model_per_worker")
 class Played:
     """The episodes of a side and its workers; times are in seconds."""
 
-    episodes: list[Episode]
+    episodes: list[PlayedEpisode]
     workers: list[Worker]
     ready_seconds: float
     """From the first start to the last worker that was ready."""
@@ -50,7 +50,7 @@ def play(options: Given, work: Work, module: str) -> Played:
     Raises:
         SystemExit: a worker failed, or was not done after DEADLINE_SECONDS.
     """
-    episodes: list[Episode] = []
+    episodes: list[PlayedEpisode] = []
     at_once = options.episodes_at_once
     crew = Crew(options.num_workers, work, module, restarts=0, is_together=True, episodes_at_once=at_once)
     coordinator = Coordinator(crew, range(options.total_battles), episodes.append)

@@ -60,7 +60,6 @@ class TrainingLoop:
         self.objective = Objective(self.settings)
         self.publication = Publication(self.settings, self.services, self.team)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.team, self.state)
-        self.services.while_waiting = lambda: self.publication.keep_on_volume(self.state.policy_version)
 
     def run(self) -> None:
         """Train to the end.
@@ -101,7 +100,7 @@ class TrainingLoop:
         batch = Batch(self.objective)
         if settings.mode is Mode.ASYNC:
             self.enter("wait", f"waiting for the groups of step {state.step + 1}")
-            services.lease_groups(batch, state.policy_version)  # 1 to 4: collectors have taken them
+            services.lease_groups(batch, state.policy_version, self.keep_policy)  # 1 to 4: collectors have taken them
         else:
             self.make_groups(batch)  # 1. fetch, 2. generate, 3. score
             self.enter("store", "storing the groups")
@@ -120,7 +119,8 @@ class TrainingLoop:
         state.step, state.policy_version, state.cursor = state.step + 1, state.policy_version + 1, services.cursor
         state.prompts_used += batch.prompts_used
 
-        metrics = step_metrics(batch, update, state.policy_version)
+        made = batch.scored if settings.dynamic_sampling_tries else ()
+        metrics = batch.counts | step_metrics(batch.groups, made, update, state.policy_version)
         with self.recording(batch, metrics):
             self.enter("store", "acknowledging the groups")
             services.acknowledge({group.group_id: group.mean_absolute_advantage for group in groups})
@@ -144,7 +144,7 @@ class TrainingLoop:
                 return
             batch.prompts_used += len(prompts)
             self.enter("generate", f"generating completions for step {self.state.step + 1}")
-            batch.add(self.services.generate_and_score(prompts, batch))  # 2. generate, 3. score
+            batch.add(self.services.generate_and_score(prompts, batch, self.keep_policy))  # 2. generate, 3. score
             self.status.clock.move(batch.seconds_scoring, "score")
 
     def training_groups(self, batch: Batch) -> list[TrainingGroup]:
@@ -241,6 +241,10 @@ class TrainingLoop:
         metrics = self.evaluate(is_last=is_last)
         with writing(self.settings.run_dir):
             self.files.show(self.state.step, metrics)
+
+    def keep_policy(self) -> None:
+        """Write the policy version again if the volume has lost it; called while groups are awaited."""
+        self.publication.keep_on_volume(self.state.policy_version)
 
     def enter(self, phase: str, what: str) -> None:
         """Enter a phase of the step, to which the time from here on belongs; ``what`` describes it to people."""

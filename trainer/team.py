@@ -25,7 +25,7 @@ from trainer.group_arrays import from_arrays, to_arrays
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
-from trainer.model.ranks import Ranks
+from trainer.model.ranks import Ranks, error_of
 from trainer.model.rounding import Rounding, UnbiasedRounding
 from trainer.model.saving import DiskFullError, save_pretrained
 from trainer.model.sharding import leave_gpu
@@ -71,12 +71,9 @@ class Team:
         try:
             yield
         except ENDINGS as error:
-            kind = next(kind.__name__ for kind in ENDINGS if isinstance(error, kind))
-            if self.ranks.world_size > 1:
-                log.warning("telling the other ranks", error=kind, text=str(error))
-            self._tell("end", kind=kind, text=str(error))
+            self._tell("end", error=self.ranks.describe_error(error, ENDINGS))
             raise
-        self._tell("end", kind="", text="")
+        self._tell("end", error=None)
 
     def follow(self) -> None:
         """Make the calls that rank 0 makes, until it ends the run; for every other rank.
@@ -87,8 +84,8 @@ class Team:
         while True:
             name, arguments = self._heard()
             if name == "end":
-                if arguments["kind"]:
-                    raise next(kind for kind in ENDINGS if kind.__name__ == arguments["kind"])(arguments["text"])
+                if arguments["error"] is not None:
+                    raise error_of(arguments["error"], ENDINGS)
                 return
             try:
                 getattr(self, name)(**arguments)

@@ -78,7 +78,6 @@ class Outside:
         self.samples: list[dict[str, Any]] = []
         self.failure: str | None = None
         self.evaluator = self
-        self.while_waiting: Callable[[], None] = lambda: None
 
     @property
     def cursor(self) -> Cursor:
@@ -87,8 +86,8 @@ class Outside:
     def fetch_prompts(self, _wanted: int) -> list[Any]:
         return [None] if self.steps < self.prompts else []
 
-    def generate_and_score(self, _prompts: Any, _batch: Batch) -> list[Group]:
-        self.while_waiting()
+    def generate_and_score(self, _prompts: Any, _batch: Batch, meanwhile: Callable[[], None]) -> list[Group]:
+        meanwhile()
         self._reach("generate", self.steps + 1)
         self.steps += 1
         return [group(f"g{self.steps}", self.steps - 1)]

@@ -34,6 +34,7 @@ from trainer.config.objective import Objective
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
+from trainer.reporting.status import RunStatus
 from trainer.rollouts import batch, groups
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
@@ -91,7 +92,7 @@ class Steps:
         team.publisher.is_on_volume.return_value = True
         self.files = MagicMock()
         state = RunState(model_type="test", parameters=0, cursor=Cursor(), policy_version=1)
-        self.loop = TrainingLoop(main.settings, main, team, self.files, MagicMock(), state, 100, 400)
+        self.loop = TrainingLoop(main.settings, main, team, self.files, RunStatus(), state, 100, 400)
 
     def next(self) -> list[int]:
         """Take a step; return the positions of the prompts whose groups were trained on."""
@@ -329,7 +330,7 @@ def test_it_says_how_many_prompts_are_answered(services: Services) -> None:
     main.evaluate()
     assert told[0] == "0 of 10 held-out prompts answered"
     assert main.activity.shown()["done"] == "10 of 10 held-out prompts answered"
-    main.generate_and_score(main.fetch_prompts(4), Batch(Objective(main.settings)))
+    main.generate_and_score(main.fetch_prompts(4), Batch(Objective(main.settings)), lambda: None)
     assert main.activity.shown()["done"] == "4 of 4 prompts answered"
 
 
@@ -392,7 +393,7 @@ def test_groups_of_one_are_all_kept_where_they_teach(services: Services, advanta
     main = services.main(settings)
     batch = Batch(Objective(settings))
     while batch.missing:
-        batch.add(main.generate_and_score(main.fetch_prompts(batch.missing), batch))
+        batch.add(main.generate_and_score(main.fetch_prompts(batch.missing), batch, lambda: None))
     assert [group.position for group in batch.groups] == [0, 1, 2, 3]
     assert (batch.counts["groups_resampled"], len(services.rollouts.asked("POST /generate"))) == (0, 4)
 
