@@ -172,7 +172,12 @@ def conclusions(found: dict[str, Any]) -> str:
 
 
 def measure_all(given: Given) -> list[Side]:
-    """Measure each policy; a side is a policy, and its measurement is the comparison of both sides.
+    """Measure the gain of the evaluation head's batches: N workers that ask the head, against N with their own models.
+
+    Both sides play the same episodes ("battles") with the same seeds in equally many processes, on this machine and in
+    one run. The policy is a file or directory that the head can serve, or, without --policy, a new policy for
+    CartPole-v1 of each of --sizes. Times begin when all workers are ready; starting is measured apart. The exit code is
+    1 if a seed gives different returns.
 
     Raises:
         SystemExit: there are more workers than battles.
@@ -208,13 +213,6 @@ def conclude(given: Given, sides: Sequence[Side]) -> int:
 
 
 POLICY = Benchmark(
-    about="""\
-Measure the gain of the evaluation head's batches: N workers that ask the head, against N with their own models.
-
-Both sides play the same episodes ("battles") with the same seeds in equally many processes, on this machine and in one
-run. The policy is a file or directory that the head can serve, or, without --policy, a new policy for CartPole-v1
-of each of --sizes. Times begin when all workers are ready; starting is measured apart. The exit code is 1 if a
-seed gives different returns.""",
     measure=measure_all,
     tables=tables,
     rounds=1,

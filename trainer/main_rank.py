@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self, TypeVar
 
-from services.clients.rollout_admin import RouterAdmin
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
+from services.engines.engine import RouterAdmin
 from services.http.client import RequestRefusedError
 from services.protocol.base import ComponentRecord
 from services.protocol.groups import Group
@@ -23,7 +23,7 @@ from services.protocol.prompts import Cursor, DataStats, Prompt
 from services.run_page.activity import Activity
 from trainer.collector import Collector
 from trainer.config import Mode, TrainerSettings
-from trainer.publishing.workers import put_workers_to_sleep
+from trainer.publishing.publisher import put_workers_to_sleep
 from trainer.rollouts.batch import Batch, FreshQueue, sample_groups
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import Evaluator

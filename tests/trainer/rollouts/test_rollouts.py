@@ -89,10 +89,10 @@ class Steps:
         team.update.return_value = UpdateResult()
         team.mean_entropy.return_value = 1.5
         self.team = team
-        team.publisher.is_on_volume.return_value = True
         self.files = MagicMock()
         state = RunState(model_type="test", parameters=0, cursor=Cursor(), policy_version=1)
         self.loop = TrainingLoop(main.settings, main, team, self.files, RunStatus(), state, 100, 400)
+        self.loop.publisher = MagicMock(**{"publish.return_value": {}})
 
     def next(self) -> list[int]:
         """Take a step; return the positions of the prompts whose groups were trained on."""
