@@ -24,6 +24,7 @@ MODULES = (
     "services.evaluation_head.app",
     "services.evaluation_head.torch_policy",
     "trainer.collector",
+    "trainer.rollouts.episodes",
     "trainer.reporting.metrics",
     "trainer.publishing.workers",
 )
