@@ -27,12 +27,12 @@ from local_runner.nodes import Addresses, Run
 from local_runner.spec import JobGroup, TaskSpec
 from local_runner.supervisor import State, Supervisor
 from services.clients.gateway import GatewayClient
-from services.clients.rollout_admin import RouterAdmin
 from services.core import endpoints, machine
 from services.core.endpoints import Endpoint, Task
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 from services.core.settings import Settings
 from services.core.tasks import in_background, run_until_first_ends
+from services.engines.engine import RouterAdmin
 
 START_SECONDS = 60.0
 """The wait for the first of servers that run already."""

@@ -20,7 +20,8 @@ from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.saving import DiskFullError, writing
-from trainer.publishing.publication import Publication
+from trainer.publishing.probe import Probe
+from trainer.publishing.publisher import Publisher
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.reporting.step_metrics import headline, step_metrics
@@ -57,8 +58,10 @@ class TrainingLoop:
     """False once the metrics of a completed step could not be written."""
 
     def __post_init__(self) -> None:
+        team = self.team
         self.objective = Objective(self.settings)
-        self.publication = Publication(self.settings, self.services, self.team)
+        self.publisher = Publisher(self.settings, self.services.thread, team.writer, team.write_policy)
+        self.probe = Probe(self.publisher, team.learner.policy, team.logprobs)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.team, self.state)
 
     def run(self) -> None:
@@ -128,7 +131,7 @@ class TrainingLoop:
             if self.is_due(settings.eval_every) or state.step == self.total_steps:
                 metrics |= self.evaluate(is_last=state.step == self.total_steps)
             self.enter("record", "asking for the account of tokens")
-            metrics |= services.episode_tokens()
+            metrics |= services.statistics()
         self.enter("save", f"saving what step {state.step} has changed")
         if not self.is_over and (self.is_due(settings.checkpoint_every) or state.best_step == state.step):
             self.save_checkpoint()
@@ -204,7 +207,9 @@ class TrainingLoop:
         """Make the rollout workers serve the policy, and return the metrics of it."""
         version = self.state.policy_version
         self.enter("publish", f"publishing policy version {version} to the rollout workers")
-        metrics = self.publication.publish(version, batch)
+        self.team.leave_gpu()  # for engines that wake for the version and take their memory back
+        metrics = self.publisher.publish(version) | self.probe.check(batch.prepared(batch.groups))
+        self.team.leave_gpu()  # the probe has gathered the parameters
         self.status.policy_version = version
         return metrics
 
@@ -244,7 +249,7 @@ class TrainingLoop:
 
     def keep_policy(self) -> None:
         """Write the policy version again if the volume has lost it; called while groups are awaited."""
-        self.publication.keep_on_volume(self.state.policy_version)
+        self.publisher.keep_on_volume()
 
     def enter(self, phase: str, what: str) -> None:
         """Enter a phase of the step, to which the time from here on belongs; ``what`` describes it to people."""
