@@ -82,7 +82,7 @@ class Assumptions:
     decode_utilisation: float = 0.50
     """Share of the memory's bandwidth that decoding reaches."""
     iteration_overhead: float = 0.004
-    """Seconds of a decoding iteration beside reading memory: scheduling, sampling, tensor parallel exchange."""
+    """Seconds of a decoding iteration besides reading memory: scheduling, sampling, tensor parallel exchange."""
     node_bandwidth: float = 25e9
     """Bytes a second between nodes: gradients, gathered parameters, broadcast weights."""
     volume_bandwidth: float = 2e9
@@ -210,7 +210,7 @@ def _amount(size: str) -> float:
 
 def _check_engines(settings: TrainerSettings, model: Model, choices: Sequence[Gpus]) -> None:
     """Check that the GPUs of a rollout node hold an engine's weights and the keys and values of some completions."""
-    tokens = PROMPT_TOKENS + settings.longest_answer
+    tokens = PROMPT_TOKENS + settings.way.longest_answer
     for gpus in choices:
         if cached_sequences(model, tokens, gpus.count, gpus.memory) >= LEAST_SEQUENCES:
             continue
@@ -220,7 +220,7 @@ def _check_engines(settings: TrainerSettings, model: Model, choices: Sequence[Gp
         raise ConfigurationError(
             f"rollout-server on {gpus}: an engine of {model.name} needs its weights "
             f"({model.parameters * WEIGHT_BYTES / 1e9:.0f} GB) and room for {LEAST_SEQUENCES} completions of "
-            f"{settings.longest_answer} tokens; a node has {gpus.count * gpus.memory / 1e9:.0f} GB; {remedy}"
+            f"{settings.way.longest_answer} tokens; a node has {gpus.count * gpus.memory / 1e9:.0f} GB; {remedy}"
         )
 
 
@@ -277,7 +277,7 @@ def volume_gibibytes(need: Need) -> int:
 
 
 def min_workers(rollout_nodes: int, engines: int = 1) -> int:
-    """Return MIN_WORKERS: a run goes on with half of its workers, of which a rollout node has ``engines``."""
+    """Return MIN_WORKERS: a run continues with half of its workers, of which a rollout node has ``engines``."""
     return max(1, rollout_nodes * engines // 2)
 
 
