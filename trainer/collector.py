@@ -168,8 +168,8 @@ class InFlightPrompts:
     """The prompts that a collector has taken and whose groups are not in the queue yet.
 
     The data-server gives each prompt once an epoch. So a collector that was killed in between finds its prompts here
-    when it is restarted, and generates their groups again. A group that was in the queue already has the same id, and the
-    replay-buffer leaves the second one out.
+    when it is restarted, and generates their groups again. A group that was in the queue already has the same id, and
+    the replay-buffer leaves the second one out.
     """
 
     def __init__(self, data: DataClient, consumer: str, file: Path) -> None:
