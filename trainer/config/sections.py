@@ -145,8 +145,8 @@ class SamplingSection(SectionSettings):
     REWARD_FN scores, unless it writes a reward of its own, as in `{"reward": 1.0}`, to the file descriptor
     GRPO_REWARD_FD."""
     agent_concurrency: int | None = Field(None, ge=1)
-    """Most episodes at once in a collector. Unset: 256 (`agent`), or 8 a processor core and one a GiB of the node's
-    memory, whichever are fewer (`program`)."""
+    """Most episodes at once in a collector. Unset: 256 (`agent`), or the smaller of 8 per core and 1 per GiB of
+    memory (`program`)."""
     agent_max_turns: int = Field(16, ge=1, le=MAX_SEQUENCES)
     """Most calls of the model in an episode."""
     agent_max_tokens: int = Field(4096, ge=1, le=MAX_TOKENS)
@@ -157,6 +157,14 @@ class SamplingSection(SectionSettings):
     over_limit_reward: float = Field(0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
     """Reward of an answer over a limit: processor time or memory of the verifier, AGENT_MAX_TURNS, AGENT_MAX_TOKENS or
     AGENT_SECONDS. Such an answer is wrong; if another of its group has a lower reward, it gets that one."""
+
+    @property
+    def generation_deadline_seconds(self) -> float:
+        """Longest wait for one prompt's completions once it is in flight, retries included."""
+        # Settings are also checked where no request is made and the client's imports would only take time.
+        from services.clients.rollout import generation_seconds
+
+        return generation_seconds(self.max_new_tokens)
 
 
 class AlgorithmSection(SectionSettings):
@@ -195,7 +203,7 @@ class AlgorithmSection(SectionSettings):
     importance_cap: float | None = Field(None, gt=0)
     """Largest importance weight or ratio. Unset: 2 (`truncated`, `sequence`), 5 (`icepop`), 1.001 (`geometric`)."""
     off_policy_max_kl: float | None = Field(None, gt=0)
-    """Leave out completions with negative advantage whose mean log(behaviour / policy) a token is above this; unset:
+    """Leave out completions with negative advantage whose mean log(behaviour / policy) per token exceeds this; unset:
     off."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of KL to the reference; 0 keeps no reference model."""
