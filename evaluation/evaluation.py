@@ -8,193 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import httpx
-
 from evaluation.pool import ServerPool
-from evaluation.recording import ONLY_CHAT, Recording, RecordingTransport, other_api_of
 from evaluation.samples import Kind, Sample, SampleStore
-from evaluation.server import Server
 from evaluation.settings import EvaluationSettings
-from services.agents import Agent, AgentFailedError, Example, Score, play
+from services.agents import Agent, AgentFailedError, Score
+from services.clients.agent_episodes import Episode, EpisodePlayer, GatewayFailedError
 from services.clients.reward import RewardClient
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.client import RequestRefusedError
 from services.protocol.base import derive_seed
-from services.protocol.pass_at_k import is_correct
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import FinishReason, RewardItem, RewardResult, RewardStatus
+from services.protocol.rewards import RewardItem, RewardResult
+from services.protocol.sessions import CreateSessionRequest
 
 Messages = Sequence[dict[str, Any]]
 WINDOW = 4096
-"""Pieces of work begun at once; the pool bounds how many of them are at the servers."""
+"""Pieces of work begun at once; pool and workflow bound how many of them are under way."""
 SCORE_TRIES = 3
 SCORE_PAUSE_SECONDS = 1.0
 HOPELESS_FAILURES = 20
 """After this many failures without a single success, the evaluation gives up."""
 LEFT_OUT = {RequestRefusedError: "refused", AgentFailedError: "agent failed", DependencyLostError: "lost"}
 """The reason, in reports, of samples that an error of this type prevents."""
-NO_KEY = "none"
-"""The API key where the servers ask for none, because OpenAI's client insists on one."""
-NO_CALL = (
-    "the agent answered without a call of the model that the evaluation could sample and record; give the http_client "
-    "that the agent gets to its client, as in AsyncOpenAI(..., http_client=http_client); a program asks OPENAI_BASE_URL"
-)
+NO_CALL = "the agent made no call of the model at base_url; a program asks OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
 
 
-class ScoringLostError(Exception):
+class ScoringLostError(DependencyLostError):
     """The reward-server does not answer: neither an inference server nor an agent is at fault."""
-
-
-def seed_of(seed: int, prompt: Prompt, kind: Kind, index: int) -> int:
-    """Return the 31-bit seed of a sample, the same on every machine and in a resumed evaluation."""
-    return derive_seed(seed, kind.value, prompt.id, index)
-
-
-@dataclass(frozen=True)
-class SingleTurn:
-    """One completion answers a prompt."""
-
-    settings: EvaluationSettings
-    at_once: int
-    """The most samples of a prompt that are one piece of work."""
-
-    async def sample(
-        self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages = ()
-    ) -> list[Sample]:
-        """Return the completions that the server gave; there is no ``history``."""
-        settings = self.settings
-        temperature, top_p = (0.0, 1.0) if kind is Kind.GREEDY else (settings.temperature, settings.top_p)
-        params = SamplingParams(settings.max_new_tokens, temperature, top_p, stop=settings.eval_stop)
-        seed = seed_of(settings.seed, prompt, kind, indices[0])
-        started = time.monotonic()
-        answers = await server.complete(prompt, params, len(indices), seed)
-        seconds = time.monotonic() - started
-        return [
-            Sample.of(
-                prompt,
-                kind,
-                index,
-                completion=answer.text,
-                finish_reason=answer.finish_reason,
-                prompt_tokens=answer.prompt_tokens,
-                completion_tokens=answer.completion_tokens,
-                policy_version=answer.policy_version,
-                server=server.url,
-                seconds=seconds,
-            )
-            for index, answer in zip(indices, answers, strict=False)
-        ]
-
-
-@dataclass(frozen=True)
-class AgentWorkflow:
-    """Episodes of an agent, which gets the example, ``base_url``, ``api_key`` and ``http_client``.
-
-    It returns a reward, or None for an answer that cannot be scored.
-    """
-
-    agent: Agent
-    settings: EvaluationSettings
-    score: Score
-    model: str
-    """The model's name in requests."""
-    places: asyncio.Semaphore
-    """Bounds the episodes at once, whatever the number of servers."""
-    at_once: ClassVar[int] = 1
-    """The most samples of a prompt that are one piece of work."""
-
-    async def sample(
-        self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages = ()
-    ) -> list[Sample]:
-        """Play one episode for each index, one after the other; each one's conversation continues ``history``."""
-        samples = []
-        for index in indices:
-            async with self.places:
-                samples.append(await self._episode(server, prompt, kind, index, history))
-        return samples
-
-    async def _episode(self, server: Server, prompt: Prompt, kind: Kind, index: int, history: Messages) -> Sample:
-        settings, recording = self.settings, Recording()
-        forced: dict[str, Any] = {"temperature": 0.0}
-        seed = None
-        if kind is Kind.SAMPLED:
-            forced = {"temperature": settings.temperature, "top_p": settings.top_p}
-            seed = seed_of(settings.seed, prompt, kind, index) if server.takes_seeds else None
-        forced |= server.forced
-        example = Example(**dict(prompt), model=self.model, history=list(history), scorer=self.score)
-        transport = RecordingTransport(server.http, settings, forced, seed, recording, example.waits, server.limit_name)
-        started = time.monotonic()
-        async with httpx.AsyncClient(transport=transport, timeout=server.http.timeout) as http_client:
-            reward = await self._reward(server, example, http_client, recording)
-        if recording.messages and len(recording.messages) <= len(history):
-            raise AgentFailedError("its conversation lacks the session's earlier questions: begin with example.history")
-        return Sample.of(
-            prompt,
-            kind,
-            index,
-            completion=recording.last_text,
-            finish_reason=FinishReason.LENGTH if recording.is_truncated else FinishReason.STOP,
-            prompt_tokens=recording.prompt_tokens,
-            completion_tokens=recording.completion_tokens,
-            turns=recording.turns,
-            tool_calls=recording.tool_calls,
-            messages=recording.messages,
-            server=server.url,
-            seconds=time.monotonic() - started,
-            result=example.result_of(reward),
-        )
-
-    async def _reward(
-        self, server: Server, example: Example, http_client: httpx.AsyncClient, recording: Recording
-    ) -> float | None:
-        """Run the agent and return its reward; None, as in training, if its turns went over a limit of the episode.
-
-        Raises:
-            DependencyLostError: the server failed at the last call, so the episode is worth another try.
-            AgentFailedError: the agent failed, or made no call that was recorded.
-            ConfigurationError: the agent speaks another API than chat completions.
-        """
-        error: Exception | None = None
-        try:
-            reward = await play(
-                self.agent,
-                example,
-                self.settings.agent_seconds,
-                base_url=server.api_url,
-                api_key=server.token or NO_KEY,
-                http_client=http_client,
-            )
-        except (DependencyLostError, ScoringLostError):
-            raise
-        # An agent's library may raise anything, and one failed episode must not end the others.
-        except Exception as caught:  # noqa: BLE001
-            error = caught
-        if not recording.turns and (path := recording.other_api or other_api_of(error)):
-            raise ConfigurationError(f"the agent asked {path}: {ONLY_CHAT}") from error
-        if error is None and not recording.turns:
-            raise AgentFailedError(NO_CALL, "no_call")
-        is_late = getattr(error, "reason", None) == "timeout"
-        if recording.server_error is not None and (error is None or is_late):
-            raise DependencyLostError(f"{server.api_url}: {recording.server_error}") from error
-        if error is None:
-            return reward
-        if recording.turns and (recording.refused or is_late):
-            example.result = RewardResult(reward=None, status=RewardStatus.OVER_LIMIT, reason=str(error))
-            return None
-        if isinstance(error, AgentFailedError):
-            raise error
-        if recording.server_error is not None:
-            raise DependencyLostError(f"{server.api_url}: {recording.server_error}") from error
-        raise AgentFailedError(f"{type(error).__name__}: {error}") from error
-
-
-Workflow = SingleTurn | AgentWorkflow
 
 
 async def score(rewards: RewardClient, items: Sequence[RewardItem]) -> list[RewardResult]:
@@ -204,17 +51,123 @@ async def score(rewards: RewardClient, items: Sequence[RewardItem]) -> list[Rewa
         ScoringLostError: the reward-server does not answer within the client's deadline.
     """
     try:
-        results = await rewards.score(items)
-        for _ in range(SCORE_TRIES - 1):
-            again = [i for i, result in enumerate(results) if is_correct(result) is None]
-            if not again:
-                break
-            await asyncio.sleep(SCORE_PAUSE_SECONDS)
-            for i, result in zip(again, await rewards.score([items[i] for i in again]), strict=True):
-                results[i] = result
+        return await rewards.score(items, tries=SCORE_TRIES, pause_seconds=SCORE_PAUSE_SECONDS)
     except DependencyLostError as error:
         raise ScoringLostError(str(error)) from error
-    return results
+
+
+def seed_of(seed: int, prompt: Prompt, kind: Kind, index: int) -> int:
+    """Return the 31-bit seed of a sample, the same on every machine and in a resumed evaluation."""
+    return derive_seed(seed, kind.value, prompt.id, index)
+
+
+def sampling(settings: EvaluationSettings, kind: Kind) -> tuple[float, float]:
+    """Return the temperature and the nucleus of a kind of samples."""
+    return (0.0, 1.0) if kind is Kind.GREEDY else (settings.temperature, settings.top_p)
+
+
+@dataclass(frozen=True)
+class SingleTurn:
+    """One completion answers a prompt."""
+
+    settings: EvaluationSettings
+    pool: ServerPool
+    at_once: int
+    """The most samples of a prompt that are one piece of work."""
+
+    async def sample(self, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages = ()) -> list[Sample]:
+        """Return the completions that a server gave; there is no ``history``."""
+        settings = self.settings
+        params = SamplingParams(settings.max_new_tokens, *sampling(settings, kind), stop=settings.eval_stop)
+        seed = seed_of(settings.seed, prompt, kind, indices[0])
+        return await self.pool.run(lambda server: server.complete(prompt, kind, indices, params, seed))
+
+
+@dataclass(frozen=True)
+class AgentWorkflow:
+    """Episodes of an agent through the gateway, as in training."""
+
+    settings: EvaluationSettings
+    pool: ServerPool
+    """The servers behind the gateway."""
+    player: EpisodePlayer
+    agent: Agent
+    places: asyncio.Semaphore
+    """Bounds the episodes at once."""
+    at_once: ClassVar[int] = 1
+    """The most samples of a prompt that are one piece of work."""
+
+    async def sample(self, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages = ()) -> list[Sample]:
+        """Play one episode for each index, one after the other; each one's conversation continues ``history``.
+
+        Raises:
+            AgentFailedError: an episode has no answer, and neither a limit nor a service is the reason.
+            DependencyLostError: the gateway, or the engines behind it, did not answer.
+            RequestRefusedError: the gateway refused the session.
+        """
+        async with self.places:
+            return [await self._sample(prompt, kind, index, history) for index in indices]
+
+    async def _sample(self, prompt: Prompt, kind: Kind, index: int, history: Messages) -> Sample:
+        settings = self.settings
+        temperature, top_p = sampling(settings, kind)
+        request = CreateSessionRequest(
+            id=f"evaluation-{uuid.uuid4().hex}",
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed_of(settings.seed, prompt, kind, index),
+            max_turn_tokens=settings.max_new_tokens,
+            max_turns=settings.agent_max_turns,
+            max_tokens=settings.agent_max_tokens,
+            deadline_seconds=2 * settings.agent_seconds,
+            lora_path=next((server.adapter for server in self.pool.alive), None),
+        )
+        started = time.monotonic()
+        try:
+            episode = await self.player.play(self.agent, prompt, request, history=history)
+        except GatewayFailedError as error:
+            raise error.error from error
+        _check_answered(episode)
+        trace = episode.trace
+        # The conversation in which the last call was made.
+        last = next(s for s in trace.sequences if any(turn.call == trace.turns - 1 for turn in s.turns))
+        messages = [{name: part for name, part in m.items() if name != "sampled"} for m in last.messages]
+        if len(messages) <= len(history):
+            raise AgentFailedError("its conversation lacks the session's earlier questions: begin with example.history")
+        texts = [m["content"] for m in messages if m["role"] == "assistant" and isinstance(m.get("content"), str)]
+        return Sample.of(
+            prompt,
+            kind,
+            index,
+            completion=texts[-1] if texts else "",
+            finish_reason=last.finish_reason,
+            prompt_tokens=len(trace.sequences[0].prompt_ids),
+            completion_tokens=trace.sampled_tokens,
+            turns=trace.turns,
+            tool_calls=trace.tool_calls,
+            messages=messages,
+            seconds=time.monotonic() - started,
+            result=episode.result,
+        )
+
+
+def _check_answered(episode: Episode) -> None:
+    """Check that an episode has an answer, which may be wrong because of a limit, or lack a reward of the verifier.
+
+    Raises:
+        AgentFailedError: it has none.
+        DependencyLostError: it has none because no engine or gateway answered.
+    """
+    failure = episode.failure
+    if failure is not None and failure.reason == "server":
+        raise DependencyLostError(str(failure))
+    if failure is not None and failure.reason != "reward_error" and not (episode.is_over_limit and episode.trace.turns):
+        raise failure
+    if not episode.trace.turns:
+        raise AgentFailedError(NO_CALL, "no_call")
+
+
+Workflow = SingleTurn | AgentWorkflow
 
 
 @dataclass
@@ -270,7 +223,6 @@ class Evaluation:
     samples: int
     """Samples of each prompt, beside the greedy one."""
     workflow: Workflow
-    pool: ServerPool
     score: Score
     store: SampleStore
     session_questions: int = 1
@@ -344,9 +296,11 @@ class Evaluation:
     async def _do(self, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages) -> list[Sample]:
         """Obtain, score and store samples of a prompt; return those that could be obtained."""
         try:
-            samples = await self.pool.run(lambda server: self.workflow.sample(server, prompt, kind, indices, history))
+            samples = await self.workflow.sample(prompt, kind, indices, history)
+        except ScoringLostError:
+            raise
         except (RequestRefusedError, AgentFailedError, DependencyLostError) as error:
-            if isinstance(error, DependencyLostError) and not self.pool.alive:
+            if isinstance(error, DependencyLostError) and not self.workflow.pool.alive:
                 raise
             self._leave_out(prompt, LEFT_OUT[type(error)], str(error), len(indices))
             return []

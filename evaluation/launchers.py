@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from evaluation.pool import Discover
 from evaluation.server import parse_url
 from evaluation.settings import Backend, SchedulerName
 from local_runner import nodes, processes
-from local_runner.nodes import Run
+from local_runner.nodes import Addresses, Run
 from local_runner.spec import JobGroup, TaskSpec
 from local_runner.supervisor import State, Supervisor
+from services.clients.gateway import GatewayClient
 from services.clients.rollout_admin import RouterAdmin
 from services.core import endpoints, machine
 from services.core.endpoints import Endpoint, Task
@@ -58,7 +60,8 @@ async def _watch_both(first: Watch, second: Watch) -> None:
     await run_until_first_ends(first(), second())
 
 
-async def _forever() -> None:
+async def wait_forever() -> None:
+    """Wait until cancelled."""
     await asyncio.Event().wait()
 
 
@@ -71,7 +74,7 @@ class Servers:
     discover: Discover | None = None
     start_seconds: float = START_SECONDS
     """The wait for the first of them."""
-    watch: Watch = _forever
+    watch: Watch = wait_forever
     """Raises an error once servers that were started here have failed for good."""
 
 
@@ -158,12 +161,55 @@ async def _started(plan: Plan, model: str | None, output: Path, say: Say) -> Asy
     if given is not None and not group.tasks:
         yield Servers([], parse_url(given))
         return
+    async with _supervised(group, output, say) as (addresses, watch):
+        reward = parse_url(given or addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
+        urls = []
+        if model is not None and plan.servers.backend is Backend.VLLM:
+            ranks = range(plan.servers.allocation.data)
+            nodes_of = (addresses.find(Task.ROLLOUT_SERVER, rank, endpoints.ENGINE_PORT) for rank in ranks)
+            urls = [f"http://{address}/v1" for address in nodes_of]
+        elif model is not None:
+            router = parse_url(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT))
+            await run_until_first_ends(_wait_ready(router), watch())
+            urls = [router.url]
+        yield Servers(urls, reward, start_seconds=LOCAL_START_SECONDS, watch=watch)
+
+
+@asynccontextmanager
+async def gateway_for(
+    plan: Plan, model: str, engine: str, output: Path, say: Say
+) -> AsyncIterator[tuple[GatewayClient, Watch]]:
+    """Start a gateway in front of the ``engine`` at a URL; yield its client once it is healthy, and its watch.
+
+    Raises:
+        ConfigurationError: it refuses its configuration; the message has the end of its log.
+        DependencyLostError: it failed for good, or was not ready in time.
+    """
+    # Its database needs a disk of this machine, and is of no use later on.
+    with tempfile.TemporaryDirectory(prefix="gateway-") as directory:
+        task = _task(plan, Task.GATEWAY, "services.gateway", MODEL_NAME=model, GATEWAY_DIR=directory)
+        router = {f"{Task.ROLLOUT_SERVER}-0:{endpoints.ROUTER_PORT}": engine.removeprefix("http://")}
+        async with _supervised(JobGroup("evaluation", (task,)), output, say, router) as (addresses, watch):
+            address = parse_url(addresses.find(Task.GATEWAY, 0, endpoints.GATEWAY_PORT))
+            async with GatewayClient(address, plan.settings.token) as gateway:
+                await run_until_first_ends(gateway.wait_healthy(LOCAL_START_SECONDS), watch())
+                yield gateway, watch
+
+
+@asynccontextmanager
+async def _supervised(
+    group: JobGroup, output: Path, say: Say, others: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[Addresses, Watch]]:
+    """Run a job group on this machine within the context; yield its addresses and what raises an error at its end.
+
+    ``others`` are the addresses of nodes that do not belong to the group, as JOBGROUP_ENDPOINTS has them.
+    """
     with nodes.allocate(group) as addresses:
         run = Run(
             group=group,
             run_id="servers",
             shared_dir=output / "servers",
-            addresses=addresses,
+            addresses=replace(addresses, endpoints={**addresses.endpoints, **(others or {})}),
             gpus=machine.visible_gpus(),
             mark=f"evaluation-{uuid.uuid4().hex}",
         )
@@ -185,17 +231,7 @@ async def _started(plan: Plan, model: str | None, output: Path, say: Say) -> Asy
         with processes.guard(run.mark):
             job = asyncio.create_task(supervisor.run())
             try:
-                reward = parse_url(given or addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
-                urls = []
-                if model is not None and plan.servers.backend is Backend.VLLM:
-                    ranks = range(plan.servers.allocation.data)
-                    nodes_of = (addresses.find(Task.ROLLOUT_SERVER, rank, endpoints.ENGINE_PORT) for rank in ranks)
-                    urls = [f"http://{address}/v1" for address in nodes_of]
-                elif model is not None:
-                    router = parse_url(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT))
-                    await run_until_first_ends(_wait_ready(router), watch())
-                    urls = [router.url]
-                yield Servers(urls, reward, start_seconds=LOCAL_START_SECONDS, watch=watch)
+                yield addresses, watch
             finally:
                 supervisor.stop(signal.SIGTERM)
                 await asyncio.gather(job, return_exceptions=True)
@@ -223,34 +259,35 @@ async def _wait_ready(router: Endpoint) -> None:
 
 
 def _group(model: str | None, plan: Plan) -> JobGroup:
-    """Return the tasks of jobgroup.yaml that an evaluation needs; each is primary, so its end is noticed."""
-
-    def task(name: Task, count: int, gpus_per_node: int, module: str, **own: str) -> TaskSpec:
-        return TaskSpec(
-            name=name.value,
-            run=f"exec python -m {module}",
-            num_nodes=count,
-            gpus_per_node=gpus_per_node,
-            environment={**plan.variables, **own},
-            max_restarts_on_errors=MAX_RESTARTS,
-            recover_on_exit_codes=frozenset({EXIT_RECOVERABLE}),
-            is_primary=True,
-        )
-
-    tasks = [] if plan.servers.reward_url else [task(Task.REWARD_SERVER, 1, 0, "services.reward_server")]
+    """Return the tasks of jobgroup.yaml that every evaluation needs."""
+    tasks = [] if plan.servers.reward_url else [_task(plan, Task.REWARD_SERVER, "services.reward_server")]
     if model is not None:
         allocation = plan.servers.allocation
         share = allocation.gpus if allocation.gpus > 1 else len(machine.visible_gpus()) // allocation.data
         is_vllm = plan.servers.backend is Backend.VLLM
         module = f"{node.MODULE} {node.VLLM}" if is_vllm else "services.rollout_server"
-        given = _given(plan)
-        sizes = allocation.vllm_variables(given) if is_vllm else allocation.sglang_variables(given)
-        own = {"MODEL_NAME": model, **sizes}
-        tasks.append(task(Task.ROLLOUT_SERVER, allocation.data, share, module, **own))
+        user = _given(plan)
+        sizes = allocation.vllm_variables(user) if is_vllm else allocation.sglang_variables(user)
+        variables = {"MODEL_NAME": model, **sizes}
+        tasks.append(_task(plan, Task.ROLLOUT_SERVER, module, num_nodes=allocation.data, gpus=share, **variables))
     return JobGroup("evaluation", tuple(tasks))
 
 
+def _task(plan: Plan, name: Task, module: str, num_nodes: int = 1, gpus: int = 0, **variables: str) -> TaskSpec:
+    """Return a task, which is primary, so that its end is noticed."""
+    return TaskSpec(
+        name=name.value,
+        run=f"exec python -m {module}",
+        num_nodes=num_nodes,
+        gpus_per_node=gpus,
+        environment={**plan.variables, **variables},
+        max_restarts_on_errors=MAX_RESTARTS,
+        recover_on_exit_codes=frozenset({EXIT_RECOVERABLE}),
+        is_primary=True,
+    )
+
+
 def _ends_of_logs(run: Run) -> str:
-    logs = sorted((run.run_dir / "logs").glob("*.log"))
+    logs = sorted(path for task in run.group.tasks for path in (run.run_dir / "logs").glob(f"{task.name}-*.log"))
     ends = {log.name: log.read_text(errors="replace").splitlines()[-LOG_LINES:] for log in logs}
     return "\n".join(f"{name}: {line}" for name, lines in ends.items() for line in lines)

@@ -1,4 +1,4 @@
-"""The metrics of an evaluation: pure functions on the judged answers of each prompt, and intervals.
+"""The metrics of an evaluation: pure functions on the judged samples of each prompt, and intervals.
 
 A score is one number a prompt. A metric is the mean of the scores; its interval says how far that mean moves when other
 prompts of the same kind are drawn.
@@ -9,49 +9,18 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-from pydantic import BaseModel
 
+from evaluation.samples import Kind, Sample
 from services.core.numbers import quantity
-from services.protocol.pass_at_k import interval, pass_at_k, standard_error
+from services.protocol.pass_at_k import Estimate, estimate, pass_at_k, standard_error
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 """Resamples of the bootstrap: the interval's ends are then stable to a few per cent of its width."""
 GREEDY = "greedy pass@1"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A judged completion: whether it is right, and the answer read from it (None: no answer was found)."""
-
-    is_correct: bool
-    answer: str | None = None
-
-
-@dataclass(frozen=True)
-class PromptAnswers:
-    """The judged answers of one prompt: the greedy one and the sampled ones."""
-
-    greedy: Answer | None
-    samples: Sequence[Answer] = ()
-    category: str | None = None
-
-
-class Estimate(BaseModel):
-    """A mean over ``prompts`` prompts with its standard error and the ends of its interval."""
-
-    value: float
-    stderr: float
-    low: float
-    high: float
-    prompts: int
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
 Metrics = dict[str, Estimate]
@@ -74,7 +43,7 @@ def bootstrap(scores: Sequence[float], seed: int = 0, resamples: int = RESAMPLES
     return Estimate(value=values.mean().item(), stderr=standard_error(scores), low=low, high=high, prompts=n)
 
 
-def majority_at_k(answers: Sequence[Answer], k: int) -> float:
+def majority_at_k(answers: Sequence[Sample], k: int) -> float:
     """Return how often the commonest answer among k samples is right (self-consistency, arXiv:2203.11171).
 
     Samples are taken in blocks of k and the blocks averaged, which makes the estimate unbiased. Completions without an
@@ -89,14 +58,14 @@ def majority_at_k(answers: Sequence[Answer], k: int) -> float:
     return statistics.fmean(_majority(block) for block in blocks)
 
 
-def _majority(answers: Sequence[Answer]) -> float:
+def _majority(answers: Sequence[Sample]) -> float:
     votes: Counter[str | Fraction] = Counter()
     right: Counter[str | Fraction] = Counter()
-    for given in answers:
-        if given.answer is not None:
-            ballot = normalised(given.answer)
+    for sample in answers:
+        if sample.answer is not None:
+            ballot = normalised(sample.answer)
             votes[ballot] += 1
-            right[ballot] += given.is_correct
+            right[ballot] += bool(sample.is_correct)
     if not votes:
         return 0.0
     most = max(votes.values())
@@ -110,37 +79,27 @@ def normalised(text: str) -> str | Fraction:
     return "".join(text.split()).casefold() if number is None else number.value
 
 
-def accuracy(prompts: Sequence[PromptAnswers], samples: int, ks: Sequence[int]) -> Metrics:
+def accuracy(prompts: Sequence[Sequence[Sample]], n: int, ks: Sequence[int]) -> Metrics:
     """Return greedy pass@1 (``GREEDY``), then ``avg@n``, and ``pass@k`` and ``maj@k`` for each k.
 
-    Each metric is over the prompts that have enough answers for it; a metric without such a prompt is left out.
+    Each metric is over the prompts that have enough judged samples for it; a metric without such a prompt is left out.
 
     Args:
-        prompts: the answers of each prompt.
-        samples: samples of each prompt (n).
-        ks: each at most n.
+        prompts: the samples of each prompt.
+        n: samples of each prompt, beside the greedy one.
+        ks: each at most ``n``.
     """
-    scores: dict[str, list[float]] = {GREEDY: [float(p.greedy.is_correct) for p in prompts if p.greedy is not None]}
-    sampled = [p.samples for p in prompts if p.samples]
-    if samples:
-        scores[f"avg@{samples}"] = [statistics.fmean(answer.is_correct for answer in answers) for answers in sampled]
+    greedy = [s for samples in prompts for s in samples if s.kind is Kind.GREEDY and s.is_correct is not None]
+    judged = [[s for s in samples if s.kind is Kind.SAMPLED and s.is_correct is not None] for samples in prompts]
+    sampled = [(drawn, sum(s.is_correct is True for s in drawn)) for drawn in judged if drawn]
+    scores = {GREEDY: [float(s.is_correct is True) for s in greedy]}
+    if n:
+        scores[f"avg@{n}"] = [right / len(drawn) for drawn, right in sampled]
     for k in ks:
-        enough = [answers for answers in sampled if len(answers) >= k]
-        scores[f"pass@{k}"] = [pass_at_k(len(a), sum(one.is_correct for one in a), k) for a in enough]
-        scores[f"maj@{k}"] = [majority_at_k(a, k) for a in enough]
-    return {name: _estimate(values) for name, values in scores.items() if values}
-
-
-def _estimate(scores: Sequence[float]) -> Estimate:
-    low, high = interval(scores)
-    mean, error = statistics.fmean(scores), standard_error(scores)
-    return Estimate(value=mean, stderr=error, low=low, high=high, prompts=len(scores))
-
-
-def by_category(prompts: Sequence[PromptAnswers], samples: int, ks: Sequence[int]) -> dict[str, Metrics]:
-    """Return ``accuracy`` of each category, in alphabetical order; empty where the dataset has no categories."""
-    names = sorted({prompt.category for prompt in prompts if prompt.category is not None})
-    return {name: accuracy([p for p in prompts if p.category == name], samples, ks) for name in names}
+        enough = [(drawn, right) for drawn, right in sampled if len(drawn) >= k]
+        scores[f"pass@{k}"] = [pass_at_k(len(drawn), right, k) for drawn, right in enough]
+        scores[f"maj@{k}"] = [majority_at_k(drawn, k) for drawn, _ in enough]
+    return {name: estimate(values) for name, values in scores.items() if values}
 
 
 def lengths(tokens: Sequence[int]) -> dict[str, float]:

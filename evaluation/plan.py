@@ -18,6 +18,7 @@ from services.core.errors import ConfigurationError
 from services.core.settings import Settings
 from services.data_server.dataset import load as load_dataset
 from services.data_server.settings import DataSettings
+from services.gateway.settings import GatewaySettings
 from services.programs import Program
 from services.protocol.prompts import Prompt, Split
 from services.reward_server.settings import RewardSettings
@@ -183,6 +184,13 @@ class Plan:
             )
         self.checkpoints = found
         is_agent = settings.workflow is WorkflowName.AGENT
+        if is_agent and servers.is_foreign:
+            kind = "--endpoint" if servers.endpoints else "--backend vllm"
+            raise ConfigurationError(
+                f"{kind} serves texts, but an agent is evaluated as it is trained, through the gateway, which needs "
+                "servers that take and return token ids by /generate. Give --url of a rollout node, a router or an "
+                "SGLang server, or let this command start one; --workflow single-turn evaluates without the agent"
+            )
         self.agent = _agent_of(settings) if is_agent and not is_on_cluster else None
         of_several = run_dir.resolve().name if run_dir else f"{len(found)}-models"
         name = found[0].long_name if len(found) == 1 else of_several
@@ -197,13 +205,16 @@ class Plan:
         """Return everything that a sample depends on; the numbers of prompts and of samples may change."""
         settings = self.settings
         names = {"max_new_tokens", "temperature", "top_p", "seed"}
-        if settings.workflow is WorkflowName.AGENT:
+        is_agent = settings.workflow is WorkflowName.AGENT
+        if is_agent:
             names |= {"agent_max_turns", "agent_max_tokens", "agent_seconds"}
         sampling = settings.model_dump(mode="json", include=names)
         return {
             "weights": checkpoint.fingerprint(),
             **sampling,
             "eval_workflow": settings.workflow.value,
+            # Samples of agents that were not played through a gateway have other seeds.
+            **({"forced_tool_calls": GatewaySettings.load().forced_tool_calls} if is_agent else {}),
             **({"api": self.servers.openai_api.value} if self.servers.is_foreign else {}),
             **({"eval_stop": settings.eval_stop} if settings.eval_stop else {}),
             **({"agent": settings.agent} if settings.agent else {}),

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import httpx
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from evaluation.server import Server, parse_url
+from evaluation.server import ADMISSION_SECONDS, Server, parse_url
+from services.clients.rollout import ROUTING_KEY
 from services.core.errors import DependencyLostError
 from services.http.client import describe
+from services.http.server import ended_before_client_left, serving
+from services.protocol.base import derive_seed
 
 T = TypeVar("T")
 
@@ -25,8 +33,6 @@ LOST_SECONDS = 600.0
 time, a node that is replaced on a cluster is back."""
 WATCH_SECONDS = 1.0
 PROBE_SECONDS = 5.0
-ADMISSION_SECONDS = 30.0
-"""Longest time of a server's first prompt, during which the other servers are not probed; it is tried again."""
 REFUSALS = 2
 """A server counts as dead after this many probes in a row could not connect."""
 SILENT_SECONDS = 60.0
@@ -103,16 +109,20 @@ class ServerPool:
         if self._watch.done():
             await self._watch
 
-    async def run(self, work: Callable[[Server], Awaitable[T]]) -> T:
+    async def run(self, work: Callable[[Server], Awaitable[T]], *, key: str = "", tries: int = MAX_TRIES) -> T:
         """Return the result of ``work`` on any of the servers.
 
+        Args:
+            work: what to do at a server.
+            key: work of the same key goes to the same server while that has a place; "": to the least busy one.
+            tries: live servers may lose the work this often.
+
         Raises:
-            DependencyLostError: no server lived for LOST_SECONDS, or live servers lost the work MAX_TRIES times.
+            DependencyLostError: no server lived for LOST_SECONDS, or live servers lost the work.
             Exception: any other error of ``work``.
         """
-        tries = 0
         while True:
-            async with self._place() as server:
+            async with self._place(key) as server:
                 job = asyncio.ensure_future(work(server))
                 server.jobs.add(job)
                 try:
@@ -125,8 +135,8 @@ class ServerPool:
                 except DependencyLostError:
                     # The server may have died this moment, which does not count as a try.
                     await self._probe(server)
-                    tries += server.is_usable
-                    if tries >= MAX_TRIES:
+                    tries -= server.is_usable
+                    if tries <= 0:
                         raise
                 finally:
                     server.jobs.discard(job)
@@ -134,20 +144,57 @@ class ServerPool:
                 self.moved += 1
 
     @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[Server]:
-        """Wait for a free place, and yield the least busy server."""
+    async def _place(self, key: str) -> AsyncIterator[Server]:
+        """Wait for a free place, and yield the server of ``key``, or the least busy one."""
         async with self._changed:
             while not (free := [s for s in self.servers.values() if s.is_usable and len(s.jobs) < self._places]):
-                if self._watch.done():
-                    await self._watch
-                if not self.alive and time.monotonic() - self._alive_at > LOST_SECONDS:
-                    raise DependencyLostError(f"no server answers for {LOST_SECONDS:g} s: {self._problems()}")
+                self._check()
                 await self._changed.wait()
         try:
-            yield min(free, key=lambda server: len(server.jobs))
+            yield min(free, key=lambda server: derive_seed(key, server.url) if key else len(server.jobs))
         finally:
             async with self._changed:
                 self._changed.notify()
+
+    async def watch(self) -> None:
+        """Raise an error once servers do not take our requests, or none has lived for LOST_SECONDS."""
+        while True:
+            self._check()
+            await asyncio.sleep(WATCH_SECONDS)
+
+    def _check(self) -> None:
+        if self._watch.done():
+            self._watch.result()
+        if not self.alive and time.monotonic() - self._alive_at > LOST_SECONDS:
+            raise DependencyLostError(f"no server answers for {LOST_SECONDS:g} s: {self._problems()}")
+
+    @contextlib.asynccontextmanager
+    async def engine(self, token: str | None) -> AsyncIterator[str]:
+        """Serve /generate, for who knows the token, as one engine made of all servers; yield its URL."""
+
+        async def generate(request: Request) -> Response:
+            if token and not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {token}"):
+                return Response("JOBGROUP_TOKEN is needed", 401)
+            body, key = await request.json(), request.headers.get(ROUTING_KEY, "")
+
+            async def ask(server: Server) -> httpx.Response:
+                headers, seconds = {ROUTING_KEY: key}, server.client.deadline
+                return await server.client.send_once("POST", "/generate", body, headers=headers, seconds=seconds)
+
+            # The gateway asks again, as another request: an engine may still be busy with the one that was lost.
+            asked = asyncio.create_task(self.run(ask, key=key, tries=1))
+            try:
+                if not await ended_before_client_left(request, asked):
+                    asked.cancel()
+                reply = await asked
+            except DependencyLostError as error:
+                return Response(str(error), 503)
+            except asyncio.CancelledError:
+                return Response("the gateway has left", 503)
+            return Response(reply.content, reply.status_code, media_type=reply.headers.get("content-type"))
+
+        async with serving(Starlette(routes=[Route("/generate", generate, methods=["POST"])])) as url:
+            yield url
 
     async def _add(self, url: str) -> None:
         self.servers[url] = await self._stack.enter_async_context(self._connect(url))
@@ -190,7 +237,7 @@ class ServerPool:
             ConfigurationError: it does not take them.
         """
         try:
-            response = await server.http.get(server.probe_path, timeout=PROBE_SECONDS)
+            response = await server.client.send_once("GET", server.probe_path, seconds=PROBE_SECONDS)
             server.refusals = 0
             if server.is_good(response):
                 if not server.is_admitted:
@@ -205,9 +252,9 @@ class ServerPool:
             server.problem = f"{server.probe_path} answers {response.status_code} {response.text[:100]}".strip()
         except TimeoutError:
             server.problem = f"{server.probe_path} answers, but a first prompt takes more than {ADMISSION_SECONDS:g} s"
-        except (httpx.HTTPError, DependencyLostError) as error:
-            server.refusals += isinstance(error, httpx.ConnectError)
-            server.problem = describe(error)
+        except DependencyLostError as error:
+            server.refusals += isinstance(error.__cause__, httpx.ConnectError)
+            server.problem = describe(error.__cause__ or error)
         if server.refusals >= REFUSALS or time.monotonic() - server.answered > SILENT_SECONDS:
             self.deaths += server.is_alive
             server.is_alive = False

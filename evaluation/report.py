@@ -17,7 +17,7 @@ from rich.table import Table
 
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Progress
-from evaluation.metrics import Answer, Metrics, PromptAnswers, accuracy, by_category, lengths
+from evaluation.metrics import Metrics, accuracy, lengths
 from evaluation.pool import ServerPool
 from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
@@ -161,12 +161,8 @@ def results_of(
         **facts: the other fields of ``Results``.
     """
     n, ks = settings.eval_samples, settings.ks
-    drawn = {kind: _drawn(prompts, samples, kind, count) for kind, count in ((Kind.GREEDY, 1), (Kind.SAMPLED, n))}
-    answers = [
-        PromptAnswers(next(iter(_answers(greedy)), None), _answers(sampled), prompt.category)
-        for prompt, greedy, sampled in zip(prompts, drawn[Kind.GREEDY], drawn[Kind.SAMPLED], strict=True)
-    ]
-    by_kind = {kind.value: [s for own in by_prompt for s in own] for kind, by_prompt in drawn.items()}
+    drawn = [_drawn(prompt, samples, n) for prompt in prompts]
+    by_kind = {kind.value: [s for own in drawn for s in own if s.kind is kind] for kind in Kind}
     everything = [sample for found in by_kind.values() for sample in found]
     unscored = sum(sample.is_correct is None for sample in everything)
     return Results(
@@ -179,9 +175,9 @@ def results_of(
         workflow=settings.workflow.value,
         samples_per_prompt=n,
         settings=identity,
-        metrics=accuracy(answers, n, ks),
-        categories=by_category(answers, n, ks),
-        questions=_by_question(answers, settings),
+        metrics=accuracy(drawn, n, ks),
+        categories=_by_category(prompts, drawn, settings),
+        questions=_by_question(drawn, settings),
         left_out={**left_out, **({"unscored": unscored} if unscored else {})},
         over_limit=sum(sample.is_over_limit for sample in everything),
         policy_versions=sorted({s.policy_version for s in everything if s.policy_version is not None}),
@@ -190,19 +186,28 @@ def results_of(
     )
 
 
-def _by_question(answers: Sequence[PromptAnswers], settings: EvaluationSettings) -> dict[str, Metrics]:
+def _drawn(prompt: Prompt, samples: Mapping[Key, Sample], n: int) -> list[Sample]:
+    """Return the greedy sample of a prompt and its first ``n`` others, as far as the store has them."""
+    keys = [(prompt.id, Kind.GREEDY, 0), *((prompt.id, Kind.SAMPLED, index) for index in range(n))]
+    return [samples[key] for key in keys if key in samples]
+
+
+def _by_category(
+    prompts: Sequence[Prompt], drawn: Sequence[Sequence[Sample]], settings: EvaluationSettings
+) -> dict[str, Metrics]:
+    """Return ``accuracy`` of each category, in alphabetical order; empty where the dataset has no categories."""
+    groups: dict[str, list[Sequence[Sample]]] = {}
+    for prompt, samples in zip(prompts, drawn, strict=True):
+        if prompt.category is not None:
+            groups.setdefault(prompt.category, []).append(samples)
+    return {name: accuracy(groups[name], settings.eval_samples, settings.ks) for name in sorted(groups)}
+
+
+def _by_question(drawn: Sequence[Sequence[Sample]], settings: EvaluationSettings) -> dict[str, Metrics]:
     """Return ``accuracy`` by a question's place in its session, from 1 on; empty where sessions have one question."""
     size = settings.eval_session_questions
-    groups = {str(place + 1): answers[place::size] for place in range(min(size, len(answers)) if size > 1 else 0)}
-    n, ks = settings.eval_samples, settings.ks
-    return {place: accuracy(own, n, ks) for place, own in groups.items()}
-
-
-def _drawn(prompts: Sequence[Prompt], samples: Mapping[Key, Sample], kind: Kind, count: int) -> list[list[Sample]]:
-    """Return the first ``count`` samples of each prompt, as far as the store has them."""
-    return [
-        [s for index in range(count) if (s := samples.get((prompt.id, kind, index))) is not None] for prompt in prompts
-    ]
+    places = range(min(size, len(drawn)) if size > 1 else 0)
+    return {str(place + 1): accuracy(drawn[place::size], settings.eval_samples, settings.ks) for place in places}
 
 
 def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, Any]]:
@@ -219,12 +224,6 @@ def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, 
         found["agent"]["turns"] = statistics.fmean(s.turns for s in episodes)
         found["agent"]["tool_calls"] = statistics.fmean(s.tool_calls for s in episodes)
     return found
-
-
-def _answers(samples: Sequence[Sample]) -> list[Answer]:
-    return [
-        Answer(s.is_correct, s.result.extracted) for s in samples if s.result is not None and s.is_correct is not None
-    ]
 
 
 def write_json(path: Path, content: Any) -> None:

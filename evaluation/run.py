@@ -6,14 +6,16 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from evaluation import launchers, report, skypilot
 from evaluation.checkpoints import Checkpoint
+from evaluation.clusters import Watch
 from evaluation.evaluation import AgentWorkflow, Evaluation, SingleTurn, Workflow, score
 from evaluation.plan import Plan, load_examples
 from evaluation.pool import LOST_SECONDS, ServerPool
@@ -21,12 +23,14 @@ from evaluation.report import View
 from evaluation.samples import open_store
 from evaluation.server import OpenAIServer, RolloutServer, Server, parse_url, prompt_seconds
 from evaluation.settings import Api, SchedulerName
-from services.agents import EPISODES_AT_ONCE, Agent, Score
+from services.agents import EPISODES_AT_ONCE, Score
+from services.clients.agent_episodes import EpisodePlayer
 from services.clients.reward import RewardClient
 from services.core.models import vocabulary_size
 from services.core.settings import Settings
 from services.core.tasks import in_background, run_until_first_ends
 from services.data_server.settings import DataSettings
+from services.gateway.settings import GatewaySettings
 from services.programs import Program, programs_at_once
 from services.relay import Relay
 from services.reward_server.settings import RewardSettings
@@ -70,7 +74,7 @@ async def evaluate(plan: Plan) -> None:
 
 async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:
     # Also those that are only in this process's environment, which no node sees.
-    settings = (DataSettings.load(), RewardSettings.load(), plan.settings)
+    settings = (DataSettings.load(), RewardSettings.load(), GatewaySettings.load(), plan.settings)
     variables = {
         **plan.variables,
         **{name: value for one in settings for name, value in _given(one).items()},
@@ -100,19 +104,9 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
 
 def _given(settings: Settings) -> dict[str, str]:
     """Return the variables that give a job's nodes the same settings; the job has its own model, output and volume."""
-    ours = {*Settings.model_fields, "eval_output", "model_name"}
+    ours = {*Settings.model_fields, "eval_output", "model_name", "gateway_dir"}
     given = settings.model_dump(mode="json", include=settings.model_fields_set - ours, exclude_none=True)
     return {name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
-
-
-@asynccontextmanager
-async def _reaching_servers(agent: Agent | None) -> AsyncIterator[Agent | None]:
-    """Yield an agent that reaches the servers: a program by a relay, which runs meanwhile; any other as it is."""
-    if not isinstance(agent, Program):
-        yield agent
-        return
-    async with Relay(agent) as relay:
-        yield relay
 
 
 async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:
@@ -136,16 +130,15 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
                 discover=started.discover,
             ) as pool,
             RewardClient(started.reward, settings.token, deadline=LOST_SECONDS) as rewards,
-            _reaching_servers(plan.agent) as agent,
         ):
             await run_until_first_ends(pool.wait_ready(started.start_seconds), started.watch())
             await run_until_first_ends(rewards.wait_healthy(LOST_SECONDS), started.watch())
             scorer: Score = partial(score, rewards)
-            workflow = _workflow(plan, checkpoint, agent, scorer)
             questions = settings.eval_session_questions
-            evaluation = Evaluation(found.prompts, settings.eval_samples, workflow, pool, scorer, store, questions)
-            with View(console, checkpoint.name, pool) as view:
-                await run_until_first_ends(evaluation.run(view.show), started.watch())
+            async with _workflow(plan, checkpoint, pool, scorer, directory, say) as (workflow, watch):
+                evaluation = Evaluation(found.prompts, settings.eval_samples, workflow, scorer, store, questions)
+                with View(console, checkpoint.name, pool) as view:
+                    await run_until_first_ends(evaluation.run(view.show), started.watch(), pool.watch(), watch())
             progress = evaluation.progress
             for reason, detail in progress.examples.items():
                 say(f"left out ({reason}), for example {detail}")
@@ -172,12 +165,31 @@ async def _check_endpoints(plan: Plan, checkpoint: Checkpoint) -> None:
             await endpoints.wait_ready(launchers.START_SECONDS)
 
 
-def _workflow(plan: Plan, checkpoint: Checkpoint, agent: Agent | None, scorer: Score) -> Workflow:
-    """Return the way to answer a prompt: a single turn, or an episode of the agent."""
-    if plan.agent is None or agent is None:
-        return SingleTurn(plan.settings, at_once=1 if plan.servers.is_foreign else AT_ONCE)
-    places = asyncio.Semaphore(programs_at_once() if isinstance(plan.agent, Program) else EPISODES_AT_ONCE)
-    return AgentWorkflow(agent, plan.settings, scorer, checkpoint.model, places)
+@asynccontextmanager
+async def _workflow(
+    plan: Plan, checkpoint: Checkpoint, pool: ServerPool, scorer: Score, directory: Path, say: Callable[[str], None]
+) -> AsyncIterator[tuple[Workflow, Watch]]:
+    """Yield the way to answer a prompt, and what raises an error once a program of its own has failed for good.
+
+    An agent gets a gateway in front of the servers, as in training.
+    """
+    settings, agent = plan.settings, plan.agent
+    if agent is None:
+        yield SingleTurn(settings, pool, at_once=1 if plan.servers.is_foreign else AT_ONCE), launchers.wait_forever
+        return
+    servers = max(len(pool.servers), plan.servers.allocation.data)
+    at_once = min(
+        programs_at_once() if isinstance(agent, Program) else EPISODES_AT_ONCE, settings.eval_concurrency * servers
+    )
+    async with (
+        pool.engine(settings.token) as engine,
+        launchers.gateway_for(plan, checkpoint.model, engine, directory, say) as (gateway, watch),
+        Relay(agent) if isinstance(agent, Program) else nullcontext(agent) as answering,
+    ):
+        player = EpisodePlayer(
+            gateway, checkpoint.model, scorer, seconds=settings.agent_seconds, patience=gateway.deadline
+        )
+        yield AgentWorkflow(settings, pool, player, answering, asyncio.Semaphore(at_once)), watch
 
 
 def _connector(plan: Plan, checkpoint: Checkpoint) -> Callable[[str], Server]:

@@ -54,7 +54,8 @@ class Sample(BaseModel):
     messages: list[dict[str, Any]] | None = None
     """An agent's whole conversation; None for a single completion."""
     policy_version: int | None = None
-    server: str
+    server: str | None = None
+    """The server of a single completion; the calls of an episode may go to several."""
     seconds: float
     result: RewardResult | None = None
     """The verifier's result; None until the sample is scored."""
@@ -81,6 +82,11 @@ class Sample(BaseModel):
     def is_correct(self) -> bool | None:
         """Return whether the answer is right; None while it is not judged."""
         return None if self.result is None else is_correct(self.result)
+
+    @property
+    def answer(self) -> str | None:
+        """Return the answer that the verifier read from the completion; None if it found none."""
+        return None if self.result is None else self.result.extracted
 
     @property
     def needs_score(self) -> bool:

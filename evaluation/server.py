@@ -11,13 +11,13 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import httpx
 from pydantic import BaseModel, Field, HttpUrl, TypeAdapter, ValidationError
 
+from evaluation.samples import Kind, Sample
 from evaluation.settings import Api, EvaluationSettings
 from services.clients.rollout import RolloutClient, SamplingParams, generation_seconds
 from services.core.endpoints import Endpoint
@@ -28,7 +28,8 @@ from services.protocol.rewards import FinishReason
 
 PROMPT_SECONDS = 600.0
 """The longest time that a prompt may take at one server, unless its completions are long."""
-CONNECT_SECONDS = 5.0
+ADMISSION_SECONDS = 30.0
+"""Longest time of a server's first prompt, during which the other servers are not probed; it is tried again."""
 LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of a completion's length limit in OpenAI's API: of most servers, and of OpenAI's newer models."""
 ADMISSION_TRIES = 3
@@ -66,17 +67,6 @@ def prompt_seconds(settings: EvaluationSettings) -> float:
     return max(PROMPT_SECONDS, generation_seconds(settings.max_new_tokens))
 
 
-@dataclass(frozen=True)
-class Answered:
-    """A completion of a prompt; the numbers of tokens are 0 where the server does not count them."""
-
-    text: str
-    finish_reason: FinishReason
-    prompt_tokens: int
-    completion_tokens: int
-    policy_version: int | None = None
-
-
 class Server(ABC):
     """One server and its work. An async context manager."""
 
@@ -85,37 +75,17 @@ class Server(ABC):
     probe_seconds: ClassVar[float] = 0.0
     """A server that answered so recently is not probed again; 0: at every look."""
 
-    def __init__(self, url: str, api_url: str, token: str | None, seconds: float) -> None:
-        """Make a server that is not asked yet.
-
-        Args:
-            url: identifies the server, in reports too.
-            api_url: the base URL of its OpenAI routes.
-            token: sent as ``Authorization: Bearer``.
-            seconds: the longest time that one prompt may take.
-        """
-        self.url = url
-        self.api_url = api_url
-        self.token = token
-        self.forced: dict[str, Any] = {}
-        """Further fields of every request by OpenAI's routes."""
-        self.limit_name = LIMITS[0]
-        self.takes_seeds = True
-        self.http = httpx.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {token}"} if token else None,
-            timeout=httpx.Timeout(seconds, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(),  # The places of a server bound its connections.
-            trust_env=False,
-        )
-        """The client of agents; all episodes share its connections."""
+    def __init__(self, client: HttpClient) -> None:
+        """Make a server that ``client`` reaches, and that is not asked yet."""
+        self.client = client
+        self.url = client.url
+        """Identifies the server, in reports too."""
         self.is_alive = False
         self.is_admitted = False
         self.answered = -1e9
         self.refusals = 0
         self.problem = "not asked yet"
         self.jobs: set[asyncio.Task[Any]] = set()
-        self._stack = AsyncExitStack()
 
     @property
     def is_usable(self) -> bool:
@@ -128,16 +98,21 @@ class Server(ABC):
         return []
 
     @property
+    def adapter(self) -> str | None:
+        """The LoRA adapter to sample with; None: the model alone."""
+        return None
+
+    @property
     def is_due(self) -> bool:
         """Return whether the server is to be probed again."""
         return bool(self.refusals) or time.monotonic() - self.answered >= self.probe_seconds
 
     async def __aenter__(self) -> Self:
-        await self._stack.enter_async_context(self.http)
+        await self.client.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        await self.client.__aexit__()
 
     def is_good(self, response: httpx.Response) -> bool:
         """Return whether a probe's answer says that the server can work."""
@@ -153,8 +128,10 @@ class Server(ABC):
         """
 
     @abstractmethod
-    async def complete(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Sequence[Answered]:
-        """Return up to ``n`` completions of a prompt.
+    async def complete(
+        self, prompt: Prompt, kind: Kind, indices: Sequence[int], params: SamplingParams, seed: int
+    ) -> list[Sample]:
+        """Return a sample of the prompt for each of the first indices, as many as the server completed.
 
         Raises:
             RequestRefusedError: the server refuses the prompt.
@@ -169,43 +146,52 @@ class RolloutServer(Server):
 
     def __init__(self, url: str, settings: EvaluationSettings, model: str, vocab_size: int) -> None:
         """Make a server of ``model``, a hub name or directory; token ids of prompts must be below ``vocab_size``."""
-        seconds = prompt_seconds(settings)
-        super().__init__(url, f"{url}/v1", settings.token, seconds)
         self.rollouts = RolloutClient(
             parse_url(url),
             settings.token,
             vocab_size=vocab_size,
             model_name=model,
             max_concurrency=settings.eval_concurrency,
-            deadline_seconds=seconds,
+            deadline_seconds=prompt_seconds(settings),
             seed_each_completion=settings.engine_deterministic,
         )
+        super().__init__(self.rollouts)
 
-    async def __aenter__(self) -> Self:
-        await self._stack.enter_async_context(self.rollouts)
-        return await super().__aenter__()
+    @property
+    def adapter(self) -> str | None:
+        """See Server."""
+        return self.rollouts.lora_path
 
     async def admit(self) -> None:
         """See Server. A training run's workers serve the trained adapters beside the model, and these are asked for."""
-        response = await self.http.get("/v1/models")
+        response = await self.client.send_once("GET", "/v1/models", seconds=ADMISSION_SECONDS)
         if response.status_code in (401, 403):
             raise ConfigurationError(
                 f"{self.url} refuses the token ({response.status_code}); set JOBGROUP_TOKEN to the servers' own"
             )
-        adapter = await self.rollouts.find_adapter()
-        self.forced = {} if adapter is None else {"lora_path": adapter}
+        await self.rollouts.find_adapter()
 
-    async def complete(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Sequence[Answered]:
+    async def complete(
+        self, prompt: Prompt, kind: Kind, indices: Sequence[int], params: SamplingParams, seed: int
+    ) -> list[Sample]:
         """See Server: one request for all completions, so that the engine computes the prompt once."""
+        started = time.monotonic()
+        completions = await self.rollouts.generate(prompt.prompt_ids, params, n=len(indices), seed=seed)
+        seconds = time.monotonic() - started
         return [
-            Answered(
-                completion.completion,
-                completion.finish_reason,
-                len(prompt.prompt_ids),
-                len(completion.completion_ids),
-                completion.oldest_version if completion.policy_versions else None,
+            Sample.of(
+                prompt,
+                kind,
+                index,
+                completion=completion.completion,
+                finish_reason=completion.finish_reason,
+                prompt_tokens=len(prompt.prompt_ids),
+                completion_tokens=len(completion.completion_ids),
+                policy_version=completion.oldest_version if completion.policy_versions else None,
+                server=self.url,
+                seconds=seconds,
             )
-            for completion in await self.rollouts.generate(prompt.prompt_ids, params, n=n, seed=seed)
+            for index, completion in zip(indices, completions, strict=False)
         ]
 
 
@@ -248,24 +234,18 @@ class OpenAIServer(Server):
             places: requests in flight.
             seconds: the longest time that one prompt may take.
         """
-        super().__init__(url, url, key, seconds)
+        super().__init__(
+            HttpClient(
+                url, token=key, service="the endpoint", timeout=seconds, deadline=seconds, max_connections=places
+            )
+        )
         self.model = model
         self.api = api
+        self.limit_name = LIMITS[0]
+        self.takes_seeds = True
         self.counts_tokens = True
         self.template_args: Mapping[str, Any] = {}
         """Arguments of the chat template for conversations."""
-        self._client = HttpClient(
-            url,
-            token=key,
-            service="the endpoint",
-            timeout=seconds,
-            deadline=seconds,
-            max_connections=places,
-        )
-
-    async def __aenter__(self) -> Self:
-        await self._stack.enter_async_context(self._client)
-        return await super().__aenter__()
 
     @property
     def shortcomings(self) -> list[str]:
@@ -284,7 +264,7 @@ class OpenAIServer(Server):
             body = self._body(Prompt(id="", prompt="", ground_truth="", prompt_ids=[1]), SamplingParams(1), 0)
             body |= {"messages": [{"role": "user", "content": "1"}]} if self.api is Api.CHAT else {}
             try:
-                reply = await self._client.request("POST", self._path, body)
+                reply = await self.client.request("POST", self._path, body)
                 break
             except RequestRefusedError as error:
                 if not self._adapt_to(error):
@@ -294,16 +274,38 @@ class OpenAIServer(Server):
                     ) from error
         self._parse(reply)
 
-    async def complete(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Sequence[Answered]:
-        """See Server: one request a completion, because servers take ``n`` and a seed together in different ways."""
-        answers = []
-        for index in range(n):
-            reply = await self._client.request("POST", self._path, self._body(prompt, params, seed + index))
+    async def complete(
+        self, prompt: Prompt, kind: Kind, indices: Sequence[int], params: SamplingParams, seed: int
+    ) -> list[Sample]:
+        """See Server: one request a completion, because servers take ``n`` and a seed together in different ways.
+
+        The numbers of tokens are 0 where the server does not count them.
+        """
+        samples = []
+        for place, index in enumerate(indices):
+            started = time.monotonic()
+            response = await self.client.request("POST", self._path, self._body(prompt, params, seed + place))
             try:
-                answers.append(self._parse(reply))
+                reply = self._parse(response)
             except ConfigurationError as error:
                 raise DependencyLostError(str(error)) from error
-        return answers
+            choice, usage = reply.choices[0], reply.usage or _Usage()
+            text = choice.text if choice.message is None else choice.message.content
+            is_cut = choice.finish_reason == FinishReason.LENGTH
+            samples.append(
+                Sample.of(
+                    prompt,
+                    kind,
+                    index,
+                    completion=text or "",
+                    finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
+                    prompt_tokens=usage.prompt_tokens,
+                    completion_tokens=usage.completion_tokens,
+                    server=self.url,
+                    seconds=time.monotonic() - started,
+                )
+            )
+        return samples
 
     @property
     def _path(self) -> str:
@@ -323,7 +325,7 @@ class OpenAIServer(Server):
         }
 
     async def _check_listed(self) -> None:
-        response = await self.http.get(self.probe_path)
+        response = await self.client.send_once("GET", self.probe_path, seconds=ADMISSION_SECONDS)
         if response.status_code in (401, 403):
             raise ConfigurationError(
                 f"{self.url} refuses the key: {response.status_code} {response.text[:200]}; --api-key-env names the "
@@ -350,8 +352,8 @@ class OpenAIServer(Server):
             return False
         return True
 
-    def _parse(self, response: httpx.Response) -> Answered:
-        """Return the completion of a reply.
+    def _parse(self, response: httpx.Response) -> _Reply:
+        """Return a reply, and note whether it counts tokens.
 
         Raises:
             ConfigurationError: the reply is none of OpenAI's.
@@ -365,13 +367,5 @@ class OpenAIServer(Server):
                 f"{response.text[:200]!r}; give --endpoint the base URL of an OpenAI-compatible server, such as "
                 "http://127.0.0.1:8000/v1"
             ) from error
-        choice, usage = reply.choices[0], reply.usage
-        self.counts_tokens &= usage is not None
-        text = choice.text if choice.message is None else choice.message.content
-        is_cut = choice.finish_reason == FinishReason.LENGTH
-        return Answered(
-            text or "",
-            FinishReason.LENGTH if is_cut else FinishReason.STOP,
-            0 if usage is None else usage.prompt_tokens,
-            0 if usage is None else usage.completion_tokens,
-        )
+        self.counts_tokens &= reply.usage is not None
+        return reply

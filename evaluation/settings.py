@@ -99,7 +99,7 @@ class EvaluationSettings(Settings):
     eval_stop: JsonTexts = Field(default_factory=list)
     """Texts that end a completion, as a JSON list such as `["Question:"]`; an agent gives its own."""
     eval_concurrency: int = Field(64, ge=1)
-    """Prompts, or an agent's episodes, in flight at one server (or router)."""
+    """Prompts, or an agent's calls, in flight at one server (or router), for each of which as many episodes run."""
 
     @model_validator(mode="after")
     def _values_fit(self) -> Self:

@@ -23,7 +23,6 @@ from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION
 from services.core.settings import Settings
 from services.run_page.directory import read_object
-from services.run_page.records import parse
 
 if TYPE_CHECKING:
     from trainer.config import TrainerSettings
@@ -167,8 +166,8 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any], exit_code: 
     if summary.get("status") == "succeeded" and (run.run_dir / "model").exists():
         model = f"{directory}/model"
         settings = trainer_settings(run)
-        # Its episodes need the run's environment-servers, which only a run starts, or a gateway's APIs.
-        if settings.rollout != "environment" and not _calls_by_other_apis(run):
+        # Episodes of an environment need the run's environment-servers, which only a run starts.
+        if settings.rollout != "environment":
             evaluate = [grpo_command(), "evaluate", "--model", model, *_evaluated_as(run, launch)]
             commands.append(("evaluate", shlex.join(evaluate)))
         commands.append(("chat with it, beside the model it began as", shlex.join([grpo_command(), "chat", directory])))
@@ -184,15 +183,6 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any], exit_code: 
     commands.append(("remove it", shlex.join([grpo_command(), "clean", directory])))
     commands.append(("list runs by size, and remove some", shlex.join([grpo_command(), "clean", *elsewhere])))
     return commands
-
-
-def _calls_by_other_apis(run: Run) -> bool:
-    """Return whether the run's agent called the model by an API that evaluations lack, by its first episode."""
-    samples = run.run_dir / "samples.jsonl"
-    if not samples.exists():
-        return False
-    with samples.open("rb") as file:
-        return bool((parse(file.readline()) or {}).get("other_api_calls"))
 
 
 def trainer_settings(run: Run) -> TrainerSettings:

@@ -42,18 +42,18 @@ def main(
     data = settings_of(directory, "data-server")
     longest = max_new_tokens or longest_answer(directory)
     # Not at the top, since torch takes seconds to import and a run may be named wrongly.
-    from local_runner.speaker import Speaker
+    from local_runner.chat_model import ChatModel
 
     console = Console(markup=False, highlight=False)
     console.print(f"loading {start} and {shown_path(Path(result))}; then each line that you give is a prompt")
     console.print(f"an answer ends after {longest} tokens at the latest; --max-new-tokens sets another limit")
-    speakers = [Speaker(model, data) for model in (start, result)]
-    with ThreadPoolExecutor(len(speakers)) as threads:
+    both = [ChatModel(model, data) for model in (start, result)]
+    with ThreadPoolExecutor(len(both)) as threads:
         for line in lines():
             table = Table(expand=True)
             for title in (start, shown_path(Path(result))):
                 table.add_column(title, ratio=1, overflow="fold")
-            answers = threads.map(Speaker.answer, speakers, repeat(line), repeat(longest), repeat(temperature))
+            answers = threads.map(ChatModel.answer, both, repeat(line), repeat(longest), repeat(temperature))
             table.add_row(*(answer or "(ended without a word)" for answer in answers))
             console.print(table)
 

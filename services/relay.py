@@ -1,6 +1,6 @@
 """A relay for programs: their requests to a URL of this machine go on through the HTTP client of their episode.
 
-In an evaluation that client records the conversation; in training it waits for a gateway that restarts.
+That client waits for a gateway that restarts.
 """
 
 from __future__ import annotations
@@ -8,18 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import socket
 from dataclasses import dataclass, field
 from typing import Self
 
 import httpx
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
 
 from services.agents import Example
-from services.http.server import ended_before_client_left, server_config
+from services.http.server import ended_before_client_left, serving
 from services.programs import Program, privilege_drop
 
 _OF_ONE_CONNECTION = frozenset({"connection", "content-encoding", "content-length", "host", "transfer-encoding"})
@@ -44,24 +42,14 @@ class Relay:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._targets: dict[str, _Target] = {}
-        self._port = 0
+        self._url = ""
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         privilege_drop()  # The start, not the first episode, logs where there is none.
-        listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=512))
-        self._port = listener.getsockname()[1]
         app = FastAPI(openapi_url=None)
         app.add_api_route("/{key}/{path:path}", self._pass_on, methods=["GET", "POST"], response_model=None)
-        server = uvicorn.Server(server_config(app, lifespan="off"))
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # Ctrl-C is ours
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-
-        async def stop() -> None:
-            server.should_exit = True
-            await serving
-
-        self._stack.push_async_callback(stop)
+        self._url = await self._stack.enter_async_context(serving(app))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -74,7 +62,7 @@ class Relay:
         key = secrets.token_hex(16)
         target = self._targets[key] = _Target(base_url.removesuffix("/v1"), api_key, http_client)
         try:
-            own_url = f"http://127.0.0.1:{self._port}/{key}/v1"
+            own_url = f"{self._url}/{key}/v1"
             return await self.program(example, base_url=own_url, api_key=key, http_client=http_client)
         finally:
             del self._targets[key]

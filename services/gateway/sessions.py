@@ -231,7 +231,6 @@ class Session:
             tool_calls=sum(len(turn.message.get("tool_calls", ())) for turn in turns),
             unparsed_tool_calls=sum(turn.unparsed_calls for turn in turns),
             branches=self.tree.branches,
-            other_api_calls=sum(call.reply.get("object") != "chat.completion" for call in self.tree.calls.values()),
             calls_repeated=self.repeated,
             lost_tokens=dict(self.lost),
         )

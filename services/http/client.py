@@ -194,7 +194,13 @@ class HttpClient:
         raise AssertionError("stamina returned without an attempt that succeeded or raised")
 
     async def send_once(
-        self, method: str, path: str, payload: BaseModel | dict[str, Any] | None = None, *, seconds: float
+        self,
+        method: str,
+        path: str,
+        payload: BaseModel | dict[str, Any] | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+        seconds: float,
     ) -> httpx.Response:
         """Send a request without retries and return the response, whatever its status.
 
@@ -203,7 +209,7 @@ class HttpClient:
         """
         try:
             async with asyncio.timeout(seconds):
-                return await self._http.send(self._build(method, path, payload, None, None, seconds))
+                return await self._http.send(self._build(method, path, payload, None, headers, seconds))
         except (TimeoutError, httpx.HTTPError) as error:
             raise DependencyLostError(
                 f"{self.service} at {self.url} did not answer {path} within {seconds:g} s: {describe(error)}"

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import types
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from types import FrameType
 from typing import Any, TypeVar, get_args
 
@@ -214,6 +214,20 @@ def server_config(app: Any, **options: Any) -> uvicorn.Config:
         server_header=False,
         **options,
     )
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """Serve an application within this event loop, on a free port of 127.0.0.1; yield its URL."""
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        server = uvicorn.Server(server_config(app, lifespan="off"))
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # Ctrl-C is ours
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await running
 
 
 async def ended_before_client_left(request: Request, work: asyncio.Future[Any]) -> bool:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from math import comb, sqrt
 
+from pydantic import BaseModel
+
 from services.protocol.rewards import RewardResult, RewardStatus
 
 CORRECT = 1.0 - 1e-9
@@ -53,6 +55,30 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
     middle = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
     half = Z * sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2)) / (1 + Z**2 / n)
     return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+class Estimate(BaseModel):
+    """A mean over ``prompts`` prompts with its standard error and the ends of its interval."""
+
+    value: float
+    stderr: float
+    low: float
+    high: float
+    prompts: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def estimate(scores: Sequence[float]) -> Estimate:
+    """Return the mean of ``scores``, one score from 0 to 1 a prompt, with its ``standard_error`` and ``interval``.
+
+    Raises:
+        StatisticsError: there are no scores.
+    """
+    low, high = interval(scores)
+    mean, error = statistics.fmean(scores), standard_error(scores)
+    return Estimate(value=mean, stderr=error, low=low, high=high, prompts=len(scores))
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

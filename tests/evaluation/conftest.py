@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,9 @@ import pytest
 
 from services.embedded_engine.http.app import create_app
 from services.rollout_server.settings import RolloutSettings
+from tests.evaluation.agent_play import Ground, ground_on
 from tests.models import made_once
+from tests.services.gateway.conftest import make_model
 from tests.services.run_page.serving import served_ready
 from tests.waiting import LIMIT_SECONDS, bytes_in, wait_until
 
@@ -107,6 +109,19 @@ def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
         if command.process.poll() is None:
             command.process.send_signal(signal.SIGTERM)
             command.process.wait(LIMIT_SECONDS)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer and Qwen's chat template."""
+    return make_model(tmp_path_factory.mktemp("chat-model"), "qwen2.5")
+
+
+@pytest.fixture
+async def ground(chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ground]:
+    """A gateway in front of an engine that answers as the test says."""
+    async with ground_on(chat_model, tmp_path / "gateway", monkeypatch) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from openai.types.chat import CompletionCreateParams as ChatParams
 from pydantic import TypeAdapter
 
 from evaluation.pool import ServerPool
+from evaluation.samples import Kind, Sample
 from evaluation.server import OpenAIServer, RolloutServer
 from evaluation.settings import Api, EvaluationSettings
 from services.clients.rollout import SamplingParams
@@ -41,6 +41,10 @@ PROMPT = Prompt(
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 
 Answer = Callable[[dict[str, Any]], Any]
+
+
+def answer_of(sample: Sample) -> tuple[Any, ...]:
+    return sample.completion, sample.finish_reason, sample.prompt_tokens, sample.completion_tokens
 
 
 def said(text: str = "7", **reply: Any) -> dict[str, Any]:
@@ -88,7 +92,9 @@ async def test_a_conversation_is_asked_for_by_the_chat_route() -> None:
         async with endpoint(url, key="secret") as server:
             server.template_args = {"enable_thinking": False}
             await server.admit()
-            [first, second] = await server.complete(PROMPT, SamplingParams(8, 0.5, 0.9, stop=["Q:"]), 2, seed=3)
+            [first, second] = await server.complete(
+                PROMPT, Kind.SAMPLED, [0, 1], SamplingParams(8, 0.5, 0.9, stop=["Q:"]), seed=3
+            )
     assert fake.asked[1] == {
         "model": "m",
         "messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+4="}],
@@ -102,8 +108,8 @@ async def test_a_conversation_is_asked_for_by_the_chat_route() -> None:
     TypeAdapter(ChatParams).validate_python(fake.asked[1])
     assert fake.asked[2]["seed"] == 4
     assert fake.keys == {"Bearer secret"}
-    assert first == second
-    assert (first.text, first.finish_reason, first.prompt_tokens, first.completion_tokens) == (
+    assert (first.index, second.index, first.completion) == (0, 1, second.completion)
+    assert (first.completion, first.finish_reason, first.prompt_tokens, first.completion_tokens) == (
         "It is 7.",
         FinishReason.STOP,
         11,
@@ -123,8 +129,8 @@ async def test_a_server_that_needs_other_parameters_gets_them() -> None:
     with served(fake.app) as url:
         async with endpoint(url) as server:
             await server.admit()
-            [answered] = await server.complete(PROMPT, GREEDY, 1, seed=3)
-    assert answered.text == "7"
+            [answered] = await server.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=3)
+    assert answered.completion == "7"
     assert "seed" not in fake.asked[-1]
     assert fake.asked[-1]["max_completion_tokens"] == 8
     assert server.shortcomings == ["token ids", "samples by seed (it refuses them)", "numbers of tokens"]
@@ -162,7 +168,7 @@ async def test_a_reply_that_is_none_costs_only_its_prompt() -> None:
         async with endpoint(url) as server:
             await server.admit()
             with pytest.raises(DependencyLostError, match="<html>busy"):
-                await server.complete(PROMPT, GREEDY, 1, seed=0)
+                await server.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=0)
 
 
 @pytest.mark.parametrize("api", list(Api))
@@ -174,7 +180,7 @@ async def test_the_embedded_engine_answers_as_it_answers_openais_package(
         openai.AsyncOpenAI(base_url=f"{engine}/v1", api_key="none") as client,
     ):
         await server.admit()
-        [answered] = await server.complete(PROMPT, GREEDY, 1, seed=1)
+        [answered] = await server.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=1)
         common: dict[str, Any] = {"model": str(tiny_model), "max_tokens": 8, "temperature": 0.0}
         reply: ChatCompletion | Completion
         if api is Api.CHAT:
@@ -185,7 +191,7 @@ async def test_the_embedded_engine_answers_as_it_answers_openais_package(
             reply = await client.completions.create(prompt=PROMPT.prompt_ids, **common)
             text = reply.choices[0].text
             TypeAdapter(CompletionCreateParams).validate_python(server._body(PROMPT, GREEDY, 1))
-    assert answered.text == text
+    assert answered.completion == text
     assert reply.usage is not None
     assert (answered.prompt_tokens, answered.completion_tokens) == (
         reply.usage.prompt_tokens,
@@ -196,10 +202,9 @@ async def test_the_embedded_engine_answers_as_it_answers_openais_package(
 async def test_completions_of_token_ids_are_those_of_a_rollout_server(engine: str, tiny_model: Path) -> None:
     rollout = RolloutServer(engine, EvaluationSettings(), str(tiny_model), 10**6)
     async with endpoint(engine, Api.COMPLETIONS, str(tiny_model)) as server, rollout:
-        expected = [
-            replace(answer, policy_version=None) for answer in await rollout.complete(PROMPT, GREEDY, 1, seed=1)
-        ]
-        assert await server.complete(PROMPT, GREEDY, 1, seed=1) == expected
+        [expected] = await rollout.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=1)
+        [answered] = await server.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=1)
+    assert answer_of(answered) == answer_of(expected)
 
 
 @pytest.fixture(scope="module")
@@ -243,9 +248,9 @@ async def test_a_server_of_another_make_gives_the_same_greedy_answers(
         await asyncio.gather(other.admit(), own.admit())
 
         async def answers(server: OpenAIServer) -> list[Any]:
-            return [(await server.complete(prompt, GREEDY, 1, seed=1))[0] for prompt in prompts]
+            return [(await server.complete(prompt, Kind.GREEDY, [0], GREEDY, seed=1))[0] for prompt in prompts]
 
         for theirs, ours in zip(await answers(other), await answers(own), strict=True):
             # That server's text of so small a tokenizer has the prompt and the end token, too.
-            assert ours.text in theirs.text
-            assert replace(theirs, text=ours.text) == ours
+            assert ours.completion in theirs.completion
+            assert answer_of(theirs)[1:] == answer_of(ours)[1:]

@@ -5,33 +5,25 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-import httpx
 import pytest
 
 from evaluation.evaluation import AgentWorkflow
 from evaluation.samples import Kind
-from evaluation.server import RolloutServer
 from evaluation.settings import EvaluationSettings
+from services.clients.agent_episodes import EpisodePlayer
 from services.embedded_engine.http.app import create_app
+from services.http.server import serving
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardResult
-from services.reward_server.answers import Verdict, judge
 from services.rollout_server.settings import RolloutSettings
+from tests.evaluation.agent_play import ground_at, score
 from tests.evaluation.tool_model import questions
 from tests.waiting import IDLE_SECONDS, wait_ready
 
 
-async def score(items: Any) -> list[RewardResult]:
-    """Judge plain numbers as the reward-server does."""
-    judged = [judge(item.response, item.ground_truth) for item in items]
-    return [RewardResult(reward=float(j.verdict is Verdict.RIGHT), extracted=j.answer) for j in judged]
-
-
 @pytest.mark.slow
 async def test_the_agent_solves_questions_with_its_tools_on_the_embedded_engine(
-    math_agent: ModuleType, tool_model: Path
+    math_agent: ModuleType, tool_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = str(tool_model)
     app = create_app(RolloutSettings(model_name=model, engine_dtype="float32"))
@@ -40,18 +32,13 @@ async def test_the_agent_solves_questions_with_its_tools_on_the_embedded_engine(
         Prompt(id=f"q/{i}", prompt=row["question"], ground_truth=row["answer"], category="")
         for i, row in enumerate(rows)
     ]
-    transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=IDLE_SECONDS) as http,
-    ):
+    async with app.router.lifespan_context(app), serving(app) as url:
         await wait_ready(app)
-        workflow = AgentWorkflow(
-            math_agent.solve, EvaluationSettings(max_new_tokens=24), score, model, asyncio.Semaphore(9)
-        )
-        server = RolloutServer("http://engine", EvaluationSettings(), "model", 17)
-        server.http = http
-        episodes = await asyncio.gather(*(workflow.sample(server, prompt, Kind.GREEDY, [0]) for prompt in prompts))
+        async with ground_at(url, tool_model, tmp_path, monkeypatch) as (pool, gateway):
+            player = EpisodePlayer(gateway, model, score, seconds=IDLE_SECONDS, patience=IDLE_SECONDS)
+            settings = EvaluationSettings(max_new_tokens=24)
+            workflow = AgentWorkflow(settings, pool, player, math_agent.solve, asyncio.Semaphore(9))
+            episodes = await asyncio.gather(*(workflow.sample(prompt, Kind.GREEDY, [0]) for prompt in prompts))
     samples = [sample for episode in episodes for sample in episode]
     assert [sample.result.reward for sample in samples] == [1.0] * len(rows)
     assert {(sample.turns, sample.tool_calls) for sample in samples} == {(2, 1)}

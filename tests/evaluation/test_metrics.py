@@ -12,21 +12,30 @@ from hypothesis import strategies as st
 
 from evaluation.metrics import (
     GREEDY,
-    Answer,
-    PromptAnswers,
     accuracy,
     bootstrap,
-    by_category,
     lengths,
     majority_at_k,
     normalised,
 )
+from evaluation.samples import Kind, Sample
 from services.protocol.pass_at_k import pass_at_k
+from services.protocol.prompts import Prompt
+from services.protocol.rewards import FinishReason, RewardResult
 
 TRUTH = "7"
-answers = st.lists(
-    st.sampled_from(["7", "8", "9", None]).map(lambda text: Answer(text == TRUTH, text)), min_size=1, max_size=7
-)
+
+
+def answered(answer, kind=Kind.SAMPLED, reward=None):
+    """A judged sample from whose completion the verifier read an answer."""
+    reward = float(answer == TRUTH) if reward is None else reward
+    prompt = Prompt(id="p", prompt="", ground_truth=TRUTH)
+    tokens = {"prompt_tokens": 1, "completion_tokens": 1, "seconds": 1.0}
+    result = RewardResult(reward=reward, extracted=answer)
+    return Sample.of(prompt, kind, 0, completion="", finish_reason=FinishReason.STOP, result=result, **tokens)
+
+
+answers = st.lists(st.sampled_from(["7", "8", "9", None]).map(answered), min_size=1, max_size=7)
 
 
 @st.composite
@@ -86,7 +95,7 @@ def test_majority_of_k_is_unbiased_over_the_order_of_samples(drawn_and_k):
 
 def test_majority_needs_as_many_samples():
     with pytest.raises(ValueError, match="maj@3"):
-        majority_at_k([Answer(True, "7")] * 2, 3)
+        majority_at_k([answered("7")] * 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +158,15 @@ def test_a_mean_of_nothing_is_refused():
         bootstrap([])
 
 
-RIGHT, WRONG = Answer(True, "7"), Answer(False, "8")
+RIGHT, WRONG = answered("7"), answered("8")
+GREEDY_RIGHT, GREEDY_WRONG = answered("7", Kind.GREEDY), answered("8", Kind.GREEDY)
 
 
 def test_each_metric_is_over_the_prompts_with_enough_answers():
     prompts = [
-        PromptAnswers(RIGHT, [RIGHT, WRONG, WRONG, WRONG]),
-        PromptAnswers(WRONG, [WRONG, WRONG]),
-        PromptAnswers(None, []),
+        [GREEDY_RIGHT, RIGHT, WRONG, WRONG, WRONG],
+        [GREEDY_WRONG, WRONG, WRONG],
+        [],
     ]
     metrics = accuracy(prompts, 4, [2, 4])
     assert {name: (m.value, m.prompts) for name, m in metrics.items()} == {
@@ -167,13 +177,6 @@ def test_each_metric_is_over_the_prompts_with_enough_answers():
         "pass@4": (1.0, 1),
         "maj@4": (0.0, 1),
     }
-
-
-def test_categories_are_told_apart_and_prompts_without_one_are_in_none():
-    prompts = [PromptAnswers(RIGHT, [], "easy"), PromptAnswers(WRONG, [], "hard"), PromptAnswers(WRONG, [], None)]
-    metrics = by_category(prompts, 0, [])
-    assert {name: m[GREEDY].value for name, m in metrics.items()} == {"easy": 1.0, "hard": 0.0}
-    assert by_category(prompts[2:], 0, []) == {}
 
 
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=50))

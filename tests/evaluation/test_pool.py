@@ -19,9 +19,10 @@ from tokenizers import Tokenizer
 from evaluation import pool as pool_module
 from evaluation import server as inference
 from evaluation.pool import ServerPool
+from evaluation.samples import Kind
 from evaluation.server import RolloutServer, parse_url
 from evaluation.settings import EvaluationSettings
-from services.clients.rollout import SamplingParams
+from services.clients.rollout import ROUTING_KEY, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.prompts import Prompt
 from tests.fake_service import fake_service
@@ -134,10 +135,7 @@ def pool_of(*urls, places=4, discover=None, **settings):
 
 
 async def work(server):
-    try:
-        response = await server.http.get("/work")
-    except httpx.TransportError as error:
-        raise DependencyLostError(str(error)) from error
+    response = await server.client.send_once("GET", "/work", seconds=IDLE_SECONDS)
     return response.json()["url"]
 
 
@@ -356,6 +354,35 @@ async def test_deterministic_engines_get_a_request_for_each_sample(make_server, 
     assert server.generated == requests
 
 
+async def test_calls_of_one_conversation_go_to_one_server_while_that_lives(make_server):
+    servers = [await make_server() for _ in range(3)]
+    async with pool_of(*(server.url for server in servers)) as pool, pool.engine("t") as url:
+        await pool.wait_ready(IDLE_SECONDS)
+        while len(pool.alive) < 3:
+            await asyncio.sleep(0.01)
+        for server in servers:
+            server.generated.clear()
+        async with httpx.AsyncClient(headers={"Authorization": "Bearer t"}, timeout=IDLE_SECONDS) as client:
+
+            async def ask(session):
+                body = {"input_ids": [1], "sampling_params": {}}
+                return await client.post(f"{url}/generate", json=body, headers={ROUTING_KEY: session})
+
+            replies = [await ask(session) for session in ("a", "b", "c", "d", "e", "f") * 4]
+            assert {reply.status_code for reply in replies} == {200}
+            counts = [len(server.generated) for server in servers]
+            assert sum(counts) == 24
+            assert all(count % 4 == 0 for count in counts)
+            assert max(counts) < 24, "sessions are spread"
+            [home] = [server for server in servers if len(server.generated) == max(counts)][:1]
+            await home.kill()
+            async with asyncio.timeout(IDLE_SECONDS):
+                while {(await ask(session)).status_code for session in "abcdef"} != {200}:
+                    pass
+            refused = await client.post(f"{url}/generate", json={}, headers={"Authorization": "Bearer other"})
+            assert refused.status_code == 401
+
+
 @pytest.mark.parametrize("adapter", [None, "policy"])
 async def test_the_adapter_of_a_training_run_is_evaluated_where_there_is_one(make_server, adapter):
     server = await make_server()
@@ -363,7 +390,7 @@ async def test_the_adapter_of_a_training_run_is_evaluated_where_there_is_one(mak
     async with pool_of(server.url) as pool:
         await pool.wait_ready(IDLE_SECONDS)
         await pool.run(lambda own: own.rollouts.generate([1], SamplingParams(max_new_tokens=1), n=2))
-        assert [own.forced.get("lora_path") for own in pool.servers.values()] == [adapter]
+        assert [own.adapter for own in pool.servers.values()] == [adapter]
     assert server.adapters[-1] == adapter
 
 
@@ -385,5 +412,5 @@ async def test_a_completion_that_goes_on_is_decoded_by_the_model_of_the_checkpoi
         async with RolloutServer(service.endpoint.url, settings, str(tmp_path / "checkpoint"), 300) as server:
             params = SamplingParams(max_new_tokens=len(ids))
             prompt = Prompt(id="q", prompt="", ground_truth="", prompt_ids=[1])
-            [answer] = await server.complete(prompt, params, 1, seed=1)
-    assert answer.text == "8 \N{EURO SIGN}"
+            [answer] = await server.complete(prompt, Kind.GREEDY, [0], params, seed=1)
+    assert answer.completion == "8 \N{EURO SIGN}"

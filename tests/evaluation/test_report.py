@@ -58,7 +58,7 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
         store.add([sample(prompt) for prompt in PROMPTS])
         model, settings = Checkpoint("m", "org/m"), EvaluationSettings()
         # All samples are there already, so servers have nothing to do.
-        evaluation = Evaluation(PROMPTS, 0, SingleTurn(settings, at_once=8), cast(Any, None), score, store)
+        evaluation = Evaluation(PROMPTS, 0, SingleTurn(settings, cast(Any, None), at_once=8), score, store)
         await evaluation.run()
         results = report.results_of(
             model, PROMPTS, store.samples, settings, left_out={}, identity={}, dataset="d", available=12
@@ -75,3 +75,16 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
     assert "d test, 5 of 12 prompts" in printed.getvalue()
     assert "left out: 1 unscored" in printed.getvalue()
     assert "counted as wrong, over a limit (samples.jsonl says which): 2" in printed.getvalue()
+
+
+def test_categories_are_told_apart_and_prompts_without_one_are_in_none() -> None:
+    categories = {"right": "easy", "wrong": "hard", "over": None}
+    prompts = [
+        Prompt(id=name, prompt=name, ground_truth="7", category=category) for name, category in categories.items()
+    ]
+    stored = {sample(prompt).key: sample(prompt) for prompt in prompts}
+    given: dict[str, Any] = {"left_out": {}, "identity": {}, "dataset": "d"}
+    results = report.results_of(Checkpoint("m", "org/m"), prompts, stored, EvaluationSettings(), **given)
+    assert {name: m[GREEDY].value for name, m in results.categories.items()} == {"easy": 1.0, "hard": 0.0}
+    uncategorised = report.results_of(Checkpoint("m", "org/m"), prompts[2:], stored, EvaluationSettings(), **given)
+    assert uncategorised.categories == {}

@@ -1,7 +1,6 @@
 """The runner's output fits the terminal, and its times say what they measure."""
 
 import io
-import json
 import re
 import time
 from pathlib import Path
@@ -268,18 +267,6 @@ def test_no_command_evaluates_a_run_on_an_environment(tmp_path, monkeypatch):
     commands = after(Launch(Path("g.yaml")), 0, *agents_run("seeds", ROLLOUT="environment"), directory=tmp_path)
     assert "train on" in commands
     assert "evaluate" not in commands
-
-
-def test_no_command_evaluates_an_agent_of_an_api_that_evaluations_lack(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for calls in (0, 2):
-        directory = tmp_path / str(calls)
-        record = {"step": 1, "episode": 0, "turns": 2} | ({"other_api_calls": calls} if calls else {})
-        (directory / "runs/run-1").mkdir(parents=True)
-        (directory / "runs/run-1/samples.jsonl").write_text(json.dumps(record) + "\n")
-        tasks = agents_run("gsm8k", ROLLOUT="agent", AGENT="shop:solve")
-        commands = after(Launch(Path("g.yaml")), 0, *tasks, directory=directory)
-        assert ("evaluate" in commands) == (calls == 0)
 
 
 def test_after_a_wrong_setting_the_command_is_for_after_its_correction(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from local_runner.speaker import Speaker
+from local_runner.chat_model import ChatModel
 from scripts import chat
 from services.core.errors import ConfigurationError
 
@@ -42,7 +42,7 @@ def test_both_answers_stand_side_by_side(run_dir, tiny_model, monkeypatch, capsy
     assert len(tables) == 2
     assert all(str(tiny_model) in table and "runs/grpo-1/model" in table for table in tables)
     rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in said.splitlines() if line.startswith("│")]
-    expected = Speaker(str(tiny_model), {}).answer("3+4=", 4, 0)
+    expected = ChatModel(str(tiny_model), {}).answer("3+4=", 4, 0)
     assert rows[0][0] == expected != rows[0][1]
 
 
@@ -51,7 +51,7 @@ def test_an_answer_is_as_long_as_the_run_trained_them_unless_a_length_is_given(r
     config["components"]["ppo-trainer"]["settings"]["max_new_tokens"] = 2
     (run_dir / "config.json").write_text(json.dumps(config))
     asked = []
-    monkeypatch.setattr(Speaker, "answer", lambda self, line, tokens, temperature: asked.append(tokens) or line)
+    monkeypatch.setattr(ChatModel, "answer", lambda self, line, tokens, temperature: asked.append(tokens) or line)
     for given in (None, 3):
         monkeypatch.setattr(sys, "stdin", io.StringIO("3+4="))
         chat.main(max_new_tokens=given)
@@ -65,16 +65,16 @@ def test_a_run_that_does_not_say_its_length_asks_for_one(run_dir):
 
 
 def test_a_conversation_has_the_system_prompt_and_the_earlier_turns(tiny_model):
-    speaker = Speaker(str(tiny_model), {"system_prompt": "1+1=2", "prompt_style": "chat"})
-    answer = speaker.answer("3+4=", 4, 0)
-    assert [turn["content"] for turn in speaker.messages] == ["1+1=2", "3+4=", answer]
-    plain = Speaker(str(tiny_model), {"prompt_style": "plain"})
+    model = ChatModel(str(tiny_model), {"system_prompt": "1+1=2", "prompt_style": "chat"})
+    answer = model.answer("3+4=", 4, 0)
+    assert [turn["content"] for turn in model.messages] == ["1+1=2", "3+4=", answer]
+    plain = ChatModel(str(tiny_model), {"prompt_style": "plain"})
     plain.answer("3+4=", 4, 0)
     assert plain.messages == []
 
 
 def test_a_line_that_the_engine_refuses_is_answered_by_the_reason(tiny_model):
-    assert Speaker(str(tiny_model), {}).answer("1" * 9000, 4, 0).startswith("error: the prompt has 9000 tokens")
+    assert ChatModel(str(tiny_model), {}).answer("1" * 9000, 4, 0).startswith("error: the prompt has 9000 tokens")
 
 
 @pytest.mark.parametrize(

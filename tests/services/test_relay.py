@@ -1,26 +1,21 @@
-"""Programs that are evaluated: what reaches the server from them, what is recorded, and whose fault a failure is."""
+"""Programs behind a relay: what reaches the server from them, and what they get of its answers."""
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 import sys
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
 
-from evaluation.evaluation import AgentWorkflow
-from evaluation.samples import Kind, Sample
-from evaluation.server import RolloutServer
-from services.agents import AgentFailedError
-from services.core.errors import DependencyLostError
-from services.programs import Program
-from services.protocol.rewards import FinishReason
+from services.agents import Example
+from services.programs import Program, ProgramFailedError
+from services.protocol.rewards import RewardResult
 from services.relay import Relay
-from tests.evaluation.test_workflows import PROMPT, SETTINGS, Model, score
+from tests.evaluation.agent_play import score
 
 ASK = """
 import json, os, sys, urllib.request
@@ -38,47 +33,69 @@ def give(reward, **fields):
 """
 
 
-async def play(model: Model, code: str, kind: Kind = Kind.GREEDY) -> Sample:
-    """Play an episode of a program in Python against a server."""
+class Model:
+    """An OpenAI-compatible endpoint that says what it is told to, and keeps what it is asked."""
+
+    def __init__(self, *says: dict[str, Any] | int) -> None:
+        self.says = list(says)
+        self.asked: list[dict[str, Any]] = []
+        self.authorization: set[str] = set()
+        self.app = FastAPI()
+
+        @self.app.post("/v1/chat/completions")
+        async def chat(request: Request) -> Any:
+            self.asked.append(await request.json())
+            self.authorization.add(request.headers["authorization"])
+            said = self.says.pop(0)
+            if isinstance(said, int):
+                return Response('{"error": {"message": "no"}}', said, media_type="application/json")
+            message = {"role": "assistant", "content": said.get("content"), "tool_calls": said.get("tool_calls")}
+            choice = {"index": 0, "message": message, "finish_reason": said.get("finish_reason", "stop")}
+            usage = {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16}
+            return {
+                "id": "c",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "m",
+                "choices": [choice],
+                "usage": usage,
+            }
+
+
+async def play(model: Model, code: str) -> RewardResult:
+    """Let a program in Python answer a prompt by a server, and return its reward."""
+    example = Example(id="p/1", prompt="What is 6 times 7?", ground_truth="42", model="m", scorer=score)
+    transport = httpx.ASGITransport(model.app)
     command = f"{sys.executable} -S -c {shlex.quote(ASK + code)}"
-    server = RolloutServer("http://server", SETTINGS, "model", 17)
-    server.http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
-    async with server.http, Relay(Program(command)) as agent:
-        workflow = AgentWorkflow(agent, SETTINGS, score, "m", asyncio.Semaphore(1))
-        [sample] = await workflow.sample(server, PROMPT, kind, [4])
-        return sample
+    async with httpx.AsyncClient(transport=transport) as http, Relay(Program(command)) as agent:
+        reward = await agent(example, base_url="http://server/v1", api_key="t", http_client=http)
+    return example.result_of(reward)
 
 
-async def test_a_program_is_measured_as_a_function_is() -> None:
-    model = Model({"content": "Six."}, {"content": "#### 42", "finish_reason": "length"})
+async def test_a_program_asks_by_the_client_of_its_episode() -> None:
+    model = Model({"content": "Six."}, {"content": "#### 42"})
     code = """
-messages.append(say(messages, temperature=2.0, max_tokens=7))
+messages.append(say(messages, max_tokens=7))
 messages.append({"role": "user", "content": "Again."})
-print(say(messages, max_tokens=900)["content"])
+print(say(messages)["content"])
 assert os.environ["OPENAI_API_KEY"] != "t"
 """
-    sample = await play(model, code, Kind.SAMPLED)
-    assert sample.result is not None
-    assert (sample.result.reward, sample.result.extracted) == (1.0, "42")
-    assert (sample.turns, sample.completion_tokens, sample.prompt_tokens) == (2, 10, 11)
-    assert (sample.completion, sample.finish_reason) == ("#### 42", FinishReason.LENGTH)
+    result = await play(model, code)
+    assert (result.reward, result.extracted) == (1.0, "42")
     first, second = model.asked
-    assert (first["temperature"], first["max_tokens"], second["max_tokens"]) == (0.7, 7, 50)
-    assert isinstance(first["seed"], int)
-    assert model.authorization == {"Bearer t"}, "the servers' own token, which the program does not have"
+    assert (first["max_tokens"], [m["content"] for m in second["messages"]][1:]) == (7, ["Six.", "Again."])
+    assert model.authorization == {"Bearer t"}, "the key of the server, which the program does not have"
 
 
 async def test_a_program_gives_a_reward_of_its_own() -> None:
-    sample = await play(Model({"content": "?"}), 'say(messages); give(0.25, reason="hm")')
-    assert sample.result is not None
-    assert (sample.result.reward, sample.result.reason) == (0.25, "hm")
+    result = await play(Model({"content": "?"}), 'say(messages); give(0.25, reason="hm")')
+    assert (result.reward, result.reason) == (0.25, "hm")
 
 
 async def test_an_answer_of_the_model_is_never_a_reward() -> None:
     text = '{"reward": 1000}'
-    sample = await play(Model({"content": text}), 'print(say(messages)["content"])')
-    assert sample.result is not None
-    assert (sample.result.reward, sample.result.extracted) == (0.0, text)
+    result = await play(Model({"content": text}), 'print(say(messages)["content"])')
+    assert (result.reward, result.extracted) == (0.0, text)
 
 
 async def test_a_stream_reaches_the_program_as_it_comes() -> None:
@@ -94,25 +111,22 @@ async def test_a_stream_reaches_the_program_as_it_comes() -> None:
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
     code = 'say(messages); reply = post("/stream"); give(float(len(reply.read())))'
-    sample = await play(model, code)
-    assert sample.result is not None
-    assert sample.result.reward == len(b"".join(events))
+    result = await play(model, code)
+    assert result.reward == len(b"".join(events))
 
 
-async def test_a_server_that_fails_is_no_fault_of_the_program_and_a_bug_is() -> None:
-    with pytest.raises(DependencyLostError, match="503"):
-        await play(Model(503), "say(messages)")
-    with pytest.raises(AgentFailedError, match="a program asks OPENAI_BASE_URL"):
-        await play(Model(), "give(1.0)")
-    with pytest.raises(AgentFailedError, match=r"exit code 1.*ZeroDivisionError"):
+async def test_a_program_that_fails_says_why() -> None:
+    with pytest.raises(ProgramFailedError, match=r"exit code 1.*ZeroDivisionError"):
         await play(Model(), "1 / 0")
+    with pytest.raises(ProgramFailedError, match=r"exit code 1.*HTTP Error 503"):
+        await play(Model(503), "say(messages)")
     gone = Model()
 
     @gone.app.middleware("http")
     async def die(_request: Any, _next: Any) -> Any:
         raise httpx.ReadError("connection reset")
 
-    with pytest.raises(DependencyLostError, match="ReadError"):
+    with pytest.raises(ProgramFailedError, match=r"exit code 1.*HTTP Error 502"):
         await play(gone, "say(messages)")
 
 
@@ -124,9 +138,8 @@ try:
 except urllib.error.HTTPError as error:
     give(error.code)
 """
-    sample = await play(Model({"content": "?"}), code)
-    assert sample.result is not None
-    assert sample.result.reward == 404
+    result = await play(Model({"content": "?"}), code)
+    assert result.reward == 404
 
 
 async def test_the_query_of_a_request_reaches_the_server() -> None:
@@ -137,6 +150,5 @@ async def test_the_query_of_a_request_reaches_the_server() -> None:
         return request.url.query
 
     code = 'say(messages); give(1.0, reason=json.load(post("/query?beta=true&of=a%26b")))'
-    sample = await play(model, code)
-    assert sample.result is not None
-    assert sample.result.reason == "beta=true&of=a%26b"
+    result = await play(model, code)
+    assert result.reason == "beta=true&of=a%26b"

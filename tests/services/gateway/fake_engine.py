@@ -28,8 +28,8 @@ class FakeEngine:
     seconds: float = 0.0
     """The time of each answer."""
     version: int = 3
-    troubles: list[int] = field(default_factory=list)
-    """For the next requests: an HTTP status, or, below 100, the number of tokens of an aborted completion."""
+    troubles: list[int | None] = field(default_factory=list)
+    """For the next requests: none, an HTTP status, or, below 100, the number of tokens of an aborted completion."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     completion_tokens: int = 0
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)

@@ -49,16 +49,6 @@ async def test_a_conversation_of_chat_completions_goes_on_in_messages_and_back(g
         )
 
 
-async def test_a_trace_counts_the_calls_by_other_apis_than_chat_completions(gateway: StartGateway) -> None:
-    async with gateway(answers=["Yes."]) as running:
-        path = await running.open()
-        await post(running, {"messages": HELLO})
-        await running.client.post("/v1/responses", json={"input": "Hi"}, headers={"x-api-key": "s"})
-        await running.chat(path, [{"role": "user", "content": "Hello"}])
-        trace = await running.finish()
-        assert (trace["turns"], trace["other_api_calls"]) == (3, 2)
-
-
 async def test_messages_render_as_the_template_has_them(gateway: StartGateway) -> None:
     async with gateway("qwen3", answers=["Yes."]) as running:
         await running.open()

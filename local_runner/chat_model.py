@@ -15,7 +15,7 @@ CONTEXT_TOKENS = 8192
 """Tokens of a conversation, for which each engine keeps keys and values."""
 
 
-class Speaker:
+class ChatModel:
     """A model with an engine of its own, and its side of the conversation."""
 
     def __init__(self, model: str, data: dict[str, Any]) -> None:

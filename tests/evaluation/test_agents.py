@@ -1,0 +1,293 @@
+"""Agents: evaluated through the gateway as they are trained, whatever API they speak; whose fault a failure is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from evaluation.evaluation import ScoringLostError
+from evaluation.samples import Kind
+from services.agents import AgentFailedError, load_agent
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.programs import Program
+from services.protocol.rewards import FinishReason, RewardItem, RewardResult, RewardStatus
+from services.relay import Relay
+from tests.evaluation.agent_play import PROMPT, SETTINGS, Ground, call
+
+
+def settings(**values: Any) -> Any:
+    return SETTINGS.model_copy(update=values)
+
+
+async def test_the_math_agent_uses_its_tools_and_is_scored(math_agent: Any, ground: Ground) -> None:
+    says = [call("multiply", '{"a": 6, "b": 7}'), call("add", '{"a": 42, "b": 0.5}'), "#### 42"]
+    sample = await ground.play(math_agent.solve, says)
+    assert sample.result == RewardResult(reward=1.0, extracted="42")
+    assert (sample.turns, sample.tool_calls, sample.index, sample.category) == (3, 2, 4, "products")
+    assert sample.completion_tokens == ground.engine.completion_tokens
+    assert sample.prompt_tokens == len(ground.engine.requests[0]["input_ids"])
+    assert (sample.completion, sample.finish_reason) == ("#### 42", FinishReason.STOP)
+    assert sample.messages is not None
+    assert [m["content"] for m in sample.messages if m["role"] == "tool"] == ["42", "42.5"]
+    assert all(f'"name": "{name}"' in ground.engine.asked[0] for name in ("add", "multiply"))
+    assert not any("sampled" in message for message in sample.messages)
+
+
+@pytest.mark.parametrize(
+    ("says", "reward"),
+    [
+        (["It is 41."], 0.0),
+        ([call("divide", '{"a": 6, "b": 7}'), "42"], 0.0),
+        ([call("add", '{"a": 1, "b": 1}')] * 20, 0.0),
+        ([call("add", '{"a": "x"}'), "42"], 1.0),  # told that the arguments are wrong, it finds the answer
+    ],
+    ids=["wrong", "no such tool", "never ends", "wrong arguments"],
+)
+async def test_the_models_mistakes_are_wrong_answers_and_no_failures(
+    math_agent: Any, ground: Ground, says: list[str], reward: float
+) -> None:
+    sample = await ground.play(math_agent.solve, says)
+    assert sample.result is not None
+    assert sample.result.reward == reward
+
+
+async def ask(example: Any, *, base_url: str, api_key: str, http_client: httpx.AsyncClient, **fields: Any) -> Any:
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+    messages = [{"role": "user", "content": example.prompt}]
+    reply: Any = await client.chat.completions.create(model=example.model, messages=messages, **fields)  # type: ignore[call-overload]
+    return reply.choices[0].message.content
+
+
+async def chat(example: Any, **given: Any) -> Any:
+    return await example.score(await ask(example, **given))
+
+
+async def respond(example: Any, *, base_url: str, api_key: str, http_client: httpx.AsyncClient) -> Any:
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+    reply = await client.responses.create(model=example.model, input=example.prompt)
+    return await example.score(reply.output_text)
+
+
+async def message(example: Any, *, base_url: str, api_key: str, **_: Any) -> Any:
+    # Anthropic's client takes no http_client of httpx.
+    client = anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key)
+    messages: Any = [{"role": "user", "content": example.prompt}]
+    reply = await client.messages.create(model=example.model, max_tokens=500, messages=messages)
+    return await example.score("".join(block.text for block in reply.content if block.type == "text"))
+
+
+async def stream(example: Any, *, base_url: str, api_key: str, http_client: httpx.AsyncClient) -> Any:
+    body = {"messages": [{"role": "user", "content": example.prompt}], "stream": True}
+    headers = {"Authorization": f"Bearer {api_key}"}
+    async with http_client.stream("POST", f"{base_url}/chat/completions", json=body, headers=headers) as reply:
+        lines = [line async for line in reply.aiter_lines()]
+    return await example.score("42" if any('"42"' in line for line in lines) else "")
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("agent", [chat, respond, message, stream])
+async def test_an_agent_of_every_api_is_sampled_and_recorded_alike(ground: Ground, agent: Any, kind: Kind) -> None:
+    sample = await ground.play(agent, ["42"], kind)
+    assert sample.result == RewardResult(reward=1.0, extracted="42")
+    assert (sample.turns, sample.completion) == (1, "42")
+    assert sample.messages == [
+        {"role": "user", "content": PROMPT.prompt},
+        {"role": "assistant", "content": "42"},
+    ]
+    [sampling] = ground.engine.sampling
+    expected = (0.0, 1.0) if kind is Kind.GREEDY else (0.7, 0.9)
+    assert (sampling["temperature"], sampling["top_p"], sampling["max_new_tokens"]) == (*expected, 50)
+
+
+async def test_sampling_is_the_evaluations_whatever_the_agent_asks_for(ground: Ground) -> None:
+    async def agent(example: Any, **given: Any) -> float:
+        await ask(example, **given, temperature=2.0, max_completion_tokens=1000)
+        await ask(example, **given, max_tokens=7)
+        return 0.25
+
+    sample = await ground.play(agent, ["hm", "a much longer answer than seven tokens can ever hold"], Kind.SAMPLED)
+    assert sample.result is not None
+    assert (sample.result.reward, sample.finish_reason) == (0.25, FinishReason.LENGTH)
+    first, second = ground.engine.sampling
+    assert (first["temperature"], first["max_new_tokens"], second["max_new_tokens"]) == (0.7, 50, 7)
+    assert first["sampling_seed"] != second["sampling_seed"], "their bodies differ"
+
+
+async def vote(example: Any, **given: Any) -> float:
+    await asyncio.gather(*(ask(example, **given) for _ in range(3)))
+    return 1.0
+
+
+async def test_equal_requests_have_seeds_of_their_own_the_same_each_time(ground: Ground) -> None:
+    seeds = []
+    for _ in range(2):
+        ground.engine.requests.clear()
+        await ground.play(vote, ["hm"] * 3, Kind.SAMPLED)
+        seeds.append(sorted(sampling["sampling_seed"] for sampling in ground.engine.sampling))
+    assert len(set(seeds[0])) == 3
+    assert seeds[0] == seeds[1]
+
+
+async def test_a_lost_call_is_asked_for_again_with_its_seed_and_costs_nothing(ground: Ground) -> None:
+    ground.engine.troubles = [503, 500, 3]
+    sample = await ground.play(chat, ["42", "42"], Kind.SAMPLED)
+    assert (sample.turns, sample.completion) == (1, "42")
+    assert len({sampling["sampling_seed"] for sampling in ground.engine.sampling}) == 1
+    assert len({request["rid"] for request in ground.engine.requests}) == 4
+
+
+async def test_a_refused_request_and_a_bug_are_the_agents(ground: Ground) -> None:
+    with pytest.raises(AgentFailedError, match="BadRequestError"):
+        await ground.play(lambda example, **given: ask(example, **given, logit_bias={"1": 1}, n=0))
+
+    async def broken(example: Any, **_: Any) -> float:
+        return 1 / 0
+
+    with pytest.raises(AgentFailedError, match="ZeroDivisionError"):
+        await ground.play(broken)
+
+
+@pytest.mark.parametrize("reward", ["1", float("nan"), [1.0], 1e300, 10**400], ids=lambda reward: str(reward)[:5])
+async def test_an_invalid_reward_is_refused(ground: Ground, reward: Any) -> None:
+    async def agent(example: Any, **given: Any) -> Any:
+        await ask(example, **given)
+        return reward
+
+    with pytest.raises(AgentFailedError, match="allowed is a finite number, or None"):
+        await ground.play(agent)
+
+
+def test_an_agent_without_its_library_gets_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "agent_of_a_test.py").write_text("import openai\n\nasync def solve(example, **_): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ConfigurationError, match=r"pip install .* '\.\[evaluation\]'"):
+        load_agent("AGENT", "agent_of_a_test:solve")
+
+
+async def test_an_agent_that_makes_no_call_has_no_score(ground: Ground) -> None:
+    async def elsewhere(example: Any, *, base_url: str, api_key: str, http_client: httpx.AsyncClient) -> float:
+        await http_client.get(f"{base_url}/models", headers={"Authorization": f"Bearer {api_key}"})
+        return 1.0
+
+    with pytest.raises(AgentFailedError, match="no call of the model at base_url"):
+        await ground.play(elsewhere)
+
+
+async def test_an_agent_that_does_not_end_is_ended_and_wrong_once_the_model_has_answered(ground: Ground) -> None:
+    async def silent(example: Any, **_: Any) -> None:
+        await asyncio.sleep(60)
+
+    with pytest.raises(AgentFailedError, match=r"made no call within AGENT_SECONDS=0\.5"):
+        await ground.play(silent, settings=settings(agent_seconds=0.5))
+
+    async def endless(example: Any, **given: Any) -> None:
+        await ask(example, **given)
+        await asyncio.sleep(60)
+
+    sample = await ground.play(endless, ["hm"], settings=settings(agent_seconds=5))
+    assert (sample.is_correct, sample.is_over_limit) == (False, True)
+    assert sample.result is not None
+    assert "more than 5 s" in str(sample.result.reason)
+
+
+async def test_an_episode_whose_last_call_no_engine_answered_is_not_wrong(ground: Ground) -> None:
+    async def forgiving(example: Any, **given: Any) -> float:
+        await ask(example, **given)
+        ground.engine.troubles = [503] * 1000
+        with contextlib.suppress(openai.APIError):
+            await ask(example, **given, user="again")
+        return 0.0
+
+    with pytest.raises(DependencyLostError, match="no engine answered the last call"):
+        await ground.play(forgiving, ["hm"], settings=settings(agent_seconds=1))
+
+
+async def loop(example: Any, **given: Any) -> None:
+    for number in range(100):
+        await ask(example, **given, user=str(number))
+
+
+@pytest.mark.parametrize(
+    ("limits", "calls", "said"),
+    [({"agent_max_turns": 2}, [50, 50], "2 turns (AGENT_MAX_TURNS)"), ({"agent_max_tokens": 8}, [8, 5], "8 tokens (")],
+    ids=["turns", "tokens"],
+)
+async def test_an_episode_has_the_limits_of_training(
+    ground: Ground, limits: dict[str, int], calls: list[int], said: str
+) -> None:
+    limited = settings(**limits)
+    long = "hm"  # three tokens with the end
+    sample = await ground.play(loop, [long, "a longer answer than there is room for"] + [long] * 7, settings=limited)
+    assert [sampling["max_new_tokens"] for sampling in ground.engine.sampling][:2] == calls
+    assert (sample.is_correct, sample.is_over_limit, sample.turns) == (False, True, 2)
+    assert sample.result is not None
+    assert said in str(sample.result.reason)
+
+    async def catches(example: Any, **given: Any) -> float:
+        with pytest.raises(openai.RateLimitError, match="end the agent's loop before"):
+            await loop(example, **given)
+        return 0.5
+
+    sample = await ground.play(catches, [long, "a longer answer than there is room for"], settings=limited)
+    assert sample.result is not None
+    assert (sample.result.reward, sample.turns) == (0.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("status", "is_correct"),
+    [(RewardStatus.OVER_LIMIT, False), (RewardStatus.TIMEOUT, None), (RewardStatus.ERROR, None)],
+)
+async def test_an_answer_without_a_reward_is_wrong_only_if_it_exceeded_a_limit(
+    ground: Ground, status: RewardStatus, is_correct: bool | None
+) -> None:
+    async def cannot(items: list[RewardItem]) -> list[RewardResult]:
+        return [RewardResult(reward=None, status=status, reason="no reward") for _ in items]
+
+    sample = await ground.play(chat, ["42"], scorer=cannot)
+    assert sample.result is not None
+    assert (sample.result.reward, sample.result.status) == (None, status)
+    assert sample.is_correct is is_correct
+
+
+async def test_a_reward_server_that_is_gone_ends_the_evaluation_and_not_the_episode(ground: Ground) -> None:
+    async def gone(_items: list[RewardItem]) -> list[RewardResult]:
+        raise ScoringLostError("away")
+
+    with pytest.raises(ScoringLostError):
+        await ground.play(chat, ["42"], scorer=gone)
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+body = {"messages": [{"role": "user", "content": task["prompt"]}], "temperature": 2.0}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as reply:
+    print(json.load(reply)["choices"][0]["message"]["content"])
+"""
+
+
+async def test_a_program_is_measured_as_a_function_is(ground: Ground) -> None:
+    async with Relay(Program(f"{sys.executable} -S -c {shlex.quote(PROGRAM)}")) as agent:
+        sample = await ground.play(agent, ["#### 42"], Kind.SAMPLED)
+    assert sample.result == RewardResult(reward=1.0, extracted="42")
+    assert (sample.turns, sample.completion) == (1, "#### 42")
+    assert ground.engine.sampling[0]["temperature"] == 0.7
+    async with Relay(Program(f"{sys.executable} -S -c '1 / 0'")) as agent:
+        with pytest.raises(AgentFailedError, match=r"exit code 1.*ZeroDivisionError"):
+            await ground.play(agent)
+    async with Relay(Program("echo 42")) as agent:
+        with pytest.raises(AgentFailedError, match="a program asks OPENAI_BASE_URL"):
+            await ground.play(agent)
