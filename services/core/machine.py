@@ -196,12 +196,6 @@ def _c_library() -> Any:
     return ctypes.CDLL(None)
 
 
-AUTO_RULE = (
-    "bfloat16 on a GPU and on processors with bfloat16 instructions (AVX512-BF16 or AMX), float32 on other processors, "
-    "which emulate bfloat16 many times more slowly"
-)
-
-
 class ComputeType(StrEnum):
     """The type of numbers that a model is computed in."""
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from string import Formatter
 
 from pydantic import Field, field_validator
-from pydantic_settings import SettingsConfigDict
 
 from services.core.errors import ConfigurationError
-from services.core.settings import JsonObject, Settings
+from services.core.settings import TemplateSettings
 from services.protocol.ground_truths import REASONING_GYM
 
 
@@ -44,10 +43,8 @@ class Curriculum(StrEnum):
     HARD_FIRST = "hard_first"
 
 
-class DataSettings(Settings):
+class DataSettings(TemplateSettings):
     """The data-server's environment variables."""
-
-    model_config = SettingsConfigDict(use_attribute_docstrings=True)
 
     dataset: str = Field("gsm8k", min_length=1)
     """`gsm8k`, `arithmetic` (a built-in generator), `seeds` (of episodes, for ROLLOUT=environment),
@@ -85,9 +82,6 @@ class DataSettings(Settings):
     """Appended to every question on a line of its own. Default: asks for steps and the answer in the form of the
     ground truths (`####` or `\\boxed{}`, `<answer>` for `reasoning_gym:...`), nothing where they are plain; `none`
     appends nothing."""
-    chat_template_args: JsonObject = Field(default_factory=dict)
-    """Arguments of the chat template as a JSON object, such as `{"enable_thinking": false}`; the gateway and the
-    evaluation have the same variable."""
     max_prompt_tokens: int = Field(4096, ge=1)
     """Longer prompts are passed over and counted."""
 

@@ -13,6 +13,7 @@ from typing import Self
 from pydantic import model_validator
 
 from services.core.errors import ConfigurationError
+from services.core.settings import EnginesSection
 from services.protocol.base import MAX_SEQUENCES
 from trainer.algorithm.methods import (
     ADVANTAGES,
@@ -52,6 +53,7 @@ class TrainerSettings(
     OptimisationSection,
     MemorySection,
     PublishingSection,
+    EnginesSection,
     EvaluationSection,
 ):
     """All settings of the trainer, section by section."""

@@ -205,7 +205,10 @@ def test_a_question_that_cannot_be_made_or_written_costs_only_itself(monkeypatch
 
 @pytest.mark.parametrize(
     ("script", "end"),
-    [("exec 0<&-; exit 3", "exited with code 3"), ("""cat >/dev/null; printf '{"question": "a'; kill -9 $$""", "was ended by SIGKILL")],
+    [
+        ("exec 0<&-; exit 3", "exited with code 3"),
+        ("""cat >/dev/null; printf '{"question": "a'; kill -9 $$""", "was ended by SIGKILL"),
+    ],
     ids=["before it reads its plan", "within a line"],
 )
 def test_a_generator_that_dies_is_one_line_with_its_exit_code(

@@ -62,7 +62,11 @@ async def test_memory_is_limited_for_math_too(scoring: Any) -> None:
         ("sleep", RewardStatus.TIMEOUT, "more than 3 s by the clock"),
         ("hog", RewardStatus.OVER_LIMIT, "more than 64 MB"),
         ("grab", RewardStatus.OVER_LIMIT, "more than 64 MB"),
-        ("exit", RewardStatus.ERROR, "exited with code 3 over this answer; if a library lacked memory, raise REWARD_MEMORY_MB"),
+        (
+            "exit",
+            RewardStatus.ERROR,
+            "exited with code 3 over this answer; if a library lacked memory, raise REWARD_MEMORY_MB",
+        ),
         ("crash", RewardStatus.ERROR, "SIGSEGV"),
         ("killed", RewardStatus.ERROR, "SIGKILL"),
     ],
