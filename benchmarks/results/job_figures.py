@@ -13,7 +13,7 @@ from benchmarks.job import JOB_GROUP, Job
 from benchmarks.results import job_runs
 from benchmarks.results.runs import Result, Results, Run, commonest_processor
 from benchmarks.results.tables import names, spread, table
-from services.protocol.pass_at_k import interval
+from services.protocol.rewards import interval
 
 Figures = dict[str, float]
 

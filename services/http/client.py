@@ -13,7 +13,7 @@ import functools
 import socket
 import ssl
 import time
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import httpx
 import orjson
@@ -21,10 +21,13 @@ import stamina
 from prometheus_client import Counter
 from pydantic import BaseModel, ValidationError
 
+from services.core import endpoints
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
+from services.protocol.base import ComponentRecord
 
 log = get_logger(__name__)
+
 
 # Instead of stamina's line at each attempt, the client logs the first in its own words.
 stamina.instrumentation.set_on_retry_hooks([stamina.instrumentation.PrometheusOnRetryHook])
@@ -339,3 +342,28 @@ def _backoff(error: Exception) -> bool | float:
     after = error.response.headers.get("Retry-After", "")
     wait = min(float(after), MAX_RETRY_AFTER_SECONDS) if after.isdecimal() else True
     return error.response.status_code in _RETRIED_STATUS and wait
+
+
+class ServiceClient(HttpClient):
+    """A client of one service of the job group."""
+
+    task: ClassVar[endpoints.Task]
+
+    def __init__(
+        self,
+        endpoint: endpoints.Endpoint | None = None,
+        token: str | None = None,
+        *,
+        timeout: float = 30.0,
+        deadline: float = 90.0,
+    ) -> None:
+        """Make a client of the service at ``endpoint``, by default the job group's.
+
+        ``timeout`` is for one attempt and ``deadline`` for a call with all its attempts, both in seconds.
+        """
+        address = endpoint or endpoints.endpoint(self.task)
+        super().__init__(address.url, token=token, timeout=timeout, service=self.task.value, deadline=deadline)
+
+    async def settings(self) -> ComponentRecord:
+        """Return the service's record of its settings, commit and packages."""
+        return await self.call("GET", "/settings", ComponentRecord)

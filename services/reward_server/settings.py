@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pydantic import Field, field_validator
 
 from services.core.settings import Settings
-from services.protocol.pass_at_k import CORRECT
+from services.protocol.rewards import CORRECT
 
 BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model")
 _IN_PROCESS = ("exact_match", "format", "reward_model")

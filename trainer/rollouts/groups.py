@@ -21,9 +21,8 @@ from services.core.logs import get_logger
 from services.http.client import RequestRefusedError
 from services.protocol.base import derive_seed
 from services.protocol.groups import Completion, Experience, Group
-from services.protocol.pass_at_k import CORRECT, is_correct
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
+from services.protocol.rewards import CORRECT, RewardItem, RewardResult, RewardStatus, is_correct
 from services.run_page.activity import Activity
 from services.run_page.directory import FIRST_FAILURE
 from trainer.config import TrainerSettings
