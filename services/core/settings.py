@@ -85,7 +85,7 @@ class Settings(BaseSettings):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """The values that name functions or classes of the user's own, by variable."""
+        """The values that name the user's functions or classes, by variable."""
         return {}
 
     @property
@@ -147,9 +147,11 @@ class AgentSettings(Settings):
 
 
 def _describe(problem: Any) -> str:
-    name, said = "_".join(str(part) for part in problem["loc"]).upper(), problem["msg"].removeprefix("Value error, ")
+    name, message = "_".join(str(part) for part in problem["loc"]).upper(), problem["msg"].removeprefix("Value error, ")
     if not name:  # a check of several settings, which names them itself
-        return str(said)
+        return str(message)
     value = problem.get("input")
-    shown = "" if value is None or isinstance(value, dict) or "TOKEN" in name or "KEY" in name else f" is {value!r}"
-    return f"{name}{shown}: {said}"
+    value_text = (
+        "" if value is None or isinstance(value, dict) or "TOKEN" in name or "KEY" in name else f" is {value!r}"
+    )
+    return f"{name}{value_text}: {message}"

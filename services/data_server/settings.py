@@ -59,7 +59,7 @@ class DataSettings(TemplateSettings):
     dataset_test_split: str = "test"
     """Split of a Hugging Face dataset that is held out of training."""
     dataset_test: Path | None = None
-    """A .jsonl or .parquet file of held-out prompts beside a file given as DATASET."""
+    """A .jsonl or .parquet file of held-out prompts, for a DATASET that is a file."""
     dataset_held_out: float = Field(0.05, gt=0, lt=1)
     """Share of the rows held out of training, for a source that has no held-out split of its own."""
     prompt_column: str | None = None
@@ -150,8 +150,8 @@ def named_files(settings: DataSettings) -> dict[str, Path]:
     if not is_path(settings.dataset):
         if settings.dataset_test is not None:
             raise ConfigurationError(
-                f"DATASET_TEST is {str(settings.dataset_test)!r}, but DATASET {settings.dataset!r} is no file; leave "
-                "out DATASET_TEST (DATASET_TEST_SPLIT names the held-out split of a dataset on the hub)"
+                f"DATASET_TEST is {str(settings.dataset_test)!r}, but DATASET {settings.dataset!r} is not a file; "
+                "leave out DATASET_TEST (DATASET_TEST_SPLIT names the held-out split of a dataset on the hub)"
             )
         return {}
     held_out = {"DATASET_TEST": settings.dataset_test} if settings.dataset_test else {}

@@ -43,7 +43,7 @@ CONNECT_SECONDS = 5.0
 PROBE_SECONDS = 5.0
 """Longest wait for an answer of /health."""
 LEAST_PROBE_SECONDS = 1.0
-"""The last probe before a deadline has this long, or it would time out and hide what the others saw."""
+"""Shortest time of the last probe; a shorter one would replace the real cause by a time-out."""
 HEALTH_POLL_SECONDS = 0.2
 LONGEST_HEALTH_POLL_SECONDS = 2.0
 """The pause between probes grows to a tenth of the time waited, so that a hundred clients do not load a service that
@@ -302,10 +302,10 @@ def _transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
 def watched_socket(address: tuple[Any, ...]) -> socket.socket:
     """Return a socket for an entry of getaddrinfo that closes GIVEN_UP_SECONDS after the other side fell silent."""
     family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
+    opened = socket.socket(family, kind, protocol)
     for level, name, value in _socket_options():
-        made.setsockopt(level, name, value)
-    return made
+        opened.setsockopt(level, name, value)
+    return opened
 
 
 def _socket_options() -> list[tuple[int, int, int]]:
@@ -318,8 +318,8 @@ def _socket_options() -> list[tuple[int, int, int]]:
         ("TCP_KEEPCNT", KEEPALIVE_PROBES),
         ("TCP_USER_TIMEOUT", GIVEN_UP_SECONDS * 1000),
     ]
-    known = [(socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in options if hasattr(socket, name)]
-    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *known]
+    supported = [(socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in options if hasattr(socket, name)]
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *supported]
 
 
 @functools.cache

@@ -26,7 +26,7 @@ class WeightedFunction:
 
     @property
     def is_own(self) -> bool:
-        """True for a function of the user's own."""
+        """True for a user's function."""
         return ":" in self.name
 
 
@@ -78,7 +78,7 @@ class RewardSettings(Settings):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """REWARD_FN if a part of it is a function of the user's own."""
+        """REWARD_FN if a part of it is a user's function."""
         return {"REWARD_FN": self.reward_fn} if any(function.is_own for function in self.functions) else {}
 
     @property
@@ -100,7 +100,7 @@ def parse_functions(text: str) -> list[WeightedFunction]:
         match = _PART.fullmatch(part.strip())
         if match is None or (":" not in match["name"] and match["name"] not in BUILT_IN):
             raise ValueError(
-                f"{part.strip()!r} is no reward; allowed are {', '.join(BUILT_IN)} and module:function, each with "
+                f"{part.strip()!r} is not a reward; allowed are {', '.join(BUILT_IN)} and module:function, each with "
                 f"=weight, a number, or without"
             )
         functions.append(WeightedFunction(match["name"], float(match["weight"] or 1.0)))
