@@ -106,7 +106,14 @@ def train_trl(work: Work, seed: int, python: str) -> Measured:
 
 
 def measure_steps(given: Given) -> list[Side]:
-    """Train some steps on both sides."""
+    """Measure whole GRPO steps of the job group on this machine against TRL's GRPOTrainer.
+
+    Both sides train the model on the demo's questions with the same numbers of prompts, completions, tokens and
+    threads, without replay, in bfloat16 on a processor with instructions for it and in float32 on others. Ours is the
+    whole job group: services, router, engine and trainer are processes, and weights reach the engine through the file
+    system. The seconds of a step include everything, from prompts until the new weights serve. The first step of each
+    round warms up and is left out.
+    """
     work = harness.made_of(Work, given)
     sides = [
         Side("ours", lambda seed: train_job_group(QUESTIONS, work, seed)),
@@ -133,14 +140,6 @@ def step_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 STEP = Benchmark(
-    about="""\
-Measure whole GRPO steps of the job group on this machine against TRL's GRPOTrainer.
-
-Both sides train the model on the demo's questions with the same numbers of prompts, completions, tokens and threads,
-without replay, in bfloat16 on a processor with instructions for it and in float32 on others. Ours is the whole job
-group: services, router, engine and trainer are processes, and weights reach the engine through the file system. The
-seconds of a step include everything, from prompts until the new weights serve. The first step of each round warms up
-and is left out.""",
     measure=measure_steps,
     tables=step_tables,
     rounds=2,
@@ -180,7 +179,14 @@ def work_of_the_demo(target: float, limit_seconds: float) -> Work:
 
 
 def measure_reward(given: Given) -> list[Side]:
-    """Train on both sides until the mean reward is reached, or the time is up."""
+    """Measure how long the demo's task takes to a mean reward of 0.9, for the job group and for TRL's GRPOTrainer.
+
+    Ours is jobgroup.yaml with examples/demo.env, without its evaluations, on one trainer node and one rollout node.
+    Each has all cores, because they compute in turn. TRL trains the same model on the same questions with the same
+    numbers of prompts, completions and tokens, at the same learning rate, in float32 on all cores. The reward counts as
+    reached when the mean of three steps reaches it. The seconds are those of the steps until then, without the start.
+    Neither side trains longer than --minutes. Every round has its own seed, because luck decides over some steps.
+    """
     work = work_of_the_demo(given.reward, 60 * given.minutes)
 
     def is_enough(run: Measured) -> bool:
@@ -230,14 +236,6 @@ def reward_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 REWARD = Benchmark(
-    about="""\
-Measure how long the demo's task takes to a mean reward of 0.9, for the job group and for TRL's GRPOTrainer.
-
-Ours is jobgroup.yaml with examples/demo.env, without its evaluations, on one trainer node and one rollout node. Each
-has all cores, because they compute in turn. TRL trains the same model on the same questions with the same numbers of
-prompts, completions and tokens, at the same learning rate, in float32 on all cores. The reward counts as reached when
-the mean of three steps reaches it. The seconds are those of the steps until then, without the start. Neither side
-trains longer than --minutes. Every round has its own seed, because luck decides over some steps.""",
     measure=measure_reward,
     tables=reward_tables,
     rounds=3,

@@ -126,17 +126,20 @@ def environment_figures(*, quick: bool) -> Iterator[Figure]:
             yield Figure(f"{environment}, memory", server.memory_mb(), "MB")
 
 
-ENVIRONMENT_SERVER = Benchmark(
-    about="""\
-Measure one environment-server with 256 episodes at once: gymnasium's CartPole, and a guessing game of text.
+def measure_environments(given: Given) -> list[Side]:
+    """Measure one environment-server with 256 episodes at once: gymnasium's CartPole, and a guessing game of text.
 
-The server is a process of its own. "One client" steps all its episodes in each request, as the evaluation head and
-trajectories do; "256 clients" each step one episode over a connection of their own, as episodes of training do. The
-clients push the cart to the side where the pole leans, and find the number by bisection. They share one process, whose
-cost is in every number. The latency of a step is that of a request to /step. With --quick a side has 256 episodes.""",
-    measure=lambda given: measure_figures(
-        {"environment-server": partial(environment_figures, quick=given.quick)}, given
-    ),
+    The server is a process of its own. "One client" steps all its episodes in each request, as the evaluation head and
+    trajectories do; "256 clients" each step one episode over a connection of their own, as episodes of training do. The
+    clients push the cart to the side where the pole leans, and find the number by bisection. They share one process,
+    whose cost is in every number. The latency of a step is that of a request to /step. With --quick a side has 256
+    episodes.
+    """
+    return measure_figures({"environment-server": partial(environment_figures, quick=given.quick)}, given)
+
+
+ENVIRONMENT_SERVER = Benchmark(
+    measure=measure_environments,
     tables=figure_table(f"one environment-server, {EPISODES} episodes at once"),
     rounds=3,
 )
@@ -184,7 +187,12 @@ async def send(
 
 
 def measure_bodies(given: Given) -> list[Side]:
-    """Measure each kind of body at a head with a linear policy."""
+    """Measure POST /evaluate with a batch of states as JSON, as raw float32 and as MessagePack.
+
+    One client sends request after request over one connection to a head whose policy is a linear layer, so that reading
+    the body is most of the work. A request's time is from its numpy array to the reply's bytes: encoding it counts. The
+    exit code is 1 if a body gets other actions.
+    """
     kinds: dict[str, tuple[Encode, str]] = {
         "JSON": (as_json, "application/json"),
         "MessagePack": (as_msgpack, MSGPACK),
@@ -219,12 +227,6 @@ def body_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 EVALUATE_BODIES = Benchmark(
-    about="""\
-Measure POST /evaluate with a batch of states as JSON, as raw float32 and as MessagePack.
-
-One client sends request after request over one connection to a head whose policy is a linear layer, so that reading
-the body is most of the work. A request's time is from its numpy array to the reply's bytes: encoding it counts.
-The exit code is 1 if a body gets other actions.""",
     measure=measure_bodies,
     tables=body_tables,
     rounds=5,
@@ -279,7 +281,13 @@ def write_trajectories(steps: int, policy: Path) -> None:
 
 
 def measure_trajectories(given: Given) -> list[Side]:
-    """Play the same number of steps in each way."""
+    """Time a million steps of CartPole-v1 as grpo trajectories writes them, against gymnasium alone.
+
+    Every side plays the same number of steps in 256 environments of one process. "gymnasium alone" steps them and does
+    nothing else, which is the floor. "with the policy" also asks the policy of toys.cartpole for the actions of all
+    environments at once. "trajectories" is the whole command's work, from loading the policy to the last Parquet file;
+    each of its episodes has 500 steps.
+    """
     logs.configure("trajectories", "warning")
     with tempfile.TemporaryDirectory() as directory:
         policy = Path(directory) / "cartpole.pt2"
@@ -315,13 +323,6 @@ def trajectory_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 TRAJECTORIES = Benchmark(
-    about="""\
-Time a million steps of CartPole-v1 as grpo trajectories writes them, against gymnasium alone.
-
-Every side plays the same number of steps in 256 environments of one process. "gymnasium alone" steps them and does
-nothing else, which is the floor. "with the policy" also asks the policy of toys.cartpole for the actions of all
-environments at once. "trajectories" is the whole command's work, from loading the policy to the last Parquet file;
-each of its episodes has 500 steps.""",
     measure=measure_trajectories,
     tables=trajectory_tables,
     rounds=3,

@@ -56,7 +56,14 @@ def cases_of(slowdowns: Sequence[float], staleness: Sequence[int]) -> list[tuple
 
 
 def measure(given: Given) -> list[Side]:
-    """Measure both modes at every slowdown."""
+    """Measure the asynchronous against the synchronous job group at equal numbers of groups.
+
+    Both modes have one rollout node, one trainer node and half of the machine's cores for each, so that the benchmark
+    measures the overlap and not other shares of the machine. --slowdowns slows the engine down without more
+    computation, as if it ran on another machine. The last slowdown is measured with every bound of --staleness, others
+    with the middle one. Every group is computed in full, whatever its rewards, and the learning rate is next to
+    nothing, so that all steps are alike. The time runs from the end of the first step to the end of the last.
+    """
     settings = {
         **QUESTIONS,
         "MODEL_NAME": given.model,
@@ -96,14 +103,6 @@ def tables(_given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 ASYNC = Benchmark(
-    about="""\
-Measure the asynchronous against the synchronous job group at equal numbers of groups.
-
-Both modes have one rollout node, one trainer node and half of the machine's cores for each, so that the benchmark
-measures the overlap and not other shares of the machine. --slowdowns slows the engine down without more computation,
-as if it ran on another machine. The last slowdown is measured with every bound of --staleness, others with the middle
-one. Every group is computed in full, whatever its rewards, and the learning rate is next to nothing, so that all steps
-are alike. The time runs from the end of the first step to the end of the last.""",
     measure=measure,
     tables=tables,
     rounds=2,

@@ -208,7 +208,14 @@ def run_round(count: int, settings: Mapping[str, object], _round: int) -> dict[s
 
 
 def measure(given: Given) -> list[Side]:
-    """Measure each number of collectors."""
+    """Measure an asynchronous job group with few and with many collectors.
+
+    The tiny model trains by jobgroups/async.yaml under the local runner, with one rollout node and one trainer node.
+    All collectors of a run start at once. A collector has started when it first asks the replay-buffer for places.
+    Services are asked for their counts of requests twice a second, which is part of the rates. After each run the
+    prompts that the data-server gave are compared with the groups that the replay-buffer got and with the files in
+    which collectors keep their prompts in flight.
+    """
     with tempfile.TemporaryDirectory() as directory:
         model = models.directory("tiny", Path(directory) / "model")
         settings = {**SETTINGS, "MODEL_NAME": model, "MAX_STEPS": given.steps, "OMP_NUM_THREADS": 1}
@@ -250,14 +257,6 @@ def tables(_given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 COLLECTORS = Benchmark(
-    about="""\
-Measure an asynchronous job group with few and with many collectors.
-
-The tiny model trains by jobgroups/async.yaml under the local runner, with one rollout node and one trainer node. All
-collectors of a run start at once. A collector has started when it first asks the replay-buffer for places. Services are
-asked for their counts of requests twice a second, which is part of the rates. After each run the prompts that the
-data-server gave are compared with the groups that the replay-buffer got and with the files in which collectors keep
-their prompts in flight.""",
     measure=measure,
     tables=tables,
     rounds=2,

@@ -130,30 +130,40 @@ def environment_tables(_given: Given, sides: Sequence[Side]) -> list[Table]:
 
 STEPS = Option(0, "steps of a run; default: the demo's")
 
-AGENT = Benchmark(
-    about="""\
-Run `make demo-agent` with several seeds, and evaluate what each one learnt, with the agent's tool and without.
 
-Each round has a seed of its own. "With the tool" is the greedy accuracy on held-out questions of the run's own first
-and last evaluation, in which the agent plays. "Calls" are the parsed tool calls an episode in the first and in the last
-training step, at temperature 1; one is needed. "Without" is the trained model's greedy accuracy on held-out questions
-that it gets without agent and tool. The seconds are those of the whole run, from start to end.""",
-    measure=lambda given: measure(given, AGENT_JOB_GROUP, AGENT_SETTINGS, agents_result),
+def measure_agent(given: Given) -> list[Side]:
+    """Run `make demo-agent` with several seeds, and evaluate what each one learnt, with the agent's tool and without.
+
+    Each round has a seed of its own. "With the tool" is the greedy accuracy on held-out questions of the run's own
+    first and last evaluation, in which the agent plays. "Calls" are the parsed tool calls an episode in the first and
+    in the last training step, at temperature 1; one is needed. "Without" is the trained model's greedy accuracy on
+    held-out questions that it gets without agent and tool. The seconds are those of the whole run, from start to end.
+    """
+    return measure(given, AGENT_JOB_GROUP, AGENT_SETTINGS, agents_result)
+
+
+AGENT = Benchmark(
+    measure=measure_agent,
     tables=agent_tables,
     rounds=3,
     quick={"steps": 2},
     options={"steps": STEPS},
 )
 
-ENVIRONMENT = Benchmark(
-    about="""\
-Run `make demo-environment` with several seeds.
 
-Each round has a seed of its own. "Reward" is the mean return of the episodes of the first and of the last training
-step, at temperature 1. "Won" is the share of held-out episodes that the model wins by greedy answers in the run's own
-first and last evaluation; good guesses win all of them. "Turns" are the model's turns an episode in the first and in
-the last training step. The seconds are those of the whole run, from start to end.""",
-    measure=lambda given: measure(given, ENVIRONMENT_JOB_GROUP, ENVIRONMENT_SETTINGS, result_of),
+def measure_environment(given: Given) -> list[Side]:
+    """Run `make demo-environment` with several seeds.
+
+    Each round has a seed of its own. "Reward" is the mean return of the episodes of the first and of the last training
+    step, at temperature 1. "Won" is the share of held-out episodes that the model wins by greedy answers in the run's
+    own first and last evaluation; good guesses win all of them. "Turns" are the model's turns an episode in the first
+    and in the last training step. The seconds are those of the whole run, from start to end.
+    """
+    return measure(given, ENVIRONMENT_JOB_GROUP, ENVIRONMENT_SETTINGS, result_of)
+
+
+ENVIRONMENT = Benchmark(
+    measure=measure_environment,
     tables=environment_tables,
     rounds=3,
     quick={"steps": 2},

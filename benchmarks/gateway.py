@@ -180,7 +180,16 @@ def figures(model: Path, directory: str | None, waves: int) -> Iterator[Figure]:
 
 
 def measure(given: Given) -> list[Side]:
-    """Measure all rounds; a side is a figure."""
+    """Measure how many calls a second the gateway records, and what it adds to the engine's time.
+
+    64 sessions at once play episodes of 4 turns with a tool; prompts grow from about 350 to 1,000 tokens, and each turn
+    has about 60. Every call is on the disk before it is answered. The gateway has a process of its own; this process
+    makes the load, and a third one plays the engine and answers any prompt after a fixed time. Each has one thread for
+    its work, and all of them share the machine's cores. A latency counts from the request to the whole reply, as the
+    agent sees it, less the engine's fixed time. "saturated": each session calls again at once and the engine takes no
+    time. Other loads have a fixed number of calls a second, evenly spaced, and an engine that takes 0.1 s. The exit
+    code is 1 if a target is missed. With --quick there are fewer episodes.
+    """
     with tempfile.TemporaryDirectory() as name:
         write_model(given.model, Path(name))
         load = partial(figures, Path(name), given.directory, 2 if given.quick else 8)
@@ -188,16 +197,6 @@ def measure(given: Given) -> list[Side]:
 
 
 GATEWAY = Benchmark(
-    about=f"""\
-Measure how many calls a second the gateway records, and what it adds to the engine's time.
-
-{SESSIONS} sessions at once play episodes of {TURNS} turns with a tool; prompts grow from about 350 to 1,000 tokens, and
-each turn has about 60. Every call is on the disk before it is answered. The gateway has a process of its own; this
-process makes the load, and a third one plays the engine and answers any prompt after a fixed time. Each has one thread
-for its work, and all of them share the machine's cores. A latency counts from the request to the whole reply, as the
-agent sees it, less the engine's fixed time. "saturated": each session calls again at once and the engine takes no
-time. Other loads have a fixed number of calls a second, evenly spaced, and an engine that takes {ENGINE_SECONDS} s. The
-exit code is 1 if a target is missed. With --quick there are fewer episodes.""",
     measure=measure,
     tables=service.figure_table(f"{SESSIONS} sessions of {TURNS} turns"),
     rounds=3,

@@ -203,7 +203,15 @@ MACHINE = {
 
 
 def measure(given: Given) -> list[Side]:
-    """Measure updates and runs; each of the two is a side, and its cases are its rounds.
+    """Measure updates, publications by both transports, and a learning curve on this node's GPUs; about an hour in all.
+
+    1. Updates of each model on random tokens, in completions of 500 and of 2,000 tokens, on 1, 2 and 8 GPUs.
+    2. Runs of jobgroup.yaml on GSM8K with the first model, on 1, 2 and 8 GPUs: 100 steps by broadcast, which are the
+       learning curve, and 10 steps by the shared volume. SGLANG_PYTHON is the interpreter of SGLang's environment.
+
+    Measurements that fail are noted, and the others continue. Metrics, logs and the machine's description are written
+    to --results and packed into one file to send back. --quick measures a tiny model with the embedded engine, also
+    without a GPU: so far this program has run only in this way, on processors.
 
     Raises:
         SystemExit: there is no GPU, and this is no quick try.
@@ -308,16 +316,6 @@ def conclude(given: Given, sides: Sequence[Side]) -> int:
 
 
 GPU = Benchmark(
-    about="""\
-Measure updates, publications by both transports, and a learning curve on this node's GPUs; about an hour in all.
-
-1. Updates of each model on random tokens, in completions of 500 and of 2,000 tokens, on 1, 2 and 8 GPUs.
-2. Runs of jobgroup.yaml on GSM8K with the first model, on 1, 2 and 8 GPUs: 100 steps by broadcast, which are the
-   learning curve, and 10 steps by the shared volume. SGLANG_PYTHON is the interpreter of an environment with SGLang.
-
-Measurements that fail are noted, and the others continue. Metrics, logs and the machine's description are written to
---results and packed into one file to send back. --quick measures a tiny model with the embedded engine, also without a
-GPU: so far this program has run only in this way, on processors.""",
     measure=measure,
     tables=tables,
     rounds=3,

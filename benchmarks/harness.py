@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import signal
 import socket
 import statistics
@@ -84,10 +85,8 @@ Columns = Mapping[str, Callable[[Side], object]]
 class Benchmark:
     """A benchmark: how its sides are measured, and the tables of their measurements."""
 
-    about: str
-    """The text of ``--help``: what is measured, and what counts."""
     measure: Callable[[Given], list[Side]]
-    """Measure all rounds of all sides."""
+    """Measures all rounds of all sides. Its docstring, what is measured and what counts, is the text of ``--help``."""
     tables: Callable[[Given, Sequence[Side]], list[Table]]
     rounds: int
     """Rounds of each side without --rounds and --quick."""
@@ -99,8 +98,9 @@ class Benchmark:
 
     def parser(self, name: str) -> argparse.ArgumentParser:
         """Return the benchmark's command line."""
+        about = (inspect.getdoc(self.measure) or "").partition("\n\nRaises:")[0]
         form = argparse.RawDescriptionHelpFormatter
-        parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=self.about, formatter_class=form)
+        parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=about, formatter_class=form)
         parser.add_argument("--rounds", type=int, help=f"rounds of each side; default {self.rounds}, with --quick 1")
         changed = [f"--{option} {value}" for option, value in self.quick.items() if option in self.options]
         parser.add_argument("--quick", action="store_true", help=", ".join(["one round", *changed]))

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.harness import ROOT
-from toys.arithmetic import build_tokenizer, make
-from toys.models import qwen2, random_model
 
 SIZES = ("tiny", "135m", "0.5b")
 PRETRAINED = ROOT / ".cache/models/smollm2-135m"
@@ -38,6 +36,8 @@ def directory(size: str, new: Path) -> Path:
     if size == "135m":
         return PRETRAINED
     if size == "tiny":
+        from toys.arithmetic import make  # Here, because transformers takes seconds to import.
+
         make(new)
     else:
         make_random(new, HALF_A_BILLION)
@@ -46,5 +46,8 @@ def directory(size: str, new: Path) -> Path:
 
 def make_random(new: Path, shape: Mapping[str, int]) -> None:
     """Write a Qwen2 of a shape with random weights and the tokenizer of toys.arithmetic."""
+    from toys.arithmetic import build_tokenizer
+    from toys.models import qwen2, random_model
+
     random_model(qwen2(**shape)).save_pretrained(new)
     build_tokenizer().save_pretrained(new)

@@ -11,8 +11,9 @@ import torch
 
 from evaluation.policy import worker
 from evaluation.policy.worker import Work
+from services.clients.play import Decision
 from services.evaluation_head import checkpoint
-from services.protocol.evaluation import Action, EpisodePosition, FinishedEpisode, State
+from services.protocol.evaluation import EpisodePosition, FinishedEpisode, State
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -23,10 +24,10 @@ class OwnModel:
     def __init__(self, work: Work) -> None:
         self._loaded = checkpoint.load(checkpoint.find(Path(work.policy or "")), torch.device(DEVICE))
 
-    def act(self, _positions: Sequence[EpisodePosition], states: Sequence[State]) -> list[tuple[Action, int | None]]:
-        """Return the actions for some states."""
+    def act(self, _positions: Sequence[EpisodePosition], states: Sequence[State]) -> list[Decision]:
+        """Return the decisions for some states."""
         actions, _, _ = self._loaded.decide(np.asarray(states, np.float32))
-        return [(action, None) for action in actions]
+        return [Decision(action) for action in actions]
 
     def finish(self, report: FinishedEpisode) -> None:
         """Tell nobody."""

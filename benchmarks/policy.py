@@ -19,7 +19,7 @@ from benchmarks import harness, own_model_worker
 from benchmarks.harness import Benchmark, Given, Option, Side
 from benchmarks.own_model_worker import DEVICE
 from benchmarks.service import running
-from evaluation.policy.worker import Episode, Work
+from evaluation.policy.worker import PlayedEpisode, Work
 from evaluation.policy.workers import MODULE, Coordinator, Crew, Worker
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.machine import cores
@@ -36,7 +36,7 @@ SIDES = ("batched_head", "one_model_per_worker")
 class Played:
     """The episodes of a side and its workers; times are in seconds."""
 
-    episodes: list[Episode]
+    episodes: list[PlayedEpisode]
     workers: list[Worker]
     ready_seconds: float
     """From the first start to the last worker that was ready."""
@@ -50,7 +50,7 @@ def play(options: Given, work: Work, module: str) -> Played:
     Raises:
         SystemExit: a worker failed, or was not done after DEADLINE_SECONDS.
     """
-    episodes: list[Episode] = []
+    episodes: list[PlayedEpisode] = []
     at_once = options.episodes_at_once
     crew = Crew(options.num_workers, work, module, restarts=0, is_together=True, episodes_at_once=at_once)
     coordinator = Coordinator(crew, range(options.total_battles), episodes.append)
@@ -172,7 +172,12 @@ def conclusions(found: dict[str, Any]) -> str:
 
 
 def measure_all(given: Given) -> list[Side]:
-    """Measure each policy; a side is a policy, and its measurement is the comparison of both sides.
+    """Measure the gain of the evaluation head's batches: N workers that ask the head, against N with their own models.
+
+    Both sides play the same episodes ("battles") with the same seeds in equally many processes, on this machine and in
+    one run. The policy is a file or directory that the head can serve, or, without --policy, a new policy for
+    CartPole-v1 of each of --sizes. Times begin when all workers are ready; starting is measured apart. The exit code is
+    1 if a seed gives different returns.
 
     Raises:
         SystemExit: there are more workers than battles.
@@ -208,13 +213,6 @@ def conclude(given: Given, sides: Sequence[Side]) -> int:
 
 
 POLICY = Benchmark(
-    about="""\
-Measure the gain of the evaluation head's batches: N workers that ask the head, against N with their own models.
-
-Both sides play the same episodes ("battles") with the same seeds in equally many processes, on this machine and in one
-run. The policy is a file or directory that the head can serve, or, without --policy, a new policy for CartPole-v1
-of each of --sizes. Times begin when all workers are ready; starting is measured apart. The exit code is 1 if a
-seed gives different returns.""",
     measure=measure_all,
     tables=tables,
     rounds=1,

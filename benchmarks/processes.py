@@ -73,7 +73,10 @@ def import_once(code: str, _round: int = 0) -> dict[str, float]:
 
 
 def measure_start(given: Given) -> list[Side]:
-    """Measure all programs, each once before the rounds, which writes the bytecode and fills the file cache."""
+    """Measure the imports of each program of a job group, next to those of the libraries that it cannot do without.
+
+    Each measurement is a new process. Processor seconds depend little on what else the machine does.
+    """
     for code in PROGRAMS.values():
         import_once(code)
     return harness.in_turn([Side(name, partial(import_once, code)) for name, code in PROGRAMS.items()], given.rounds)
@@ -91,10 +94,6 @@ def start_tables(_given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 START = Benchmark(
-    about="""\
-Measure the imports of each program of a job group, next to those of the libraries that it cannot do without.
-
-Each measurement is a new process. Processor seconds depend little on what else the machine does.""",
     measure=measure_start,
     tables=start_tables,
     rounds=3,
@@ -120,7 +119,14 @@ def run_steps(settings: Mapping[str, str], loops: int, _round: int) -> dict[str,
 
 
 def measure_threads(given: Given) -> list[Side]:
-    """Measure each way of waiting with the tiny model and with --model, on an idle and on a busy machine."""
+    """Measure how threads and their waits cost training and engine, on an idle and on a busy machine.
+
+    OpenMP's threads meet at a barrier after each product. libgomp, which PyTorch brings on Linux, lets a thread that
+    waits there spin for about a millisecond before it sleeps, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT says otherwise.
+    On a busy machine the thread that the others wait for has no core, so they spin away the time that it needs. Each
+    side is a run of the job group with one node of each task; a busy loop for each core stands for other programs. The
+    first step warms up and is left out. With --quick the tiny model is measured alone.
+    """
     sides = []
     with tempfile.TemporaryDirectory() as directory:
         tiny = models.directory("tiny", Path(directory) / "tiny")
@@ -149,14 +155,6 @@ def thread_tables(_given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 THREADS = Benchmark(
-    about="""\
-Measure how threads and their waits cost training and engine, on an idle and on a busy machine.
-
-OpenMP's threads meet at a barrier after each product. libgomp, which PyTorch brings on Linux, lets a thread that waits
-there spin for about a millisecond before it sleeps, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT says otherwise. On a busy
-machine the thread that the others wait for has no core, so they spin away the time that it needs. Each side is a run of
-the job group with one node of each task; a busy loop for each core stands for other programs. The first step warms up
-and is left out. With --quick the tiny model is measured alone.""",
     measure=measure_threads,
     tables=thread_tables,
     rounds=2,

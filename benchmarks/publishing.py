@@ -23,7 +23,7 @@ from services.weights.policy_store import PolicyStore
 from trainer.config import TrainerSettings, Transport
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
-from trainer.publishing import make_publisher
+from trainer.publishing.publisher import Publisher, VersionWriter
 from trainer.service_thread import ServiceThread
 
 CASE_SECONDS = 500.0
@@ -40,10 +40,10 @@ def publish_rounds(rounds: int) -> list[dict[str, Any]]:
         settings = TrainerSettings.load()
         store = PolicyStore(settings.policy_dir)
         policy = load_policy(settings, ranks)
-        publishers = {
-            kind: make_publisher(settings.model_copy(update={"publish_transport": kind}), policy, ranks, thread)
-            for kind in Transport
-        }
+        publishers = {}
+        for transport in Transport:
+            chosen = settings.model_copy(update={"publish_transport": transport})
+            publishers[transport] = Publisher(chosen, thread, VersionWriter(chosen, policy, ranks))
         version = 0
         for number in range(rounds + 1):
             for transport, publisher in publishers.items():
@@ -61,7 +61,7 @@ def publish_rounds(rounds: int) -> list[dict[str, Any]]:
                     size = (newest.path / "model.safetensors").stat().st_size
                     measured.append({"transport": transport.value, "megabytes": size / 1e6, **times})
         for publisher in publishers.values():
-            publisher.close()
+            publisher.writer.close()
     return measured
 
 
@@ -87,7 +87,14 @@ def measure(size: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_all(given: Given) -> list[Side]:
-    """Measure each size; a side is a transport with a size, and a publication is a round of it."""
+    """Measure how long publishing weights takes, and for how long it stops generation, by transport and model size.
+
+    The trainer's own publishers, on one rank, publish to real rollout nodes (router, embedded engines); every round
+    publishes once by each transport. The total is the time of `Publisher.publish`, for which training waits. The pause
+    is the trainer's `pause_seconds`, the longest of a worker. "On the volume" is when a worker that restarts could load
+    the version; `broadcast` writes it there during the next step. No prompts are in flight; running ones would end
+    first.
+    """
     sides: dict[str, Side] = {}
     for size in given.sizes:
         for publication in measure(size, given.rounds):
@@ -112,13 +119,6 @@ def tables(_given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 PUBLISHING = Benchmark(
-    about="""\
-Measure how long publishing weights takes, and for how long it stops generation, by transport and model size.
-
-The trainer's own publishers, on one rank, publish to real rollout nodes (router, embedded engines); every round
-publishes once by each transport. The total is the time of `Publisher.publish`, for which training waits. The pause is
-the trainer's `pause_seconds`, the longest of a worker. "On the volume" is when a worker that restarts could load the
-version; `broadcast` writes it there during the next step. No prompts are in flight; running ones would end first.""",
     measure=measure_all,
     tables=tables,
     rounds=3,

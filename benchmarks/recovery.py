@@ -113,7 +113,18 @@ def kill_and_wait(job: Job, death: Death, given: Given, _round: int) -> dict[str
 
 
 def measure(given: Given) -> list[Side]:
-    """Let every kind of death happen once in a job group of each round."""
+    """Measure what a death costs: a job group runs on this machine, and one node after the other is killed.
+
+    The tiny model trains with the replay buffer on and a checkpoint every --checkpoint-every steps. All processes of a
+    node (or its engine alone) get SIGKILL at once. Then the local runner restarts all nodes of the task, as SkyPilot's
+    controller would on the same machines; an engine alone is restarted by its node, while the other nodes continue.
+    Each round is a job group in which every kind of death happens once.
+
+    Seconds lost run from the kill until --steps further steps are done, less the time of as many undisturbed steps.
+    Groups trained again belong to the steps since the checkpoint from which a new trainer resumes. Groups left out are
+    missing in the steps after the death. Groups gone from replay are missing in the replay buffer then. "Back" is when
+    the node answers /health again. On Kubernetes the start of a pod comes on top.
+    """
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in DEATHS}
     for _ in range(given.rounds):
         with tempfile.TemporaryDirectory() as name:
@@ -147,18 +158,6 @@ def tables(given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 RECOVERY = Benchmark(
-    about="""\
-Measure what a death costs: a job group runs on this machine, and one node after the other is killed.
-
-The tiny model trains with the replay buffer on and a checkpoint every --checkpoint-every steps. All processes of a
-node (or its engine alone) get SIGKILL at once. Then the local runner restarts all nodes of the task, as SkyPilot's
-controller would on the same machines; an engine alone is restarted by its node, while the other nodes continue. Each
-round is a job group in which every kind of death happens once.
-
-Seconds lost run from the kill until --steps further steps are done, less the time of as many undisturbed steps.
-Groups trained again belong to the steps since the checkpoint from which a new trainer resumes. Groups left out are
-missing in the steps after the death. Groups gone from replay are missing in the replay buffer then. "Back" is when the
-node answers /health again. On Kubernetes the start of a pod comes on top.""",
     measure=measure,
     tables=tables,
     rounds=2,

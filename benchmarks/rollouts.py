@@ -108,7 +108,13 @@ def transformers(given: Given) -> Callable[[Sequence[Sequence[str]]], float]:
 
 
 def measure_speed(given: Given) -> list[Side]:
-    """Measure the rollout nodes that are started, or the server of --url."""
+    """Measure how many tokens a second the rollout workers generate, against transformers' own `generate`.
+
+    Without --url it starts rollout nodes as a job group would, with the real router in front; ROLLOUT_ENGINE and the
+    other variables of the rollout-server are read from the environment. With it, it measures a running SGLang, router
+    or rollout node. Every round measures ours, prompts one after the other, and a batch, so that all see the same
+    machine.
+    """
     if given.url:
         return _measure_speed(given.url.rstrip("/"), given)
     with rollout_nodes(given.model, given.dtype, given.num_workers) as url:
@@ -145,12 +151,6 @@ def speed_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 SPEED = Benchmark(
-    about="""\
-Measure how many tokens a second the rollout workers generate, against transformers' own `generate`.
-
-Without --url it starts rollout nodes as a job group would, with the real router in front; ROLLOUT_ENGINE and the
-other variables of the rollout-server are read from the environment. With it, it measures a running SGLang, router or
-rollout node. Every round measures ours, prompts one after the other, and a batch, so that all see the same machine.""",
     measure=measure_speed,
     tables=speed_tables,
     rounds=3,
@@ -229,7 +229,12 @@ def timed(name: str, play: Callable[[], None]) -> Side:
 
 
 def measure_conversations(given: Given) -> list[Side]:
-    """Measure episodes with and without the cache, and completions as long."""
+    """Measure an episode of several turns against one completion as long: what the engine's prefix cache saves.
+
+    Sessions play at once. An episode samples --turn-tokens in each turn and appends --tool-tokens after each turn but
+    the last; the completion as long samples as many tokens as both have together. Without the cache, it is flushed
+    before every turn. All are measured in turn on one rollout node with the real router in front.
+    """
     limits = httpx.Limits(max_connections=given.sessions)
     with (
         rollout_nodes(given.model, given.dtype, 1) as url,
@@ -261,12 +266,6 @@ def conversation_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 CONVERSATIONS = Benchmark(
-    about="""\
-Measure an episode of several turns against one completion as long: what the engine's prefix cache saves.
-
-Sessions play at once. An episode samples --turn-tokens in each turn and appends --tool-tokens after each turn but the
-last; the completion as long samples as many tokens as both have together. Without the cache, it is flushed before
-every turn. All are measured in turn on one rollout node with the real router in front.""",
     measure=measure_conversations,
     tables=conversation_tables,
     rounds=3,

@@ -221,18 +221,17 @@ SERVICES = {"reward-server": reward_figures, "data-server": data_figures, "repla
 
 
 def measure(given: Given) -> list[Side]:
-    """Measure each service; a side is a figure of a service."""
+    """Measure data-server, reward-server and replay-buffer under the loads for which they are built.
+
+    Each service runs as a process of its own, as in a job group, and gets its load over HTTP. Latencies are measured at
+    the client; memory is resident in the service and its children. The load comes from the same machine, so its cost is
+    in every number. The table shows median, least and most of the rounds. A target is met if the median meets it. The
+    exit code is 1 if a target is missed. With --quick loads are smaller.
+    """
     return measure_figures({name: partial(SERVICES[name], quick=given.quick) for name in given.only.split(",")}, given)
 
 
 SERVICES_UNDER_LOAD = Benchmark(
-    about="""\
-Measure data-server, reward-server and replay-buffer under the loads for which they are built.
-
-Each service runs as a process of its own, as in a job group, and gets its load over HTTP. Latencies are measured at the
-client; memory is resident in the service and its children. The load comes from the same machine, so its cost is in
-every number. The table shows median, least and most of the rounds. A target is met if the median meets it. The exit
-code is 1 if a target is missed. With --quick loads are smaller.""",
     measure=measure,
     tables=figure_table("services under load"),
     rounds=3,

@@ -139,7 +139,13 @@ def measured_update(work: Work, ranks: int = 1, _round: int = 0) -> dict[str, An
 
 
 def measure_updates(given: Given) -> list[Side]:
-    """Measure the bare pass, and updates by each number of ranks with shared and with own prompts."""
+    """Measure the trainer's update alone, by its seconds, tokens a second and memory, against a bare pass.
+
+    Each case runs in new processes, which join as under torchrun. All cases have the same number of threads in total.
+    The bare pass is the same model's own forward and backward over the same sequences, each with its own copy of the
+    prompt, with the usual cross-entropy and no optimizer: the least cost without shared prompts. The trainer's settings
+    are read from the environment (SHARD_PARAMETERS=false, LORA_RANK=8, ...).
+    """
     work = harness.made_of(Work, given)
     sides = [Side("bare forward and backward", lambda _: measured_update(replace(work, is_bare=True)))]
     for ranks in given.ranks:
@@ -168,13 +174,6 @@ def update_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 UPDATES = Benchmark(
-    about="""\
-Measure the trainer's update alone: seconds, tokens a second and memory, against a bare forward and backward pass.
-
-Each case runs in new processes, which join as under torchrun. All cases have the same number of threads in total. The
-bare pass is the same model's own forward and backward over the same sequences, each with its own copy of the prompt,
-with the usual cross-entropy and no optimizer: the least cost without shared prompts. The trainer's settings are read
-from the environment (SHARD_PARAMETERS=false, LORA_RANK=8, ...).""",
     measure=measure_updates,
     tables=update_tables,
     rounds=3,
@@ -191,7 +190,13 @@ from the environment (SHARD_PARAMETERS=false, LORA_RANK=8, ...).""",
 
 
 def measure_trees(given: Given) -> list[Side]:
-    """Measure each agent's episodes as trees and one by one."""
+    """Measure the trainer's update on agents' episodes as trees of tokens, against their sequences one by one.
+
+    Both sides train on the same sequences in the same processes of one rank. As trees, equal prefixes of a group are
+    computed once; one by one, every sequence is computed from its first token on. One agent appends to its history, so
+    an episode is one sequence; the other rewrites it, and every turn is a sequence. The default model has the widths of
+    SmolLM2-135M, fewer layers and random weights.
+    """
     with tempfile.TemporaryDirectory() as directory:
         if not given.model:
             given.model = directory
@@ -233,13 +238,6 @@ def tree_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
 
 
 TREES = Benchmark(
-    about="""\
-Measure the trainer's update on agents' episodes as trees of tokens, against their sequences one by one.
-
-Both sides train on the same sequences in the same processes of one rank. As trees, equal prefixes of a group are
-computed once; one by one, every sequence is computed from its first token on. One agent appends to its history, so an
-episode is one sequence; the other rewrites it, and every turn is a sequence. The default model has the widths of
-SmolLM2-135M, fewer layers and random weights.""",
     measure=measure_trees,
     tables=tree_tables,
     rounds=3,

@@ -1,4 +1,4 @@
-"""The models to evaluate, given by hub name or directory, or as the training run that wrote them."""
+"""The models to evaluate, named by hub name or directory, or as the training run that wrote them."""
 
 from __future__ import annotations
 
@@ -87,24 +87,24 @@ def resolve(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
     """Return the checkpoints that a command names, ordered by step if all have one.
 
     Raises:
-        ConfigurationError: a directory is no model, or two checkpoints are the same.
+        ConfigurationError: a directory is not a model, or two checkpoints are the same.
     """
-    found = [_checkpoint(model) for model in models]
+    resolved = [_checkpoint(model) for model in models]
     if run_dir is not None:
-        found += _of_run(run_dir)
-    names = {checkpoint.name for checkpoint in found}
-    if len(names) < len(found):
+        resolved += _of_run(run_dir)
+    names = {checkpoint.name for checkpoint in resolved}
+    if len(names) < len(resolved):
         # runs/a/model and runs/b/model: the directories above tell them apart.
-        found = [replace(checkpoint, name=_name(checkpoint.model, parts=3)) for checkpoint in found]
-        names = {checkpoint.name for checkpoint in found}
-    if len(names) < len(found):
+        resolved = [replace(checkpoint, name=_name(checkpoint.model, parts=3)) for checkpoint in resolved]
+        names = {checkpoint.name for checkpoint in resolved}
+    if len(names) < len(resolved):
         raise ConfigurationError(
             f"--model: a model is named twice, or two directories have the same name, in {sorted(names)}; give each "
             f"model once"
         )
-    if all(checkpoint.step is not None for checkpoint in found):
-        found.sort(key=lambda checkpoint: checkpoint.step or 0)
-    return found
+    if all(checkpoint.step is not None for checkpoint in resolved):
+        resolved.sort(key=lambda checkpoint: checkpoint.step or 0)
+    return resolved
 
 
 def file_name(text: str) -> str:
@@ -120,7 +120,7 @@ def _checkpoint(model: str) -> Checkpoint:
         if not (path / CONFIG).is_file():
             raise ConfigurationError(
                 f"--model {model!r} has no {CONFIG}; give the directory of a Hugging Face model, such as a run's "
-                f"policy/v000010 or model; a run is given without --model"
+                f"policy/v000010 or model; leave out --model for a run"
             )
         return Checkpoint(_name(str(path)), str(path), _step(path))
     if not _HUB_NAME.fullmatch(model):
@@ -142,7 +142,7 @@ def _of_run(run_dir: Path) -> list[Checkpoint]:
         raise ConfigurationError(f"{str(run_dir)!r} is not a directory; give one such as runs/grpo-1")
     run_dir = run_dir.resolve()
     published = PolicyStore(run_dir / "policy").published()
-    found = [
+    resolved = [
         Checkpoint(policy.path.name, str(policy.path), policy.version)
         for policy in published
         if not is_adapter(policy.path)
@@ -151,13 +151,13 @@ def _of_run(run_dir: Path) -> list[Checkpoint]:
     if (model / CONFIG).is_file():
         final = Checkpoint("model", str(model), _step(model))
         # The last published policy is the trained model.
-        if final.step is None or final.step not in {checkpoint.step for checkpoint in found}:
-            found.append(final)
-    if not found and published:
+        if final.step is None or final.step not in {checkpoint.step for checkpoint in resolved}:
+            resolved.append(final)
+    if not resolved and published:
         raise _adapter_refusal("run", published[-1].path)
-    if not found:
+    if not resolved:
         raise ConfigurationError(f"{str(run_dir)!r} has neither policy/v* nor model/; give a run's directory")
-    return found
+    return resolved
 
 
 def _step(path: Path) -> int | None:

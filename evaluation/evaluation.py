@@ -221,7 +221,7 @@ class Evaluation:
 
     prompts: Sequence[Prompt]
     samples: int
-    """Samples of each prompt, beside the greedy one."""
+    """Samples of each prompt in addition to the greedy one."""
     workflow: Workflow
     score: Score
     store: SampleStore
@@ -285,8 +285,8 @@ class Evaluation:
         """
         history: Messages = ()
         for prompt in session:
-            known = [self.store.samples.get((prompt.id, kind, index)) for index in indices]
-            samples = [sample for sample in known if sample is not None]
+            stored = [self.store.samples.get((prompt.id, kind, index)) for index in indices]
+            samples = [sample for sample in stored if sample is not None]
             if len(samples) < len(indices):
                 samples = await self._do(prompt, kind, indices, history)
             if samples and samples[-1].messages:

@@ -1,6 +1,6 @@
 """Launchers of an evaluation's servers: on this machine, by Slurm or Ray, or none where servers run already.
 
-With SkyPilot (``skypilot.py``) the whole evaluation runs elsewhere, beside its servers.
+With SkyPilot (``skypilot.py``) the whole evaluation runs elsewhere, together with its servers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from local_runner.nodes import Addresses, Run
 from local_runner.spec import JobGroup, TaskSpec
 from local_runner.supervisor import State, Supervisor
 from services.clients.gateway import GatewayClient
-from services.clients.rollout_admin import RouterAdmin
 from services.core import endpoints, machine
 from services.core.endpoints import Endpoint, Task
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 from services.core.settings import Settings
 from services.core.tasks import in_background, run_until_first_ends
+from services.engines.engine import RouterAdmin
 
 START_SECONDS = 60.0
 """The wait for the first of servers that run already."""
@@ -145,10 +145,10 @@ def slurm_script(plan: Plan, model: str, directory: Path) -> str:
 
 
 def _node_variables(plan: Plan, model: str) -> dict[str, str]:
-    return {**plan.variables, "MODEL_NAME": model, **plan.servers.allocation.sglang_variables(_given(plan))}
+    return {**plan.variables, "MODEL_NAME": model, **plan.servers.allocation.sglang_variables(_user_variables(plan))}
 
 
-def _given(plan: Plan) -> dict[str, str]:
+def _user_variables(plan: Plan) -> dict[str, str]:
     """Return the user's variables: those of the command line, and those of this process's environment."""
     return {**os.environ, **plan.variables}
 
@@ -157,12 +157,12 @@ def _given(plan: Plan) -> dict[str, str]:
 async def _started(plan: Plan, model: str | None, output: Path, say: Say) -> AsyncIterator[Servers]:
     """Start a reward-server, unless one is given, and with a ``model`` the plan's rollout nodes behind one router."""
     group = _group(model, plan)
-    given = plan.servers.reward_url
-    if given is not None and not group.tasks:
-        yield Servers([], parse_url(given))
+    reward_url = plan.servers.reward_url
+    if reward_url is not None and not group.tasks:
+        yield Servers([], parse_url(reward_url))
         return
     async with _supervised(group, output, say) as (addresses, watch):
-        reward = parse_url(given or addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
+        reward = parse_url(reward_url or addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
         urls = []
         if model is not None and plan.servers.backend is Backend.VLLM:
             ranks = range(plan.servers.allocation.data)
@@ -266,7 +266,7 @@ def _group(model: str | None, plan: Plan) -> JobGroup:
         share = allocation.gpus if allocation.gpus > 1 else len(machine.visible_gpus()) // allocation.data
         is_vllm = plan.servers.backend is Backend.VLLM
         module = f"{node.MODULE} {node.VLLM}" if is_vllm else "services.rollout_server"
-        user = _given(plan)
+        user = _user_variables(plan)
         sizes = allocation.vllm_variables(user) if is_vllm else allocation.sglang_variables(user)
         variables = {"MODEL_NAME": model, **sizes}
         tasks.append(_task(plan, Task.ROLLOUT_SERVER, module, num_nodes=allocation.data, gpus=share, **variables))

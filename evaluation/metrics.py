@@ -86,7 +86,7 @@ def accuracy(prompts: Sequence[Sequence[Sample]], n: int, ks: Sequence[int]) -> 
 
     Args:
         prompts: the samples of each prompt.
-        n: samples of each prompt, beside the greedy one.
+        n: samples of each prompt in addition to the greedy one.
         ks: each at most ``n``.
     """
     greedy = [s for samples in prompts for s in samples if s.kind is Kind.GREEDY and s.is_correct is not None]

@@ -45,7 +45,7 @@ async def solve(example: Any, *, base_url: str, api_key: str, http_client: httpx
 def multiply(arguments: str) -> str:
     """Return the tool's result for the arguments that the model wrote, or the reason why there is none."""
     try:
-        given = json.loads(arguments)
-        return str(int(given["a"]) * int(given["b"]))
+        numbers = json.loads(arguments)
+        return str(int(numbers["a"]) * int(numbers["b"]))
     except (KeyError, TypeError, ValueError) as error:
         return f"error: {error!r}"

@@ -24,6 +24,8 @@ from services.protocol.prompts import Prompt, Split
 from services.reward_server.settings import RewardSettings
 
 ALL = "all"
+VOLUME = "/shared/"
+"""Where a cluster's nodes mount the volume."""
 _NOT_IN_RECIPE = {*Settings.model_fields, "model_name"}
 
 
@@ -67,9 +69,6 @@ def load_examples(split: str, model: str | None, limit: int) -> Examples:
     return Examples(prompts, available, too_long, {**recipe, "split": split})
 
 
-VOLUME = "/shared/"
-
-
 @dataclass(frozen=True)
 class ServerOptions:
     """Which servers to use: running ones, or how to start them."""
@@ -104,13 +103,13 @@ class ServerOptions:
         Raises:
             ConfigurationError: options contradict each other.
         """
-        given = [name for name, value in (("--url", self.urls), ("--discover", self.discover)) if value]
-        if self.endpoints and given:
-            raise ConfigurationError(f"--endpoint and {given[0]} are both given; give the servers of one kind")
-        given += ["--endpoint"] if self.endpoints else []
-        scheduler = self.scheduler or (SchedulerName.ENDPOINTS if given else SchedulerName.LOCAL)
-        if given and scheduler is not SchedulerName.ENDPOINTS:
-            raise ConfigurationError(f"--scheduler {scheduler.value} starts its own servers; leave out {given[0]}")
+        running = [name for name, value in (("--url", self.urls), ("--discover", self.discover)) if value]
+        if self.endpoints and running:
+            raise ConfigurationError(f"--endpoint and {running[0]} are both given; give the servers of one kind")
+        running += ["--endpoint"] if self.endpoints else []
+        scheduler = self.scheduler or (SchedulerName.ENDPOINTS if running else SchedulerName.LOCAL)
+        if running and scheduler is not SchedulerName.ENDPOINTS:
+            raise ConfigurationError(f"--scheduler {scheduler.value} starts its own servers; leave out {running[0]}")
         for option, value in (("--api", self.api), ("--api-key-env", self.api_key_env)):
             if value and not self.endpoints:
                 raise ConfigurationError(f"{option} is for --endpoint; leave it out")
@@ -175,25 +174,18 @@ class Plan:
         _check_ks(settings)
         is_on_cluster = self.scheduler is SchedulerName.SKYPILOT
         if servers.endpoints:
-            found = _named(models, run_dir)
+            resolved = _named(models, run_dir)
         else:
-            found = _on_cluster(models, run_dir) if is_on_cluster else checkpoints.resolve(models, run_dir)
-        if self.scheduler is SchedulerName.ENDPOINTS and len(found) > 1:
+            resolved = _on_cluster(models, run_dir) if is_on_cluster else checkpoints.resolve(models, run_dir)
+        if self.scheduler is SchedulerName.ENDPOINTS and len(resolved) > 1:
             raise ConfigurationError(
-                f"running servers have one model, but {len(found)} are given; give one, or --scheduler local"
+                f"running servers have one model, but {len(resolved)} are given; give one, or --scheduler local"
             )
-        self.checkpoints = found
+        self.checkpoints = resolved
         is_agent = settings.workflow is WorkflowName.AGENT
-        if is_agent and servers.is_foreign:
-            kind = "--endpoint" if servers.endpoints else "--backend vllm"
-            raise ConfigurationError(
-                f"{kind} serves texts, but an agent is evaluated as it is trained, through the gateway, which needs "
-                "servers that take and return token ids by /generate. Give --url of a rollout node, a router or an "
-                "SGLang server, or let this command start one; --workflow single-turn evaluates without the agent"
-            )
-        self.agent = _agent_of(settings) if is_agent and not is_on_cluster else None
-        of_several = run_dir.resolve().name if run_dir else f"{len(found)}-models"
-        name = found[0].long_name if len(found) == 1 else of_several
+        self.agent = _agent_of(settings, servers, is_on_cluster=is_on_cluster) if is_agent else None
+        of_several = run_dir.resolve().name if run_dir else f"{len(resolved)}-models"
+        name = resolved[0].long_name if len(resolved) == 1 else of_several
         parts = [name, Path(self.dataset).stem, settings.eval_split, *(["agent"] if is_agent else [])]
         self.output = (output or settings.eval_output / "-".join(parts)).resolve()
 
@@ -241,17 +233,29 @@ def _check_plays_no_environment(settings: EvaluationSettings, variables: Mapping
     )
 
 
-def _agent_of(settings: EvaluationSettings) -> Agent:
-    if settings.agent_command:
-        return Program(settings.agent_command)
-    return load_agent("AGENT", settings.agent)
+def _agent_of(settings: EvaluationSettings, servers: ServerOptions, *, is_on_cluster: bool) -> Agent | None:
+    """Return the agent; None where the whole evaluation runs elsewhere.
+
+    Raises:
+        ConfigurationError: the agent does not exist, or the servers cannot stand behind a gateway.
+    """
+    if servers.is_foreign:
+        kind = "--endpoint" if servers.endpoints else "--backend vllm"
+        raise ConfigurationError(
+            f"{kind} serves texts, but an agent is evaluated as it is trained, through the gateway, which needs "
+            "servers that take and return token ids by /generate. Give --url of a rollout node, a router or an SGLang "
+            "server, or let this command start one; --workflow single-turn evaluates without the agent"
+        )
+    if is_on_cluster:
+        return None
+    return Program(settings.agent_command) if settings.agent_command else load_agent("AGENT", settings.agent)
 
 
 def _on_cluster(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
     """Return checkpoints for a cluster: directories of its volume, names on the hub, and directories of this machine.
 
     Raises:
-        ConfigurationError: a directory of this machine is no model.
+        ConfigurationError: a directory of this machine is not a model.
     """
     on_volume = [Checkpoint(checkpoints.file_name(model), model) for model in models if model.startswith(VOLUME)]
     others = [model for model in models if not model.startswith(VOLUME)]

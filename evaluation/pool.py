@@ -69,7 +69,7 @@ class ServerPool:
         """Number of times that a live server was found dead."""
         self.moved = 0
         """How often work was begun anew on another server."""
-        self._given = urls
+        self._urls = urls
         self._connect = connect
         self._places = places
         self._discover = discover
@@ -79,7 +79,7 @@ class ServerPool:
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> ServerPool:
-        for url in self._given:
+        for url in self._urls:
             await self._add(url)
         self._watch = asyncio.create_task(self._watch_servers())
         return self
@@ -221,13 +221,13 @@ class ServerPool:
 
     async def _find_more(self, discover: Discover) -> None:
         try:
-            found = {parse_url(url).url for url in await discover()}
+            discovered_urls = {parse_url(url).url for url in await discover()}
         except DependencyLostError:
             return  # the known servers stay; the loss of all of them is noticed elsewhere
-        for url in sorted(found - set(self.servers)):
+        for url in sorted(discovered_urls - set(self.servers)):
             await self._add(url)
         for url, server in list(self.servers.items()):
-            if url not in found and url not in self._given and not server.is_alive:
+            if url not in discovered_urls and url not in self._urls and not server.is_alive:
                 del self.servers[url]
 
     async def _probe(self, server: Server) -> None:

@@ -162,8 +162,8 @@ def results_of(
     """
     n, ks = settings.eval_samples, settings.ks
     drawn = [_drawn(prompt, samples, n) for prompt in prompts]
-    by_kind = {kind.value: [s for own in drawn for s in own if s.kind is kind] for kind in Kind}
-    everything = [sample for found in by_kind.values() for sample in found]
+    everything = [sample for of_prompt in drawn for sample in of_prompt]
+    by_kind = {kind.value: chosen for kind in Kind if (chosen := [s for s in everything if s.kind is kind])}
     unscored = sum(sample.is_correct is None for sample in everything)
     return Results(
         model=checkpoint.model,
@@ -181,7 +181,7 @@ def results_of(
         left_out={**left_out, **({"unscored": unscored} if unscored else {})},
         over_limit=sum(sample.is_over_limit for sample in everything),
         policy_versions=sorted({s.policy_version for s in everything if s.policy_version is not None}),
-        **_statistics({kind: found for kind, found in by_kind.items() if found}),
+        **_statistics(by_kind),
         **facts,
     )
 
@@ -212,18 +212,18 @@ def _by_question(drawn: Sequence[Sequence[Sample]], settings: EvaluationSettings
 
 def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, Any]]:
     """Return rewards, lengths and truncation by kind, and the turns and tool calls of agents."""
-    found: dict[str, dict[str, Any]] = {"reward_mean": {}, "completion_tokens": {}, "truncated": {}, "agent": {}}
+    figures: dict[str, dict[str, Any]] = {"reward_mean": {}, "completion_tokens": {}, "truncated": {}, "agent": {}}
     for kind, samples in by_kind.items():
         rewards = [s.result.reward for s in samples if s.result is not None and s.result.reward is not None]
         if rewards:
-            found["reward_mean"][kind] = statistics.fmean(rewards)
+            figures["reward_mean"][kind] = statistics.fmean(rewards)
         # A server that counts no tokens gives 0; a completion has one at least, its end.
-        found["completion_tokens"][kind] = lengths([s.completion_tokens for s in samples if s.completion_tokens])
-        found["truncated"][kind] = statistics.fmean(s.finish_reason is FinishReason.LENGTH for s in samples)
+        figures["completion_tokens"][kind] = lengths([s.completion_tokens for s in samples if s.completion_tokens])
+        figures["truncated"][kind] = statistics.fmean(s.finish_reason is FinishReason.LENGTH for s in samples)
     if episodes := [s for samples in by_kind.values() for s in samples if s.messages is not None]:
-        found["agent"]["turns"] = statistics.fmean(s.turns for s in episodes)
-        found["agent"]["tool_calls"] = statistics.fmean(s.tool_calls for s in episodes)
-    return found
+        figures["agent"]["turns"] = statistics.fmean(s.turns for s in episodes)
+        figures["agent"]["tool_calls"] = statistics.fmean(s.tool_calls for s in episodes)
+    return figures
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -265,7 +265,7 @@ def _table_by(kind: str, parts: Mapping[str, Metrics], results: Results) -> Tabl
 def write_curve(directory: Path, everything: Sequence[Results]) -> None:
     """Write curve.json, and draw curve.png: each metric over the steps, with its interval.
 
-    A checkpoint without a step stands at its place among the given ones.
+    A checkpoint without a step stands at its place among the checkpoints.
     """
     steps = [place if results.step is None else results.step for place, results in enumerate(everything)]
     points = [

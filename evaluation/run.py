@@ -77,7 +77,7 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
     settings = (DataSettings.load(), RewardSettings.load(), GatewaySettings.load(), plan.settings)
     variables = {
         **plan.variables,
-        **{name: value for one in settings for name, value in _given(one).items()},
+        **{name: value for one in settings for name, value in _variables_of(one).items()},
         "DATASET": plan.dataset,
         "MODEL_NAME": checkpoint.model,
     }
@@ -98,15 +98,15 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
     )
     # Not asyncio.to_thread, with which Ctrl-C would wait for the end of the job.
     content = await in_background(launch)
-    own = {"model": checkpoint.model, "name": checkpoint.name, "step": checkpoint.step}
-    return report.Results.model_validate(content | own)
+    identified = {"model": checkpoint.model, "name": checkpoint.name, "step": checkpoint.step}
+    return report.Results.model_validate(content | identified)
 
 
-def _given(settings: Settings) -> dict[str, str]:
+def _variables_of(settings: Settings) -> dict[str, str]:
     """Return the variables that give a job's nodes the same settings; the job has its own model, output and volume."""
     ours = {*Settings.model_fields, "eval_output", "model_name", "gateway_dir"}
-    given = settings.model_dump(mode="json", include=settings.model_fields_set - ours, exclude_none=True)
-    return {name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
+    values = settings.model_dump(mode="json", include=settings.model_fields_set - ours, exclude_none=True)
+    return {name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
 
 
 async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:

@@ -58,7 +58,7 @@ def parse_url(text: str, *, is_api: bool = False) -> UrlEndpoint:
     try:
         url = TypeAdapter(HttpUrl).validate_python(base)
     except ValidationError as error:
-        raise ConfigurationError(f"{text!r} is no address; give one such as http://127.0.0.1:30000") from error
+        raise ConfigurationError(f"{text!r} is not an address; give one such as http://127.0.0.1:30000") from error
     return UrlEndpoint(url.host or "", url.port or 80, base)
 
 
@@ -104,7 +104,7 @@ class Server(ABC):
 
     @property
     def is_due(self) -> bool:
-        """Return whether the server is to be probed again."""
+        """Return whether the server must be probed again."""
         return bool(self.refusals) or time.monotonic() - self.answered >= self.probe_seconds
 
     async def __aenter__(self) -> Self:
@@ -163,7 +163,7 @@ class RolloutServer(Server):
         return self.rollouts.lora_path
 
     async def admit(self) -> None:
-        """See Server. A training run's workers serve the trained adapters beside the model, and these are asked for."""
+        """See Server. A training run's workers serve the trained adapters and the model; the adapters are used."""
         response = await self.client.send_once("GET", "/v1/models", seconds=ADMISSION_SECONDS)
         if response.status_code in (401, 403):
             raise ConfigurationError(
@@ -363,7 +363,7 @@ class OpenAIServer(Server):
         except ValidationError as error:
             kind = response.headers.get("content-type", "no content type")
             raise ConfigurationError(
-                f"{response.url} answered {response.status_code} with {kind}, which is no completion: "
+                f"{response.url} answered {response.status_code} with {kind}, which is not a completion: "
                 f"{response.text[:200]!r}; give --endpoint the base URL of an OpenAI-compatible server, such as "
                 "http://127.0.0.1:8000/v1"
             ) from error

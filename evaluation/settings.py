@@ -57,7 +57,7 @@ class EvaluationSettings(ModelSettings, TemplateSettings, AgentSettings):
     max_new_tokens: int = Field(512, ge=1)
     """Longest completion, in tokens; an agent's, a turn."""
     temperature: float = Field(1.0, gt=0, le=10)
-    """Temperature of the samples; greedy is beside it."""
+    """Temperature of the samples; the greedy one has none."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus of the samples; 1 cuts nothing."""
     seed: int = Field(0, ge=0)
@@ -73,7 +73,7 @@ class EvaluationSettings(ModelSettings, TemplateSettings, AgentSettings):
     """Evaluations are in directories below, by model and dataset."""
     eval_prompts: int = Field(0, ge=0)
     """Evaluate only this many prompts, the first ones; 0: all, where the trainer's EVAL_PROMPTS of 0
-    is no evaluation."""
+    turns evaluation off."""
     eval_samples: int = Field(0, ge=0, le=1024)
     """Samples of each prompt, for avg@k, pass@k and maj@k; 0: greedy only."""
     eval_k: str = ""

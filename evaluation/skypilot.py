@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from evaluation.node import Allocation
 from services.core.errors import ConfigurationError, DependencyLostError, first_line
-from services.evaluation_head.discovery import find_clusters, find_replicas
+from services.evaluation_head.sky_servers import find_clusters, find_replicas
 
 if TYPE_CHECKING:
     import sky

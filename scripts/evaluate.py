@@ -18,7 +18,6 @@ import typer
 from typer import Option
 
 from evaluation import launchers
-from evaluation.evaluation import ScoringLostError
 from evaluation.node import Allocation, parse_allocation
 from evaluation.plan import Plan, ServerOptions
 from evaluation.run import evaluate
@@ -46,7 +45,7 @@ Dataset = Annotated[
     str | None, Option(help="gsm8k, arithmetic, reasoning_gym:NAME, a Hugging Face dataset, a .jsonl or .parquet file.")
 ]
 Split = Annotated[str | None, Option(help="test, train or all.")]
-Limit = Annotated[int | None, Option(help="Only the first so many prompts.")]
+Limit = Annotated[int | None, Option(help="Only this many prompts, the first ones.")]
 Samples = Annotated[int | None, Option(help="Samples of each prompt, for avg@k, pass@k and maj@k.")]
 Ks = Annotated[str | None, Option(help="Each k, with commas; default powers of two up to --samples.")]
 Temperature = Annotated[float | None, Option(help="Of the samples; default 1.")]
@@ -136,8 +135,8 @@ def main(
         os.environ.update(variables)
         overrides: dict[str, Any] = {"eval_split": split, "eval_prompts": limit, "eval_samples": samples, "eval_k": k}
         overrides |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "eval_stop": stop, "seed": seed}
-        overrides |= _agent(workflow, agent, agent_command) | {"eval_concurrency": concurrency}
-        overrides |= {"eval_session_questions": session_questions}
+        overrides |= {"eval_session_questions": session_questions, "eval_concurrency": concurrency}
+        overrides |= _agent(workflow, agent, agent_command)
         overrides |= {"eval_prompts": 1, "eval_samples": 0} if check else {}
         settings = EvaluationSettings.load(**overrides)
         logs.configure("evaluate", "warning")
@@ -163,21 +162,26 @@ def main(
         if settings.workflow is WorkflowName.AGENT and (workflow, agent, agent_command) == (None, None, None):
             name = f"AGENT={settings.agent}" if settings.agent else f"AGENT_COMMAND={settings.agent_command}"
             print(f"evaluate: {name} is set and answers; --workflow single-turn leaves it out", file=sys.stderr)
-        if dry_run:
-            print(launchers.slurm_script(plan, plan.checkpoints[0].model, plan.output), end="")
-            return 0
-        goes_on = f"the same command goes on from {plan.output}"
-        if plan.scheduler is SchedulerName.SKYPILOT:
-            goes_on = "a job that was launched goes on; see sky jobs queue"
-        code = asyncio.run(run_until_signal(evaluate(plan), f"evaluate: stopped by {{}}; {goes_on}"))
-        if check and not code:
-            _show_samples(scratch)
-        return code
+        return _run(plan, show_samples=check)
 
     with tempfile.TemporaryDirectory(prefix="check-") as directory:
         scratch = Path(directory)
         code = _exit_code(work)
     raise typer.Exit(code)
+
+
+def _run(plan: Plan, *, show_samples: bool) -> int:
+    """Run a planned evaluation, or print its batch file for a dry run; return the exit code."""
+    if plan.servers.is_dry_run:
+        print(launchers.slurm_script(plan, plan.checkpoints[0].model, plan.output), end="")
+        return 0
+    continues = f"the same command continues from {plan.output}"
+    if plan.scheduler is SchedulerName.SKYPILOT:
+        continues = "a job that was launched continues; see sky jobs queue"
+    code = asyncio.run(run_until_signal(evaluate(plan), f"evaluate: stopped by {{}}; {continues}"))
+    if show_samples and not code:
+        _show_samples(plan.output)
+    return code
 
 
 def _show_samples(output: Path) -> None:
@@ -235,6 +239,6 @@ def _exit_code(work: Callable[[], int]) -> int:
     except ConfigurationError as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return EXIT_CONFIGURATION
-    except (DependencyLostError, ScoringLostError) as error:
-        print(f"evaluate: {error}; the same command goes on from what is done", file=sys.stderr)
+    except DependencyLostError as error:
+        print(f"evaluate: {error}; the same command continues from what is done", file=sys.stderr)
         return EXIT_RECOVERABLE

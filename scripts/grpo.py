@@ -96,7 +96,10 @@ def main() -> None:
     # As `python -m` does: what explains a missing package, and what starts processes, find the program's name there.
     sys.modules["__main__"].__spec__ = importlib.util.find_spec(COMMANDS[name].module if name else "scripts.grpo")
     explain_missing_packages(f"grpo {name}".strip())
-    sys.exit(exit_code_of(lambda: _application()(prog_name="grpo")))
+    arguments = sys.argv[1:] or ["--help"]
+    if arguments[0] == "help":
+        arguments = [*arguments[1:], "--help"]
+    sys.exit(exit_code_of(lambda: _application()(arguments, prog_name="grpo")))
 
 
 def _application() -> Any:
@@ -122,7 +125,7 @@ def _application() -> Any:
             }
             super().__init__(**options | {"commands": commands})
 
-    app = typer.Typer(cls=Group, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
+    app = typer.Typer(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 
     @app.callback(help="Train language models and agents on rewards that a program can check.", epilog=_HELP_END)
     def options(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.former import PROGRAMS
 from scripts.grpo import COMMANDS
 from services.core.errors import EXIT_CONFIGURATION
 
@@ -21,7 +22,11 @@ ROOT = Path(__file__).parents[1]
 OUR_NAMES = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts", "toys")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
 OF_A_USER = ("secrets.env", "questions.env", "my_rewards.py", "mine.yaml")
-"""Files of somebody's own in the root of a checkout."""
+"""Files of somebody's own in a checkout."""
+
+
+LISTED = "import sys; sys.argv = ['grpo']; from skypilot_grpo.scripts.grpo import main\ntry: main()\n"
+"""The list of commands, as a program."""
 
 
 def run(*command: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -38,8 +43,9 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for entry in ROOT.iterdir():
         if entry.name in (*OUR_NAMES, "jobgroups", "examples") or entry.is_file():
             subprocess.run(["cp", "-r", entry, source], check=True)
-    for name in OF_A_USER:
-        (source / name).write_text("TOKEN = 'of-a-user'\n")
+    for folder in (source, source / "examples", source / "jobgroups"):
+        for name in OF_A_USER:
+            (folder / name).write_text("TOKEN = 'of-a-user'\n")
     for kind in ("sdist", "wheel"):
         built = run(sys.executable, "-c", BUILD.format(kind=kind), made, cwd=source)
         assert built.returncode == 0, built.stderr
@@ -95,7 +101,7 @@ def test_nothing_of_a_users_own_in_the_root_is_packed(distributions, wheel):
     for names in (of_source, zipfile.ZipFile(wheel).namelist()):
         packed = {Path(name).name for name in names}
         assert not packed & set(OF_A_USER)
-        assert {"examples/demo.env", "jobgroup.yaml", "setup.py"} <= packed
+        assert {"demo.env", "jobgroup.yaml", "setup.py"} <= packed
 
 
 def test_a_users_own_packages_stay_theirs(environment, tmp_path):
@@ -124,11 +130,35 @@ def test_every_command_starts_beside_packages_of_the_same_names(environment, hom
 
 
 def test_grpo_lists_its_commands_and_refuses_others(environment, home):
-    listed = run(environment / "bin/grpo", cwd=home).stdout
-    assert re.findall(r"^  (\w+)  +[A-Z]", listed, re.MULTILINE) == list(COMMANDS)
-    refused = run(environment / "bin/grpo", "train", cwd=home)
+    for arguments in ((), ("-h",), ("--help",), ("help",)):
+        listed = run(environment / "bin/grpo", *arguments, cwd=home, TERM="dumb")
+        assert listed.returncode == 0
+        assert re.findall(r"^│ ([a-z][a-z-]+)  +[A-Z]", listed.stdout, re.MULTILINE) == list(COMMANDS)
+    refused = run(environment / "bin/grpo", "stauts", cwd=home, TERM="dumb")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("grpo: there is no command train; there are run, status")
+    assert "No such command 'stauts'. Did you mean 'status'?" in refused.stderr
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert run(environment / "bin/grpo", "--version", cwd=home).stdout == f"grpo {version}\n"
+
+
+def test_no_command_is_imported_for_the_list_of_commands(environment, home):
+    start = f"{LISTED}except SystemExit: "
+    start += "sys.exit(str([name for name in sys.modules if name in ('torch', 'local_runner.run', 'psutil')] or ''))"
+    done = run(environment / "bin/python", "-c", start, cwd=home)
+    assert done.stderr.strip() == ""
+
+
+def test_the_shell_completes_commands(environment, home):
+    words = {"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": "grpo eva", "COMP_CWORD": "1"}
+    assert run(environment / "bin/grpo", cwd=home, **words).stdout.split() == ["evaluate", "evaluate-policy"]
+
+
+@pytest.mark.parametrize("former", [name for name in PROGRAMS if name.removeprefix("scripts.") not in LONG])
+def test_a_module_that_was_a_command_answers_with_the_name_of_the_command(former):
+    done = run(sys.executable, "-m", former, "--help", cwd=ROOT, TERM="dumb")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"note: python -m {former} is now called grpo {PROGRAMS[former]}\n"
+    assert f"Usage: grpo {PROGRAMS[former]} " in done.stdout
 
 
 def test_a_run_is_planned_with_the_projects_job_group_one_node_each(environment, home):
@@ -171,7 +201,7 @@ def test_what_is_missing_is_said_in_one_line(environment, home, command, said):
 
 def test_a_service_that_a_command_starts_is_the_projects(environment, home):
     """As the nodes of `grpo run` are started, in a directory whose packages have the same names."""
-    start = "import sys; sys.argv = ['grpo']; from skypilot_grpo.scripts.grpo import main; main(); import subprocess; "
+    start = f"{LISTED}except SystemExit: import subprocess, sys; "
     start += "subprocess.run([sys.executable, '-m', 'services.core.extras'], check=True)"
     done = run(environment / "bin/python", "-c", start, cwd=home)
     assert done.returncode == 0, done.stderr

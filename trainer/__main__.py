@@ -78,13 +78,13 @@ def ranks_per_node() -> int:
     Raises:
         ConfigurationError: torch sees fewer GPUs than the node has.
     """
-    wanted = machine.promised_gpus()
-    if not wanted:
+    gpus = machine.promised_gpus()
+    if not gpus:
         return 1
     import torch
 
     machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
-    return wanted
+    return gpus
 
 
 def launch_ranks(count: int, command: Sequence[str] = (sys.executable, "-m", "trainer")) -> int:

@@ -20,7 +20,8 @@ from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.saving import DiskFullError, writing
-from trainer.publishing.publication import Publication
+from trainer.publishing.probe import Probe
+from trainer.publishing.publisher import Publisher
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.reporting.step_metrics import headline, step_metrics
@@ -57,10 +58,11 @@ class TrainingLoop:
     """False once the metrics of a completed step could not be written."""
 
     def __post_init__(self) -> None:
+        team = self.team
         self.objective = Objective(self.settings)
-        self.publication = Publication(self.settings, self.services, self.team)
+        self.publisher = Publisher(self.settings, self.services.thread, team.writer, team.write_policy)
+        self.probe = Probe(self.publisher, team.learner.policy, team.logprobs)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.team, self.state)
-        self.services.while_waiting = lambda: self.publication.keep_on_volume(self.state.policy_version)
 
     def run(self) -> None:
         """Train to the end.
@@ -101,7 +103,7 @@ class TrainingLoop:
         batch = Batch(self.objective)
         if settings.mode is Mode.ASYNC:
             self.enter("wait", f"waiting for the groups of step {state.step + 1}")
-            services.lease_groups(batch, state.policy_version)  # 1 to 4: collectors have taken them
+            services.lease_groups(batch, state.policy_version, self.keep_policy)  # 1 to 4: collectors have taken them
         else:
             self.make_groups(batch)  # 1. fetch, 2. generate, 3. score
             self.enter("store", "storing the groups")
@@ -120,7 +122,8 @@ class TrainingLoop:
         state.step, state.policy_version, state.cursor = state.step + 1, state.policy_version + 1, services.cursor
         state.prompts_used += batch.prompts_used
 
-        metrics = step_metrics(batch, update, state.policy_version)
+        made = batch.scored if settings.dynamic_sampling_tries else ()
+        metrics = batch.counts | step_metrics(batch.groups, made, update, state.policy_version)
         with self.recording(batch, metrics):
             self.enter("store", "acknowledging the groups")
             services.acknowledge({group.group_id: group.mean_absolute_advantage for group in groups})
@@ -144,7 +147,7 @@ class TrainingLoop:
                 return
             batch.prompts_used += len(prompts)
             self.enter("generate", f"generating completions for step {self.state.step + 1}")
-            batch.add(self.services.generate_and_score(prompts, batch))  # 2. generate, 3. score
+            batch.add(self.services.generate_and_score(prompts, batch, self.keep_policy))  # 2. generate, 3. score
             self.status.clock.move(batch.seconds_scoring, "score")
 
     def training_groups(self, batch: Batch) -> list[TrainingGroup]:
@@ -204,7 +207,9 @@ class TrainingLoop:
         """Make the rollout workers serve the policy, and return the metrics of it."""
         version = self.state.policy_version
         self.enter("publish", f"publishing policy version {version} to the rollout workers")
-        metrics = self.publication.publish(version, batch)
+        self.team.leave_gpu()  # for engines that wake for the version and take their memory back
+        metrics = self.publisher.publish(version) | self.probe.check(batch.prepared(batch.groups))
+        self.team.leave_gpu()  # the probe has gathered the parameters
         self.status.policy_version = version
         return metrics
 
@@ -241,6 +246,10 @@ class TrainingLoop:
         metrics = self.evaluate(is_last=is_last)
         with writing(self.settings.run_dir):
             self.files.show(self.state.step, metrics)
+
+    def keep_policy(self) -> None:
+        """Write the policy version again if the volume has lost it; called while groups are awaited."""
+        self.publisher.keep_on_volume()
 
     def enter(self, phase: str, what: str) -> None:
         """Enter a phase of the step, to which the time from here on belongs; ``what`` describes it to people."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
-from services.clients.rollout_admin import RouterAdmin
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
+from services.engines.engine import RouterAdmin
 from services.http.client import RequestRefusedError
 from services.protocol.base import ComponentRecord
 from services.protocol.groups import Group
@@ -23,7 +23,7 @@ from services.protocol.prompts import Cursor, DataStats, Prompt
 from services.run_page.activity import Activity
 from trainer.collector import Collector
 from trainer.config import Mode, TrainerSettings
-from trainer.publishing.workers import put_workers_to_sleep
+from trainer.publishing.publisher import put_workers_to_sleep
 from trainer.rollouts.batch import Batch, FreshQueue, sample_groups
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.episodes import group_maker
@@ -57,8 +57,6 @@ class MainRank:
         self.fresh_queue = FreshQueue(settings, clients.data, clients.replay, self.maker.judge)
         self.cursor = Cursor()
         """The prompts used so far; in asynchronous mode the collectors' cursor lives in the data-server."""
-        self.while_waiting: Callable[[], None] | None = None
-        """Called every two seconds while groups are generated."""
 
     @classmethod
     @contextmanager
@@ -114,14 +112,16 @@ class MainRank:
         self.cursor = reply.cursor
         return [prompt for prompt in reply.prompts if prompt.epoch < self.settings.num_epochs]
 
-    def generate_and_score(self, prompts: Sequence[Prompt], batch: Batch) -> list[Group]:
+    def generate_and_score(self, prompts: Sequence[Prompt], batch: Batch, meanwhile: Callable[[], None]) -> list[Group]:
         """Return the groups of ``prompts``; each prompt's completions are scored as soon as they are generated.
+
+        ``meanwhile`` is called every two seconds of the wait.
 
         Raises:
             ConfigurationError, DependencyLostError: every answer of too many prompts in a row failed.
         """
         started = time.perf_counter()
-        groups = self._patiently(self.maker.make_groups(prompts))
+        groups = self.thread.call(self.maker.make_groups(prompts), interruptible=True, meanwhile=meanwhile)
         batch.seconds_scoring = time.perf_counter() - max(self.maker.last_generated, started)
         return groups
 
@@ -132,15 +132,17 @@ class MainRank:
         self.thread.call(self.clients.replay.add(batch.groups), interruptible=True)
         self.thread.call(self.success_rates.record(batch.scored), interruptible=True)
 
-    def lease_groups(self, batch: Batch, policy_version: int) -> None:
+    def lease_groups(self, batch: Batch, policy_version: int, meanwhile: Callable[[], None]) -> None:
         """Fill the batch from the queue of fresh groups, which collectors fetched, generated and scored.
+
+        ``meanwhile`` is called every two seconds of the wait.
 
         Raises:
             ConfigurationError, DependencyLostError: see FreshQueue.lease.
         """
         wanted = f"waiting for {self.settings.batch_size} groups from the collectors"
         self.activity.begin(wanted, lambda: f"{len(batch.groups)} there")
-        self._patiently(self.fresh_queue.lease(batch, policy_version))
+        self.thread.call(self.fresh_queue.lease(batch, policy_version), interruptible=True, meanwhile=meanwhile)
 
     def draw_replayed(self, batch: Batch, step: int, policy_version: int) -> None:
         """Draw the groups from the replay buffer that the step trains on beside its fresh ones."""
@@ -206,9 +208,6 @@ class MainRank:
     def forget_replay(self, label: str) -> None:
         """Delete a snapshot of the replay buffer."""
         self.thread.call(self.clients.replay.drop_snapshot(label))
-
-    def _patiently(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.thread.call(work, interruptible=True, meanwhile=self.while_waiting)
 
     async def _wait_for_workers(self, deadline_seconds: float) -> None:
         workers: list[str] = []

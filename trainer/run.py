@@ -32,7 +32,7 @@ from trainer.model.policy import load_policy
 from trainer.model.ranks import PeerLostError, Ranks, join_ranks
 from trainer.model.saving import writing
 from trainer.preflight.check import preflight
-from trainer.publishing import make_publisher
+from trainer.publishing.publisher import VersionWriter
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, listen_for_status, log_activity, serve_status
 from trainer.run_checkpoints import count_parameters, resume
@@ -137,10 +137,10 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         learner = Learner(settings, policy, ranks, reference, total_steps)
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks)
         critic = CriticLearner(learner) if settings.has_critic else None
-        publisher = make_publisher(settings, policy, ranks, thread)
-        stack.callback(publisher.close)
+        writer = VersionWriter(settings, policy, ranks)
+        stack.callback(writer.close)
         state = resume(settings, ranks, policy, data, learner, checkpoints, critic)
-        team = Team(settings, ranks, learner, publisher, checkpoints, stop, critic)
+        team = Team(settings, ranks, learner, writer, checkpoints, stop, critic)
         if services is None:
             team.follow()
             return

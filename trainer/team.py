@@ -25,11 +25,11 @@ from trainer.group_arrays import from_arrays, to_arrays
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
-from trainer.model.ranks import Ranks
+from trainer.model.ranks import Ranks, error_of
 from trainer.model.rounding import Rounding, UnbiasedRounding
 from trainer.model.saving import DiskFullError, save_pretrained
 from trainer.model.sharding import leave_gpu
-from trainer.publishing import Publisher
+from trainer.publishing.publisher import VersionWriter
 from trainer.service_thread import InterruptedCallError
 
 log = get_logger(__name__)
@@ -52,12 +52,12 @@ ENDINGS = (
 
 @dataclass
 class Team:
-    """The collective calls of the ranks: update, publish, checkpoint, save."""
+    """The collective calls of the ranks: update, write a version, checkpoint, save."""
 
     settings: TrainerSettings
     ranks: Ranks
     learner: Learner
-    publisher: Publisher
+    writer: VersionWriter
     checkpoints: CheckpointStore
     should_stop: Callable[[], bool]
     critic: CriticLearner | None = None
@@ -71,12 +71,9 @@ class Team:
         try:
             yield
         except ENDINGS as error:
-            kind = next(kind.__name__ for kind in ENDINGS if isinstance(error, kind))
-            if self.ranks.world_size > 1:
-                log.warning("telling the other ranks", error=kind, text=str(error))
-            self._tell("end", kind=kind, text=str(error))
+            self._tell("end", error=self.ranks.describe_error(error, ENDINGS))
             raise
-        self._tell("end", kind="", text="")
+        self._tell("end", error=None)
 
     def follow(self) -> None:
         """Make the calls that rank 0 makes, until it ends the run; for every other rank.
@@ -87,8 +84,8 @@ class Team:
         while True:
             name, arguments = self._heard()
             if name == "end":
-                if arguments["kind"]:
-                    raise next(kind for kind in ENDINGS if kind.__name__ == arguments["kind"])(arguments["text"])
+                if arguments["error"] is not None:
+                    raise error_of(arguments["error"], ENDINGS)
                 return
             try:
                 getattr(self, name)(**arguments)
@@ -136,15 +133,12 @@ class Team:
     def write_policy(self, version: int) -> None:
         """Write the policy to the shared volume as ``version``, where workers that start find it."""
         self._tell("write_policy", version=version)
-        self.publisher.write(version)
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Make the rollout workers serve the policy as ``version``; return the metrics of it, on rank 0."""
-        self._tell("publish", version=version)
-        return self.publisher.publish(version)
+        self.writer.write(version)
 
     def leave_gpu(self) -> None:
-        """Free what the next step does not need of the GPUs, for engines that share them (ENGINE_SLEEPS)."""
+        """With ENGINE_SLEEPS, free GPU memory that the next step does not need; engines on the same GPUs take it."""
+        if not self.settings.engine_sleeps:
+            return
         self._tell("leave_gpu")
         critic = None if self.critic is None else self.critic.module
         leave_gpu(model for model in (self.learner.policy, self.learner.reference, critic) if model is not None)

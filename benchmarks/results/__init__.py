@@ -1,8 +1,8 @@
 """docs/results.md, the evidence of what training learns, and the data behind it: ``python -m benchmarks.results``.
 
-A part of the page is a module of ``benchmarks/results/parts/`` that sets ``PART`` and is named in ``pages.NAMES``. A
-``Part`` (``runs.py``) has a title, its runs in the order in which they are made, the text of its section, and its
-sentences of the summary. Order runs seed by seed, so that an interruption leaves all variants with the same seeds.
+A part of the page is a ``Part`` (``runs.py``) that ``PARTS`` in ``__main__.py`` names. It has a title, its runs in the
+order in which they are made, the text of its section, and its sentences of the summary. Order runs seed by seed, so
+that an interruption leaves all variants with the same seeds.
 
 A ``Run`` has a task, a variant, a seed and settings, and a function ``train`` that makes its ``Result``:
 
@@ -13,6 +13,6 @@ A ``Run`` has a task, a variant, a seed and settings, and a function ``train`` t
 - A module may give another function from ``Run`` to ``Result``.
 
 ``runs.py`` makes the runs that docs/results/PART.jsonl lacks and adds each as a line when it ends. A line whose
-settings are no longer those of the part is ignored and made again. ``tables.py`` and ``plots.py`` show results;
-``equivalence.py`` tests whether two variants are equal.
+settings are no longer those of the part is ignored and made again. ``comparisons.py`` tests whether two variants are
+equal and makes tables; ``plots.py`` draws.
 """

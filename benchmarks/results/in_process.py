@@ -33,7 +33,7 @@ from trainer.model.learner import Learner
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
-from trainer.publishing import make_publisher
+from trainer.publishing.publisher import VersionWriter
 from trainer.rollouts.batch import Batch, within_kl
 from trainer.rollouts.evaluate import sample_metrics
 
@@ -95,8 +95,8 @@ class InProcess:
         reference = load_policy(self.settings, ranks, trainable=False) if needs_reference else None
         self.learner = Learner(self.settings, self.policy, ranks, reference, self.settings.max_steps)
         self.critic = CriticLearner(self.learner) if self.settings.has_critic else None
-        publisher = make_publisher(self.settings, self.policy, ranks, None)
-        self.rounding = publisher.rounding if rounding is None else rounding(self.policy)
+        of_settings = VersionWriter(self.settings, self.policy, ranks).rounding
+        self.rounding = of_settings if rounding is None else rounding(self.policy)
         self.loaded = load(EngineSettings.load(**given))
         self.engine = Engine(self.loaded, on_failure=print)
         self.index = PriorityIndex()

@@ -1,4 +1,4 @@
-"""Parts that compare methods of policy optimisation on a task, each at a learning rate of its own.
+"""Methods of policy optimisation on a task, each at a learning rate of its own.
 
 A method is tried at each of a table's learning rates, on seeds that serve this choice alone. ``Rates.chosen`` says
 which rate has the highest mean reward, and the comparison on the other seeds is made at it. A table that tries no rates
@@ -14,11 +14,21 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from benchmarks.results import in_process
-from benchmarks.results.equivalence import ACCURACY, REWARD, compare
+from benchmarks.results.comparisons import (
+    ACCURACY,
+    REWARD,
+    accuracy_note,
+    anchor,
+    compare,
+    comparison,
+    names,
+    paragraph,
+    ranking,
+    table,
+)
 from benchmarks.results.plots import curves
 from benchmarks.results.runs import Part, Result, Results, Run, Settings, by_variant
-from benchmarks.results.tables import accuracy_note, anchor, comparison, names, paragraph, ranking, table
-from benchmarks.results.tasks import seeded
+from benchmarks.results.tasks import DEMO_TASK, TINY, seeded
 
 BASE = "GRPO"
 DYNAMIC = "dynamic sampling"
@@ -83,30 +93,16 @@ class Methods:
 
     def choosing(self, seed: int) -> list[Run]:
         """Return the runs of a seed that choose the learning rates."""
-        return [
-            Run(
-                self.choice,
-                f"{method} at {rate}",
-                seed,
-                seeded(self.settings | own | {"LEARNING_RATE": rate}, seed),
-                in_process.train,
-            )
-            for method, own in self.variants.items()
-            for rate in self.rates.tried
-        ]
+        rates = [(method, rate) for method in self.variants for rate in self.rates.tried]
+        return [self._run(self.choice, f"{method} at {rate}", seed, method, rate) for method, rate in rates]
 
     def compared(self, seed: int) -> list[Run]:
         """Return the runs of a seed that are compared."""
-        return [
-            Run(
-                self.task,
-                method,
-                seed,
-                seeded(self.settings | own | {"LEARNING_RATE": self.rate(method)}, seed),
-                in_process.train,
-            )
-            for method, own in self.variants.items()
-        ]
+        return [self._run(self.task, method, seed, method, self.rate(method)) for method in self.variants]
+
+    def _run(self, task: str, variant: str, seed: int, method: str, rate: str) -> Run:
+        settings = self.settings | self.variants[method] | {"LEARNING_RATE": rate}
+        return Run(task, variant, seed, seeded(settings, seed), in_process.train)
 
     def rate(self, method: str) -> str:
         """Return the learning rate at which a method is compared."""
@@ -144,63 +140,76 @@ def _mean_reward(results: Results) -> float:
     return statistics.fmean(run.area for run in results) if len(results) == len(CHOOSING) else math.nan
 
 
-def methods_part(
-    name: str, title: str, text: str, tables: Sequence[Methods], *, critic_rate: str, seeds: Iterable[int]
-) -> Part:
-    """Return the part that compares all methods on a task, seed by seed.
+@dataclass(frozen=True)
+class Comparison:
+    """The comparison of all methods on a task, seed by seed."""
 
-    Args:
-        name: the part's name.
-        title: its heading.
-        text: what the reader must know of the task to understand the table.
-        tables: the methods with one update a batch, and those with four.
-        critic_rate: learning rate of PPO's critic.
-        seeds: the seeds of the comparison.
-    """
-    once, often = tables
-    untrained = once.settings | {"EVAL_SAMPLES": "8"}
-    runs = [run for seed in CHOOSING for methods in tables for run in methods.choosing(seed)]
-    for seed in seeds:
-        runs += [Run(once.task, way, seed, seeded(untrained, seed), use) for way, use in UNTRAINED.items()]
-        runs += [run for methods in tables for run in methods.compared(seed)]
+    name: str
+    """The part's name."""
+    title: str
+    text: str
+    """What the reader must know of the task to understand the table."""
+    once: Methods
+    """The methods with one update a batch."""
+    often: Methods
+    """The methods with four."""
+    critic_rate: str
+    """Learning rate of PPO's critic."""
 
-    def show(results: Results) -> str:
+    def part(self, seeds: Iterable[int]) -> Part:
+        """Return the part with the runs of some seeds."""
+        tables = (self.once, self.often)
+        untrained = self.once.settings | {"EVAL_SAMPLES": "8"}
+        runs = [run for seed in CHOOSING for methods in tables for run in methods.choosing(seed)]
+        for seed in seeds:
+            runs += [Run(self.once.task, way, seed, seeded(untrained, seed), use) for way, use in UNTRAINED.items()]
+            runs += [run for methods in tables for run in methods.compared(seed)]
+        return Part(self.name, self.title, runs, self.show, self.summary)
+
+    def show(self, results: Results) -> str:
+        """Return the section: both tables with their choices of rates, and the curves."""
         general = f"""
         `GRPO` has the product's defaults: advantages divided by the group's deviation, the mean over the tokens of the
         step, one update a batch. Every other row changes what it names; GSPO and CISPO have the clips and means of
-        their papers. PPO has a critic of its own with a learning rate of {critic_rate}. `SFT on right answers` is
+        their papers. PPO has a critic of its own with a learning rate of {self.critic_rate}. `SFT on right answers` is
         rejection sampling: cross entropy on the right ones of the step's own samples, whose advantage is 1, while that
         of all others is 0. `SFT on the group's best` takes those with the highest reward of each group instead. `no
         training` and `best of 8, no training` are the policy before the first step on the held-out prompts; a verifier
         chooses the best of 8 answers, which counts as right if any is, and its reward is the highest of the eight.
         """
+        once = self.once
         trained = [result for result in results if result.variant not in UNTRAINED]
-        parts = [paragraph(text + general), *_choice(once, results), comparison(results, once.task, BASE)]
+        parts = [paragraph(self.text + general), *_choice(once, results), comparison(results, once.task, BASE)]
         parts.append(accuracy_note([result for result in trained if result.task == once.task]))
         parts.append(paragraph(_by_tokens(trained, once)))
-        parts.append(curves(name, trained, once.task, "Methods, one update a batch"))
-        if any(result.task == often.task for result in results):
-            several = """
-            With one update a batch, the ratio to the policy at the start of the step is 1, and clipping is never
-            reached. Here each batch gives four updates, of two groups each.
-            """
-            if not often.rates.tried:
-                several += f"All methods have the task's own learning rate of {often.settings['LEARNING_RATE']}."
-            parts += [f"### {title}: four updates a batch", paragraph(several), *_choice(often, results)]
-            parts += [comparison(results, often.task, BASE)]
-            parts.append(curves(f"{name}-four", results, often.task, "Methods, four updates a batch"))
+        parts.append(curves(self.name, trained, once.task, "Methods, one update a batch"))
+        if any(result.task == self.often.task for result in results):
+            parts += self._several_updates(results)
         return "\n\n".join(part for part in parts if part)
 
-    def summary(results: Results) -> list[str]:
+    def _several_updates(self, results: Results) -> list[str]:
+        """Return the subsection of four updates a batch."""
+        often = self.often
+        text = """
+        With one update a batch, the ratio to the policy at the start of the step is 1, and clipping is never
+        reached. Here each batch gives four updates, of two groups each.
+        """
+        if not often.rates.tried:
+            text += f"All methods have the task's own learning rate of {often.settings['LEARNING_RATE']}."
+        parts = [f"### {self.title}: four updates a batch", paragraph(text), *_choice(often, results)]
+        parts.append(comparison(results, often.task, BASE))
+        return [*parts, curves(f"{self.name}-four", results, often.task, "Methods, four updates a batch")]
+
+    def summary(self, results: Results) -> list[str]:
+        """Return the sentences of the summary."""
         sentences = []
-        for methods, updates in ((once, "one update a batch"), (often, "four updates a batch")):
+        for methods, updates in ((self.once, "one update a batch"), (self.often, "four updates a batch")):
             order = ranking(results, methods.task, BASE)
             if order:
-                sentences.append(f"[{title}](#{anchor(title)}) beside GRPO, {updates}{_rates(methods)}: {order}")
-        by_tokens = [sentence for sentence in (_by_tokens(results, once),) if sentence]
-        return [*sentences, *by_tokens, *_more_updates(results, once, often)]
-
-    return Part(name, title, runs, show, summary)
+                link = f"[{self.title}](#{anchor(self.title)})"
+                sentences.append(f"{link} beside GRPO, {updates}{_rates(methods)}: {order}")
+        by_tokens = [sentence for sentence in (_by_tokens(results, self.once),) if sentence]
+        return [*sentences, *by_tokens, *_more_updates(results, self.once, self.often)]
 
 
 def _rates(methods: Methods) -> str:
@@ -255,3 +264,55 @@ def _more_updates(results: Results, once: Methods, often: Methods) -> list[str]:
         f"With four updates a batch instead of one, GRPO's accuracy on the task {once.task} is **{compared.verdict}**: "
         f"the difference is {compared}."
     ]
+
+
+TINY_CRITIC_RATE = "1e-3"
+TINY_RATES = Rates(
+    ("1e-3", "2e-3", "4e-3"),
+    {
+        "GRPO": "4e-3",
+        "Dr. GRPO": "2e-3",
+        "RLOO": "4e-3",
+        "REINFORCE++": "2e-3",
+        "PPO": "2e-3",
+        "sequence mean": "2e-3",
+        "dynamic sampling": "2e-3",
+        "SFT on right answers": "1e-3",
+        "SFT on the group's best": "4e-3",
+    },
+)
+TINY_TEXT = """
+The tiny task of the parts above. Rewards in eighths leave few groups without variance until the task is learned, so
+that dynamic sampling has little to replace. None of the first answers is right, so that there are none to fine-tune on.
+GSPO's clip is made for the mean ratio of long completions.
+"""
+TINY_COMPARISON = Comparison(
+    "methods",
+    "Methods on the tiny task",
+    TINY_TEXT,
+    once=Methods("tiny", TINY, one_update(TINY_CRITIC_RATE), TINY_RATES),
+    often=Methods("tiny, four updates a batch", TINY, four_updates(TINY_CRITIC_RATE), Rates()),
+    critic_rate=TINY_CRITIC_RATE,
+)
+TINY_PART = TINY_COMPARISON.part(range(5))
+
+DEMO_CRITIC_RATE = "1e-5"
+SAME_AS_RIGHT = "SFT on the group's best"
+"""Rewards are 0 or 1, so that the best of a group are its right answers, but for groups that are all right."""
+DEMO_TEXT = """
+SmolLM2-135M, pretrained, with the settings of `examples/demo.env`, 10 steps: one-digit additions, a reward of 1 for the
+number alone and of 0 for everything else. All methods have the task's own learning rate of 2e-5, the best by mean
+reward of the [grid](#hyperparameters-of-the-demo) for most settings. Once most groups are all right or all wrong, they
+have no variance. Dynamic sampling replaces them, at the cost of their tokens. The overlong penalty grows over the last
+four of the eight tokens; the table's rewards exclude it.
+"""
+DEMO_METHODS = {name: settings for name, settings in one_update(DEMO_CRITIC_RATE).items() if name != SAME_AS_RIGHT}
+DEMO_COMPARISON = Comparison(
+    "methods_demo",
+    "Methods on the demo's task",
+    DEMO_TEXT,
+    once=Methods("demo", DEMO_TASK, DEMO_METHODS | {"overlong penalty": {"OVERLONG_BUFFER": "4"}}, Rates()),
+    often=Methods("demo, four updates a batch", DEMO_TASK, four_updates(DEMO_CRITIC_RATE), Rates()),
+    critic_rate=DEMO_CRITIC_RATE,
+)
+DEMO_PART = DEMO_COMPARISON.part(range(3))

@@ -30,7 +30,7 @@ OF_THE_MACHINE = (
     "MIN_WORKERS",
     "SHARD_PARAMETERS",
 )
-"""Settings that change no number of a result but by rounding; a line in which only these differ is not made again."""
+"""Settings that change results only by rounding; stored runs stay valid when only these differ."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Parts that sweep the learning rate and a second hyperparameter, and judge the choice on seeds of its own."""
+"""Sweeps of the learning rate and a second hyperparameter, whose choice is judged on seeds of its own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.results import in_process
-from benchmarks.results.equivalence import ACCURACY, REWARD, Measure
+from benchmarks.results.comparisons import (
+    ACCURACY,
+    REWARD,
+    Measure,
+    accuracy_note,
+    anchor,
+    comparison,
+    names,
+    paragraph,
+    spread,
+    table,
+)
 from benchmarks.results.plots import HeatMap, heat_maps
 from benchmarks.results.runs import Part, Results, Run, Settings, by_variant
-from benchmarks.results.tables import accuracy_note, anchor, comparison, names, paragraph, spread, table
-from benchmarks.results.tasks import seeded
+from benchmarks.results.tasks import DEMO_TASK, TINY, seeded
 
 SWEEP, REPORT, BASE = "sweep", "report", "defaults"
 COLLAPSED = 0.5
@@ -192,3 +202,42 @@ def sweep_part(name: str, title: str, text: str, sweep: Sweep) -> Part:
         return sentences
 
     return Part(name, title, sweep.runs(), show, summary)
+
+
+PANELS: dict[str, dict[str, Settings]] = {
+    "group size": {
+        "4": {"GROUP_SIZE": "4", "BATCH_SIZE": "16"},
+        "8": {},
+        "16": {"GROUP_SIZE": "16", "BATCH_SIZE": "4"},
+    },
+    "temperature": {"0.7": {"TEMPERATURE": "0.7"}, "1": {}, "1.3": {"TEMPERATURE": "1.3"}},
+    "clip": {clip: {"UPDATES_PER_BATCH": "4", "CLIP_LOW": clip, "CLIP_HIGH": clip} for clip in ("0.1", "0.2", "0.4")},
+}
+
+TINY_SWEEP = Sweep(
+    task=TINY,
+    rates=("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3", "8e-3"),
+    panels=PANELS,
+    choosing=range(100, 103),
+    follow_up="2e-3",
+    reporting=range(5),
+)
+TINY_PART = sweep_part(
+    "hyperparameters", "Hyperparameters of the tiny task", "The tiny task of the parts above, 40 steps.", TINY_SWEEP
+)
+
+
+DEMO_SWEEP = Sweep(
+    task=DEMO_TASK,
+    rates=("5e-6", "1e-5", "2e-5", "4e-5"),
+    panels=PANELS,
+    choosing=range(100, 103),
+    follow_up="1e-5",
+    reporting=range(3),
+)
+DEMO_PART = sweep_part(
+    "hyperparameters_demo",
+    "Hyperparameters of the demo",
+    "The demo's task, 10 steps; the held-out prompts are 20, so that differences of single runs below 0.2 say little.",
+    DEMO_SWEEP,
+)

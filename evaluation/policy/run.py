@@ -20,9 +20,9 @@ import numpy as np
 
 from evaluation.identity import check_identity, locked_file, whole_lines
 from evaluation.metrics import bootstrap
-from evaluation.policy.worker import Episode, Work
+from evaluation.policy.worker import PlayedEpisode, Work
 from evaluation.policy.workers import Coordinator, Crew, Worker
-from evaluation.trajectories.arenas import Arena, Step, open_arena
+from evaluation.trajectories.arenas import OpenArena, open_arena
 from services.clients.evaluation_head import EvaluationHeadClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import atomic_write
@@ -30,11 +30,11 @@ from services.core.processes import Command
 from services.core.settings import Settings
 from services.core.supervisor import SupervisedProcess
 from services.core.tasks import run_until_first_ends
-from services.environment_server.environments import ActionRefusedError
 from services.environment_server.settings import default_name
 from services.evaluation_head.settings import MAX_BATCH, HeadSettings
 from services.http.client import HttpClient, RequestRefusedError, problem_detail
 from services.http.server import listen
+from services.protocol.evaluation import StepStatus
 
 EPISODES = "episodes.jsonl"
 IDENTITY = "evaluation.json"
@@ -79,18 +79,18 @@ class EpisodeFile:
         Raises:
             ConfigurationError: the file does not hold episodes.
         """
-        self.episodes: dict[int, Episode] = {}
+        self.episodes: dict[int, PlayedEpisode] = {}
         self._file = file
         for number, line in enumerate(whole_lines(file), start=1):
             try:
-                episode = Episode(**json.loads(line))
+                episode = PlayedEpisode(**json.loads(line))
             except (ValueError, TypeError) as error:
                 raise ConfigurationError(
                     f"{file.name}, line {number}, is not an episode ({error}); give another --save-to"
                 ) from error
             self.episodes[episode.seed] = episode
 
-    def add(self, episode: Episode) -> None:
+    def add(self, episode: PlayedEpisode) -> None:
         """Keep an episode. Those left out are played again by the next command."""
         if not episode.failed:
             self._file.write(json.dumps(_stored(episode)).encode() + b"\n")
@@ -98,9 +98,9 @@ class EpisodeFile:
         self.episodes[episode.seed] = episode
 
 
-def _stored(episode: Episode) -> dict[str, Any]:
+def _stored(episode: PlayedEpisode) -> dict[str, Any]:
     """Return the fields that files have: all but those that only a measurement needs."""
-    names = {field.name for field in fields(Episode)} - {"decision_seconds", "failed"}
+    names = {field.name for field in fields(PlayedEpisode)} - {"decision_seconds", "failed"}
     return {name: value for name, value in asdict(episode).items() if name in names}
 
 
@@ -115,8 +115,8 @@ async def evaluate(options: Options, say: Say) -> dict[str, Any]:
     """
     token = Settings.load().token
     seeds = range(options.seed, options.seed + options.episodes)
-    async with open_arena(options.environment, None, None) as arena, _head(options) as head:
-        policy = await check_head(head, options.policy, arena, token)
+    async with open_arena(options.environment, None, None) as place, _head(options) as head:
+        policy = await check_head(head, options.policy, place, token)
         with locked_file(options.save_to / EPISODES, "--save-to") as file:
             store = EpisodeFile(file)
             check_identity(
@@ -125,7 +125,7 @@ async def evaluate(options: Options, say: Say) -> dict[str, Any]:
                     "head": options.policies or head.url,
                     "policy": policy,
                     **_file_of(options, policy),
-                    **{f"environment.{name}": value for name, value in arena.info.model_dump(mode="json").items()},
+                    **{f"environment.{name}": value for name, value in place.info.model_dump(mode="json").items()},
                 },
                 is_used=bool(store.episodes),
                 results="the episodes of another evaluation",
@@ -183,7 +183,7 @@ def _file_of(options: Options, policy: str) -> dict[str, str]:
 
 
 def results_of(
-    environment: str, policy: str, episodes: Sequence[Episode], workers: Sequence[Worker], seconds: float
+    environment: str, policy: str, episodes: Sequence[PlayedEpisode], workers: Sequence[Worker], seconds: float
 ) -> dict[str, Any]:
     """Return the results: the mean return with its bootstrap interval, each episode, and each worker.
 
@@ -273,7 +273,7 @@ async def started_head(policies: str, port: int, batch_size: int) -> AsyncIterat
             await asyncio.gather(running, return_exceptions=True)
 
 
-async def check_head(head: HeadAt, policy: str | None, arena: Arena, token: str | None) -> str:
+async def check_head(head: HeadAt, policy: str | None, place: OpenArena, token: str | None) -> str:
     """Check that a head has the policy, and that policy and environment fit; return the policy's name.
 
     The check plays the first step of an episode, since only this shows for every kind of policy that both fit.
@@ -281,29 +281,29 @@ async def check_head(head: HeadAt, policy: str | None, arena: Arena, token: str 
     Raises:
         ConfigurationError: something does not fit; the message says what, in one line.
     """
+    info, arena = place
     async with EvaluationHeadClient(
-        head.url, policy=policy, environment=arena.info.id, token=token, deadline=ACTION_SECONDS
+        head.url, policy=policy, environment=info.id, token=token, deadline=ACTION_SECONDS
     ) as client:
         names = await _policies(client)
         if policy is not None and policy not in names:
             raise ConfigurationError(f"--policy is {policy!r}; the head at {head.url} has {', '.join(names)}")
-        if arena.info.seats > 1:
-            raise ConfigurationError(f"{arena.info.id} has {arena.info.seats} seats; the head plays those of one")
-        [begun] = await arena.begin([0])
-        if isinstance(begun, Exception):
-            raise ConfigurationError(f"{arena.info.id} cannot be reset: {begun}") from begun
-        handle, state = begun
+        if info.seats > 1:
+            raise ConfigurationError(f"{info.id} has {info.seats} seats; the head plays those of one")
+        [episode] = await arena.begin([0])
+        if episode.status is StepStatus.LOST:
+            raise ConfigurationError(f"{info.id} cannot be reset: {episode.detail}")
         try:
-            reply = await client.act([state])
-            [outcome] = await arena.step([Step(handle, 0, reply.actions[0])])
+            reply = await client.act([episode.state])
+            [result] = await arena.step([(episode, reply.actions[0])])
         except RequestRefusedError as error:
-            raise ConfigurationError(f"{arena.info.id} does not fit: {error.detail}") from error
+            raise ConfigurationError(f"{info.id} does not fit: {error.detail}") from error
         except DependencyLostError as error:
-            raise ConfigurationError(f"the policy gives no action for {arena.info.id}: {error}") from error
+            raise ConfigurationError(f"the policy gives no action for {info.id}: {error}") from error
         finally:
-            await arena.end([handle])
-        if isinstance(outcome, ActionRefusedError):
-            raise ConfigurationError(f"policy {reply.policy!r} does not fit {arena.info.id}: {outcome}")
+            await arena.end([episode])
+        if result.status is StepStatus.REFUSED:
+            raise ConfigurationError(f"policy {reply.policy!r} does not fit {info.id}: {result.detail}")
         return reply.policy
 
 

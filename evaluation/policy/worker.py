@@ -1,10 +1,10 @@
 """A worker process, which plays episodes: ``python -m evaluation.policy.worker WORK``.
 
 It is started by ``evaluation.policy.workers``. WORK is JSON, see Work. The process writes ``{}`` when it is ready. Then
-it reads a line with a list of seeds, plays their episodes step by step together, and writes each Episode as a line of
-JSON when it ends. When its input ends, it writes Costs and ends. It blocks while it waits for actions, because it has
-nothing else to do. It sends a request for each step of its episodes, so it uses the standard library's HTTP client,
-which takes a fraction of httpx's processor time.
+it reads a line with a list of seeds, plays their episodes step by step together, and writes each PlayedEpisode as a
+line of JSON when it ends. When its input ends, it writes Costs and ends. It blocks while it waits for actions, because
+it has nothing else to do. It sends a request for each step of its episodes, so it uses the standard library's HTTP
+client, which takes a fraction of httpx's processor time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TextIO
@@ -26,11 +26,11 @@ from urllib.parse import urlsplit
 import orjson
 import psutil
 
-from evaluation.trajectories.arenas import Arena, Step, open_arena
+from evaluation.trajectories.arenas import open_arena
+from services.clients.play import Arena, Decision, Episode, NoActionError, Step, play
 from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
-from services.environment_server.environments import Transition, why_failed
 from services.environment_server.settings import EnvironmentSettings
-from services.protocol.evaluation import Action, EpisodePosition, EvaluateRequest, FinishedEpisode, State
+from services.protocol.evaluation import Action, EpisodePosition, EvaluateRequest, FinishedEpisode, State, StepResult
 
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 ATTEMPT_SECONDS = 60.0
@@ -56,7 +56,7 @@ class Work:
 
 
 @dataclass
-class Episode:
+class PlayedEpisode:
     """An episode that came to its end, or in ``failed`` the reason why it did not."""
 
     seed: int
@@ -82,8 +82,8 @@ class Costs:
 class Actor(Protocol):
     """The source of a worker's actions."""
 
-    def act(self, positions: Sequence[EpisodePosition], states: Sequence[State]) -> list[tuple[Action, int | None]]:
-        """Return for each state the action, and the version of the policy that chose it."""
+    def act(self, positions: Sequence[EpisodePosition], states: Sequence[State]) -> list[Decision]:
+        """Return a decision for each state."""
 
     def finish(self, report: FinishedEpisode) -> None:
         """Take the report of an episode that has ended."""
@@ -103,16 +103,16 @@ class HeadActor:
         if token := os.environ.get("JOBGROUP_TOKEN"):
             self._headers["Authorization"] = f"Bearer {token}"
 
-    def act(self, positions: Sequence[EpisodePosition], states: Sequence[State]) -> list[tuple[Action, int | None]]:
-        """Return for each state the action, and the version of the policy that chose it.
+    def act(self, positions: Sequence[EpisodePosition], states: Sequence[State]) -> list[Decision]:
+        """Return a decision for each state.
 
         Raises:
-            RuntimeError: the head has no action for one of the states.
+            NoActionError: the head has no action for one of the states.
             ConfigurationError: the head refuses this worker.
             DependencyLostError: the head does not answer within the worker's patience.
         """
         reply = self._ask(states=states, episodes=positions)
-        return list(zip(reply["actions"], reply["policy_versions"], strict=True))
+        return list(map(Decision, reply["actions"], reply["policy_versions"]))
 
     def finish(self, report: FinishedEpisode) -> None:
         """Tell the head that an episode has ended; raises as ``act`` does."""
@@ -137,7 +137,7 @@ class HeadActor:
                     return orjson.loads(content)
                 reason = f"{response.status} {content[:300].decode(errors='replace')}"
                 if response.status in _OF_THE_EPISODE:
-                    raise RuntimeError(f"the head at {self._url} answers {reason}")
+                    raise NoActionError(f"the head at {self._url} answers {reason}")
                 if response.status not in _LATER:
                     raise ConfigurationError(f"the head at {self._url} answers {reason}")
                 after = response.headers.get("Retry-After", "")
@@ -147,46 +147,6 @@ class HeadActor:
                     f"the head at {self._url} gave no action within {self._patience:g} s: {reason}"
                 )
             time.sleep(pause)
-
-
-class _Open:
-    """An episode under way."""
-
-    def __init__(self, seed: int, handle: Any, state: State) -> None:
-        self.episode = Episode(seed)
-        self.handle = handle
-        self.state = state
-        self.name = f"seed-{seed}"
-        self._began = time.monotonic()
-        self._actions = hashlib.sha256()
-        self._versions: set[int | None] = set()
-
-    @property
-    def position(self) -> EpisodePosition:
-        """The place in the episode at which the next action is asked for."""
-        steps, total = self.episode.steps, self.episode.episode_return
-        return EpisodePosition.model_construct(episode=self.name, step=steps, episode_return=total)
-
-    def decided(self, action: Action, version: int | None, seconds: float) -> Step:
-        """Record an action that came after ``seconds``; return the step to take."""
-        self.episode.decision_seconds.append(seconds)
-        self._actions.update(orjson.dumps(action))
-        self._versions.add(version)
-        return Step(self.handle, self.episode.steps, action)
-
-    def follow(self, outcome: Transition, max_steps: int) -> bool:
-        """Record what a step led to; return True at the end of the episode."""
-        self.episode.episode_return += outcome.reward
-        self.episode.steps += 1
-        self.state = outcome.state
-        return outcome.terminated or outcome.truncated or self.episode.steps >= max_steps
-
-    def ended(self) -> Episode:
-        """Return the record of the episode."""
-        self.episode.seconds = time.monotonic() - self._began
-        self.episode.versions = sorted(self._versions, key=lambda version: -1 if version is None else version)
-        self.episode.actions = self._actions.hexdigest()[:16]
-        return self.episode
 
 
 @contextmanager
@@ -199,62 +159,85 @@ def _limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-async def play(arena: Arena, actor: Actor, seeds: Sequence[int], step_seconds: float) -> AsyncIterator[Episode]:
-    """Play episodes together and yield each when it ends.
+class LimitedArena:
+    """An arena in this process each of whose calls has a limit, by a signal that interrupts the environment."""
 
-    A step of all of them that takes longer than ``step_seconds`` for each ends the process by SIGALRM.
+    def __init__(self, arena: Arena[Episode], step_seconds: float) -> None:
+        self._arena = arena
+        self._seconds = step_seconds
 
-    Raises:
-        ConfigurationError: the head refuses this worker.
-        DependencyLostError: the head does not answer.
-    """
-    playing: list[_Open] = []
-    for seed in seeds:
-        with _limit(step_seconds):
-            [begun] = await arena.begin([seed])
-        if isinstance(begun, Exception):
-            yield _failed(Episode(seed), begun)
-        else:
-            playing.append(_Open(seed, *begun))
-    while playing:
+    async def begin(self, seeds: Sequence[int]) -> list[Episode]:
+        """See Arena."""
+        begun: list[Episode] = []
+        for seed in seeds:
+            with _limit(self._seconds):
+                begun += await self._arena.begin([seed])
+        return begun
+
+    async def step(self, moves: Sequence[tuple[Episode, Action]]) -> list[StepResult]:
+        """See Arena."""
+        with _limit(self._seconds * len(moves)):
+            return await self._arena.step(moves)
+
+    async def end(self, episodes: Sequence[Episode]) -> None:
+        """See Arena."""
+        await self._arena.end(episodes)
+
+
+class WorkerPlay:
+    """The play of some seeds' episodes with an actor; ``write`` gets the record of each that ends or fails."""
+
+    def __init__(self, actor: Actor, seeds: Sequence[int], write: Callable[[PlayedEpisode], None]) -> None:
+        self._actor = actor
+        self._write = write
+        self._todo = list(seeds)
+        self._records = {seed: PlayedEpisode(seed) for seed in seeds}
+        self._actions = {seed: hashlib.sha256() for seed in seeds}
+        self._began: dict[int, float] = {}
+
+    async def run(self, arena: Arena[Episode]) -> None:
+        """Play all episodes together.
+
+        Raises:
+            ConfigurationError: the head refuses this worker.
+            DependencyLostError: the head does not answer.
+        """
+        await play(len(self._todo), arena, self._seeds, self._ask, self._end, self._record)
+
+    def _seeds(self, room: int) -> Sequence[int]:
+        seeds, self._todo = self._todo, []
+        return seeds
+
+    async def _ask(self, episodes: Sequence[Episode]) -> list[Decision]:
         asked = time.perf_counter()
-        decisions = _decisions(actor, playing)
+        for episode in episodes:
+            self._began.setdefault(episode.seed, time.monotonic())
+        decisions = self._actor.act([e.position for e in episodes], [e.state for e in episodes])
         seconds = time.perf_counter() - asked
-        going = [(one, made) for one, made in zip(playing, decisions, strict=True) if not isinstance(made, Exception)]
-        steps = [one.decided(*made, seconds) for one, made in going]
-        with _limit(step_seconds * max(1, len(steps))):
-            outcomes = dict(zip((one for one, _ in going), await arena.step(steps), strict=True))
-        for one, decision in zip(list(playing), decisions, strict=True):
-            outcome = decision if isinstance(decision, Exception) else outcomes[one]
-            if isinstance(outcome, Exception) or one.follow(outcome, arena.info.max_steps):
-                playing.remove(one)
-                await arena.end([one.handle])
-                yield _failed(one.episode, outcome) if isinstance(outcome, Exception) else _finish(one, actor)
+        for episode in episodes:
+            self._records[episode.seed].decision_seconds.append(seconds)
+        return decisions
 
+    def _record(self, steps: Sequence[Step]) -> None:
+        for episode, decision, _ in steps:
+            self._actions[episode.seed].update(orjson.dumps(decision.action))
+            versions = self._records[episode.seed].versions
+            if decision.version not in versions:
+                versions.append(decision.version)
 
-def _decisions(actor: Actor, playing: Sequence[_Open]) -> list[tuple[Action, int | None] | Exception]:
-    """Return for each episode the action and the version of the policy, or the reason why there is none."""
-    try:
-        return [*actor.act([one.position for one in playing], [one.state for one in playing])]
-    except RuntimeError as error:
-        # The policy refuses a whole request because of one of its states.
-        return [error] if len(playing) == 1 else [made for one in playing for made in _decisions(actor, [one])]
-
-
-def _finish(one: _Open, actor: Actor) -> Episode:
-    episode = one.ended()
-    report = FinishedEpisode.model_construct(
-        episode=one.name, steps=episode.steps, episode_return=episode.episode_return, seed=episode.seed
-    )
-    try:
-        actor.finish(report)
-    except RuntimeError as error:
-        return _failed(episode, error)
-    return episode
-
-
-def _failed(episode: Episode, error: Exception) -> Episode:
-    return Episode(episode.seed, failed=why_failed(error))
+    async def _end(self, episode: Episode) -> None:
+        record = self._records[episode.seed]
+        failed = None if episode.has_ended else str(episode.detail)
+        if failed is None:
+            record.episode_return, record.steps = episode.episode_return, episode.steps
+            record.seconds = time.monotonic() - self._began[episode.seed]
+            record.versions.sort(key=lambda version: -1 if version is None else version)
+            record.actions = self._actions[episode.seed].hexdigest()[:16]
+            try:
+                self._actor.finish(episode.report)
+            except NoActionError as error:
+                failed = error.detail
+        self._write(record if failed is None else PlayedEpisode(episode.seed, failed=failed))
 
 
 async def serve(work: Work, make_actor: Callable[[Work], Actor], wire: TextIO) -> None:
@@ -265,13 +248,12 @@ async def serve(work: Work, make_actor: Callable[[Work], Actor], wire: TextIO) -
         wire.flush()
 
     step_seconds = EnvironmentSettings.load().environment_step_seconds
-    async with open_arena(work.environment, None, None) as arena:
-        actor = make_actor(work)
+    async with open_arena(work.environment, None, None) as (_, environments):
+        actor, arena = make_actor(work), LimitedArena(environments, step_seconds)
         write({})
         cpu_before = time.process_time()
         for line in sys.stdin:
-            async for episode in play(arena, actor, json.loads(line), step_seconds):
-                write(asdict(episode))
+            await WorkerPlay(actor, json.loads(line), lambda episode: write(asdict(episode))).run(arena)
         cpu = time.process_time() - cpu_before
         write(asdict(Costs(cpu, psutil.Process().memory_info().rss / 1e6)))
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from evaluation.policy.worker import Costs, Episode, Work
+from evaluation.policy.worker import Costs, PlayedEpisode, Work
 from services.core.errors import (
     EXIT_CONFIGURATION,
     EXIT_RECOVERABLE,
@@ -80,7 +80,7 @@ class Crew:
 class Coordinator:
     """Workers that play one episode for each seed."""
 
-    def __init__(self, crew: Crew, seeds: Iterable[int], take: Callable[[Episode], None]) -> None:
+    def __init__(self, crew: Crew, seeds: Iterable[int], take: Callable[[PlayedEpisode], None]) -> None:
         """Describe the work, which ``run`` does; ``take`` gets each episode that ends, or is left out as failed."""
         self._crew = crew
         self._todo = deque(seeds)
@@ -164,15 +164,15 @@ class Coordinator:
         left = set(seeds)
         try:
             while left:
-                episode = Episode(**await _read(process, worker, log))
+                episode = PlayedEpisode(**await _read(process, worker, log))
                 left.discard(episode.seed)
                 await self._settle(episode, worker)
         except WorkerDiedError as death:
             for seed in sorted(left):
-                await self._settle(Episode(seed, failed=str(death)), worker)
+                await self._settle(PlayedEpisode(seed, failed=str(death)), worker)
             raise
 
-    async def _settle(self, episode: Episode, worker: Worker) -> None:
+    async def _settle(self, episode: PlayedEpisode, worker: Worker) -> None:
         self._tries[episode.seed] += 1
         self._open.discard(episode.seed)
         if episode.failed and self._tries[episode.seed] < TRIES:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from evaluation.trajectories.arenas import Arena, Step
-from services.environment_server.environments import ActionRefusedError, Transition
-from services.evaluation_head.policy import Decision, Policy, StatesRefusedError
-from services.protocol.evaluation import ActionKind, EnvironmentInfo, State, StateKind
+from evaluation.trajectories.arenas import OpenArena
+from services.clients.play import Decision, Episode, Step, play_at_once
+from services.evaluation_head.policy import Policy
+from services.protocol.evaluation import ActionKind, EnvironmentInfo, StateKind, StepStatus
 
 SEEDS = 2**31
 
@@ -88,19 +87,6 @@ def lineups_of(policies: Sequence[str], seats: int) -> list[tuple[str, ...]]:
 
 
 @dataclass
-class _Live:
-    """An episode under way."""
-
-    index: int
-    attempt: int
-    handle: Any
-    state: State
-    returns: list[float]
-    seat: int = 0
-    steps: int = 0
-
-
-@dataclass
 class Played:
     """The outcome of a shard: its rows, and what became of each episode by its index."""
 
@@ -118,16 +104,22 @@ class ShardPlayer:
     """Plays one shard."""
 
     def __init__(
-        self, arena: Arena, policies: Mapping[str, Policy], shard: Shard, seed_of: Callable[[int], int], at_once: int
+        self,
+        place: OpenArena,
+        policies: Mapping[str, Policy],
+        shard: Shard,
+        seed_of: Callable[[int], int],
+        at_once: int,
     ) -> None:
-        self._arena = arena
+        self._place = place
         self._policies = [policies[name] for name in shard.lineup]
-        self._seed_of = seed_of
         self._at_once = at_once
-        self._todo = deque(range(shard.start, shard.stop))
-        self._tries: dict[int, int] = {}
-        self._attempts = 0
-        self.played = Played(Rows(arena.info))
+        self._indices = {seed_of(index): index for index in range(shard.start, shard.stop)}
+        self._todo = deque(self._indices)
+        self._tries: Counter[int] = Counter()
+        self._attempts: defaultdict[Episode, int] = defaultdict(itertools.count().__next__)
+        """The number of each episode under way among all that were begun, also again with the same seed."""
+        self.played = Played(Rows(place.info))
 
     async def play(self) -> Played:
         """Play all episodes.
@@ -136,128 +128,57 @@ class ShardPlayer:
             ProblemError: a policy gives no actions.
             DependencyLostError: the environment server does not answer.
         """
-        # Conversations take different times and go on alone. States of numbers share one batch.
+        info, arena = self._place
         count = min(self._at_once, len(self._todo))
-        sizes = [1] * count if self._arena.info.state.kind is StateKind.MESSAGES else [count]
-        try:
-            async with asyncio.TaskGroup() as group:
-                for size in sizes:
-                    group.create_task(self._play(size))
-        except BaseExceptionGroup as errors:
-            # All fail for the same reason, so the first error is enough.
-            raise errors.exceptions[0] from None
+        is_text = info.state.kind is StateKind.MESSAGES
+        await play_at_once(count, is_text, arena, self._seeds, self._ask, self._end, self._record)
         return self.played
 
-    async def _play(self, size: int) -> None:
-        live: list[_Live] = []
-        while True:
-            live += await self._begin(size - len(live))
-            if not live:
-                return
-            try:
-                decisions = await self._decide(live)
-            except StatesRefusedError as error:
-                if len(live) > 1:
-                    raise
-                # A conversation that the model does not take, such as one that is too long, concerns no other.
-                await self._give_up(live.pop(), error)
-                continue
-            steps = [Step(one.handle, one.steps, made.action) for one, made in zip(live, decisions, strict=True)]
-            live = await self._follow(live, decisions, await self._arena.step(steps))
+    def _seeds(self, room: int) -> Sequence[int]:
+        return [self._todo.popleft() for _ in range(min(room, len(self._todo)))]
 
-    async def _begin(self, room: int) -> list[_Live]:
-        """Begin episodes until ``room`` are live, or none is left to do."""
-        live: list[_Live] = []
-        while indices := [self._todo.popleft() for _ in range(min(room - len(live), len(self._todo)))]:
-            begun = await self._arena.begin([self._seed_of(index) for index in indices])
-            for index, start in zip(indices, begun, strict=True):
-                self._tries[index] = self._tries.get(index, 0) + 1
-                if isinstance(start, Exception):
-                    self._lose(index, start)
-                    continue
-                self._attempts += 1
-                handle, state = start
-                live.append(_Live(index, self._attempts, handle, state, [0.0] * self._arena.info.seats))
-        return live
-
-    async def _decide(self, live: Sequence[_Live]) -> list[Decision]:
+    async def _ask(self, episodes: Sequence[Episode]) -> list[Decision]:
         """Ask the policy of each seat for the actions in the episodes where it is that seat's turn."""
-        if len(self._policies) == 1:
-            return await self._policies[0].act([one.state for one in live], logprobs=True)
-        decisions: dict[int, Decision] = {}
+        decisions: dict[Episode, Decision] = {}
         for seat, policy in enumerate(self._policies):
-            turns = [one for one in live if one.seat == seat]
+            turns = [episode for episode in episodes if episode.seat == seat]
             if turns:
-                made = await policy.act([one.state for one in turns], logprobs=True)
-                decisions |= {one.attempt: decision for one, decision in zip(turns, made, strict=True)}
-        return [decisions[one.attempt] for one in live]
+                made = await policy.act([episode.state for episode in turns], logprobs=True)
+                decisions |= zip(turns, made, strict=True)
+        return [decisions[episode] for episode in episodes]
 
-    async def _follow(
-        self, live: Sequence[_Live], decisions: Sequence[Decision], outcomes: Sequence[Transition | Exception]
-    ) -> list[_Live]:
-        """Record the steps; return the episodes that go on."""
-        taken: list[tuple[_Live, Decision, Transition]] = []
-        for one, decision, outcome in zip(live, decisions, outcomes, strict=True):
-            if isinstance(outcome, Exception):
-                await self._give_up(one, outcome)
-            else:
-                taken.append((one, decision, outcome))
-        self._record(taken)
-        going, over = [], []
-        for one, _, outcome in taken:
-            one.steps += 1
-            if outcome.terminated or self._is_truncated(one.steps, outcome):
-                over.append(one)
-            else:
-                going.append(one)
-                one.state, one.seat = outcome.state, outcome.seat
-        for one in over:
-            self.played.attempts[one.attempt] = one.index
-            self.played.returns[one.index], self.played.steps[one.index] = one.returns, one.steps
-        if over:
-            await self._arena.end([one.handle for one in over])
-        return going
-
-    def _is_truncated(self, steps: int, outcome: Transition) -> bool:
-        return not outcome.terminated and (outcome.truncated or steps >= self._arena.info.max_steps)
-
-    def _record(self, taken: Sequence[tuple[_Live, Decision, Transition]]) -> None:
-        if not taken:
-            return
-        seats = self._arena.info.seats
-        for one, _, outcome in taken:
-            for seat, reward in enumerate(outcome.rewards if seats > 1 else (outcome.reward,)):
-                one.returns[seat] += reward
-        truncated = [self._is_truncated(one.steps + 1, outcome) for one, _, outcome in taken]
+    def _record(self, steps: Sequence[Step]) -> None:
+        episodes, decisions, results = zip(*steps, strict=True)
+        has_seats = self._place.info.seats > 1
+        terminated = [result.status is StepStatus.TERMINATED for result in results]
+        truncated = [result.status is StepStatus.TRUNCATED for result in results]
         self.played.rows.add(
-            [one.state for one, _, _ in taken],
-            attempt=[one.attempt for one, _, _ in taken],
-            step=[one.steps for one, _, _ in taken],
-            seat=[one.seat for one, _, _ in taken],
-            action=[decision.action for _, decision, _ in taken],
-            version=[decision.version for _, decision, _ in taken],
-            logprob=[decision.logprob for _, decision, _ in taken],
-            reward=[(o.rewards[one.seat] if seats > 1 else o.reward) for one, _, o in taken],
-            rewards=[outcome.rewards for _, _, outcome in taken],
-            terminated=[outcome.terminated for _, _, outcome in taken],
+            [episode.state for episode in episodes],
+            attempt=[self._attempts[episode] for episode in episodes],
+            step=[episode.steps for episode in episodes],
+            seat=[episode.seat for episode in episodes],
+            action=[decision.action for decision in decisions],
+            version=[decision.version for decision in decisions],
+            logprob=[decision.logprob for decision in decisions],
+            reward=[r.rewards[e.seat] if has_seats else r.reward for e, r in zip(episodes, results, strict=True)],
+            rewards=[result.rewards or () for result in results],
+            terminated=terminated,
             truncated=truncated,
-            final_state=[
-                outcome.state if cut or outcome.terminated else None
-                for (_, _, outcome), cut in zip(taken, truncated, strict=True)
-            ],
+            final_state=[None if result.status is StepStatus.RUNNING else result.state for result in results],
         )
 
-    async def _give_up(self, one: _Live, error: Exception) -> None:
-        await self._arena.end([one.handle])
-        self._lose(one.index, error)
-
-    def _lose(self, index: int, error: Exception) -> None:
-        """Play an episode again if that may help; else leave it out."""
-        is_final = isinstance(error, ActionRefusedError | StatesRefusedError) or self._tries[index] == TRIES
-        if is_final:
-            self.played.left_out[index] = str(error) or repr(error)
+    async def _end(self, episode: Episode) -> None:
+        """Keep what became of an episode. Play one that was lost again if that may help; else leave it out."""
+        index, attempt = self._indices[episode.seed], self._attempts[episode]
+        del self._attempts[episode]
+        self._tries[index] += 1
+        if episode.has_ended:
+            self.played.attempts[attempt] = index
+            self.played.returns[index], self.played.steps[index] = episode.returns, episode.steps
+        elif episode.status is StepStatus.REFUSED or self._tries[index] == TRIES:
+            self.played.left_out[index] = str(episode.detail)
         else:
-            self._todo.append(index)
+            self._todo.append(episode.seed)
 
 
 class Rows:

@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 
 from evaluation.identity import check_identity, locked_file
-from evaluation.trajectories.arenas import Arena, open_arena
+from evaluation.trajectories.arenas import OpenArena, open_arena
 from evaluation.trajectories.play import Plan, Shard, ShardPlayer, lineups_of, read_summary, write_shard
 from services.core.errors import ConfigurationError
 from services.core.files import atomic_write
 from services.evaluation_head.policy import Policy, make_policy
 from services.evaluation_head.settings import HeadSettings
+from services.protocol.evaluation import EnvironmentInfo
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
@@ -72,29 +73,31 @@ async def generate(options: Options, say: Callable[[str], None]) -> dict[str, An
         raise ConfigurationError("--policies is empty; name policies, as a=policies/cartpole,b=http://127.0.0.1:30000")
     async with AsyncExitStack() as stack:
         stack.enter_context(locked_file(options.save_to / LOCK, "--save-to"))
-        arena = await stack.enter_async_context(open_arena(options.environment, options.server, settings.token))
+        place = await stack.enter_async_context(open_arena(options.environment, options.server, settings.token))
         policies = {
             name: await stack.enter_async_context(make_policy(name, target, settings))
             for name, target in settings.policies.items()
         }
-        if misfits := [why for policy in policies.values() if (why := policy.misfit(arena.info))]:
+        if misfits := [why for policy in policies.values() if (why := policy.misfit(place.info))]:
             raise ConfigurationError("; ".join(misfits))
         plan = Plan(
-            lineups_of(list(policies), arena.info.seats), options.episodes, options.seed, options.shard_episodes
+            lineups_of(list(policies), place.info.seats), options.episodes, options.seed, options.shard_episodes
         )
-        _check_manifest(options, arena, settings.policies, policies)
+        _check_manifest(options, place.info, settings.policies, policies)
         stack.callback(asyncio.create_task(_keep_fresh(policies)).cancel)
-        await _play_missing(options, plan, arena, policies, say)
-    results = results_of(options.save_to, plan, arena.info.seats)
+        await _play_missing(options, plan, place, policies, say)
+    results = results_of(options.save_to, plan, place.info.seats)
     atomic_write(options.save_to / RESULTS, json.dumps(results, indent=2) + "\n")
     return results
 
 
-def _check_manifest(options: Options, arena: Arena, targets: Mapping[str, str], policies: Mapping[str, Policy]) -> None:
+def _check_manifest(
+    options: Options, info: EnvironmentInfo, targets: Mapping[str, str], policies: Mapping[str, Policy]
+) -> None:
     """Write everything that the episodes depend on to the manifest, or compare it with the manifest that is there."""
     manifest: dict[str, Any] = {"episodes": options.episodes, "seed": options.seed}
     manifest |= {"shard_episodes": options.shard_episodes}
-    manifest |= {f"environment.{name}": value for name, value in arena.info.model_dump(mode="json").items()}
+    manifest |= {f"environment.{name}": value for name, value in info.model_dump(mode="json").items()}
     manifest["policies"] = list(policies)
     for name, policy in policies.items():
         manifest[f"policies.{name}"] = targets[name]
@@ -115,7 +118,7 @@ def _check_manifest(options: Options, arena: Arena, targets: Mapping[str, str], 
 
 
 async def _play_missing(
-    options: Options, plan: Plan, arena: Arena, policies: Mapping[str, Policy], say: Callable[[str], None]
+    options: Options, plan: Plan, place: OpenArena, policies: Mapping[str, Policy], say: Callable[[str], None]
 ) -> None:
     shards = list(plan.shards())
     for shard in shards:
@@ -123,7 +126,7 @@ async def _play_missing(
         if path.exists():
             continue
         started = time.monotonic()
-        played = await ShardPlayer(arena, policies, shard, plan.seed_of, options.at_once).play()
+        played = await ShardPlayer(place, policies, shard, plan.seed_of, options.at_once).play()
         if not played.attempts:
             reason = next(iter(played.left_out.values()))
             raise ConfigurationError(f"no episode of {shard.name} comes to its end: {reason}")

@@ -6,19 +6,24 @@ An episode continues on another server when its server is lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
+import math
 import os
 import socket
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import orjson
 from prometheus_client import Counter
 
+from services.clients.play import Episode
 from services.core.endpoints import Endpoint, Task, endpoint, mapped_addresses
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
@@ -30,7 +35,6 @@ from services.protocol.evaluation import (
     CloseRequest,
     EnvironmentInfo,
     EpisodeStart,
-    OngoingEpisode,
     ResetReply,
     ResetRequest,
     StepItem,
@@ -42,7 +46,13 @@ from services.protocol.evaluation import (
 
 log = get_logger(__name__)
 
+REPLAYED = Counter("client_episodes_replayed", "Episodes whose server was lost and whose actions were taken again.")
 
+
+CLOSE_SECONDS = 5.0
+"""Longest wait for the end of an episode, which the server ends by itself when nobody steps it."""
+MOST_LOSSES = 3
+"""An action at which an episode was lost so often in a row is the cause."""
 ANSWER_SECONDS = 10.0
 """A server that has not answered a request for so long is asked for its health."""
 FAILED_SECONDS = 10.0
@@ -53,14 +63,6 @@ PAUSE_SECONDS = 0.5
 """Pause before all servers, or a step at the same server, are tried again."""
 
 
-REPLAYED = Counter("client_episodes_replayed", "Episodes whose server was lost and whose actions were taken again.")
-
-CLOSE_SECONDS = 5.0
-"""Longest wait for the end of an episode, which the server ends by itself when nobody steps it."""
-MOST_LOSSES = 3
-"""An action at which the episode was lost so often in a row is the cause."""
-
-
 class EnvironmentServer(ServiceClient):
     """One environment-server. Repeating any of these requests does no harm."""
 
@@ -69,8 +71,8 @@ class EnvironmentServer(ServiceClient):
     async def reset(self, request: ResetRequest, *, deadline: float | None = None) -> ResetReply:
         """Begin episodes; the reply has one for each that was asked for."""
         reply = await self.call("POST", "/reset", ResetReply, request, deadline=deadline)
-        if len(reply.episodes) != request.episodes:
-            raise DependencyLostError(f"{self.url} began {len(reply.episodes)} episodes instead of {request.episodes}")
+        if len({start.episode for start in reply.episodes}) != request.episodes:
+            raise DependencyLostError(f"{self.url}/reset began other episodes than the {request.episodes} asked for")
         return reply
 
     async def step(self, items: Sequence[StepItem], *, deadline: float | None = None) -> list[StepResult]:
@@ -79,12 +81,84 @@ class EnvironmentServer(ServiceClient):
         reply = await self.call("POST", "/step", StepReply, request, deadline=deadline)
         if [result.episode for result in reply.results] != [item.episode for item in items]:
             raise DependencyLostError(f"{self.url}/step answered for other episodes than it was asked for")
+        for item, result in zip(items, reply.results, strict=True):
+            if result.is_taken and (
+                result.steps != item.step + 1 or result.state is None or not math.isfinite(result.reward)
+            ):
+                raise DependencyLostError(
+                    f"{self.url}/step counts {result.steps} steps after {item.step}, or gives no state or no reward"
+                )
         return reply.results
 
     async def end(self, episodes: Sequence[str], *, deadline: float | None = None) -> CloseReply:
         """End episodes early."""
         request = CloseRequest(episodes=list(episodes))
         return await self.call("POST", "/close", CloseReply, request, deadline=deadline)
+
+
+class EpisodeLostError(Exception):
+    """An episode that cannot continue; the message says why."""
+
+
+@dataclass(eq=False, kw_only=True)
+class ServedEpisode(Episode):
+    """An episode on a server, with what it needs to begin again on another one: actions, and a digest of each state."""
+
+    environment: EnvironmentInfo
+    server: EnvironmentServer
+    split: str | None
+    actions: list[Action] = field(default_factory=list)
+    _digests: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def begun_at(
+        cls, server: EnvironmentServer, reply: ResetReply, start: EpisodeStart, split: str | None
+    ) -> ServedEpisode:
+        """Return one of the episodes that a server has begun."""
+        info = reply.environment
+        episode = cls(
+            start.episode,
+            start.seed,
+            start.state,
+            start.seat or 0,
+            returns=[0.0] * info.seats,
+            environment=info,
+            server=server,
+            split=split,
+        )
+        if info.deterministic:
+            episode._digests.append(_digest(start))
+        return episode
+
+    def remember(self, action: Action, result: StepResult) -> None:
+        """Keep an action and the digest of its result, if the environment could repeat both elsewhere."""
+        if self.environment.deterministic:
+            self.actions.append(action)
+            self._digests.append(_digest(result))
+
+    def compare(self, reached: EpisodeStart | StepResult, actions: int) -> None:
+        """Check that the episode reached the same state as before after so many actions.
+
+        Raises:
+            EpisodeLostError: it did not.
+        """
+        if _digest(reached) != self._digests[actions]:
+            raise EpisodeLostError(
+                f"its server was lost, and {self.server.url} reached another state after {actions} actions; is "
+                f"{self.environment.id} deterministic, as it declares?"
+            )
+
+
+def _lost(episode_id: str, why: str) -> StepResult:
+    return StepResult(episode=episode_id, status=StepStatus.LOST, detail=why)
+
+
+def _digest(reached: EpisodeStart | StepResult) -> bytes:
+    """Return a digest of a state with the reward and the status that came with it."""
+    content: list[Any] = [reached.state, reached.seat]
+    if isinstance(reached, StepResult):
+        content += [reached.status, reached.reward, reached.rewards]
+    return hashlib.blake2b(orjson.dumps(content, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
 
 
 class EnvironmentClient:
@@ -109,12 +183,12 @@ class EnvironmentClient:
         self._given = None if servers is None else list(servers)
         self._token = token
         self.deadline = deadline
-        self._servers: list[EnvironmentServer] = []
+        self._servers: dict[str, EnvironmentServer] = {}
         self._active: dict[str, int] = {}
         """Episodes by the server's URL."""
         self._failed: dict[str, float] = {}
         """The time of the last failure by the server's URL, by time.monotonic."""
-        self._environment: EnvironmentInfo | None = None
+        self.environment: EnvironmentInfo | None = None
         """The environment of the first episode, which all others must have."""
         self._searched = -SEARCH_SECONDS
 
@@ -124,19 +198,23 @@ class EnvironmentClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for server in self._servers:
+        for server in self._servers.values():
             await server.__aexit__(kind, error, trace)
 
     async def servers(self) -> list[EnvironmentServer]:
         """Return the known servers, after a search for new ones if the last search was a while ago."""
         if time.monotonic() - self._searched >= SEARCH_SECONDS:
             self._searched = time.monotonic()
-            known = {server.url for server in self._servers}
-            for address in await find_servers(len(known)) if self._given is None else self._given:
-                if address.url not in known:
-                    server = EnvironmentServer(address, self._token, deadline=self.deadline)
-                    self._servers.append(await server.__aenter__())
-        return self._servers
+            for address in await find_servers(len(self._servers)) if self._given is None else self._given:
+                await self.connect(address.url)
+        return list(self._servers.values())
+
+    async def connect(self, url: str) -> EnvironmentServer:
+        """Return the connection to the server at ``url``; the client closes it."""
+        if url not in self._servers:
+            server = EnvironmentServer(url, self._token, deadline=self.deadline)
+            self._servers[url] = await server.__aenter__()
+        return self._servers[url]
 
     async def wait_healthy(self, deadline_seconds: float) -> None:
         """Wait until one server is healthy.
@@ -166,25 +244,62 @@ class EnvironmentClient:
             raise DependencyLostError(f"no environment-server tells its settings: {_none_found()}")
         return await servers[0].settings()
 
-    async def begin(self, seed: int, split: str | None = None) -> Episode:
-        """Begin an episode on any server. The same seed begins the same episode, on every server.
+    async def begin(self, seeds: Sequence[int], split: str | None = None) -> list[ServedEpisode]:
+        """Begin an episode for each seed. The same seed begins the same episode, on every server.
 
         Raises:
             DependencyLostError: no server began one within the client's deadline.
             RequestRefusedError: the environment has no such split, or cannot begin the episode.
         """
-        server, reply = await self.reset(seed, split)
-        return Episode(self, server, reply, split)
+        begun: list[ServedEpisode] = []
+        for first, count in consecutive(seeds):
+            server, reply = await self._reset(first, split, count)
+            begun += [ServedEpisode.begun_at(server, reply, start, split) for start in reply.episodes]
+            self._count(server, count)
+        return begun
 
-    async def reset(self, seed: int, split: str | None) -> tuple[EnvironmentServer, ResetReply]:
-        """Begin an episode on any server that has the environment of the client's first episode; return both.
+    async def step(self, moves: Sequence[tuple[ServedEpisode, Action]]) -> list[StepResult]:
+        """Take one action in each of some episodes; those whose server is lost continue on another one.
+
+        Raises:
+            RequestRefusedError: the environment cannot begin an episode again.
+        """
+        by_server: defaultdict[EnvironmentServer, dict[ServedEpisode, StepItem]] = defaultdict(dict)
+        for episode, action in moves:
+            by_server[episode.server][episode] = episode.step_with(action)
+        answers = await asyncio.gather(*(self._step_on(at, [*items.values()]) for at, items in by_server.items()))
+        results: dict[ServedEpisode, StepResult] = {}
+        for items, answer in zip(by_server.values(), answers, strict=True):
+            results |= zip(items, answer, strict=True)
+        lost = [(e, action) for e, action in moves if results[e].status is StepStatus.LOST]
+        recovered = await asyncio.gather(*(self._recover(e, action, results[e]) for e, action in lost)) if lost else []
+        results |= zip([episode for episode, _ in lost], recovered, strict=True)
+        for episode, action in moves:
+            if results[episode].is_taken:
+                episode.remember(action, results[episode])
+        return [results[episode] for episode, _ in moves]
+
+    async def end(self, episodes: Sequence[ServedEpisode]) -> None:
+        """End episodes on their servers, if the environment has not ended them."""
+        by_server: defaultdict[EnvironmentServer, list[str]] = defaultdict(list)
+        for episode in episodes:
+            self._count(episode.server, -1)
+            if not episode.has_ended:
+                by_server[episode.server].append(episode.id)
+        for server, ids in by_server.items():
+            # A server that is away ends an episode that nobody steps.
+            with contextlib.suppress(DependencyLostError):
+                await server.end(ids, deadline=CLOSE_SECONDS)
+
+    async def _reset(self, seed: int, split: str | None, count: int = 1) -> tuple[EnvironmentServer, ResetReply]:
+        """Begin episodes on any server that has the environment of the client's first episode; return both.
 
         Raises:
             DependencyLostError: no server began one within the client's deadline; the message has both versions of an
                 environment that is another one.
             RequestRefusedError: the environment has no such split, or cannot begin the episode.
         """
-        request = ResetRequest(seed=seed, split=split, request_id=uuid.uuid4().hex)
+        request = ResetRequest(episodes=count, seed=seed, split=split, request_id=uuid.uuid4().hex)
         end = time.monotonic() + self.deadline
         while True:
             servers = sorted(await self.servers(), key=self._preference)
@@ -195,12 +310,12 @@ class EnvironmentClient:
                 except DependencyLostError as error:
                     reason = str(error)
                 else:
-                    self._environment = self._environment or reply.environment
-                    if reply.environment == self._environment:
+                    self.environment = self.environment or reply.environment
+                    if reply.environment == self.environment:
                         return server, reply
-                    reason = f"{server.url} is refused: {differences(reply.environment, self._environment)}"
+                    reason = f"{server.url} is refused: {differences(reply.environment, self.environment)}"
                     log.warning("an environment-server is refused", reason=reason)
-                self._failed[server.url] = time.monotonic()
+                self.note_failure(server)
             if time.monotonic() > end:
                 raise DependencyLostError(f"no environment-server began an episode: {reason}")
             await asyncio.sleep(PAUSE_SECONDS)
@@ -214,26 +329,97 @@ class EnvironmentClient:
         """Return the number of this client's episodes on a server."""
         return self._active.get(server.url, 0)
 
-    def count(self, server: EnvironmentServer, change: int) -> None:
-        """Note that an episode has begun (1) or ended (-1) on a server."""
+    def _count(self, server: EnvironmentServer, change: int) -> None:
         self._active[server.url] = self.active_on(server) + change
 
-    async def step(self, server: EnvironmentServer, item: StepItem) -> StepResult:
-        """Take one action; a server that is well may take as long as the client's deadline.
-
-        Raises:
-            DependencyLostError: the server is lost, or too slow.
-        """
+    async def _step_on(self, server: EnvironmentServer, items: Sequence[StepItem]) -> list[StepResult]:
+        """Take actions on one server; a server that is well may take as long as the client's deadline."""
         end = time.monotonic() + self.deadline
         while True:
             try:
-                [result] = await server.step([item], deadline=min(ANSWER_SECONDS, self.deadline))
-                return result
-            except DependencyLostError:
-                if time.monotonic() > end or not await server.is_healthy():
-                    self._failed[server.url] = time.monotonic()
-                    raise
+                return await server.step(items, deadline=min(ANSWER_SECONDS, self.deadline))
+            except DependencyLostError as error:
+                if time.monotonic() > end or (self.may_leave(server) and not await server.is_healthy()):
+                    self.note_failure(server)
+                    return [_lost(item.episode, str(error)) for item in items]
             await asyncio.sleep(PAUSE_SECONDS)
+
+    def note_failure(self, server: EnvironmentServer) -> None:
+        """Make a server the last choice for a while."""
+        self._failed[server.url] = time.monotonic()
+
+    def may_leave(self, server: EnvironmentServer) -> bool:
+        """Return whether to leave a server at once when it is not healthy, instead of at the client's deadline."""
+        return True
+
+    async def _recover(self, episode: ServedEpisode, action: Action, lost: StepResult) -> StepResult:
+        """Return the result of an action at which an episode was lost, after further attempts elsewhere."""
+        for _ in range(MOST_LOSSES - 1):
+            if lost.environment_failed and not episode.environment.deterministic:
+                return lost
+            try:
+                await self._begin_again(episode, str(lost.detail))
+            except EpisodeLostError as error:
+                return _lost(episode.id, str(error))
+            [result] = await self._step_on(episode.server, [episode.step_with(action)])
+            if result.status is not StepStatus.LOST:
+                return result
+            lost = result
+        detail = f"{lost.detail}; the episode was lost {MOST_LOSSES} times at this action"
+        return lost.model_copy(update={"detail": detail})
+
+    async def _begin_again(self, episode: ServedEpisode, reason: str) -> None:
+        """Begin an episode on any server and take its actions again, until a server has taken them all.
+
+        Raises:
+            EpisodeLostError: the environment is not deterministic, or no server has taken all actions in time.
+        """
+        if not episode.environment.deterministic:
+            raise EpisodeLostError(f"{reason}; {episode.environment.id} does not declare that it is deterministic")
+        log.info("episode begins again", seed=episode.seed, actions=len(episode.actions), reason=reason)
+        end = time.monotonic() + self.deadline
+        while time.monotonic() < end:
+            try:
+                server, reply = await self._reset(episode.seed, episode.split)
+            except DependencyLostError as error:
+                raise EpisodeLostError(f"{reason}; then {error}") from error
+            self._count(episode.server, -1)
+            self._count(server, 1)
+            self.moves(episode, server, reply.episodes[0].episode)
+            episode.server, episode.id = server, reply.episodes[0].episode
+            episode.compare(reply.episodes[0], 0)
+            if await self._repeat(episode):
+                REPLAYED.inc()
+                return
+        raise EpisodeLostError(f"{reason}; no server took its actions again within {self.deadline:g} s")
+
+    def moves(self, episode: ServedEpisode, server: EnvironmentServer, new_id: str) -> None:
+        """Take note that an episode moves to a server, where it has another id."""
+
+    async def _repeat(self, episode: ServedEpisode) -> bool:
+        """Take all actions again; return False if the server is lost meanwhile.
+
+        Raises:
+            EpisodeLostError: a state is another one than before.
+        """
+        for step, action in enumerate(episode.actions):
+            item = StepItem.model_construct(episode=episode.id, step=step, action=action)
+            [result] = await self._step_on(episode.server, [item])
+            if result.status is StepStatus.LOST:
+                return False
+            episode.compare(result, step + 1)
+        return True
+
+
+def consecutive(seeds: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the runs of consecutive seeds, each as its first seed and its length: one request begins a run."""
+    runs: list[tuple[int, int]] = []
+    for seed in seeds:
+        if runs and seed == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((seed, 1))
+    return runs
 
 
 def differences(found: EnvironmentInfo, expected: EnvironmentInfo) -> str:
@@ -274,144 +460,3 @@ async def find_servers(known: int) -> list[Endpoint]:
                 return found
         found.append(address)
     raise AssertionError("itertools.count has no end")
-
-
-class EpisodeLostError(Exception):
-    """An episode that cannot go on; the message says why. It has no return, which is not a return of 0."""
-
-
-class EnvironmentFailedError(EpisodeLostError):
-    """An episode whose environment failed by itself, and may do so again."""
-
-
-class Episode(OngoingEpisode):
-    """An episode on a server. ``environment`` is its environment and the form of its states and actions.
-
-    It keeps its seed, its actions, and a digest of every state. If its server is lost, it begins again at any server,
-    with the same seed and actions, and goes on if every state is the same. ``end`` must be called when it is over;
-    ``async with`` does.
-    """
-
-    def __init__(
-        self, client: EnvironmentClient, server: EnvironmentServer, reply: ResetReply, split: str | None
-    ) -> None:
-        [start] = reply.episodes
-        super().__init__(start.episode, start.seed, start.state, seat=start.seat or 0)
-        self.environment: EnvironmentInfo = reply.environment
-        self.status = StepStatus.RUNNING
-        self._client = client
-        self._server = server
-        self._split = split
-        self._actions: list[Action] = []
-        self._digests = [_digest(start)]
-        client.count(server, 1)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.end()
-
-    @property
-    def is_over(self) -> bool:
-        """True once the environment has ended the episode."""
-        return self.status in (StepStatus.TERMINATED, StepStatus.TRUNCATED)
-
-    async def step(self, action: Action) -> StepResult:
-        """Take an action and move on to the state after it. A refused action changes nothing.
-
-        Raises:
-            EnvironmentFailedError: the environment failed, and did so again if it is deterministic.
-            EpisodeLostError: the server was lost, and the episode cannot go on elsewhere.
-            RequestRefusedError: the environment cannot begin the episode again.
-        """
-        reason, kind = "", EpisodeLostError
-        for _ in range(MOST_LOSSES):
-            try:
-                result = await self._client.step(self._server, self.step_with(action))
-            except DependencyLostError as error:
-                reason, kind = str(error), EpisodeLostError
-            else:
-                if result.status is not StepStatus.LOST:
-                    self._take(action, result)
-                    return result
-                reason = f"{self._server.url}: {result.detail}"
-                kind = EnvironmentFailedError if result.environment_failed else EpisodeLostError
-                if result.environment_failed and not self.environment.deterministic:
-                    raise kind(reason)
-            await self._begin_again(reason)
-        raise kind(f"{reason}; the episode was lost {MOST_LOSSES} times at this action")
-
-    async def end(self) -> None:
-        """End the episode on its server, if the environment has not ended it."""
-        self._client.count(self._server, -1)
-        if not self.is_over:
-            try:
-                await self._server.end([self.episode], deadline=CLOSE_SECONDS)
-            except DependencyLostError:
-                return  # The server ends an episode that nobody steps.
-
-    def _take(self, action: Action, result: StepResult) -> None:
-        if result.status is StepStatus.REFUSED:
-            return
-        self.follow(result)
-        self.status = result.status
-        self._actions.append(action)
-        self._digests.append(_digest(result))
-
-    async def _begin_again(self, reason: str) -> None:
-        """Begin the episode on any server and take its actions again, until a server has taken them all.
-
-        Raises:
-            EpisodeLostError: the environment is not deterministic, or no server has taken all actions in time.
-        """
-        if not self.environment.deterministic:
-            raise EpisodeLostError(f"{reason}; {self.environment.id} does not declare that it is deterministic")
-        log.info("episode begins again", seed=self.seed, actions=len(self._actions), reason=reason)
-        end = time.monotonic() + self._client.deadline
-        while time.monotonic() < end:
-            try:
-                server, reply = await self._client.reset(self.seed, self._split)
-            except DependencyLostError as error:
-                raise EpisodeLostError(f"{reason}; then {error}") from error
-            self._client.count(self._server, -1)
-            self._client.count(server, 1)
-            self._server, [start] = server, reply.episodes
-            self.episode = start.episode
-            self._compare(start, 0)
-            if await self._repeat():
-                REPLAYED.inc()
-                return
-        raise EpisodeLostError(f"{reason}; no server took its actions again within {self._client.deadline:g} s")
-
-    async def _repeat(self) -> bool:
-        """Take all actions again; return False if the server is lost meanwhile.
-
-        Raises:
-            EpisodeLostError: a state is another one than before.
-        """
-        for step, action in enumerate(self._actions):
-            item = StepItem.model_construct(episode=self.episode, step=step, action=action)
-            try:
-                result = await self._client.step(self._server, item)
-            except DependencyLostError:
-                return False
-            if result.status is StepStatus.LOST:
-                return False
-            self._compare(result, step + 1)
-        return True
-
-    def _compare(self, reached: EpisodeStart | StepResult, actions: int) -> None:
-        if _digest(reached) != self._digests[actions]:
-            raise EpisodeLostError(
-                f"its server was lost, and {self._server.url} reached another state after {actions} actions; is "
-                f"{self.environment.id} deterministic, as it declares?"
-            )
-
-
-def _digest(reached: EpisodeStart | StepResult) -> bytes:
-    """Return a digest of a state with the reward and the status that came with it."""
-    content: list[Any] = [reached.state, reached.seat]
-    if isinstance(reached, StepResult):
-        content += [reached.status, reached.reward, reached.rewards]
-    return hashlib.blake2b(orjson.dumps(content, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()

@@ -18,6 +18,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from services.core.errors import ConfigurationError
+from services.core.machine import NODE_RANK_VARIABLE
 
 
 class Task(StrEnum):
@@ -69,8 +70,6 @@ PORTS: dict[Task, tuple[int, ...]] = {
 """The ports of each task, its main port first."""
 
 ENDPOINTS_VARIABLE = "JOBGROUP_ENDPOINTS"
-NODE_RANK_VARIABLE = "SKYPILOT_NODE_RANK"
-"""Set by SkyPilot on every node of every task."""
 EVERYWHERE = "0.0.0.0"
 
 _ADDRESSES = TypeAdapter(dict[str, Annotated[str, Field(pattern=r"^.+:\d+$")]])

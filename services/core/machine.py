@@ -18,9 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from services.core.endpoints import NODE_RANK_VARIABLE
 from services.core.errors import ConfigurationError
 
+NODE_RANK_VARIABLE = "SKYPILOT_NODE_RANK"
+"""Set by SkyPilot on every node of every task."""
 VISIBLE_GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 PROMISED_GPUS_VARIABLE = "SKYPILOT_NUM_GPUS_PER_NODE"
 """Set by SkyPilot and the local runner on every node of every task."""

@@ -12,7 +12,6 @@
     compute/sequences.py     requests and sequences as the engine sees them
     compute/model.py         the transformer: prefill of packed prompts, decoding of a whole batch, mixtures of experts
     compute/attention.py     causal attention with the same result for a token, however many tokens are computed with it
-    compute/linear.py        linear layers whose results do not depend on the rest of the batch
     compute/adapters.py      LoRA adapters, read, checked, and computed next to the linear layers
     compute/kv_cache.py      keys and values of the running sequences, in bounded memory, and of prefixes to reuse
     compute/sampling.py      seeded sampling and log-probabilities

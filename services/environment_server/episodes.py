@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections import OrderedDict
@@ -25,6 +24,7 @@ from services.environment_server.environments import (
     EnvironmentBrokenError,
     EnvironmentHungError,
     Transition,
+    result_of,
     why_failed,
 )
 from services.environment_server.runner import Runner
@@ -51,14 +51,14 @@ _COUNTERS |= {how: ENDED.labels(how) for how in ("terminated", "truncated", "los
 MAX_EPISODES = 1024
 """Episodes held at once: as many as one /reset may begin. It bounds the memory that clients can take."""
 MAX_STUCK = 8
-"""Threads that hang. With more of them the server is unhealthy, because nothing but a restart ends them."""
+"""More hung threads than this make the server unhealthy: only a restart frees them."""
 KEPT_ENDED = 10_000
 """Ended episodes of which the last result is kept for clients that ask for it again."""
 
 
 @dataclass
-class Episode:
-    """An episode that can be stepped."""
+class HeldEpisode:
+    """An episode that the server holds and that can be stepped."""
 
     id: str
     environment: Environment
@@ -70,10 +70,9 @@ class Episode:
     """Held while a step is taken."""
 
     def result(self, status: StepStatus, **members: Any) -> StepResult:
-        """Return a result with the episode's steps and return so far, unless ``members`` has others."""
+        """Return a result with the episode's steps and return so far."""
         so_far = {"steps": self.steps, "episode_return": self.episode_return}
-        # Validation costs a fifth of model_construct, which fills in defaults in Python.
-        return StepResult(episode=self.id, status=status, **(so_far | members))
+        return StepResult(episode=self.id, status=status, **so_far, **members)
 
 
 class EpisodeTable:
@@ -91,7 +90,7 @@ class EpisodeTable:
         """Tells this table from those of other servers and of former processes."""
         self._make = make
         self._runner = Runner(step_seconds)
-        self.active: dict[str, Episode] = {}
+        self.active: dict[str, HeldEpisode] = {}
         self._beginning = 0
         self._ended: OrderedDict[str, StepResult] = OrderedDict()
         self.counts = dict.fromkeys(_COUNTERS, 0)
@@ -148,12 +147,12 @@ class EpisodeTable:
                 {"Retry-After": "5"} if is_away else None,
             )
         for start in starts:
-            self.active[start.episode] = Episode(start.episode, made[start.seed], time.monotonic())
+            self.active[start.episode] = HeldEpisode(start.episode, made[start.seed], time.monotonic())
             self._count("begun")
         return starts
 
     def _start_of(self, seed: int, state: State | Exception) -> EpisodeStart | Exception:
-        """Return the start of an episode, or the error of its reset; a value that is no state is one, too."""
+        """Return the start of an episode, or the error of its reset. An invalid state counts as an error."""
         if isinstance(state, Exception):
             return state
         seat = 0 if self.info.seats > 1 else None
@@ -200,35 +199,23 @@ class EpisodeTable:
             return episode.result(StepStatus.REFUSED, detail=detail)
         return None
 
-    def _result_of(self, episode: Episode, outcome: Transition | Exception) -> StepResult | Exception:
-        """Return the result of a step, or its error; an outcome that makes no valid result is one, too.
+    def _result_of(self, episode: HeldEpisode, outcome: Transition | Exception) -> StepResult | Exception:
+        """Return the result of a step, or its error. An invalid outcome counts as an error.
 
         The episode stays as it is, so that a step without a result is not counted as taken.
         """
         if isinstance(outcome, Exception):
             return outcome
         try:
-            self._check(outcome)
-            steps = episode.steps + 1
-            if outcome.terminated:
-                status = StepStatus.TERMINATED
-            elif outcome.truncated or steps >= self.info.max_steps:
-                status = StepStatus.TRUNCATED
-            else:
-                status = StepStatus.RUNNING
-            members: dict[str, Any] = {"steps": steps, "episode_return": episode.episode_return + outcome.reward}
-            members |= {"state": outcome.state, "reward": outcome.reward, "figures": dict(outcome.figures)}
-            if self.info.seats > 1:
-                members |= {"seat": outcome.seat, "rewards": list(outcome.rewards)}
-            return _written(episode.result(status, **members))
+            return _written(result_of(outcome, self.info, episode.id, episode.steps + 1, episode.episode_return))
         except EnvironmentBrokenError as error:
             return error
         # Environments are other people's code and may give anything.
         except Exception as error:  # noqa: BLE001
-            said = " ".join(str(error).split())[:300]
-            return EnvironmentBrokenError(f"the environment gave what makes no result of a step: {said}")
+            reason = " ".join(str(error).split())[:300]
+            return EnvironmentBrokenError(f"the environment returned an invalid step result: {reason}")
 
-    def _settle(self, episode: Episode, found: StepResult | Exception) -> StepResult:
+    def _settle(self, episode: HeldEpisode, found: StepResult | Exception) -> StepResult:
         """Record a step's result or error in its episode."""
         episode.used = time.monotonic()
         if isinstance(found, ActionRefusedError):
@@ -245,14 +232,14 @@ class EpisodeTable:
             self._end(episode, found)
         return found
 
-    def _end(self, episode: Episode, result: StepResult, *, release: bool = True) -> None:
+    def _end(self, episode: HeldEpisode, result: StepResult, *, release: bool = True) -> None:
         """Drop an episode, but keep ``result`` for clients that ask for the last step again."""
         self._ended[episode.id] = result
         if len(self._ended) > KEPT_ENDED:
             self._ended.popitem(last=False)
         self._drop(episode, result.status.value, release=release)
 
-    def _drop(self, episode: Episode, how: str, *, release: bool = True) -> None:
+    def _drop(self, episode: HeldEpisode, how: str, *, release: bool = True) -> None:
         del self.active[episode.id]
         self._count(how)
         if release:
@@ -295,24 +282,6 @@ class EpisodeTable:
         self.counts[what] += count
         _COUNTERS[what].inc(count)
         ACTIVE.set(len(self.active))
-
-    def _check(self, outcome: Transition) -> None:
-        """Check a step's outcome.
-
-        Raises:
-            EnvironmentBrokenError: a reward is not finite, or not one of the environment's seats.
-        """
-        if not math.isfinite(outcome.reward):
-            raise EnvironmentBrokenError(f"the environment gave the reward {outcome.reward}")
-        if not isinstance(outcome.state, float | int | list):
-            raise EnvironmentBrokenError(f"the environment gave {type(outcome.state).__name__} as state")
-        seats, rewards = self.info.seats, outcome.rewards
-        if seats == 1 or (len(rewards) == seats and rewards[0] == outcome.reward and 0 <= outcome.seat < seats):
-            return
-        raise EnvironmentBrokenError(
-            f"the environment has {seats} seats and gave the rewards {rewards}, the reward {outcome.reward} of seat 0, "
-            f"and the turn to seat {outcome.seat}"
-        )
 
 
 Written = TypeVar("Written", bound=BaseModel)

@@ -11,22 +11,22 @@ from typing import Any
 from prometheus_client import PROCESS_COLLECTOR
 
 from services.clients.evaluation_head import EvaluationHeadClient
+from services.clients.play import Decision, Episode, play_at_once
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.environment_server.episodes import EpisodeTable
 from services.environment_server.settings import EnvironmentSettings
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
-from services.protocol.evaluation import (
-    Action,
-    FinishedEpisode,
-    OngoingEpisode,
-    StateKind,
-    StepStatus,
-    Usage,
-)
+from services.protocol.evaluation import Action, FinishedEpisode, StateKind, StepResult, Usage
 
 log = get_logger(__name__)
+
+
+REQUEST_SECONDS = 60.0
+"""Limit of one request with its retries. After it the episodes are marked as in use and the request is sent again."""
+PAUSE_SECONDS = 2.0
+"""Pause after a failure, before the next try."""
 
 
 class UsageMeter:
@@ -53,14 +53,8 @@ class UsageMeter:
         return time.monotonic(), values["process_cpu_seconds_total"], int(values["process_resident_memory_bytes"])
 
 
-REQUEST_SECONDS = 60.0
-"""Limit of one request with its retries. After it the episodes are marked as in use and the request is sent again."""
-PAUSE_SECONDS = 2.0
-"""Pause after a failure, before the next try."""
-
-
 class Player:
-    """Keeps ENVIRONMENT_PUSH_EPISODES episodes going."""
+    """Keeps ENVIRONMENT_PUSH_EPISODES episodes of a table under way. It is the arena of its own play."""
 
     def __init__(self, settings: EnvironmentSettings, table: EpisodeTable, meter: UsageMeter) -> None:
         self._settings = settings
@@ -77,10 +71,12 @@ class Player:
         self._begun = 0
         self._finished = 0
         self._lost = 0
+        self._reports: list[FinishedEpisode] = []
+        """Episodes that have ended since the last request to the head."""
         self._trouble: str | None = None
 
     def stats(self) -> dict[str, Any]:
-        """Return counts, and in ``trouble`` why episodes do not go on at the moment."""
+        """Return counts, and in ``trouble`` why episodes do not continue at the moment."""
         return {
             "head": self._head.url,
             "finished": self._finished,
@@ -91,80 +87,71 @@ class Player:
     @asynccontextmanager
     async def playing(self) -> AsyncIterator[Player]:
         """Play until the context ends."""
-        count = self._settings.environment_push_episodes
-        # Conversations take different times and go on alone. States of numbers share one request.
-        sizes = [1] * count if self._table.info.state.kind is StateKind.MESSAGES else [count]
         async with self._head, asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._play(size)) for size in sizes]
+            task = group.create_task(self._play())
             yield self
-            for task in tasks:
-                task.cancel()
+            task.cancel()
 
-    async def _play(self, size: int) -> None:
-        episodes: list[OngoingEpisode] = []
-        reports: list[FinishedEpisode] = []
-        while True:
-            episodes += await self._begin(size - len(episodes))
-            if not episodes and not reports:
-                return
-            actions = await self._ask(episodes, reports)
-            episodes, reports = await self._advance(episodes, actions)
+    async def _play(self) -> None:
+        is_text = self._table.info.state.kind is StateKind.MESSAGES
+        count = self._settings.environment_push_episodes
+        await play_at_once(count, is_text, self, self._seeds, self._ask, self._settle)
+        await self._ask([])
 
-    async def _begin(self, count: int) -> list[OngoingEpisode]:
+    def _seeds(self, room: int) -> Sequence[int]:
         total = self._settings.environment_push_total
-        count = count if total is None else min(count, total - self._begun)
-        if count <= 0:
-            return []
-        seed = (self._settings.environment_push_seed + self._begun) % 2**31
+        first, count = self._begun, room if total is None else min(room, total - self._begun)
         self._begun += count
+        return [(self._settings.environment_push_seed + first + i) % 2**31 for i in range(count)]
+
+    async def begin(self, seeds: Sequence[int]) -> list[Episode]:
+        """See Arena. Waits until the episodes can be begun."""
         while True:
             try:
-                reply = await self._table.reset(count, seed)
+                reply = await self._table.reset(len(seeds), seeds[0])
             except ProblemError as error:
                 self._report(f"no episode can be begun: {error.detail}")
                 await asyncio.sleep(PAUSE_SECONDS)
             else:
-                return [OngoingEpisode(start.episode, start.seed, start.state) for start in reply.episodes]
+                return [Episode.begun(start, reply.environment) for start in reply.episodes]
 
-    async def _ask(self, episodes: Sequence[OngoingEpisode], reports: list[FinishedEpisode]) -> list[Action]:
-        """Return the head's actions, however long it takes to get them."""
+    async def step(self, moves: Sequence[tuple[Episode, Action]]) -> list[StepResult]:
+        """See Arena."""
+        return await self._table.step([episode.step_with(action) for episode, action in moves])
+
+    async def end(self, episodes: Sequence[Episode]) -> None:
+        """See Arena."""
+        await self._table.close([episode.id for episode in episodes if not episode.has_ended])
+
+    async def _ask(self, episodes: Sequence[Episode]) -> list[Decision]:
+        """Return the head's decisions, however long it takes to get them, and report the episodes that have ended."""
+        reports, self._reports = self._reports, []
         states, positions = [episode.state for episode in episodes], [episode.position for episode in episodes]
-        while True:
+        while states or reports:
             try:
                 reply = await self._head.act(states, episodes=positions, finished=reports, usage=self._meter.usage)
             except (DependencyLostError, RequestRefusedError) as error:
                 self._report(str(error))
-                self._table.touch([episode.episode for episode in episodes])
+                self._table.touch([episode.id for episode in episodes])
                 await asyncio.sleep(PAUSE_SECONDS)
             else:
                 if self._trouble is not None:
                     log.info("the head gives actions again")
                     self._trouble = None
-                return reply.actions
+                return list(map(Decision, reply.actions, reply.policy_versions))
+        return []
 
-    async def _advance(
-        self, episodes: Sequence[OngoingEpisode], actions: Sequence[Action]
-    ) -> tuple[list[OngoingEpisode], list[FinishedEpisode]]:
-        """Take the actions; return the episodes that go on, and reports of those that ended."""
-        going: list[OngoingEpisode] = []
-        reports: list[FinishedEpisode] = []
-        steps = [episode.step_with(action) for episode, action in zip(episodes, actions, strict=True)]
-        for episode, result in zip(episodes, await self._table.step(steps), strict=True):
-            if result.status in (StepStatus.REFUSED, StepStatus.LOST):
-                # An action that does not fit would not fit the second time either.
-                self._lost += 1
-                await self._table.close([episode.episode])
-                self._report(f"an episode was given up: {result.detail}")
-                continue
-            episode.follow(result)
-            if result.status is StepStatus.RUNNING:
-                going.append(episode)
-            else:
-                self._finished += 1
-                reports.append(episode.report)
-        return going, reports
+    async def _settle(self, episode: Episode) -> None:
+        """Count an episode that has ended, for the head, too; or one that was given up."""
+        if episode.has_ended:
+            self._finished += 1
+            self._reports.append(episode.report)
+        else:
+            # An action that does not fit would not fit the second time either.
+            self._lost += 1
+            self._report(f"an episode was given up: {episode.detail}")
 
     def _report(self, trouble: str) -> None:
         if trouble != self._trouble:
-            log.warning("episodes do not go on", trouble=trouble)
+            log.warning("episodes do not continue", trouble=trouble)
         self._trouble = trouble

@@ -10,12 +10,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 from urllib.parse import urlsplit
 
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.evaluation_head.settings import HeadSettings
+from services.evaluation_head.sky_servers import find_clusters, find_replicas
 from services.protocol.evaluation import DiscoveredServer, DiscoveryReply
 
 log = get_logger(__name__)
@@ -25,9 +25,6 @@ INTERVAL_SECONDS = 30.0
 """Time between two looks: a new server takes minutes to start, and SkyPilot's API server seconds to answer."""
 TIMEOUT_SECONDS = 60.0
 """Limit of one source's answer."""
-
-NO_SERVICES = "no live services"
-"""A part of the error by which SkyPilot says that there are no services."""
 
 Source = Callable[[], list[DiscoveredServer]]
 """Returns the servers that there are now; may block. Raises an error of any type where it cannot tell."""
@@ -104,69 +101,3 @@ class Discovery:
             self._errors[name] = reason
         else:
             self._errors.pop(name, None)
-
-
-def find_clusters(prefixes: tuple[str, ...], port: int) -> list[DiscoveredServer]:
-    """Return the clusters whose names begin with one of ``prefixes``: a server each, on ``port``, which they open.
-
-    Raises:
-        Exception: see the module's text.
-    """
-    import sky
-
-    clusters = [cluster for cluster in sky.get(sky.status(all_users=True)) if cluster.name.startswith(prefixes)]
-    # All are asked for before the first is waited for, because each takes the API server a second or more.
-    asked = {c.name: sky.endpoints(c.name, port=port) for c in clusters if c.status.value == "UP"}
-    urls = {name: _endpoint(request, port) for name, request in asked.items()}
-    return [
-        DiscoveredServer(name=c.name, source="cluster", status=c.status.value, url=urls.get(c.name)) for c in clusters
-    ]
-
-
-def find_replicas(prefixes: tuple[str, ...]) -> list[DiscoveredServer]:
-    """Return the replicas of SkyServe services whose names begin with one of ``prefixes``.
-
-    Each replica is a server, because the service's own address would send an episode's steps to any of them. Episodes
-    begin through that address, because SkyServe's autoscaler counts its requests.
-
-    Raises:
-        Exception: see the module's text.
-    """
-    import sky
-
-    try:
-        services = sky.get(sky.serve.status(None))
-    except Exception as error:
-        if isinstance(error, sky.exceptions.ClusterNotUpError) or NO_SERVICES in str(error).lower():
-            return []  # without a controller there are no services
-        raise
-    return [
-        DiscoveredServer(
-            name=f"{service['name']}/{replica['replica_id']}",
-            source="service",
-            status=replica["status"].value,
-            url=_url_of(replica["endpoint"]) if replica["status"].value == "READY" else None,
-            entrance=_url_of(service.get("endpoint")),
-        )
-        for service in services
-        if service["name"].startswith(prefixes)
-        for replica in service.get("replica_info", [])
-    ]
-
-
-def _endpoint(request: Any, port: int) -> str | None:
-    import sky
-
-    errors = sky.exceptions
-    try:
-        endpoints = sky.get(request)
-    except (errors.ApiServerConnectionError, errors.ApiServerAuthenticationError, errors.APIVersionMismatchError):
-        raise
-    # ClusterNotUpError, ValueError, RuntimeError: the cluster went down meanwhile, or does not open the port (yet).
-    except Exception:  # noqa: BLE001
-        return None
-    return _url_of(endpoints.get(port) or endpoints.get(str(port)))
-
-
-def _url_of(address: str | None) -> str | None:
-    return address and (address if "://" in address else f"http://{address}").rstrip("/")

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from services.clients.evaluation_head import EvaluationHeadClient
+from services.clients.play import Decision, NoActionError
 from services.core.errors import DependencyLostError
 from services.core.imports import load_function
 from services.core.tasks import in_background
@@ -45,7 +46,7 @@ _ACTIONS = TypeAdapter(list[Action])
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class StatesRefusedError(ProblemError):
+class StatesRefusedError(ProblemError, NoActionError):
     """States that the policy does not take; the message says which, and what the policy takes."""
 
     def __init__(self, detail: str) -> None:
@@ -66,17 +67,6 @@ class PolicyFailedError(ProblemError):
 
     def __init__(self, detail: str) -> None:
         super().__init__(500, detail)
-
-
-class Decision(NamedTuple):
-    """An action, and the version of the policy that chose it; None where no single version did.
-
-    ``logprob`` is the action's log-probability in nats; None where the policy gives none.
-    """
-
-    action: Action
-    version: int | None
-    logprob: float | None = None
 
 
 class Policy(AbstractAsyncContextManager["Policy"], ABC):

@@ -30,13 +30,14 @@ from prometheus_client import Histogram
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from services.clients.play import Decision
 from services.core import machine
 from services.core.errors import ConfigurationError
+from services.core.linear import make_linear
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.embedded_engine.compute.linear import make_linear
 from services.evaluation_head import checkpoint, policy
-from services.evaluation_head.policy import Decision, OverloadedError, Policy, PolicyFailedError, StatesRefusedError
+from services.evaluation_head.policy import OverloadedError, Policy, PolicyFailedError, StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
 from services.protocol.evaluation import ActionSpec, EnvironmentInfo, State, StateSpec
 

@@ -351,18 +351,18 @@ class ServiceClient(HttpClient):
 
     def __init__(
         self,
-        endpoint: endpoints.Endpoint | None = None,
+        endpoint: endpoints.Endpoint | str | None = None,
         token: str | None = None,
         *,
         timeout: float = 30.0,
         deadline: float = 90.0,
     ) -> None:
-        """Make a client of the service at ``endpoint``, by default the job group's.
+        """Make a client of the service at ``endpoint``, an address or a URL, by default the job group's.
 
         ``timeout`` is for one attempt and ``deadline`` for a call with all its attempts, both in seconds.
         """
-        address = endpoint or endpoints.endpoint(self.task)
-        super().__init__(address.url, token=token, timeout=timeout, service=self.task.value, deadline=deadline)
+        url = endpoint if isinstance(endpoint, str) else (endpoint or endpoints.endpoint(self.task)).url
+        super().__init__(url, token=token, timeout=timeout, service=self.task.value, deadline=deadline)
 
     async def settings(self) -> ComponentRecord:
         """Return the service's record of its settings, commit and packages."""

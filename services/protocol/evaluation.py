@@ -7,7 +7,6 @@ numbers, or the text of a completion.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
@@ -315,6 +314,11 @@ class StepResult(WireModel):
     seat: Count | None = Field(default=None, exclude_if=_is_none)
     rewards: list[Finite] | None = Field(default=None, exclude_if=_is_none)
 
+    @property
+    def is_taken(self) -> bool:
+        """True if the action was taken, so that there is a state after it."""
+        return self.status not in (StepStatus.REFUSED, StepStatus.LOST)
+
 
 class StepReply(WireModel):
     """Reply of POST /step: one result an item, in order."""
@@ -333,44 +337,3 @@ class CloseReply(WireModel):
 
     closed: int
     unknown: int
-
-
-# --- both sides -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class OngoingEpisode:
-    """An episode that has not ended, as the side that chooses its actions keeps it, and its latest state."""
-
-    episode: str
-    seed: int
-    state: State
-    steps: int = 0
-    episode_return: float = 0.0
-    seat: int = 0
-    """The seat that acts next."""
-
-    @property
-    def position(self) -> EpisodePosition:
-        """The episode's entry in a request for actions."""
-        return EpisodePosition.model_construct(
-            episode=self.episode, step=self.steps, episode_return=self.episode_return
-        )
-
-    @property
-    def report(self) -> FinishedEpisode:
-        """The report of the episode's end."""
-        return FinishedEpisode.model_construct(
-            episode=self.episode, steps=self.steps, episode_return=self.episode_return, seed=self.seed
-        )
-
-    def step_with(self, action: Action) -> StepItem:
-        """Return the next step, with ``action``."""
-        return StepItem(episode=self.episode, step=self.steps, action=action)
-
-    def follow(self, result: StepResult) -> None:
-        """Move on to the state after a step."""
-        assert result.state is not None
-        self.state, self.steps = result.state, result.steps
-        self.episode_return += result.reward
-        self.seat = result.seat or 0

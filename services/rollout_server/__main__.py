@@ -15,13 +15,13 @@ import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 
-from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
 from services.core import endpoints, logs, models
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, exit_code_of
 from services.core.processes import Command, end_leftovers
 from services.core.supervisor import ChildRefusedError, SupervisedProcess
 from services.core.tasks import run_until_first_ends
+from services.engines.engine import RouterAdmin, WorkerAdmin
 from services.http import provenance
 from services.http.client import PROBE_SECONDS
 from services.rollout_server import commands

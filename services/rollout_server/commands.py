@@ -14,11 +14,10 @@ from services.core.endpoints import Endpoint, Task
 from services.core.errors import ConfigurationError
 from services.core.machine import ComputeType
 from services.core.processes import Command
+from services.engines.versions import FIRST_VERSION
 from services.rollout_server.placement import EnginePlace
 from services.rollout_server.settings import EngineKind, RolloutSettings
 
-FIRST_VERSION = 0
-"""The policy version of MODEL_NAME itself."""
 MAX_QUEUED_REQUESTS = 4096
 """Requests that wait in SGLang before it answers 503; as many as wait in the embedded engine."""
 

@@ -13,18 +13,17 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TypeVar
 
-from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.supervisor import SupervisedProcess
 from services.core.tasks import in_background
+from services.engines.engine import RouterAdmin, WorkerAdmin, WorkerRefusedError
+from services.engines.versions import FIRST_VERSION, Directory, serve
 from services.http.client import RequestRefusedError
-from services.rollout_server.commands import FIRST_VERSION
 from services.rollout_server.settings import RolloutSettings
-from services.weights.policy_store import PolicyStore, PublishedPolicy, is_adapter
+from services.weights.policy_store import PolicyStore, PublishedPolicy
 
 T = TypeVar("T")
 log = get_logger(__name__)
@@ -186,45 +185,24 @@ class WorkerRegistration:
 
         A worker whose update failed half-way may hold weights of two versions, so its report is not enough.
         """
-        newest, worker = await self._newest(), self._worker
+        newest = await self._newest()
         if newest is None:
             self._check_volume()
-        path, version = (newest.path, newest.version) if newest else (self._settings.model_name, FIRST_VERSION)
-        has_adapter = newest is not None and await self._on_volume("read", lambda: is_adapter(newest.path))
+            form = Directory(FIRST_VERSION, self._settings.model_name)
+        else:
+            form = await self._on_volume("read", lambda: Directory.of(newest))
         # An adapter is never among the first weights, even if its version is the first.
-        is_current = self._has_first_weights and not has_adapter and await worker.version() == version
-        if not is_current:
-            await self._load(newest, path, version, is_adapter=has_adapter)
-        served = await worker.version()
-        if served != version:
-            raise WorkerRefusedError(
-                f"worker {self._url} loaded policy version {version} but says that it serves {served}"
-            )
-        return version
-
-    async def _load(self, newest: PublishedPolicy | None, path: Path | str, version: int, *, is_adapter: bool) -> None:
-        """Have the worker load a version while it generates nothing."""
-        started, worker = time.monotonic(), self._worker
-        self._has_first_weights = False
-        self._is_loading = True
-        try:
-            # Requests in flight were begun with weights that may be mixed; their clients send them again elsewhere.
-            # They are retracted first, because SGLang never aborts requests that are paused in place.
-            await worker.pause("retract")
-            await worker.pause("abort")
-            await worker.wake()
-            # SGLang refuses an update while a broadcast is open, which a trainer that died may have left.
-            with contextlib.suppress(WorkerRefusedError):
-                await worker.end_update()
-            async with self._held(newest):
-                if is_adapter:
-                    await worker.load_adapter(path, version)
-                else:
-                    await worker.update_from_disk(path, version)
-            await worker.resume()
-        finally:
-            self._is_loading = False
-        self._log.info("worker caught up", policy_version=version, seconds=time.monotonic() - started)
+        is_first = self._has_first_weights and not form.is_adapter
+        if not is_first or await self._worker.version() != form.version:
+            self._has_first_weights = False
+            self._is_loading = True
+            try:
+                async with self._held(newest):
+                    seconds = await serve(self._worker, form, "abort")
+            finally:
+                self._is_loading = False
+            self._log.info("worker caught up", policy_version=form.version, seconds=seconds)
+        return form.version
 
     async def _register(self) -> None:
         """Add the worker to the router, and wait until the router, which checks it first, sends it requests."""

@@ -15,11 +15,11 @@ import time
 from asyncio import sleep
 from collections.abc import Awaitable, Callable
 
-from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
 from services.core.endpoints import Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.supervisor import SupervisedProcess
+from services.engines.engine import WorkerAdmin, WorkerRefusedError
 from services.http.client import HttpClient
 from services.rollout_server.settings import RolloutSettings
 
@@ -68,13 +68,11 @@ class EngineWatch:
     async def run(self) -> None:
         """Watch every start of the engine, from its first answer on, until cancelled."""
         start = 0
-        # The trainer's run page answers also while the trainer computes.
-        async with HttpClient(endpoint(Task.TRAINER).url, service=Task.TRAINER.value) as trainer:
-            while True:
-                start = await self._engine.wait_until_healthy(after=start)
-                watches = [self._kill_if_hung(start)] if self._may_hang else []
-                watches += [self._wake_if_alone(start, trainer)] if self._settings.engine_sleeps else []
-                await asyncio.gather(*watches)
+        while True:
+            start = await self._engine.wait_until_healthy(after=start)
+            watches = [self._kill_if_hung(start)] if self._may_hang else []
+            watches += [self._wake_if_alone(start)] if self._settings.engine_sleeps else []
+            await asyncio.gather(*watches)
 
     async def _kill_if_hung(self, start: int) -> None:
         hang_seconds = self._settings.engine_hang_seconds
@@ -95,17 +93,19 @@ class EngineWatch:
                 return
             await sleep(hang_seconds / 6)
 
-    async def _wake_if_alone(self, start: int, trainer: HttpClient) -> None:
+    async def _wake_if_alone(self, start: int) -> None:
         lost_seconds = self._settings.engine_stale_seconds
         answered = time.monotonic()
-        while self._engine.is_running(start):
-            await sleep(min(SLEEP_POLL_SECONDS, lost_seconds / 4))
-            try:
-                if not await self._worker.is_asleep() or await trainer.is_healthy():
-                    answered = time.monotonic()
-                elif time.monotonic() - answered > lost_seconds:
-                    log.warning("engine woken: its trainer does not answer", url=self._worker.url)
-                    await self._worker.wake()
-                    await self._worker.resume()
-            except (WorkerRefusedError, DependencyLostError) as error:
-                log.warning("engine asleep or not: unknown", url=self._worker.url, reason=str(error))
+        # The trainer's run page answers also while the trainer computes.
+        async with HttpClient(endpoint(Task.TRAINER).url, service=Task.TRAINER.value) as trainer:
+            while self._engine.is_running(start):
+                await sleep(min(SLEEP_POLL_SECONDS, lost_seconds / 4))
+                try:
+                    if not await self._worker.is_asleep() or await trainer.is_healthy():
+                        answered = time.monotonic()
+                    elif time.monotonic() - answered > lost_seconds:
+                        log.warning("engine woken: its trainer does not answer", url=self._worker.url)
+                        await self._worker.wake()
+                        await self._worker.resume()
+                except (WorkerRefusedError, DependencyLostError) as error:
+                    log.warning("engine asleep or not: unknown", url=self._worker.url, reason=str(error))

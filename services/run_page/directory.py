@@ -136,7 +136,7 @@ def find_runs(paths: list[Path]) -> list[RunDirectory]:
         within = sorted(child for child in path.iterdir() if is_run(child)) if path.is_dir() else []
         if not within:
             raise ConfigurationError(
-                f"{path} is no run directory: it has none of {', '.join(MARKS)}, nor has a directory in it. "
+                f"{path} is not a run directory: it has none of {', '.join(MARKS)}, nor has a directory in it. "
                 "Give one such as runs/grpo-1, or the directory of all runs."
             )
         found += within

@@ -79,7 +79,7 @@ def read_lines(path: Path, start: Position, limit: int) -> Lines:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line; None for a line that a crash left broken, which is no object with a step."""
+    """Return the record of a line; None for a line that a crash left broken, which is not an object with a step."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:

@@ -47,7 +47,6 @@ def test_a_benchmark_measures_its_sides_in_turn_and_writes_table_and_json(tmp_pa
         return in_turn([side("ours"), side("theirs")], given.rounds)
 
     benchmark = Benchmark(
-        about="Measure.",
         measure=measure,
         tables=lambda _, sides: [table("sizes", sides, {"": name_of, "s": lambda side: side.spread("s", 1)})],
         rounds=2,

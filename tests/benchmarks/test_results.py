@@ -10,16 +10,26 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks.results import again, in_process, job_runs, pages, plots, runs
-from benchmarks.results.equivalence import ACCURACY, REWARD, Comparison, Verdict, compare, t_quantile
+from benchmarks.results import __main__ as page
+from benchmarks.results import in_process, job_runs, plots, runs
+from benchmarks.results.comparisons import (
+    ACCURACY,
+    REWARD,
+    Comparison,
+    Verdict,
+    compare,
+    comparison,
+    paragraph,
+    ranking,
+    t_quantile,
+)
 from benchmarks.results.runs import Part, Result, Run, result_of
 from benchmarks.results.sweeps import Sweep
-from benchmarks.results.tables import comparison, paragraph, ranking
 from benchmarks.results.tasks import TINY, seeded, with_model
 from services.embedded_engine.settings import EngineSettings
 from trainer.config import TrainerSettings
 
-PARTS = pages.load_parts()
+PARTS = page.load_parts()
 RUNS = [run for part in PARTS for run in part.runs]
 
 
@@ -37,8 +47,8 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_page_is_that_of_the_kept_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plots, "KEPT", tmp_path)
-    assert pages.page(PARTS) == pages.PAGE.read_text(), "run `.venv/bin/python -m benchmarks.results --page-only`"
-    text = pages.PAGE.read_text()
+    assert page.page(PARTS) == page.PAGE.read_text(), "run `.venv/bin/python -m benchmarks.results --page-only`"
+    text = page.PAGE.read_text()
     headings = {
         re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in re.findall("^#+ (.*)", text, re.M)
     }
@@ -135,9 +145,9 @@ def test_variants_without_seeds_in_common_say_so() -> None:
     assert third[4] == "identical"
     assert third[7] == ""
     part = Part("methods", "Methods", [], lambda _: "", lambda _: [])
-    told = pages.provenance(part, [*base, *alone], "command")
+    told = page.provenance(part, [*base, *alone], "command")
     assert "seeds: 0, 1, 2 (variants with fewer: 1, the least has 1);" in told
-    assert "seeds: 0, 1, 2;" in pages.provenance(part, base, "command")
+    assert "seeds: 0, 1, 2;" in page.provenance(part, base, "command")
 
 
 def test_a_command_goes_on_with_the_runs_that_are_missing(kept: Path) -> None:
@@ -156,7 +166,7 @@ def test_a_command_goes_on_with_the_runs_that_are_missing(kept: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         part.make()
     assert [(r.variant, r.seed) for r in part.results()] == [("a", 0), ("b", 0), ("a", 1)]
-    assert "3 runs of 4" in pages.page([part])
+    assert "3 runs of 4" in page.page([part])
     others = [replace(run, train=train) for run in planned]
     replace(part, runs=others).make(seeds=1)
     assert len(made) == 3
@@ -181,7 +191,7 @@ def test_a_command_goes_on_with_the_runs_that_are_missing(kept: Path) -> None:
 def test_runs_made_again_agree_or_are_apart(rewards: list[float], verdict: str) -> None:
     kept = [result("GRPO", seed, reward) for seed, reward in enumerate([0.1, 0.5, 0.9])]
     made = [result("GRPO", seed, reward) for seed, reward in enumerate(rewards)]
-    [row] = again.compared("methods", kept, made)
+    [row] = page.compared("methods", kept, made)
     assert row[:4] == ("methods", "tiny", "GRPO", "mean reward")
     assert row[-1] == verdict
 
@@ -198,7 +208,7 @@ def test_runs_made_again_lie_in_a_directory_of_their_own(kept: Path, tmp_path_fa
     part.make(seeds=1, directory=other)
     assert len(part.results(other)) == 1
     assert (kept / "part.jsonl").read_bytes() == written
-    assert "1 of 1 rows agree" in again.report([part], other)
+    assert "1 of 1 rows agree" in page.report([part], other)
 
 
 def test_plots_show_curves_and_heat_maps(kept: Path) -> None:

@@ -9,11 +9,10 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.results import in_process
+from benchmarks.results import in_process, learned, methods, off_policy, rounding
 from benchmarks.results.baselines import best_of_group, right_answers
 from benchmarks.results.methods import BASE, CHOOSING, Methods, Rates, reward_of_tokens
-from benchmarks.results.parts import episodes, methods, methods_demo, replay, rounding, staleness
-from benchmarks.results.runs import Result, Run
+from benchmarks.results.runs import Part, Result, Run
 from benchmarks.results.tasks import TINY, seeded
 from trainer.algorithm.advantages import Outcomes
 
@@ -69,11 +68,15 @@ def test_a_method_is_compared_at_the_rate_that_its_own_seeds_choose() -> None:
     assert "| GRPO | 0.250 | **0.500** | 2 |" in table.choice_table(results)
 
 
-@pytest.mark.parametrize("table", [*methods.TABLES, *methods_demo.TABLES], ids=lambda table: table.task)
-def test_the_kept_runs_choose_the_rates_at_which_the_page_compares(table: Methods) -> None:
-    part = methods.PART if table in methods.TABLES else methods_demo.PART
-    best = table.best(part.results())
-    assert best == {method: table.rate(method) for method in best}
+@pytest.mark.parametrize(
+    ("compared", "part"),
+    [(methods.TINY_COMPARISON, methods.TINY_PART), (methods.DEMO_COMPARISON, methods.DEMO_PART)],
+    ids=["tiny", "demo"],
+)
+def test_the_kept_runs_choose_the_rates_at_which_the_page_compares(compared: methods.Comparison, part: Part) -> None:
+    for table in (compared.once, compared.often):
+        best = table.best(part.results())
+        assert best == {method: table.rate(method) for method in best}
 
 
 def test_rewards_by_tokens_are_weighted_by_their_tokens_up_to_the_budget() -> None:
@@ -84,24 +87,24 @@ def test_rewards_by_tokens_are_weighted_by_their_tokens_up_to_the_budget() -> No
 
 def test_the_break_even_counts_the_updates_of_the_policy_that_sampled() -> None:
     rising = result("run", [0.0, 0.3, 0.6, 0.6, 0.6, 0.7])
-    assert staleness.versions_until(rising, 0) == 4
-    assert staleness.versions_until(rising, 2) == 2
-    assert staleness.versions_until(result("run", [0.0] * 6), 0) == math.inf
+    assert off_policy.versions_until(rising, 0) == 4
+    assert off_policy.versions_until(rising, 2) == 2
+    assert off_policy.versions_until(result("run", [0.0] * 6), 0) == math.inf
     task = "learning rate 5e-4"
     slower = [0.0] * 2 + rising.rewards
-    runs = [replace(rising, task=task, variant=staleness.OWN), result("lag 1", slower, task=task)]
-    assert "| lag 1 | 5.0 | 1.25 | 25% |" in staleness.break_even(runs)
+    runs = [replace(rising, task=task, variant=off_policy.NO_LAG), result("lag 1", slower, task=task)]
+    assert "| lag 1 | 5.0 | 1.25 | 25% |" in off_policy.break_even(runs)
 
 
 def test_replay_generates_as_many_tokens_or_takes_fewer_steps() -> None:
-    for name, task in replay.TASKS.items():
+    for name, task in off_policy.REPLAY_TASKS.items():
         variants = task.variants()
         steps = {settings.get("MAX_STEPS", task.settings["MAX_STEPS"]) for settings in variants.values()}
         assert steps == {task.settings["MAX_STEPS"], *task.steps.values()}, name
 
 
 def test_random_moves_are_optimal_as_often_as_the_page_says() -> None:
-    assert episodes.random_play() == pytest.approx(0.45, abs=0.05)
+    assert learned.random_play() == pytest.approx(0.45, abs=0.05)
 
 
 def test_the_share_of_a_small_update_is_lost_by_rounding_to_the_nearest_alone() -> None:

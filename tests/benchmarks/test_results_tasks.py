@@ -9,8 +9,7 @@ import orjson
 import pytest
 
 from benchmarks.job import Job
-from benchmarks.results import job_figures
-from benchmarks.results.parts import beside_trl, gsm8k, tasks
+from benchmarks.results import beside_trl, job_runs, learned
 from benchmarks.results.runs import Result, Run
 from benchmarks.results.tasks import with_model
 from services.core.errors import ConfigurationError
@@ -18,13 +17,13 @@ from trainer.config import TrainerSettings
 
 
 def test_levels_come_in_order_and_all_questions_of_a_run_are_asked_once() -> None:
-    for run in tasks.RUNS:
+    for run in learned.TASK_RUNS:
         if "reasoning_gym" in run.settings["DATASET"]:
             assert run.settings["CURRICULUM"] == "source"
             asked = int(run.settings["MAX_STEPS"]) * int(run.settings["BATCH_SIZE"])
             held_out = float(run.settings["DATASET_HELD_OUT"])
-            assert asked <= tasks.QUESTIONS * (1 - held_out) + 1
-            assert int(run.settings["EVAL_PROMPTS"]) <= tasks.QUESTIONS * held_out + 1
+            assert asked <= learned.QUESTIONS * (1 - held_out) + 1
+            assert int(run.settings["EVAL_PROMPTS"]) <= learned.QUESTIONS * held_out + 1
 
 
 @pytest.fixture
@@ -42,9 +41,9 @@ def job(tmp_path: Path) -> Job:
 
 
 def test_figures_are_of_the_first_and_the_last_step_that_have_them(job: Job) -> None:
-    assert job_figures.first_and_last(job, ["legal", "absent"]) == {"legal_before": 0.5, "legal_after": 0.75}
-    assert job_figures.of_last_step(job, ["legal", "absent"]) == {"legal_after": 0.75}
-    assert job_figures.accuracy_before(job) == {"accuracy_before": 0.25}
+    assert job_runs.first_and_last(job, ["legal", "absent"]) == {"legal_before": 0.5, "legal_after": 0.75}
+    assert job_runs.of_last_step(job, ["legal", "absent"]) == {"legal_after": 0.75}
+    assert job_runs.accuracy_before(job) == {"accuracy_before": 0.25}
 
 
 def result(task: str, seed: int, accuracy: float, **figures: float) -> Result:
@@ -57,7 +56,7 @@ def result(task: str, seed: int, accuracy: float, **figures: float) -> Result:
 
 def test_a_task_without_runs_says_so_in_its_row() -> None:
     results = [result("gcd", seed, 0.4 + seed / 10, accuracy_before=0.1) for seed in range(3)]
-    gcd, absent = job_figures.task_table(results, {"gcd": "divisors", "countdown": "numbers"}).splitlines()[2:4]
+    gcd, absent = job_runs.task_table(results, {"gcd": "divisors", "countdown": "numbers"}).splitlines()[2:4]
     assert gcd == (
         "| gcd: divisors | 3 | 0.10 (0.10 to 0.10) | 0.40 (0.40 to 0.40) "
         "| 0.10 (0.10 to 0.10) | 0.50 (0.40 to 0.60) | 52 | 2 (2 to 2) |"
@@ -68,7 +67,7 @@ def test_a_task_without_runs_says_so_in_its_row() -> None:
 def test_the_summary_says_in_how_many_seeds_a_task_was_learned() -> None:
     results = [result("gcd", seed, accuracy, accuracy_before=0.1) for seed, accuracy in enumerate([0.5, 0.1, 0.6])]
     results.append(result("chain_sum", 0, 0.35, accuracy_before=0.28))
-    [sentence] = job_figures.sentences(results, "[Tasks](#tasks)")
+    [sentence] = job_runs.sentences(results, "[Tasks](#tasks)")
     assert sentence == (
         "[Tasks](#tasks), accuracy on held-out prompts before training and after, by seed. "
         "**Learned:** gcd 0.10 to 0.50, 0.10 and 0.60 (in 2 of 3 seeds). "
@@ -78,8 +77,8 @@ def test_the_summary_says_in_how_many_seeds_a_task_was_learned() -> None:
 
 def test_a_gain_is_bounded_as_in_newcombes_table() -> None:
     # 9 of 10 beside 3 of 10: Statistics in Medicine 17 (1998), table II, method 10.
-    assert job_figures.least_gain(0.3, 0.9, 10) == pytest.approx(0.1705, abs=5e-5)
-    assert job_figures.least_gain(0.5, 0.5, 40) < 0
+    assert job_runs.least_gain(0.3, 0.9, 10) == pytest.approx(0.1705, abs=5e-5)
+    assert job_runs.least_gain(0.5, 0.5, 40) < 0
 
 
 def test_gsm8k_takes_files_and_keeps_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,15 +88,15 @@ def test_gsm8k_takes_files_and_keeps_the_settings_of_the_run(tmp_path: Path, mon
         made.append(run)
         return Result(run.task, run.variant, run.seed, dict(run.settings))
 
-    monkeypatch.setattr(job_figures, "train", train)
-    monkeypatch.setenv(gsm8k.DIRECTORY, str(tmp_path))
+    monkeypatch.setattr(job_runs, "train_with_figures", train)
+    monkeypatch.setenv(learned.DIRECTORY, str(tmp_path))
     (tmp_path / "train.jsonl").write_text("{}")
     with pytest.raises(ConfigurationError, match=r"test\.jsonl"):
-        gsm8k.train(gsm8k.RUNS[0])
+        learned.train_gsm8k(learned.GSM8K_RUNS[0])
     (tmp_path / "test.jsonl").write_text("{}")
-    kept = gsm8k.train(gsm8k.RUNS[0])
+    kept = learned.train_gsm8k(learned.GSM8K_RUNS[0])
     assert made[0].settings["DATASET"] == str(tmp_path / "train.jsonl")
-    assert kept.settings == gsm8k.RUNS[0].settings
+    assert kept.settings == learned.GSM8K_RUNS[0].settings
 
 
 def test_trl_gets_the_prompts_of_the_run_in_their_order(tmp_path: Path) -> None:

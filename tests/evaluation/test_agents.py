@@ -286,7 +286,7 @@ async def test_a_program_is_measured_as_a_function_is(ground: Ground) -> None:
     assert (sample.turns, sample.completion) == (1, "#### 42")
     assert ground.engine.sampling[0]["temperature"] == 0.7
     async with Relay(Program(f"{sys.executable} -S -c '1 / 0'")) as agent:
-        with pytest.raises(AgentFailedError, match=r"exit code 1.*ZeroDivisionError"):
+        with pytest.raises(AgentFailedError, match=r"exited with code 1.*ZeroDivisionError"):
             await ground.play(agent)
     async with Relay(Program("echo 42")) as agent:
         with pytest.raises(AgentFailedError, match="a program asks OPENAI_BASE_URL"):

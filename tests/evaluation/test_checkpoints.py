@@ -105,7 +105,7 @@ def test_a_file_of_weights_that_was_cut_off_is_named(model):
 def test_a_directory_without_a_model_is_refused_with_what_to_give(tmp_path, model):
     (tmp_path / "empty").mkdir()
     for given, said in [
-        (tmp_path / "empty", r"has no config\.json; give .* policy/v000010 or model; a run is"),
+        (tmp_path / "empty", r"has no config\.json; give .* policy/v000010 or model; leave out --model"),
         (tmp_path / "none", "is not a directory"),
     ]:
         with pytest.raises(ConfigurationError, match=said):

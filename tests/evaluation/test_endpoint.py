@@ -147,7 +147,7 @@ NO_ROUTE = JSONResponse({"detail": "Not Found"}, 404)
         (lambda _: said(), JSONResponse({"error": "no key"}, 401), "refuses the key: 401 .*no key"),
         (lambda _: JSONResponse({"detail": "Not Found"}, 404), NO_ROUTE, "404 Not Found.*base URL"),
         (lambda _: HTMLResponse("<html>Welcome"), NO_ROUTE, r"200 with text/html.*<html>Welcome.*such as http://"),
-        (lambda _: {"choices": []}, NO_ROUTE, "is no completion"),
+        (lambda _: {"choices": []}, NO_ROUTE, "is not a completion"),
     ],
     ids=["another model", "refused key", "refused listing", "no route", "a page", "other JSON"],
 )

@@ -236,6 +236,7 @@ REFUSED = [
     (["--agent", "json:loads", "--agent-command", "true"], 78, "AGENT and AGENT_COMMAND are both set"),
     (["--scheduler", "endpoints"], 78, "needs --url, --endpoint or --discover"),
     (["--endpoint", "http://127.0.0.1:1/v1", "--url", "http://127.0.0.1:1"], 78, "--endpoint and --url are both given"),
+    (["--endpoint", "http://127.0.0.1:1/v1", "--workflow", "agent"], 78, "--endpoint serves texts, but an agent is"),
     (["--endpoint", "http://127.0.0.1:1/v1", "."], 78, "--endpoint and a run are both given"),
     (["--endpoint", "http://127.0.0.1:1/v1", "--api-key-env", "NO_KEY"], 78, "--api-key-env NO_KEY: this variable"),
     (["--api", "chat"], 78, "--api is for --endpoint"),
@@ -248,7 +249,7 @@ REFUSED = [
     (["--allocation", "d2p1t4"], 78, "--allocation d2p1t4 needs 8 GPUs, and this machine has 0"),
     (["--scheduler", "skypilot", "--allocation", "p4t4"], 78, "needs 16 GPUs of one node"),
     (["--scheduler", "local", "--url", "http://127.0.0.1:1"], 78, "starts its own servers"),
-    (["--url", "nonsense:port"], 78, "is no address"),
+    (["--url", "nonsense:port"], 78, "is not an address"),
     (["--stop", "Q:", "--workflow", "agent"], 78, "an agent gives its own stop texts"),
     (["--stop", ""], 78, "EVAL_STOP_0"),
     (["--temperature", "-1"], 78, "TEMPERATURE is -1.0"),
@@ -334,5 +335,5 @@ def test_ctrl_c_ends_everything_in_order(evaluate, tiny_model):
     command.wait_for_samples(100)
     os.kill(command.process.pid, signal.SIGINT)
     assert command.wait() == 128 + signal.SIGINT
-    assert "the same command goes on" in command.text
+    assert "the same command continues" in command.text
     assert servers_of(command.output) == []

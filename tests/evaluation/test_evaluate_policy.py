@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse
 
 from evaluation.policy.run import EPISODES, RESULTS, Options, evaluate
 from evaluation.policy.worker import HeadActor, Work
+from services.clients.play import Decision, NoActionError
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.evaluation_head.app import create_app
 from services.evaluation_head.settings import HeadSettings
@@ -262,8 +263,8 @@ def test_a_port_that_is_taken_and_a_head_that_cannot_start_are_refused(tmp_path:
     ("answers", "error", "says"),
     [
         ([429, 503, 200], None, ""),
-        ([422], RuntimeError, "422"),
-        ([500], RuntimeError, "500"),
+        ([422], NoActionError, "422"),
+        ([500], NoActionError, "500"),
         ([409], ConfigurationError, "409"),
         ([503] * 100, DependencyLostError, "gave no action within 0.2 s: 503"),
     ],
@@ -280,7 +281,7 @@ def test_an_actor_asks_again_where_that_may_help(answers: list[int], error: type
     with served(app) as url:
         actor = HeadActor(Work("w", "CartPole-v1", url, patience_seconds=LIMIT_SECONDS if error is None else 0.2))
         if error is None:
-            assert actor.act([position], [[0.0]]) == [(1, 5)]
+            assert actor.act([position], [[0.0]]) == [Decision(1, 5)]
             return
         with pytest.raises(error, match=says):
             actor.act([position], [[0.0]])

@@ -339,7 +339,7 @@ def test_addresses(given, url):
 
 @pytest.mark.parametrize("given", ["", "http://", "ftp://host", "http://host:port", "host:99999"])
 def test_an_invalid_address_is_refused(given):
-    with pytest.raises(ConfigurationError, match="is no address"):
+    with pytest.raises(ConfigurationError, match="is not an address"):
         parse_url(given)
 
 

@@ -179,7 +179,7 @@ def test_ctrl_c_ends_the_command_while_the_job_goes_on(tmp_path):
         finally:
             process.kill()
     assert process.returncode == 130
-    assert "stopped by SIGINT; a job that was launched goes on; see sky jobs queue" in said
+    assert "stopped by SIGINT; a job that was launched continues; see sky jobs queue" in said
 
 
 def test_without_skypilot_the_error_has_the_install_command(evaluate):

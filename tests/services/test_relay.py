@@ -116,9 +116,9 @@ async def test_a_stream_reaches_the_program_as_it_comes() -> None:
 
 
 async def test_a_program_that_fails_says_why() -> None:
-    with pytest.raises(ProgramFailedError, match=r"exit code 1.*ZeroDivisionError"):
+    with pytest.raises(ProgramFailedError, match=r"exited with code 1.*ZeroDivisionError"):
         await play(Model(), "1 / 0")
-    with pytest.raises(ProgramFailedError, match=r"exit code 1.*HTTP Error 503"):
+    with pytest.raises(ProgramFailedError, match=r"exited with code 1.*HTTP Error 503"):
         await play(Model(503), "say(messages)")
     gone = Model()
 
@@ -126,7 +126,7 @@ async def test_a_program_that_fails_says_why() -> None:
     async def die(_request: Any, _next: Any) -> Any:
         raise httpx.ReadError("connection reset")
 
-    with pytest.raises(ProgramFailedError, match=r"exit code 1.*HTTP Error 502"):
+    with pytest.raises(ProgramFailedError, match=r"exited with code 1.*HTTP Error 502"):
         await play(gone, "say(messages)")
 
 

@@ -10,16 +10,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from services.clients.rollout_admin import WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
+from services.engines.engine import WorkerAdmin
 from tests.ports import free_ports
 from tests.services.rollout_server.conftest import check_installed
 from tests.services.rollout_server.nodes import SGLANG_PYTHON
 from tests.waiting import LIMIT_SECONDS
 from trainer.config import TrainerSettings
 from trainer.model.ranks import join_ranks
-from trainer.publishing.broadcast import BroadcastPublisher
-from trainer.publishing.worker_group import WorkerGroup
+from trainer.publishing.broadcast import Broadcaster, WorkerGroup
 
 pytestmark = pytest.mark.sglang
 
@@ -91,11 +90,11 @@ async def test_the_ranks_of_every_engine_receive_the_weights(monkeypatch: pytest
             while await process.stdout.readline() != b"ready\n":
                 assert not process.stdout.at_eof(), "its error is above"
             with join_ranks() as ranks:
-                publisher = BroadcastPublisher(TrainerSettings.load(run_id="r"), cast("Any", None), ranks, None)
+                broadcaster = Broadcaster(TrainerSettings.load(run_id="r"), ranks.device, LIMIT_SECONDS)
                 group = WorkerGroup("group", {})
-                await publisher._join(group, cast("list[WorkerAdmin]", [Engine(process), Engine(process)]))
-                for publisher.flattens in (True, False):
-                    await group.send(partial(publisher._broadcast, [list(SENT.values())]), LIMIT_SECONDS)
+                await broadcaster._join(group, cast("list[WorkerAdmin]", [Engine(process), Engine(process)]))
+                for broadcaster.flattens in (True, False):
+                    await group.send(partial(broadcaster._broadcast, [list(SENT.values())]), LIMIT_SECONDS)
                 told = [json.loads(line) for line in (await process.stdout.read()).splitlines() if line[:1] == b"["]
                 await group.leave()
     finally:

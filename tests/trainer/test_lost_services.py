@@ -72,13 +72,15 @@ class Outside:
         self.saved: list[str] = []
         self.snapshot_seconds: list[float | None] = []
         self.forgotten: list[str] = []
-        self.written: list[int] = []
+        self.writes: list[int] = []
+        """Versions, each time that one is written."""
+        self.written = 0
+        self.thread = None
         self.first: list[str] = []
         """The calls before the first step, in order."""
         self.samples: list[dict[str, Any]] = []
         self.failure: str | None = None
         self.evaluator = self
-        self.while_waiting: Callable[[], None] = lambda: None
 
     @property
     def cursor(self) -> Cursor:
@@ -87,8 +89,8 @@ class Outside:
     def fetch_prompts(self, _wanted: int) -> list[Any]:
         return [None] if self.steps < self.prompts else []
 
-    def generate_and_score(self, _prompts: Any, _batch: Batch) -> list[Group]:
-        self.while_waiting()
+    def generate_and_score(self, _prompts: Any, _batch: Batch, meanwhile: Callable[[], None]) -> list[Group]:
+        meanwhile()
         self._reach("generate", self.steps + 1)
         self.steps += 1
         return [group(f"g{self.steps}", self.steps - 1)]
@@ -118,19 +120,21 @@ class Outside:
         self.first.append("workers")
 
     def write(self, version: int) -> None:
-        self.written.append(version)
+        self.writes.append(version)
+        self.written = version
         if not self.steps:
             self.first.append(f"write {version}")
 
     def is_on_volume(self, version: int) -> bool:
-        return version == 0 or version in self.written
+        return version == 0 or version in self.writes
 
     def publish(self, version: int) -> dict[str, float]:
         if not version:
             self.first.append("publish 0")
         else:
             if version not in self.deleted:
-                self.written.append(version)
+                self.writes.append(version)
+            self.written = version
             self._reach("publish", self.steps)
         return {}
 
@@ -175,6 +179,7 @@ def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> T
     files = RunFiles(learner.settings, 0, str)
     team = Team(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False)
     loop = TrainingLoop(learner.settings, cast(MainRank, outside), team, files, RunStatus(), state, 4, 16)
+    loop.publisher = cast(Any, outside)
     try:
         with team.leading():
             loop.run()
@@ -262,7 +267,7 @@ def test_a_version_that_goes_while_groups_are_made_is_written_again(alone: Ranks
     loop = train(alone, tmp_path, outside)
     assert outside.error is None
     assert loop.state.step == 4
-    assert outside.written == [0, 1, 2, 3, 4]
+    assert outside.writes == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

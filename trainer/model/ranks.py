@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -181,15 +181,20 @@ class Ranks:
                 reply = {"value": work()}
             except errors as error:
                 if self.world_size > 1:
-                    # Logged first: once the others end, this process may be killed before it logs anything else.
-                    kind = next(kind.__name__ for kind in errors if isinstance(error, kind))
-                    log.warning("telling the other ranks", error=kind, text=str(error))
-                    self.broadcast_json({"error": kind, "text": str(error)})
+                    self.broadcast_json({"error": self.describe_error(error, errors)})
                 raise
         reply = self.broadcast_json(reply)
         if "error" in reply:
-            raise next(kind for kind in errors if kind.__name__ == reply["error"])(reply["text"])
+            raise error_of(reply["error"], errors)
         return reply["value"]
+
+    def describe_error(self, error: Exception, kinds: Sequence[type[Exception]]) -> dict[str, str]:
+        """Return the first of ``kinds`` that ``error`` is an instance of, and its text, for ``error_of`` elsewhere."""
+        described = {"kind": next(kind.__name__ for kind in kinds if isinstance(error, kind)), "text": str(error)}
+        if self.world_size > 1:
+            # Logged first: once the others end, this process may be killed before it logs anything else.
+            log.warning("telling the other ranks", error=described["kind"], text=described["text"])
+        return described
 
     def any(self, flag: bool) -> bool:
         """Return True on every rank if ``flag`` is true on any rank."""
@@ -231,6 +236,11 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for every rank."""
         dist.all_reduce(torch.zeros(1))
+
+
+def error_of(described: Mapping[str, str], kinds: Sequence[type[Exception]]) -> Exception:
+    """Return the error that another rank described with the same ``kinds``."""
+    return next(kind for kind in kinds if kind.__name__ == described["kind"])(described["text"])
 
 
 @contextmanager

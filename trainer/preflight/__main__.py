@@ -10,7 +10,6 @@ import torch
 from services.core import logs, machine
 from services.core.endpoints import num_nodes
 from services.core.errors import ConfigurationError, exit_code_of
-from trainer.__main__ import ranks_per_node
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
 from trainer.model.saving import DiskFullError
@@ -27,13 +26,14 @@ def main() -> None:
     """
     logs.configure("ppo-trainer", "error")
     settings = TrainerSettings.load()
+    machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
     device = torch.device("cuda" if machine.promised_gpus() else "cpu")
     has_bfloat16 = machine.multiplies_bfloat16(torch.cpu.get_capabilities())
     kind = machine.decide_compute(
         "COMPUTE_TYPE", settings.compute_type, device=device.type, multiplies_bfloat16=has_bfloat16, threads=1
     ).compute_type
     limits = find_limits(device, settings.run_dir, is_shared=settings.engine_sleeps)
-    nodes = Machine(num_nodes(), ranks_per_node(), getattr(torch, kind).itemsize, limits)
+    nodes = Machine(num_nodes(), machine.promised_gpus() or 1, getattr(torch, kind).itemsize, limits)
     shape = ModelShape.of(load_config(settings), trust_remote_code=settings.trust_remote_code)
     need = needed(shape, chosen_work(settings, shape, nodes))
     refusal = None

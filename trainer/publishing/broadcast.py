@@ -1,4 +1,4 @@
-"""Publishing by broadcast: rank 0 sends buckets of tensors to all workers at once, over NCCL between GPUs, else gloo.
+"""Versions by broadcast: rank 0 sends buckets of tensors to all workers at once, over NCCL between GPUs, else gloo.
 
 Rank 0 and the workers form a process group, which is created again whenever the workers change. Every worker stops
 generating before the first tensor, so that nothing is computed with weights of two versions; a worker that does not
@@ -7,151 +7,167 @@ NCCL connects the members then.
 
 A worker that fails leaves the others waiting in a collective. So at its failure, or at the deadline, the group is
 aborted, its members are told to leave it, and workers that do not serve the version leave the routing. They load it
-from the shared volume, to which it is written beside the training.
+from the shared volume, to which it is written during the training.
+
+A collective whose peer is lost may never return: NCCL forms its communicator within the first one, without a deadline.
+So each group has a fresh daemon thread. When a call exceeds its deadline, the group is aborted and its thread left
+behind, and the next publication begins with another group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+import threading
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import chain
+from queue import SimpleQueue
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.core.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.weights.broadcast_group import SOURCE, broadcast_weights, join_weights_group, send_buckets
+from services.engines.engine import RouterAdmin, WorkerAdmin, WorkerRefusedError
+from services.engines.versions import Form
+from services.weights.broadcast_group import (
+    SOURCE,
+    broadcast_weights,
+    join_weights_group,
+    leave_weights_group,
+    send_buckets,
+)
 from trainer.config import TrainerSettings
-from trainer.model.gathering import gather_state
-from trainer.model.policy import Policy
-from trainer.model.ranks import Ranks
-from trainer.model.saving import DiskFullError, write_model
-from trainer.publishing.disk import write_version
-from trainer.publishing.publisher import Publisher
-from trainer.publishing.worker_group import LEAVE_SECONDS, GroupBrokenError, WorkerGroup
-from trainer.publishing.workers import PUBLISH_SECONDS, registered_workers, update_workers, worker_admin
-from trainer.service_thread import ServiceThread
 
 log = get_logger(__name__)
 
-BUCKET_BYTES = 1 << 29
-"""Weights sent with one request. A worker needs one bucket beside its own weights and rank 0's device two; and a bucket
-is large enough that requests take no time beside the transfer."""
+T = TypeVar("T")
 
+BUCKET_BYTES = 1 << 29
+"""Weights sent with one request. A worker needs one bucket in addition to its own weights, and rank 0's device two. A
+bucket is large enough that requests take no time compared with the transfer."""
 FORM_SECONDS = 120.0
 """Longest wait until the members of a new group have met, and again until its first collective has ended."""
+LEAVE_SECONDS = 10.0
+"""Longest wait until a group is left, here and in a worker."""
 
 Bucket = dict[str, Tensor]
 
 
-class BroadcastPublisher(Publisher):
-    """A publisher that sends every version to all workers at once."""
+class Broadcast(Form):
+    """One version on its way to the workers."""
 
-    def __init__(self, settings: TrainerSettings, policy: Policy, ranks: Ranks, services: ServiceThread | None) -> None:
-        super().__init__(settings, policy, ranks, services)
-        self.backend = "nccl" if ranks.device.type == "cuda" else "gloo"
-        self.flattens = self.backend == "nccl"
-        """Send the tensors of a bucket in one broadcast; over gloo that takes longer than one by one."""
+    def __init__(self, broadcaster: Broadcaster, version: int, state: dict[str, Tensor], urls: Sequence[str]) -> None:
+        """Begin to wait for the workers at ``urls``, each of which is prepared or forgoes the version."""
+        self.version = version
+        self._broadcaster = broadcaster
+        self._state = state
+        self._awaited = set(urls)
+        self._held: list[str] = []
+        self._all_held = asyncio.Event()
+        self._buckets: list[Bucket] = []
         self._group: WorkerGroup | None = None
-        # Writing goes on while the next step generates.
-        self._writer = ThreadPoolExecutor(1, "policy-writer")
-        self._writing: Future[None] | None = None
-        self._state: dict[str, Tensor] = {}
-        """The weights to send; on rank 0, until the workers have them."""
+        self._sending: asyncio.Task[None] | None = None
+        self._start = asyncio.create_task(self._start_sending())
 
-    def put_on_volume(self, version: int) -> None:
-        """See Publisher."""
-        state = gather_state(self.policy.full_parameters(self.rounding), self.ranks, copy=True)
-
-        def start_writing() -> None:
-            self._wait_until_written()
-            self._state = state
-            save = partial(write_model, self.policy, state, dtype=self.rounding.dtype)
-            self._writing = self._writer.submit(write_version, self.store, version, save)
-
-        self.ranks.on_main(start_writing, DiskFullError, DependencyLostError)
-
-    def is_on_volume(self, version: int) -> bool:
-        """See Publisher; a version that is being written counts."""
-        return (self._writing is not None and not self._writing.done()) or super().is_on_volume(version)
-
-    def close(self) -> None:
-        """Wait until the last version is on the volume."""
-        try:
-            self._wait_until_written()
-        except DependencyLostError as error:
-            # Not raised, because it would hide the reason why the run ended.
-            log.warning("the last policy version is not on the volume", reason=str(error))
-        self._writer.shutdown(wait=False)
-
-    def _wait_until_written(self) -> None:
-        """Wait until the version that is being written, if any, is on the volume.
+    async def prepare(self, worker: WorkerAdmin) -> None:
+        """See Form; the wait ends when all workers are held or forgo the version, and a group of those held is formed.
 
         Raises:
-            DependencyLostError: it is not there after PUBLISH_SECONDS; DiskFullError: the disk is full.
+            WorkerRefusedError: there is no group.
         """
-        if self._writing is None:
-            return
+        await worker.begin_update()
+        self._held.append(worker.url)
+        self.forgo(worker.url)
+        await asyncio.shield(self._start)
+        if self._group is None or worker.url not in self._group.registrations:
+            raise WorkerRefusedError(f"worker {worker.url} is in no group for the broadcast")
+
+    async def load(self, worker: WorkerAdmin) -> None:
+        """See Form. If the worker fails, the sending is given up: the other workers would wait for it in vain.
+
+        Raises:
+            WorkerRefusedError: the worker or the sending failed.
+        """
+        sending = self._sending
+        assert sending is not None, "the worker is prepared"
+        receiving = asyncio.create_task(self._receive(worker))
         try:
-            self._writing.result(PUBLISH_SECONDS)
-        except TimeoutError:
-            raise DependencyLostError(
-                f"a policy version is not written to {self.store.policy_dir} after {PUBLISH_SECONDS:g} s; "
-                "the volume is too slow or does not answer"
-            ) from None
-
-    async def deliver(self, version: int) -> dict[str, float]:
-        """See Publisher."""
-        is_there = partial(self.is_on_volume, version)
-        urls = await registered_workers(self.settings, is_there)
-        began, pauses = time.perf_counter(), [0.0]
-        group = await self._group_or_none(await self._hold(urls))
-        buckets = make_buckets(self._state, has_first_alone=group is not None and not group.is_formed)
-        sending = None if group is None else asyncio.create_task(self._send(group, buckets))
-
-        async def update(worker: WorkerAdmin) -> None:
-            # A worker outside the group does not change. It is found to serve another version and leaves the routing.
-            if group is not None and sending is not None and worker.url in group.registrations:
-                await _receive(worker, group.name, version, buckets, sending, is_flattened=self.flattens)
-                await worker.resume()
-                pauses.append(time.perf_counter() - began)
-
-        try:
-            served = await update_workers(self.settings, urls, version, update, is_there)
+            await asyncio.wait({receiving, sending}, return_when=asyncio.FIRST_EXCEPTION)
+            if not receiving.done():
+                raise WorkerRefusedError(f"worker {worker.url} did not get the weights: the broadcast broke off")
+            await receiving
         finally:
-            if sending is not None and not await _is_sent(sending):
-                self._group = None
-        self._state = {}
-        return {"workers": float(served), "pause_seconds": max(pauses)}
+            receiving.cancel()
+            sending.cancel()
 
-    async def _hold(self, urls: list[str]) -> list[str]:
-        """Have the workers stop generating and open an update; return the URLs of those that did."""
+    def forgo(self, url: str) -> None:
+        """See Form."""
+        self._awaited.discard(url)
+        if not self._awaited:
+            self._all_held.set()
 
-        async def is_held(url: str) -> bool:
-            try:
-                async with worker_admin(self.settings, url) as worker, asyncio.timeout(PUBLISH_SECONDS):
-                    await worker.hold(finishes_requests=not self.settings.publishes_in_place)
-                    await worker.begin_update()
-            except (WorkerRefusedError, DependencyLostError, TimeoutError) as error:
-                log.warning("worker left out of the broadcast", url=url, reason=str(error) or "timed out")
-                return False
-            return True
+    async def close(self) -> None:
+        """See Form; a group whose sending failed is not used again."""
+        self._start.cancel()
+        await asyncio.wait({self._start})
+        if self._sending is not None and not await _is_sent(self._sending):
+            self._broadcaster.group = None
 
-        held = await asyncio.gather(*map(is_held, urls))
-        return [url for url, ok in zip(urls, held, strict=True) if ok]
+    async def _start_sending(self) -> None:
+        await self._all_held.wait()
+        group = await self._broadcaster.group_or_none(self._held)
+        if group is not None:
+            self._group, self._buckets = group, make_buckets(self._state, has_first_alone=not group.is_formed)
+            self._sending = asyncio.create_task(self._broadcaster.send(group, self._buckets))
 
-    async def _send(self, group: WorkerGroup, buckets: Sequence[Bucket]) -> None:
+    async def _receive(self, worker: WorkerAdmin) -> None:
+        """Have a worker receive all buckets; the last one carries the version."""
+        assert self._group is not None, "the worker is prepared"
+        for number, bucket in enumerate(self._buckets, start=1):
+            await worker.receive_weights(
+                list(bucket),
+                [str(value.dtype).removeprefix("torch.") for value in bucket.values()],
+                [list(value.shape) for value in bucket.values()],
+                self._group.name,
+                self.version if number == len(self._buckets) else None,
+                is_flattened=self._broadcaster.flattens,
+            )
+        await worker.end_update()
+
+
+class Broadcaster:
+    """The sender of versions to groups of workers; a group lasts until the workers change."""
+
+    def __init__(self, settings: TrainerSettings, device: torch.device, seconds: float) -> None:
+        """Make a sender.
+
+        Args:
+            settings: the run's name and token.
+            device: rank 0's device, from which the tensors are sent.
+            seconds: longest time for all tensors of a version, and for each answer of a worker.
+        """
+        self.settings = settings
+        self.device = device
+        self.seconds = seconds
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.flattens = self.backend == "nccl"
+        """Send the tensors of a bucket in one broadcast; over gloo that takes longer than one by one."""
+        self.group: WorkerGroup | None = None
+
+    def form(self, version: int, state: dict[str, Tensor], urls: Sequence[str]) -> Broadcast:
+        """Return a version for the workers at ``urls``; this needs a running event loop."""
+        return Broadcast(self, version, state, urls)
+
+    async def send(self, group: WorkerGroup, buckets: Sequence[Bucket]) -> None:
         """Send all buckets; give the group up when that fails, does not end in time, or is cancelled.
 
         Raises:
@@ -162,17 +178,17 @@ class BroadcastPublisher(Publisher):
             if not group.is_formed:
                 await group.send(partial(self._broadcast, tensors[:1]), FORM_SECONDS)
                 tensors = tensors[1:]
-            await group.send(partial(self._broadcast, tensors), PUBLISH_SECONDS)
+            await group.send(partial(self._broadcast, tensors), self.seconds)
         except (GroupBrokenError, asyncio.CancelledError):
             await asyncio.gather(group.leave(), *(self._dismiss(url, group.name) for url in group.registrations))
             raise
 
     def _broadcast(self, buckets: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> None:
         if self.flattens:
-            send_buckets(buckets, self.ranks.device, group, PUBLISH_SECONDS)
+            send_buckets(buckets, self.device, group, self.seconds)
             return
         for tensor in chain.from_iterable(buckets):
-            broadcast_weights(tensor.to(self.ranks.device), group, PUBLISH_SECONDS)
+            broadcast_weights(tensor.to(self.device), group, self.seconds)
 
     async def _dismiss(self, url: str, group_name: str) -> None:
         """Tell a worker to leave a group, if it answers; a worker that restarted since does not know the group."""
@@ -180,7 +196,8 @@ class BroadcastPublisher(Publisher):
             with contextlib.suppress(WorkerRefusedError, DependencyLostError):
                 await worker.destroy_group(group_name)
 
-    async def _group_or_none(self, urls: list[str]) -> WorkerGroup | None:
+    async def group_or_none(self, urls: list[str]) -> WorkerGroup | None:
+        """Return a group of these workers; None if there are none, or if they do not meet."""
         try:
             return await self._group_of(urls) if urls else None
         except (WorkerRefusedError, DependencyLostError, GroupBrokenError, TimeoutError) as error:
@@ -191,9 +208,9 @@ class BroadcastPublisher(Publisher):
         """Return the group of these workers: the present one, or a new one when the workers have changed."""
         async with RouterAdmin(token=self.settings.token) as router:
             registrations = {url: name for url, name in (await router.registrations()).items() if url in urls}
-        if self._group is not None and self._group.registrations == registrations:
-            return self._group
-        old, self._group = self._group, None
+        if self.group is not None and self.group.registrations == registrations:
+            return self.group
+        old, self.group = self.group, None
         if old is not None:
             kept = [url for url in old.registrations if url in registrations]
             await asyncio.gather(old.leave(), *(self._dismiss(url, old.name) for url in kept))
@@ -201,12 +218,12 @@ class BroadcastPublisher(Publisher):
         group = WorkerGroup(f"{self.settings.run_id}-{uuid.uuid4().hex}", registrations)
         try:
             async with AsyncExitStack() as stack, asyncio.timeout(FORM_SECONDS):
-                workers = [await stack.enter_async_context(worker_admin(self.settings, url)) for url in registrations]
+                workers = [await stack.enter_async_context(self._worker(url)) for url in registrations]
                 await self._join(group, workers)
         except BaseException:
             await asyncio.gather(group.leave(), *(self._dismiss(url, group.name) for url in registrations))
             raise
-        self._group = group
+        self.group = group
         return group
 
     async def _join(self, group: WorkerGroup, workers: list[WorkerAdmin]) -> None:
@@ -239,6 +256,9 @@ class BroadcastPublisher(Publisher):
         ]
         await asyncio.gather(group.join(join, FORM_SECONDS), *invitations)
 
+    def _worker(self, url: str) -> WorkerAdmin:
+        return WorkerAdmin(url, token=self.settings.token, timeout=self.seconds)
+
 
 def make_buckets(state: dict[str, Tensor], *, has_first_alone: bool) -> list[Bucket]:
     """Return the tensors in buckets of BUCKET_BYTES.
@@ -254,46 +274,6 @@ def make_buckets(state: dict[str, Tensor], *, has_first_alone: bool) -> list[Buc
     return [{name: state[name] for name in names} for names in groups if names]
 
 
-async def _receive(
-    worker: WorkerAdmin,
-    group_name: str,
-    version: int,
-    buckets: Sequence[Bucket],
-    sending: asyncio.Task[None],
-    *,
-    is_flattened: bool,
-) -> None:
-    """Have a worker receive all buckets while they are sent; the last one carries the version.
-
-    If the worker fails, the sending is given up, because the other workers would wait for it in vain.
-
-    Raises:
-        WorkerRefusedError: the worker or the sending failed.
-    """
-
-    async def receive() -> None:
-        for number, bucket in enumerate(buckets, start=1):
-            await worker.receive_weights(
-                list(bucket),
-                [str(value.dtype).removeprefix("torch.") for value in bucket.values()],
-                [list(value.shape) for value in bucket.values()],
-                group_name,
-                version if number == len(buckets) else None,
-                is_flattened=is_flattened,
-            )
-        await worker.end_update()
-
-    receiving = asyncio.create_task(receive())
-    try:
-        await asyncio.wait({receiving, sending}, return_when=asyncio.FIRST_EXCEPTION)
-        if not receiving.done():
-            raise WorkerRefusedError(f"worker {worker.url} did not get the weights: the broadcast broke off")
-        await receiving
-    finally:
-        receiving.cancel()
-        sending.cancel()
-
-
 async def _is_sent(sending: asyncio.Task[None]) -> bool:
     try:
         await sending
@@ -306,3 +286,96 @@ async def _is_sent(sending: asyncio.Task[None]) -> bool:
         log.warning("broadcast not finished", reason="a worker failed")
         return False
     return True
+
+
+class GroupBrokenError(Exception):
+    """A collective that failed or did not end by its deadline; its group can no longer be used."""
+
+
+class WorkerGroup:
+    """A broadcast group. Its calls run one after the other in its own thread."""
+
+    def __init__(self, name: str, registrations: dict[str, str]) -> None:
+        """Start the group's thread.
+
+        Args:
+            name: the group's name, the same for all members.
+            registrations: the router's id of each member, by its URL; a worker that restarted since has another id.
+        """
+        self.name = name
+        self.registrations = registrations
+        self.is_formed = False
+        """True once a collective has ended, so that NCCL has its communicator."""
+        self._process_group: dist.ProcessGroup | None = None
+        self._is_left = False
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._work, name="broadcast", daemon=True).start()
+
+    async def join(self, join: Callable[[], dist.ProcessGroup], seconds: float) -> None:
+        """Join the process group.
+
+        Raises:
+            GroupBrokenError: the members did not meet within ``seconds``.
+        """
+
+        def enter() -> None:
+            self._process_group = join()
+            if self._is_left:  # The wait for this call was over before.
+                leave_weights_group(self._process_group)
+
+        await self._call(enter, seconds)
+
+    async def send(self, send: Callable[[dist.ProcessGroup], None], seconds: float) -> None:
+        """Run collectives.
+
+        Raises:
+            GroupBrokenError: one failed, or they did not end within ``seconds``.
+        """
+        group = self._process_group
+        assert group is not None, "the group is joined"
+        await self._call(lambda: send(group), seconds)
+        self.is_formed = True
+
+    async def leave(self) -> None:
+        """Leave the group, and abort its collectives; wait LEAVE_SECONDS at most."""
+        self._is_left = True
+        self._tasks.put(None)
+        group = self._process_group
+        if group is None:
+            return
+        left: Future[None] = Future()
+        # Not in the group's thread, which may be stuck; and gloo may wait for members that are gone.
+        threading.Thread(target=_resolve, args=(left, lambda: leave_weights_group(group)), daemon=True).start()
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(left), LEAVE_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            log.warning("broadcast group not left", group=self.name, reason=_reason(error))
+
+    async def _call(self, work: Callable[[], T], seconds: float) -> T:
+        done: Future[T] = Future()
+        self._tasks.put(lambda: _resolve(done, work))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(done), seconds)
+        except (RuntimeError, ValueError, TimeoutError) as error:
+            raise GroupBrokenError(_reason(error, f"not ended within {seconds:g} s")) from error
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+
+def _resolve(future: Future[T], work: Callable[[], T]) -> None:
+    """Run ``work`` and hand its result or error to a future, unless nobody waits for it any more."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001  # raised again where the future is awaited
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _reason(error: BaseException, timed_out: str = "timed out") -> str:
+    text = str(error)
+    return timed_out if isinstance(error, TimeoutError) and not text else text.splitlines()[0] if text else repr(error)

@@ -1,31 +1,113 @@
-"""A check of published weights: the workers' log-probabilities of a probe against the trainer's own."""
+"""A check after each publication: do the workers compute what was just published?
+
+With PUBLISH_PROBE, a worker's log-probabilities of a completion are compared with the trainer's own.
+
+With LORA_RANK that is not enough. A worker that kept an older adapter, or has none, still answers, and its
+log-probabilities may lie within the numerical noise between an engine and the trainer. So changes are compared: how
+much of the change that the trainer sees in a text's log-probabilities does the worker see, too? That share is 1 when
+the adapter arrived and 0 when it did not.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from services.clients.rollout_admin import WorkerRefusedError
+import torch
+from torch import Tensor
+
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from trainer.config import TrainerSettings
-from trainer.publishing.workers import drop_workers, registered_workers, worker_admin
+from services.engines.engine import WorkerRefusedError
+from services.weights.policy_store import ADAPTER_NAME
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.algorithm.training_groups import TokenNumbers
+from trainer.model.micro_batching import unknown_ids
+from trainer.model.policy import Policy
+from trainer.publishing.publisher import Publisher
 
 log = get_logger(__name__)
 
 TOLERANCE = 0.1
 """Largest mean difference of a worker's logprobs in nats. bfloat16 on both sides makes 0.05, stale weights more: the
 trainer computes with weights rounded to the nearest, and the worker with those that are rounded without bias."""
+PROBE_TEXT = (
+    "Tom has 12 apples and buys 7 more, so he has 12 + 7 = 19 apples. He gives 4 apples to each of his 3 friends, "
+    "4 * 3 = 12 apples in all. Now 19 - 12 = 7 apples are left."
+)
+PROBE_TOKENS = 64
+"""Most tokens of the adapters' probe."""
+LEAST_SHARE = 0.5
+"""A worker that sees less of a change has not got the adapter."""
+NOISE_FACTOR = 4.0
+"""A change is judged once it is this many times the noise. Its share then has an error of a few percent."""
+
+
+class Probe:
+    """The checks that the settings ask for; on rank 0."""
+
+    def __init__(self, publisher: Publisher, policy: Policy, logprobs: Callable[..., list[TokenNumbers]]) -> None:
+        """Make a probe.
+
+        Args:
+            publisher: knows the workers, and drops those that fail.
+            policy: the policy in training.
+            logprobs: computes log-probabilities on all ranks; see Learner.logprobs.
+        """
+        self._publisher = publisher
+        self._policy = policy
+        self._logprobs = logprobs
+        self._adapter_probe: AdapterProbe | None = None
+
+    def check(self, groups: Iterable[TrainingGroup]) -> dict[str, float]:
+        """Have the workers compute, and drop those that differ; return metrics.
+
+        Args:
+            groups: one completion of these is compared, with whole weights; there are none before the first step.
+        """
+        settings = self._publisher.settings
+        if settings.lora_rank:
+            return self._check_adapters()
+        return self._check_weights(groups) if settings.publish_probe else {}
+
+    def _check_weights(self, groups: Iterable[TrainingGroup]) -> dict[str, float]:
+        group = next(self._completions(groups), None)
+        if group is None:
+            return {}
+        (expected,) = self._logprobs([group], temperature=1.0)[0]
+        probing = probe_workers(self._publisher, group.prompt_ids, group.sequences[0].completion_ids, expected)
+        return {"probe_difference": self._publisher.services.call(probing)}
+
+    def _completions(self, groups: Iterable[TrainingGroup]) -> Iterator[TrainingGroup]:
+        """Yield each completion of which the trainer computes log-probabilities, as a group without a loss mask."""
+        for group in groups:
+            for sequence in group.sequences:
+                probe = replace(group, sequences=[replace(sequence, loss_mask=None)])
+                if sequence.completion_ids and not unknown_ids(probe, self._policy.config.vocab_size):
+                    yield probe
+
+    def _check_adapters(self) -> dict[str, float]:
+        description = self._policy.description
+        assert description is not None, "rank 0 has it"
+        token_ids = description.tokenizer.encode(PROBE_TEXT)[:PROBE_TOKENS]
+        zeros = [0.0] * (len(token_ids) - 1)
+        group = TrainingGroup(token_ids[:1], [TrainingSequence(token_ids[1:], zeros, zeros)])
+        if self._adapter_probe is None:
+            (model_alone,) = self._logprobs([group], temperature=1.0, use_adapters=False)[0]
+            self._adapter_probe = AdapterProbe(self._publisher, token_ids, model_alone)
+        (expected,) = self._logprobs([group], temperature=1.0)[0]
+        return self._publisher.services.call(self._adapter_probe.check(expected))
 
 
 async def probe_workers(
-    settings: TrainerSettings, prompt_ids: Sequence[int], completion_ids: Sequence[int], expected: Sequence[float]
+    publisher: Publisher, prompt_ids: Sequence[int], completion_ids: Sequence[int], expected: Sequence[float]
 ) -> float:
-    """Have every worker rescore a completion, and remove workers that differ by more than TOLERANCE from the routing.
+    """Have every worker rescore a completion, and drop workers that differ by more than TOLERANCE.
 
     Args:
-        settings: the token and MIN_WORKERS.
+        publisher: knows the workers.
         prompt_ids: the prompt of the probe.
         completion_ids: [N], the completion of the probe.
         expected: [N], the trainer's log-probabilities of the completion at temperature 1.
@@ -33,21 +115,127 @@ async def probe_workers(
     Returns:
         The largest difference of a worker, as the mean over tokens of |log pi_worker - log pi_trainer|.
     """
-    urls = await registered_workers(settings)
+    urls = await publisher.registered_workers()
 
     async def difference_of(url: str) -> float:
-        async with worker_admin(settings, url) as worker:
-            try:
-                scores = await worker.rescore([*prompt_ids, *completion_ids])
-            except (WorkerRefusedError, DependencyLostError) as error:
-                log.warning("worker not probed", url=url, reason=str(error))
-                return float("inf")
-        theirs = scores[-len(completion_ids) :]
-        return statistics.fmean(abs(a - b) for a, b in zip(theirs, expected, strict=True))
+        scores = await _rescored(publisher, url, [*prompt_ids, *completion_ids], None)
+        if scores is None:
+            return float("inf")
+        return statistics.fmean(abs(a - b) for a, b in zip(scores[-len(completion_ids) :], expected, strict=True))
 
     differences = await asyncio.gather(*map(difference_of, urls))
     far = [url for url, difference in zip(urls, differences, strict=True) if difference > TOLERANCE]
     if far:
         log.warning("workers compute something else than the trainer", urls=far, difference=max(differences))
-        await drop_workers(settings, far)
+        await publisher.drop_workers(far)
     return max(differences, default=0.0)
+
+
+async def _rescored(
+    publisher: Publisher, url: str, token_ids: Sequence[int], adapter: str | None
+) -> list[float] | None:
+    """Return a worker's log-probabilities of ``token_ids[1:]``; None if it does not give any."""
+    async with publisher.worker(url) as worker:
+        try:
+            return await worker.rescore(token_ids, adapter)
+        except (WorkerRefusedError, DependencyLostError) as error:
+            log.warning("worker not probed", url=url, reason=str(error))
+            return None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of the probe at one version, [N] each."""
+
+    trainer: Tensor
+    worker: Tensor
+
+
+@dataclass
+class _Worker:
+    """The scores at the last version that a worker is known to have, and the noise between it and the trainer."""
+
+    known: Scores
+    noise: float
+
+
+class AdapterProbe:
+    """The adapters' probe and what each worker answered.
+
+    A worker starts from the scores of the model alone, without an adapter, whose differences are the numerical noise.
+    While the change since the last known version is within the noise, it is left to grow.
+    """
+
+    def __init__(self, publisher: Publisher, token_ids: Sequence[int], model_alone: Sequence[float]) -> None:
+        """Make a probe.
+
+        Args:
+            publisher: knows the workers.
+            token_ids: [N + 1], the probe.
+            model_alone: [N], the trainer's log-probabilities of ``token_ids[1:]`` without adapters.
+        """
+        self._publisher = publisher
+        self._token_ids = token_ids
+        self._model_alone = _tensor(model_alone)
+        self._workers: dict[str, _Worker] = {}
+
+    async def check(self, expected: Sequence[float]) -> dict[str, float]:
+        """Have every worker score the probe, and drop those without the published adapter.
+
+        Args:
+            expected: [N], the trainer's log-probabilities of ``token_ids[1:]``.
+
+        Returns:
+            ``probe_difference``, the largest mean over tokens of |log pi_worker - log pi_trainer|, and
+            ``probe_delivered``, the least share of the change that a worker sees, if the change can be judged.
+        """
+        urls = await self._publisher.registered_workers()
+        results = await asyncio.gather(*(self._probe(url, _tensor(expected)) for url in urls))
+        wrong = [
+            url
+            for url, (difference, share) in zip(urls, results, strict=True)
+            if difference > TOLERANCE or (share is not None and share < LEAST_SHARE)
+        ]
+        if wrong:
+            log.warning("workers do not compute with the published adapter", urls=wrong, difference_and_share=results)
+            for url in wrong:
+                self._workers.pop(url, None)
+            await self._publisher.drop_workers(wrong)
+        shares = [share for _, share in results if share is not None]
+        return {
+            "probe_difference": max(difference for difference, _ in results),
+            **({"probe_delivered": min(shares)} if shares else {}),
+        }
+
+    async def _probe(self, url: str, expected: Tensor) -> tuple[float, float | None]:
+        """Return a worker's mean difference, and its share of the change if that can be judged."""
+        if url not in self._workers:
+            alone = await _rescored(self._publisher, url, self._token_ids, None)
+            if alone is None:
+                return float("inf"), None
+            scores = Scores(self._model_alone, _tensor(alone))
+            self._workers[url] = _Worker(scores, _root_mean_square(scores.trainer - scores.worker))
+        rescored = await _rescored(self._publisher, url, self._token_ids, ADAPTER_NAME)
+        if rescored is None:
+            return float("inf"), None
+        worker, now = self._workers[url], Scores(expected, _tensor(rescored))
+        difference = float((now.trainer - now.worker).abs().mean())
+        if _root_mean_square(now.trainer - worker.known.trainer) <= NOISE_FACTOR * worker.noise:
+            return difference, None
+        share = delivered_share(worker.known, now)
+        worker.known = now
+        return difference, share
+
+
+def delivered_share(before: Scores, now: Scores) -> float:
+    """Return the share of the trainer's change that the worker sees: least squares of its change over the trainer's."""
+    trainer, worker = now.trainer - before.trainer, now.worker - before.worker
+    return float(trainer @ worker / (trainer @ trainer))
+
+
+def _tensor(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _root_mean_square(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())

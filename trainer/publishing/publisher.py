@@ -1,124 +1,386 @@
-"""The base of both publishers: write a policy version to the shared volume, then have the rollout workers serve it."""
+"""The way of a policy version from the ranks to the rollout workers.
+
+VersionWriter is on every rank: it gathers the policy's weights and writes them to the shared volume. Publisher is on
+rank 0: it has every registered worker serve the version, and takes workers that do not serve it out of the routing.
+Their launchers bring them up to date and register them again. The run waits for that only when fewer than MIN_WORKERS
+workers are left.
+
+With LORA_RANK versions are adapters. Workers compute with them unmerged: merged weights would be rounded to the
+published type, in which a trained change that is small compared with the weights mostly vanishes. Adapters keep all of
+it, in about a hundredth of the bytes.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import asyncio
+import pickle
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from prometheus_client import Counter
+from torch import Tensor
 
-from services.core import machine
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
+from services.core.machine import release_memory
+from services.core.tasks import in_background
+from services.engines.engine import Requests, RouterAdmin, WorkerAdmin, WorkerRefusedError
+from services.engines.versions import Directory, Form, serve
 from services.weights.policy_store import PolicyStore
-from trainer.config import PublishedType, TrainerSettings
-from trainer.model.gathering import plain_name
+from trainer.config import PublishedType, TrainerSettings, Transport
+from trainer.model.gathering import gather_state, plain_name
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
-from trainer.publishing.workers import VersionGoneError
-from trainer.service_thread import InterruptedCallError, ServiceThread
+from trainer.model.saving import DiskFullError, write_adapter, write_model, writing
+from trainer.publishing.broadcast import Broadcaster
+from trainer.service_thread import ServiceThread
 
 log = get_logger(__name__)
 
+WORKERS_DROPPED = Counter("trainer_workers_dropped", "Rollout workers removed from the routing for a failed update.")
+
+VERSIONS_KEPT = 2
+"""Versions kept on the shared volume besides those that a worker is loading. The older one serves a worker that looked
+up the newest version just before a newer one appeared."""
 WRITES = 4
 """Most times that a version is written before its disappearance ends the run."""
+PUBLISH_SECONDS = 600.0
+"""Longest wait for a worker to take a version, and for workers to come back. Even a slow volume (0.3 GB/s) gives a
+worker a model of 70B parameters, 140 GB, in less."""
+SLEEP_SECONDS = 60.0
+"""Longest wait for each answer of a worker that gives its memory away."""
+POLL_SECONDS = 0.2
+PROBE_SECONDS = 5.0
+"""Longest wait for a worker to say which version it serves."""
+
+IsThere = Callable[[], bool]
+"""Returns True while the version that workers wait for is on the shared volume; called in a thread."""
 
 
-class Publisher(ABC):
-    """The way of the policy in training to the rollout workers. Methods are collectives unless they say otherwise."""
+class VersionGoneError(DependencyLostError):
+    """The loss of the version that workers wait for from the shared volume."""
 
-    def __init__(self, settings: TrainerSettings, policy: Policy, ranks: Ranks, services: ServiceThread | None) -> None:
-        """Begin before a checkpoint is loaded into the policy; ``services`` is None on every rank but 0."""
+
+class VersionWriter:
+    """The writer of policy versions to the shared volume, on every rank."""
+
+    def __init__(self, settings: TrainerSettings, policy: Policy, ranks: Ranks) -> None:
+        """Make a writer, before a checkpoint is loaded into the policy."""
         self.settings = settings
         self.policy = policy
         self.ranks = ranks
-        self.services = services
         self.store = PolicyStore(settings.policy_dir)
-        self.rounding = self.rounding_of(policy)
-        self._written: int | None = None
+        self.rounding = _rounding(settings, policy)
+        self.written: int | None = None
         """The version that was written last."""
-        self._figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         """Its metrics."""
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Have the workers serve ``version``; write it first, unless it was the last version written.
-
-        Returns:
-            Seconds and counts by metric name, on every rank.
-
-        Raises:
-            DependencyLostError: fewer than MIN_WORKERS workers serve the version; raised on every rank.
-            DiskFullError: the version cannot be written; raised on every rank.
-            InterruptedCallError: the run was asked to stop; raised on every rank.
-        """
-        writes = 0
-        while True:
-            if self._written != version:
-                self.write(version)
-            if not self.settings.keep_memory:
-                # Rollout workers on the same machine need room for the new weights beside the old. The version was
-                # gathered in memory that the update had left.
-                machine.release_memory()
-            try:
-                return self._figures | self.update_workers(version)
-            except VersionGoneError as error:
-                writes += 1
-                if writes == WRITES:
-                    raise
-                log.warning("policy version is written again", policy_version=version, reason=str(error))
-                self._written = None
+        self.state: dict[str, Tensor] = {}
+        """Its tensors if they are sent to workers; on rank 0, until the workers have them."""
+        # Weights that are sent are written while the next step generates.
+        self._pool = ThreadPoolExecutor(1, "policy-writer")
+        self._writing: Future[None] | None = None
 
     def write(self, version: int) -> None:
-        """Write the version to the shared volume, where workers that start find it. This needs no worker.
+        """Write the version to the shared volume, where workers that start find it. A collective that needs no worker.
 
         Raises:
             DependencyLostError: the volume does not take it; raised on every rank.
             DiskFullError: the disk is full; raised on every rank.
         """
-        self.put_on_volume(version)
-        self._written = version
-        if isinstance(self.rounding, MeasuredRounding):
-            share = self.rounding.share(self.ranks)
-            self._figures = {} if share is None else {"publish_share": share}
+        is_sent, rounding = self.settings.publish_transport is Transport.BROADCAST, self.rounding
+        # What is written at once is not copied on a CPU, because the parameters change only afterwards.
+        if self.settings.lora_rank:
+            state = gather_state(self.policy.adapter_parameters(rounding.dtype), self.ranks, copy=is_sent)
+            save = partial(write_adapter, self.policy, state)
+        else:
+            state = gather_state(self.policy.full_parameters(rounding), self.ranks, copy=is_sent)
+            save = partial(write_model, self.policy, state, dtype=rounding.dtype)
 
-    def update_workers(self, version: int) -> dict[str, float]:
-        """Have the workers serve the version that was written last; see ``publish``.
+        def write() -> None:
+            self._wait_until_written()
+            self.state = state if is_sent else {}
+            if is_sent and not self.settings.lora_rank:
+                self._writing = self._pool.submit(write_version, self.store, version, save)
+            else:
+                write_version(self.store, version, save)
 
-        Raises:
-            VersionGoneError: too few workers serve it, and no worker can catch up because the volume has lost it.
-        """
-
-        def work() -> dict[str, float]:
-            assert self.services is not None, "rank 0 has the services"
-            return self.services.call(self.deliver(version), interruptible=True)
-
+        self.ranks.on_main(write, DiskFullError, DependencyLostError)
+        self.written = version
+        if isinstance(rounding, MeasuredRounding):
+            share = rounding.share(self.ranks)
+            self.metrics = {} if share is None else {"publish_share": share}
+        # The version was gathered in memory that workers on the same machine and GPUs need for the new weights.
+        if not self.settings.keep_memory:
+            release_memory()
         if self.settings.engine_sleeps:
-            torch.cuda.empty_cache()  # the version was gathered in memory that engines need to wake for it
-        errors = (VersionGoneError, DependencyLostError, InterruptedCallError)
-        metrics: dict[str, float] = self.ranks.on_main(work, *errors)
-        return metrics
-
-    def rounding_of(self, policy: Policy) -> Rounding:
-        """Return the rounding of the weights of PUBLISH_TYPE, which are compared with those that the policy has now."""
-        if self.settings.publish_type is PublishedType.FLOAT32:
-            return Rounding(torch.float32)
-        return MeasuredRounding((plain_name(name), value) for name, value in policy.model.named_parameters())
+            torch.cuda.empty_cache()
 
     def is_on_volume(self, version: int) -> bool:
-        """Return True when a worker that starts or missed the version finds it. No collective; for rank 0."""
+        """Return True when a worker that starts or missed the version finds it, or will once it is written. On rank 0.
+
+        No collective.
+        """
+        if self._writing is not None and not self._writing.done():
+            return True
         try:
             return self.store.path(version).is_dir()
         except OSError:
             return True  # The volume does not answer, so the version may still be there.
 
-    @abstractmethod
-    def put_on_volume(self, version: int) -> None:
-        """Write the version, or start to write it beside the training."""
-
-    @abstractmethod
-    async def deliver(self, version: int) -> dict[str, float]:
-        """Bring the version into the workers; return metrics. No collective; for rank 0."""
-
-    @abstractmethod
     def close(self) -> None:
-        """Wait for work that still goes on. No collective."""
+        """Wait until the last version is on the volume. No collective."""
+        try:
+            self._wait_until_written()
+        except DependencyLostError as error:
+            # Not raised, because it would hide the reason why the run ended.
+            log.warning("the last policy version is not on the volume", reason=str(error))
+        self._pool.shutdown(wait=False)
+
+    def _wait_until_written(self) -> None:
+        """Wait until the version that is being written, if any, is on the volume.
+
+        Raises:
+            DependencyLostError: it is not there after PUBLISH_SECONDS; DiskFullError: the disk is full.
+        """
+        if self._writing is None:
+            return
+        try:
+            self._writing.result(PUBLISH_SECONDS)
+        except TimeoutError:
+            raise DependencyLostError(
+                f"a policy version is not written to {self.store.policy_dir} after {PUBLISH_SECONDS:g} s; "
+                "the volume is too slow or does not answer"
+            ) from None
+
+
+def _rounding(settings: TrainerSettings, policy: Policy) -> Rounding:
+    """Return the rounding to PUBLISH_TYPE; that of whole weights compares them with those that the policy has now."""
+    if settings.lora_rank:  # Adapters keep nearly all of their change.
+        return Rounding(getattr(torch, settings.publish_type))
+    if settings.publish_type is PublishedType.FLOAT32:
+        return Rounding(torch.float32)
+    return MeasuredRounding((plain_name(name), value) for name, value in policy.model.named_parameters())
+
+
+def write_version(store: PolicyStore, version: int, save: Callable[[Path], None]) -> None:
+    """Write a version with ``save``, make it visible, and delete old ones. A failed write leaves nothing.
+
+    The oldest version is deleted before the new one is written: the file cache reuses its pages, which makes the write
+    four times as fast. The newest version always stays.
+
+    Raises:
+        DiskFullError: the disk is full.
+    """
+    with writing(store.policy_dir):
+        store.prune(max(VERSIONS_KEPT - 1, 1), PUBLISH_SECONDS)
+        directory = store.begin(version)
+        try:
+            save(directory)
+            store.commit(version)
+        except Exception:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        store.prune(VERSIONS_KEPT, PUBLISH_SECONDS)
+
+
+class Publisher:
+    """Has the rollout workers serve policy versions; on rank 0."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        services: ServiceThread,
+        writer: VersionWriter,
+        write: Callable[[int], None] | None = None,
+    ) -> None:
+        """Make a publisher.
+
+        Args:
+            settings: MIN_WORKERS, the transport, the token.
+            services: runs the requests to router and workers.
+            writer: the writer of this rank.
+            write: has the writers of all ranks write a version; without it there is one rank.
+        """
+        self.settings = settings
+        self.services = services
+        self.writer = writer
+        self._write = write or writer.write
+        is_broadcast = settings.publish_transport is Transport.BROADCAST and not settings.lora_rank
+        self.broadcaster = Broadcaster(settings, writer.ranks.device, PUBLISH_SECONDS) if is_broadcast else None
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Have the workers serve ``version``; write it first, unless it was the last version written.
+
+        Returns:
+            Seconds and counts by metric name.
+
+        Raises:
+            DependencyLostError: fewer than MIN_WORKERS workers serve the version.
+            DiskFullError: the version cannot be written.
+            InterruptedCallError: the run was asked to stop.
+        """
+        writes = 0
+        while True:
+            if self.writer.written != version:
+                self._write(version)
+            try:
+                return self.writer.metrics | self.services.call(self._deliver(version), interruptible=True)
+            except VersionGoneError as error:
+                writes += 1
+                if writes == WRITES:
+                    raise
+                log.warning("policy version is written again", policy_version=version, reason=str(error))
+                self.writer.written = None
+
+    def keep_on_volume(self) -> None:
+        """Write the newest version again if the volume has lost it, because a worker that comes back waits for it."""
+        version = self.writer.written
+        if version is not None and not self.writer.is_on_volume(version):
+            log.warning("policy version is written again", policy_version=version, reason="it has gone from the volume")
+            self._write(version)
+
+    async def registered_workers(self, is_there: IsThere = lambda: True) -> list[str]:
+        """Return the URLs of the workers that the router knows, once they are at least MIN_WORKERS.
+
+        Raises:
+            VersionGoneError: they are fewer, and the volume has lost the version that others could load.
+            DependencyLostError: they are fewer after PUBLISH_SECONDS.
+        """
+
+        async def everyone(registered: list[str]) -> list[str]:
+            return registered
+
+        return await self._wait_for_workers(everyone, "are registered with the router", is_there)
+
+    async def drop_workers(self, urls: Sequence[str]) -> None:
+        """Remove workers from the routing; their launchers bring them up to date and register them again."""
+        WORKERS_DROPPED.inc(len(urls))
+        async with RouterAdmin(token=self.settings.token) as router:
+            for url in urls:
+                await router.remove(url)
+
+    def worker(self, url: str) -> WorkerAdmin:
+        """Return a client of a worker that gives it PUBLISH_SECONDS for each answer."""
+        return WorkerAdmin(url, token=self.settings.token, timeout=PUBLISH_SECONDS)
+
+    async def _deliver(self, version: int) -> dict[str, float]:
+        """Have all workers serve the version at once, drop those that do not, and return metrics.
+
+        With fewer than MIN_WORKERS left, wait until launchers have brought others up to date.
+
+        Raises:
+            VersionGoneError: fewer than MIN_WORKERS serve the version, and the volume has lost it.
+            DependencyLostError: fewer than MIN_WORKERS serve the version, even after PUBLISH_SECONDS more.
+        """
+        is_there = partial(self.writer.is_on_volume, version)
+        urls = await self.registered_workers(is_there)
+        form = self._form(version, urls)
+        try:
+            pauses = await asyncio.gather(*(self._bring(url, form) for url in urls))
+        finally:
+            await form.close()
+        if failed := [url for url, pause in zip(urls, pauses, strict=True) if pause is None]:
+            await self.drop_workers(failed)
+        served = len(urls) - len(failed)
+        if served < self.settings.min_workers:
+
+            async def up_to_date(registered: list[str]) -> list[str]:
+                versions = await asyncio.gather(*map(self._version_or_none, registered))
+                return [url for url, served in zip(registered, versions, strict=True) if served == version]
+
+            served = len(await self._wait_for_workers(up_to_date, f"serve policy version {version}", is_there))
+        return {"workers": float(served), "pause_seconds": max((pause or 0.0 for pause in pauses), default=0.0)}
+
+    def _form(self, version: int, urls: Sequence[str]) -> Form:
+        """Return the form in which the workers get the version that was written last."""
+        state, path = self.writer.state, self.writer.store.path(version)
+        if not state:
+            return Directory(version, path, is_adapter=self.settings.lora_rank > 0)
+        if self.broadcaster is None:
+            return AdapterTensors(version, self.writer.policy.adapter_config(), pickle.dumps(state))
+        self.writer.state = {}
+        return self.broadcaster.form(version, state, urls)
+
+    async def _bring(self, url: str, form: Form) -> float | None:
+        """Have one worker serve a version; return the seconds of its pause, or None if it does not serve it."""
+        requests: Requests = "continue" if self.settings.publishes_in_place else "finish"
+        try:
+            async with self.worker(url) as worker:
+                return await serve(worker, form, requests, PUBLISH_SECONDS)
+        except (WorkerRefusedError, DependencyLostError, TimeoutError) as error:
+            form.forgo(url)
+            reason = str(error) or "timed out"
+            log.warning("worker not updated", url=url, policy_version=form.version, reason=reason)
+            return None
+
+    async def _wait_for_workers(
+        self, select: Callable[[list[str]], Awaitable[list[str]]], state: str, is_there: IsThere
+    ) -> list[str]:
+        """Wait until ``select`` keeps MIN_WORKERS registered workers or more; ``state`` describes them in the error."""
+        selected: list[str] = []
+        wanted = self.settings.min_workers
+        try:
+            async with asyncio.timeout(PUBLISH_SECONDS), RouterAdmin(token=self.settings.token) as router:
+                while True:
+                    selected = await select(await router.workers())
+                    if len(selected) >= wanted:
+                        return selected
+                    if not await in_background(is_there):
+                        raise VersionGoneError(f"the newest policy version has gone from {self.settings.policy_dir}")
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            raise DependencyLostError(
+                f"{len(selected)} rollout workers {state} after {PUBLISH_SECONDS:g} s, MIN_WORKERS is {wanted}; see "
+                "the rollout-server's log"
+            ) from None
+
+    async def _version_or_none(self, url: str) -> int | None:
+        async with WorkerAdmin(url, token=self.settings.token, timeout=PROBE_SECONDS) as worker:
+            try:
+                return await worker.version()
+            except (WorkerRefusedError, DependencyLostError):
+                return None
+
+
+@dataclass(frozen=True)
+class AdapterTensors(Form):
+    """A LoRA adapter in the request itself, because no engine receives adapters through a process group."""
+
+    version: int
+    config: dict[str, Any]
+    """PEFT's configuration."""
+    tensors: bytes
+    """The pickled tensors."""
+    is_adapter: bool = True
+
+    async def load(self, worker: WorkerAdmin) -> None:
+        """See Form."""
+        await worker.load_adapter_from_tensors(self.config, self.tensors, self.version)
+
+
+async def put_workers_to_sleep(settings: TrainerSettings) -> None:
+    """Have every registered worker give its GPU's memory away; ``WorkerAdmin.hold`` wakes it for the next version.
+
+    A worker that does not fall asleep keeps its memory, and the step may do without.
+
+    Raises:
+        DependencyLostError: the router does not answer.
+    """
+
+    async def put_to_sleep(url: str) -> None:
+        async with WorkerAdmin(url, token=settings.token, timeout=SLEEP_SECONDS) as worker:
+            try:
+                await worker.sleep()
+            except (WorkerRefusedError, DependencyLostError) as error:
+                log.warning("worker does not sleep and keeps its memory", url=url, reason=str(error))
+
+    async with RouterAdmin(token=settings.token) as router:
+        await asyncio.gather(*map(put_to_sleep, await router.workers()))

@@ -17,7 +17,6 @@ import torch
 from services.protocol.groups import Experience, Group
 from services.protocol.rewards import FinishReason, RewardStatus
 from trainer.model.learner import UpdateResult
-from trainer.rollouts.batch import Batch
 
 HISTOGRAM_BARS = 20
 REWARD_DIGITS = 6
@@ -73,19 +72,19 @@ class StepClock:
         return {f"seconds_{phase}": value for phase, value in (*seconds.items(), ("step", sum(seconds.values())))}
 
 
-def step_metrics(batch: Batch, update: UpdateResult, policy_version: int) -> dict[str, float]:
-    """Return the metrics of a step, those of publishing and evaluation excepted.
+def step_metrics(
+    groups: Sequence[Group], made: Sequence[Group], update: UpdateResult, policy_version: int
+) -> dict[str, float]:
+    """Return the metrics of a step's groups and of its update.
 
     Args:
-        batch: the step's groups, not empty.
+        groups: the groups to train on, not empty.
+        made: with dynamic sampling these, and the groups that it dropped.
         update: of the step's groups and the replayed ones.
         policy_version: the version that the update made.
     """
     return {
-        **group_metrics(
-            batch.groups, policy_version - 1, batch.scored if batch.settings.dynamic_sampling_tries else ()
-        ),
-        **batch.counts,
+        **group_metrics(groups, policy_version - 1, made),
         **update.metrics,
         "updates_skipped": float(update.skipped),
         "trained_tokens": float(update.tokens),

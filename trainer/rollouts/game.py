@@ -9,20 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from statistics import fmean
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
 from pydantic import BaseModel, Field
 
 from services.agents import AgentFailedError, Example
-from services.clients.environment import EnvironmentClient, EnvironmentFailedError, Episode, EpisodeLostError
+from services.clients.environment import EnvironmentClient, ServedEpisode
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import Stopwatch
 from services.http.client import HttpClient, RequestRefusedError, problem_detail
-from services.protocol.evaluation import ActionKind, State, StateKind, StepStatus
+from services.protocol.evaluation import ActionKind, EnvironmentInfo, State, StateKind, StepStatus
 from services.protocol.prompts import Prompt
 from services.protocol.sessions import END_BEFORE
 from trainer.config import TrainerSettings
@@ -32,7 +31,7 @@ Ask = Callable[[list[dict[str, Any]]], Awaitable[str]]
 
 TRUNCATE_BEFORE = "end the episode before with truncated=True, set ENVIRONMENT_MAX_STEPS, or raise this setting"
 """The advice in place of END_BEFORE, because an environment has no loop of its own."""
-COMMON_FAILURES = (EpisodeLostError, DependencyLostError, RequestRefusedError, AgentFailedError)
+COMMON_FAILURES = (DependencyLostError, RequestRefusedError, AgentFailedError)
 """Failures of the game itself, which are the same for each seat. Any other is the failure of one seat's model."""
 
 
@@ -75,26 +74,25 @@ class Game:
     An async context manager, which ends the episode on its server. The first seat that plays begins it.
     """
 
-    def __init__(self, begin: Callable[[], Awaitable[Episode]]) -> None:
-        self._begin = begin
-        self._episode: Episode | None = None
+    def __init__(self, environments: EnvironmentClient, prompt: Prompt) -> None:
+        self._environments = environments
+        self._prompt = prompt
+        self._episode: ServedEpisode | None = None
         self._beginning = asyncio.Lock()
         self._seats: defaultdict[int, Seat] = defaultdict(Seat)
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._opponents: list[asyncio.Task[None]] = []
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for opponent in self._opponents:
             opponent.cancel()
         await asyncio.gather(*self._opponents, return_exceptions=True)
-        await self._stack.__aexit__(kind, error, trace)
+        if self._episode is not None:
+            await self._environments.end([self._episode])
 
     def seat_opponent(self, seat: int, ask: Ask) -> None:
         """Let another model than the one in training play a seat."""
@@ -123,10 +121,6 @@ class Game:
 
         try:
             await self._play(seat, ask, example.waits)
-        except EpisodeLostError as error:
-            raise AgentFailedError(
-                str(error), "environment" if isinstance(error, EnvironmentFailedError) else "lost"
-            ) from error
         except RequestRefusedError as error:
             raise AgentFailedError(str(error), "refused") from error
         except DependencyLostError as error:
@@ -150,16 +144,16 @@ class Game:
         finally:
             self._changed.set()
 
-    async def _begun(self) -> Episode:
+    async def _begun(self) -> ServedEpisode:
         async with self._beginning:
             if self._episode is None:
-                self._episode = await self._stack.enter_async_context(await self._begin())
-                _check(self._episode)
+                [self._episode] = await self._environments.begin([_seed_of(self._prompt)], _split_of(self._prompt))
+                _check(self._episode.environment)
             return self._episode
 
-    async def _is_turn_of(self, seat: int, episode: Episode, waits: Stopwatch) -> bool:
+    async def _is_turn_of(self, seat: int, episode: ServedEpisode, waits: Stopwatch) -> bool:
         """Wait until it is the seat's turn, and return True; return False once the game is over."""
-        while not episode.is_over:
+        while not episode.has_ended:
             if isinstance(self._failure, COMMON_FAILURES):
                 raise self._failure
             if self._failure is not None:
@@ -171,11 +165,14 @@ class Game:
                 await self._changed.wait()
         return False
 
-    async def _act(self, seat: int, episode: Episode, text: str) -> None:
-        result = await episode.step(text)
+    async def _act(self, seat: int, episode: ServedEpisode, text: str) -> None:
+        [result] = await self._environments.step([(episode, text)])
+        if result.status is StepStatus.LOST:
+            raise AgentFailedError(str(result.detail), "environment" if result.environment_failed else "lost")
         if result.status is StepStatus.REFUSED:
             self._seats[seat].refuse(text, result.detail or "The action was refused.")
             return
+        episode.follow(result)
         for number, reward in enumerate(result.rewards or [result.reward]):
             self._seats[number].credit(reward, has_acted=number == seat)
         for name, value in result.figures.items():
@@ -183,8 +180,7 @@ class Game:
         self._changed.set()
 
 
-def _check(episode: Episode) -> None:
-    info = episode.environment
+def _check(info: EnvironmentInfo) -> None:
     if info.state.kind is not StateKind.MESSAGES or info.action.kind is not ActionKind.TEXT:
         raise AgentFailedError(
             f"ENVIRONMENT {info.id!r} has states of {info.state.kind} and actions of {info.action.kind}; a language "
@@ -299,14 +295,15 @@ class EnvironmentPlayer:
         """
         async with self._counting:
             if self._count is None:
-                async with await self._environments.begin(0) as episode:
-                    self._count = episode.environment.seats
+                episodes = await self._environments.begin([0])
+                await self._environments.end(episodes)
+                self._count = episodes[0].environment.seats
         return self._count
 
     @asynccontextmanager
     async def game(self, prompt: Prompt, trained: Sequence[int]) -> AsyncIterator[Game]:
         """Yield the game of a prompt's seed, for agents at the ``trained`` seats; the opponent has the others."""
-        async with Game(lambda: self._environments.begin(_seed_of(prompt), _split_of(prompt))) as game:
+        async with Game(self._environments, prompt) as game:
             if self._opponent is not None:
                 for seat in set(range(await self.seats())) - set(trained):
                     game.seat_opponent(seat, self._opponent.ask)

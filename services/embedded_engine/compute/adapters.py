@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from services.embedded_engine.compute.linear import Linear, make_linear
+from services.core.linear import Linear, make_linear
 from services.embedded_engine.compute.weights import Architecture, WeightsError, check_finite
 from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PretrainedConfig, modeling_rope_utils
 
+from services.core.linear import Linear, make_head, make_linear
 from services.embedded_engine.compute.adapters import Adapter, LayerAdapter, adapted
 from services.embedded_engine.compute.attention import attend, attend_causally, causal_mask, joins_rows, round_up
 from services.embedded_engine.compute.kv_cache import KVCache
-from services.embedded_engine.compute.linear import Linear, make_head, make_linear
 from services.embedded_engine.compute.weights import Architecture, WeightsError
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from services.clients import environment
-from services.clients.environment import EnvironmentClient, EpisodeLostError, find_servers
+from services.clients.environment import EnvironmentClient, find_servers
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
 from services.environment_server.app import create_app
@@ -19,6 +19,7 @@ from services.environment_server.settings import EnvironmentSettings
 from services.http.client import RequestRefusedError
 from services.protocol.evaluation import StepStatus
 from tests.fake_service import fake_service
+from tests.services.clients.playing import begun, step
 from tests.services.run_page.serving import served_ready
 
 ODD = "tests.services.environment_server.odd_environments:"
@@ -41,26 +42,26 @@ def servers() -> Iterator[list[Endpoint]]:
 
 
 async def test_an_episode_is_played_to_its_end(servers: list[Endpoint]) -> None:
-    async with EnvironmentClient(servers) as client, await client.begin(7) as episode:
+    async with EnvironmentClient(servers) as client, begun(client, 7) as episode:
         assert episode.environment.id == "guessing"
         assert "2 guesses" in episode.state[0]["content"]
-        refused = await episode.step(5)
+        refused = await step(client, episode, 5)
         assert (refused.status, episode.steps) == (StepStatus.REFUSED, 0)
-        assert (await episode.step("50")).status is StepStatus.RUNNING
-        assert not episode.is_over
-        assert (await episode.step("0")).status is StepStatus.TRUNCATED
-        assert episode.is_over
+        assert (await step(client, episode, "50")).status is StepStatus.RUNNING
+        assert not episode.has_ended
+        assert (await step(client, episode, "0")).status is StepStatus.TRUNCATED
+        assert episode.has_ended
         assert (episode.steps, episode.episode_return) == (2, 0.0)
 
 
 async def test_equal_seeds_begin_equal_episodes_on_all_servers_in_turn(servers: list[Endpoint]) -> None:
     async with EnvironmentClient(servers) as client:
-        episodes = [await client.begin(3) for _ in range(4)]
+        episodes = [(await client.begin([3]))[0] for _ in range(4)]
         assert [client.active_on(server) for server in await client.servers()] == [2, 2]
-        answers = [(await episode.step("50")).state for episode in episodes]
+        answers = [(await step(client, episode, "50")).state for episode in episodes]
         assert all(answer == answers[0] for answer in answers)
         for episode in episodes:
-            await episode.end()
+            await client.end([episode])
         assert [client.active_on(server) for server in await client.servers()] == [0, 0]
 
 
@@ -70,11 +71,11 @@ async def test_a_server_that_does_not_answer_is_passed_over(
     monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.3)
     async with EnvironmentClient([NOBODY, servers[0]]) as client:
         await client.wait_healthy(5)
-        async with await client.begin(1) as episode:
-            assert (await episode.step("1")).status is StepStatus.RUNNING
+        async with begun(client, 1) as episode:
+            assert (await step(client, episode, "1")).status is StepStatus.RUNNING
     async with EnvironmentClient([NOBODY], deadline=0.5) as client:
         with pytest.raises(DependencyLostError, match="no environment-server began an episode"):
-            await client.begin(1)
+            await client.begin([1])
         with pytest.raises(DependencyLostError, match="no environment-server is healthy"):
             await client.wait_healthy(0.1)
 
@@ -82,9 +83,10 @@ async def test_a_server_that_does_not_answer_is_passed_over(
 async def test_an_environment_that_fails_loses_its_episode() -> None:
     settings = EnvironmentSettings(environment=f"{ODD}Odd/Broken-v0", environment_server_name="a")
     with served_ready(create_app(settings)) as url:
-        async with EnvironmentClient([address_of(url)]) as client, await client.begin(1) as episode:
-            with pytest.raises(EpisodeLostError, match="a gear fell off"):
-                await episode.step(1)
+        async with EnvironmentClient([address_of(url)]) as client, begun(client, 1) as episode:
+            lost = await step(client, episode, 1)
+    assert (lost.status, lost.environment_failed) == (StepStatus.LOST, True)
+    assert "a gear fell off" in str(lost.detail)
 
 
 async def test_a_split_is_that_of_the_environments_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +98,10 @@ async def test_a_split_is_that_of_the_environments_tasks(monkeypatch: pytest.Mon
         async with EnvironmentClient([address_of(url)]) as client:
             for split, found in questions.items():
                 for seed in range(40):
-                    async with await client.begin(seed, split) as episode:
+                    async with begun(client, seed, split) as episode:
                         found.add(episode.state[-1]["content"])
             with pytest.raises(RequestRefusedError, match="there are test, train"):
-                await client.begin(1, "validation")
+                await client.begin([1], "validation")
     assert not questions["train"] & questions["test"]
     assert questions[None] == questions["test"], "without a split, an episode is that of a held-out question"
 
@@ -111,13 +113,13 @@ async def test_a_slow_server_that_is_well_is_waited_for(monkeypatch: pytest.Monk
     result = {"episode": "x", "status": "terminated", "state": [], "reward": 1.0, "steps": 1, "episode_return": 1.0}
     asked: list[int] = []
 
-    def step(_: Any) -> Any:
+    def answer(_: Any) -> Any:
         asked.append(1)
         return 503 if len(asked) < 6 else {"results": [result]}
 
-    with fake_service({"POST /reset": lambda _: start, "POST /step": step, "GET /health": lambda _: {}}) as server:
-        async with EnvironmentClient([server.endpoint]) as client, await client.begin(1) as episode:
-            assert (await episode.step("1")).reward == 1.0
+    with fake_service({"POST /reset": lambda _: start, "POST /step": answer, "GET /health": lambda _: {}}) as server:
+        async with EnvironmentClient([server.endpoint]) as client, begun(client, 1) as episode:
+            assert (await step(client, episode, "1")).reward == 1.0
 
 
 async def test_a_step_that_fails_at_a_healthy_server_is_repeated_after_a_pause() -> None:
@@ -125,15 +127,18 @@ async def test_a_step_that_fails_at_a_healthy_server_is_repeated_after_a_pause()
     start = {"environment": info, "episodes": [{"episode": "x", "seed": 1, "state": []}]}
     asked: list[int] = []
 
-    def step(_: Any) -> Any:
+    def answer(_: Any) -> Any:
         asked.append(1)
         return {"results": []}
 
-    routes = {"POST /reset": lambda _: start, "POST /step": step, "POST /close": lambda _: {"closed": 1, "unknown": 0}}
+    routes = {
+        "POST /reset": lambda _: start,
+        "POST /step": answer,
+        "POST /close": lambda _: {"closed": 1, "unknown": 0},
+    }
     with fake_service(routes | {"GET /health": lambda _: {}}) as server:
-        async with EnvironmentClient([server.endpoint], deadline=1) as client, await client.begin(1) as episode:
-            with pytest.raises(EpisodeLostError):
-                await episode.step("1")
+        async with EnvironmentClient([server.endpoint], deadline=1) as client, begun(client, 1) as episode:
+            assert (await step(client, episode, "1")).status is StepStatus.LOST
     assert 1 < len(asked) <= 2 + 1 / environment.PAUSE_SECONDS
 
 
@@ -156,7 +161,7 @@ def resolvable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.usefixtures("resolvable")
 async def test_servers_whose_names_do_not_resolve_are_named() -> None:
     async with EnvironmentClient(deadline=0) as client:
-        for asked in (client.wait_healthy(0), client.settings(), client.begin(1)):
+        for asked in (client.wait_healthy(0), client.settings(), client.begin([1])):
             with pytest.raises(DependencyLostError, match=r"no server's name resolves, environment-server-0\.grpo"):
                 await asked
 

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from services.clients import environment
-from services.clients.environment import REPLAYED, EnvironmentClient, Episode, EpisodeLostError
+from services.clients.environment import REPLAYED, EnvironmentClient, ServedEpisode
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
 from services.environment_server.games import GuessingGame
+from services.protocol.evaluation import StepStatus
+from tests.services.clients.playing import begun, step
 from tests.services.conftest import RunningService, StartService
 
 ODD = "tests.services.environment_server.odd_environments:"
@@ -43,10 +45,10 @@ async def undisturbed(seed: int) -> tuple[float, Any]:
 
 
 async def play(client: EnvironmentClient, seed: int, pause: float) -> tuple[float, Any]:
-    async with await client.begin(seed) as episode:
-        while not episode.is_over:
+    async with begun(client, seed) as episode:
+        while not episode.has_ended:
             await asyncio.sleep(pause)
-            await episode.step(guess(episode.state))  # type: ignore[arg-type]
+            await step(client, episode, guess(episode.state))  # type: ignore[arg-type]
         return episode.episode_return, episode.state
 
 
@@ -128,13 +130,15 @@ async def test_a_server_killed_every_30_seconds_for_5_minutes_loses_no_episode(s
     print(f"{played} episodes, {REPLAYED._value.get() - before:.0f} of them went on after a kill, none was lost")
 
 
-async def lose(episode: Episode, server: RunningService, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Kill the server of an episode and return why the episode cannot go on."""
-    await episode.step("perhaps")
+async def lose(
+    client: EnvironmentClient, episode: ServedEpisode, server: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Kill the server of an episode and return why the episode cannot continue."""
+    await step(client, episode, "perhaps")
     kill(server, monkeypatch)
-    with pytest.raises(EpisodeLostError) as lost:
-        await episode.step("yes")
-    return str(lost.value)
+    lost = await step(client, episode, "yes")
+    assert lost.status is StepStatus.LOST
+    return str(lost.detail)
 
 
 def kill(server: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,16 +151,16 @@ async def test_an_episode_that_is_not_declared_deterministic_is_lost(
     start_service: StartService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = [start(start_service, f"{ODD}Choosy") for _ in range(2)]
-    async with client_of(*servers) as client, await client.begin(1) as episode:
-        assert "does not declare that it is deterministic" in await lose(episode, servers[0], monkeypatch)
+    async with client_of(*servers) as client, begun(client, 1) as episode:
+        assert "does not declare that it is deterministic" in await lose(client, episode, servers[0], monkeypatch)
 
 
 async def test_an_episode_that_begins_otherwise_elsewhere_is_lost(
     start_service: StartService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = [start(start_service, f"{ODD}Dice") for _ in range(2)]
-    async with client_of(*servers) as client, await client.begin(1) as episode:
-        assert "reached another state after 0 actions" in await lose(episode, servers[0], monkeypatch)
+    async with client_of(*servers) as client, begun(client, 1) as episode:
+        assert "reached another state after 0 actions" in await lose(client, episode, servers[0], monkeypatch)
 
 
 async def test_a_server_with_another_version_is_refused_with_both_versions(
@@ -165,9 +169,9 @@ async def test_a_server_with_another_version_is_refused_with_both_versions(
     servers = [start(start_service), start(start_service, ENVIRONMENT_TEXT_TURNS="3")]
     async with client_of(*servers, deadline=3) as client:
         for seed in range(3):
-            async with await client.begin(seed) as episode:
+            async with begun(client, seed) as episode:
                 assert "6 guesses" in episode.state[0]["content"]  # type: ignore[index,call-overload]
         kill(servers[0], monkeypatch)
         with pytest.raises(DependencyLostError) as refused:
-            await client.begin(4)
+            await client.begin([4])
     assert "version '1, 3 guesses up to 100' instead of '1, 6 guesses up to 100'" in str(refused.value)

@@ -176,7 +176,7 @@ async def test_a_step_that_cannot_be_written_loses_its_episode_only(serving: Any
         for _ in range(2):  # The second request repeats the steps.
             results = await take(client, *steps)
             assert [result["status"] for result in results] == ["running", "lost", "running"]
-            assert "caf\\udce9" in results[1]["detail"] or "makes no result" in results[1]["detail"]
+            assert "caf\\udce9" in results[1]["detail"] or "invalid step result" in results[1]["detail"]
         assert [r["steps"] for r in await take(client, (first, 1, "a"), (last, 1, "b"))] == [2, 2]
 
 

@@ -35,6 +35,7 @@ CONSTANTS = {
     "IDLE_SECONDS": registry,
     "PROBE_INTERVAL_SECONDS": driver,
     "ENTRANCE_SECONDS": driver,
+    "REQUEST_SECONDS": driver,
     "INTERVAL_SECONDS": discovery,
     "TIMEOUT_SECONDS": discovery,
     "ANSWER_SECONDS": policy,

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.clients.play import Decision
 from services.evaluation_head import checkpoint
-from services.evaluation_head.policy import Decision
 from services.evaluation_head.torch_policy import KEPT_BATCHES, Batcher
 from tests.services.evaluation_head import policies
 

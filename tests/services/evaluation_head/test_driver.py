@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 import uvicorn
 from fastapi import FastAPI, Request
 
+from services.clients import environment
 from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.checkpoint import publish_policy
 from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
 from tests.ports import free_port
+from tests.services.clients.test_lost_servers import TURNS, guess, undisturbed
 from tests.services.environment_server.conftest import ODD
 from tests.services.run_page.serving import served
 from tests.waiting import IDLE_SECONDS, eventually, stats_show
@@ -136,6 +139,36 @@ async def test_a_restarted_server_loses_its_episodes_and_is_driven_again(
         assert (await stats_of(second.url))["episodes"]["begun"] >= 8
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_the_episodes_of_a_killed_server_continue_with_equal_returns(
+    serving: Any, head: Any, start_service: Any, monkeypatch: pytest.MonkeyPatch, is_restarted: bool
+) -> None:
+    monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.5)
+    variables = {"ENVIRONMENT": "guessing", "ENVIRONMENT_TEXT_TURNS": str(TURNS), "LOG_LEVEL": "warning"}
+    servers = [start_service("services.environment_server", **variables) for _ in range(1 if is_restarted else 2)]
+    count = 8 * len(servers)
+    options = {"head_policies": f"guess={__name__}:guess_slowly", "head_drive_episodes": 8, "head_drive_total": 8}
+    options |= {"game_server_addresses": " ".join(server.url for server in servers), "PROBE_INTERVAL_SECONDS": 0.2}
+    async with serving(head(**options)) as client:
+        await stats_show(client, lambda stats: bool(stats["servers"]) and all(s["states"] for s in stats["servers"]))
+        servers[0].kill()
+        if is_restarted:
+            start_service("services.environment_server", port=servers[0].port, **variables)
+        stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == count)
+    assert stats["episodes"] == {"active": 0, "finished": count, "lost": 0}
+    returns = [(await undisturbed(seed))[0] for seed in range(8)]
+    assert 0 < np.mean(returns) < 1
+    assert stats["returns"]["mean"] == pytest.approx(np.mean(returns))
+    last = row(stats, servers[-1].url.removeprefix("http://"))
+    assert last["finished"] > count - 8, "an episode may have ended before the kill"
+
+
+def guess_slowly(states: list[Any]) -> list[str]:
+    """Bisect, and leave time to kill a server between two steps."""
+    time.sleep(0.3)
+    return [guess(state) for state in states]
+
+
 async def test_a_server_without_a_fitting_policy_is_reported(
     serving: Any, head: Any, environment_server: Any, lean: Path
 ) -> None:
@@ -181,8 +214,8 @@ def liar(**lies: Any) -> FastAPI:
 @pytest.mark.parametrize(
     ("lies", "says"),
     [
-        ({"health": {"name": None}}, "no environment server"),
-        ({"more": 3}, "/reset gave others"),
+        ({"health": {"name": None}}, "is not an environment server"),
+        ({"more": 3}, "/reset began other episodes"),
         ({"state": [0.0, 1.0]}, "state 0 does not fit"),
         ({"state": "hello"}, "EpisodeStart|ResetReply"),
         ({"step": {"episode": "somebody-elses"}}, "other episodes than it was asked for"),
@@ -197,7 +230,7 @@ async def test_a_server_that_breaks_the_protocol_is_reported_and_not_counted(
 ) -> None:
     honest = environment_server()
     with served(liar(**lies)) as url:
-        options = {"head_policies": f"lean={lean}", "PROBE_INTERVAL_SECONDS": 60}
+        options = {"head_policies": f"lean={lean}", "PROBE_INTERVAL_SECONDS": 60, "REQUEST_SECONDS": 1}
         async with serving(head(game_server_addresses=f"{url} {honest}", **options)) as client:
             name = url.removeprefix("http://")
 

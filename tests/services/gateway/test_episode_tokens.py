@@ -14,8 +14,8 @@ import orjson
 import pytest
 
 from services.clients.gateway import GatewayClient
-from services.clients.rollout_admin import WorkerAdmin
 from services.core.endpoints import Endpoint
+from services.engines.engine import WorkerAdmin
 from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from services.clients.gateway import GatewayClient
-from services.clients.rollout_admin import WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, Endpoint
+from services.engines.engine import WorkerAdmin
 from services.protocol.sessions import CreateSessionRequest, Trace, TraceSequence
 from tests.services.rollout_server.conftest import server
 from tests.services.rollout_server.nodes import TOKEN, Nodes

@@ -14,8 +14,9 @@ import httpx
 import psutil
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.core.errors import DependencyLostError
+from services.engines.engine import RouterAdmin, WorkerAdmin, WorkerRefusedError
+from services.engines.versions import Directory, serve
 from services.protocol.groups import Completion
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.waiting import IDLE_SECONDS, wait_until
@@ -91,9 +92,7 @@ class FakeNodes(Nodes):
             for url in await router.workers():
                 async with WorkerAdmin(url, TOKEN, timeout=IDLE_SECONDS) as worker:
                     try:
-                        await worker.hold(finishes_requests=True)
-                        await worker.update_from_disk(path, version)
-                        await worker.resume()
+                        await serve(worker, Directory(version, path), "finish")
                     except (WorkerRefusedError, DependencyLostError):
                         await router.remove(url)
 

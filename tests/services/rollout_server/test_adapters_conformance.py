@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
+from services.engines.engine import WorkerAdmin, WorkerRefusedError
 from services.http.client import RequestRefusedError
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import RANK, adapted_logprobs, save_adapter
@@ -58,7 +58,7 @@ async def worker(node: Nodes) -> AsyncIterator[WorkerAdmin]:
 
 
 async def replace(worker: WorkerAdmin, adapter: Path, version: int, *, finishes_requests: bool = True) -> None:
-    await worker.hold(finishes_requests=finishes_requests, for_adapter=True)
+    await worker.hold("finish" if finishes_requests else "continue", for_adapter=True)
     await worker.load_adapter(adapter, version)
     await worker.resume()
 
@@ -111,7 +111,7 @@ async def test_openai_routes_take_the_adapter_after_a_colon_in_the_model(
 async def test_an_adapter_comes_with_the_request(node: Nodes, worker: WorkerAdmin, adapters: list[Path]) -> None:
     config = json.loads((adapters[0] / CONFIG_FILE).read_text())
     tensors = load_file(adapters[0] / WEIGHTS_FILE)
-    await worker.hold(finishes_requests=True, for_adapter=True)
+    await worker.hold("finish", for_adapter=True)
     await worker.load_adapter_from_tensors(config, pickle.dumps(tensors), 5)
     await worker.resume()
     assert await worker.version() == 5
@@ -132,7 +132,7 @@ async def test_an_adapter_of_another_rank_is_refused(
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"r": RANK + 1}))
     (tmp_path / WEIGHTS_FILE).write_bytes((adapters[0] / WEIGHTS_FILE).read_bytes())
     before = await worker.version()
-    await worker.hold(finishes_requests=True, for_adapter=True)
+    await worker.hold("finish", for_adapter=True)
     with pytest.raises(WorkerRefusedError, match="400"):
         await worker.load_adapter(tmp_path, 6)
     await worker.resume()

@@ -23,7 +23,9 @@ from trainer.config import TrainerSettings, Transport
 from trainer.model.policy import Policy
 from trainer.model.ranks import join_ranks
 from trainer.model.rounding import Rounding
-from trainer.publishing import broadcast, make_publisher
+from trainer.publishing import broadcast
+from trainer.publishing import publisher as publisher_module
+from trainer.publishing.publisher import Publisher, VersionWriter
 from trainer.service_thread import ServiceThread
 
 CONFIG = {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864}
@@ -133,7 +135,7 @@ def publish(node: FakeNodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     def write(policy: Any, state: dict[str, Tensor], directory: Path, dtype: torch.dtype) -> None:
         directory.joinpath("weights.txt").write_text(str(policy.number))
 
-    monkeypatch.setattr(broadcast, "write_model", write)
+    monkeypatch.setattr(publisher_module, "write_model", write)
     settings = TrainerSettings.load(
         model_name=str(node.model),
         shared_dir=node.directory,
@@ -143,7 +145,7 @@ def publish(node: FakeNodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     )
     policy = NumberPolicy()
     with join_ranks() as ranks, ServiceThread() as thread:
-        publisher = make_publisher(settings, cast("Policy", policy), ranks, thread)
+        publisher = Publisher(settings, thread, VersionWriter(settings, cast("Policy", policy), ranks))
 
         def publish_next() -> tuple[int, float]:
             newest = node.store.newest()
@@ -151,7 +153,7 @@ def publish(node: FakeNodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
             return policy.number, publisher.publish(policy.number)["workers"]
 
         yield publish_next
-        publisher.close()
+        publisher.writer.close()
 
 
 def told(node: FakeNodes, path: str, field: str) -> list[Any]:

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.clients.rollout_admin import WorkerAdmin
 from services.core import supervisor
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError
 from services.core.processes import Command
+from services.engines.engine import WorkerAdmin
 from tests.services.rollout_server.fake_nodes import REGISTERED, FakeNodes, Traffic, fake_nodes
 from tests.services.rollout_server.nodes import TOKEN, authorization
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until

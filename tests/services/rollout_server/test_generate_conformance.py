@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.clients.rollout_admin import WorkerAdmin
+from services.engines.engine import WorkerAdmin
 from services.protocol.rewards import FinishReason
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.clients.rollout_admin import WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
+from services.engines.engine import WorkerAdmin
 from tests.ports import free_ports
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import logprob_tolerance
@@ -21,7 +21,7 @@ from trainer.config import TrainerSettings, Transport
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
-from trainer.publishing import make_publisher
+from trainer.publishing.publisher import Publisher, VersionWriter
 from trainer.service_thread import ServiceThread
 
 PROBE = [5, 12, 6, 14, 3, 4, 1, 9, 8, 12, 7, 14, 2, 6, 1]
@@ -64,9 +64,9 @@ def test_an_engine_computes_what_the_trainer_computes_after_each_publication(nod
             for version, transport in enumerate((Transport.DISK, Transport.BROADCAST), start=1):
                 learner.update(random_groups(version), 0)
                 chosen = settings.model_copy(update={"publish_transport": transport})
-                publisher = make_publisher(chosen, learner.policy, ranks, thread)
+                publisher = Publisher(chosen, thread, VersionWriter(chosen, learner.policy, ranks))
                 assert publisher.publish(version)["workers"] == 1, node.logs()
-                publisher.close()
+                publisher.writer.close()
                 ((expected,),) = learner.logprobs([probe], 1.0)
                 seen.append(asyncio.run(rescore()))
                 assert seen[-1] == pytest.approx(expected, abs=logprob_tolerance("float32"))

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.clients.rollout_admin import ASLEEP, RouterAdmin, WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
+from services.engines.engine import ASLEEP, RouterAdmin, WorkerAdmin
 from services.protocol.groups import Completion
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import RANK
@@ -36,9 +36,10 @@ from trainer.model.learner import Learner
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import join_ranks
 from trainer.model.rounding import Rounding
-from trainer.publishing import adapter_probe, broadcast, make_publisher
-from trainer.publishing import workers as workers_module
-from trainer.publishing.adapter_probe import AdapterProbe
+from trainer.publishing import broadcast
+from trainer.publishing import publisher as publisher_module
+from trainer.publishing.probe import AdapterProbe
+from trainer.publishing.publisher import Publisher, VersionWriter, put_workers_to_sleep
 from trainer.service_thread import ServiceThread
 
 PROMPTS = [[5, 12, 6, 14], [7, 12, 3, 14], [9, 13, 4, 14]]  # such as "3+4*"
@@ -71,7 +72,7 @@ class Trainer:
         self._ranks = ranks
         self._generator = torch.Generator().manual_seed(0)
         self._policy: Policy | None = None
-        self._publisher: Any = None
+        self._publisher: Publisher | None = None
         self._probe: AdapterProbe | None = None
 
     def use(self, transport: str = "disk", **fields: Any) -> None:
@@ -85,7 +86,7 @@ class Trainer:
             **({"publish_type": "float32"} | fields),
         )
         self._policy = load_policy(settings, self._ranks)
-        self._publisher = make_publisher(settings, self._policy, self._ranks, self._thread)
+        self._publisher = Publisher(settings, self._thread, VersionWriter(settings, self._policy, self._ranks))
 
     def publish(self) -> tuple[int, float]:
         """Changes the policy and publishes it; returns its version and how many workers serve it."""
@@ -97,12 +98,13 @@ class Trainer:
                 whole = parameter.to_local()  # there is one rank
                 whole.add_(self.change * torch.randn(whole.shape, generator=self._generator))
         self.weights[version] = {n: p.clone() for n, p in self._policy.full_parameters(Rounding(torch.float32))}
+        assert self._publisher is not None
         workers = self._publisher.publish(version)["workers"]
         return version, workers
 
     def put_workers_to_sleep(self) -> None:
         """Has all workers sleep, as a trainer on the same GPU before its update."""
-        self._thread.call(workers_module.put_workers_to_sleep(self._settings))
+        self._thread.call(put_workers_to_sleep(self._settings))
 
     def probe(self) -> dict[str, float]:
         """Compares the workers' log-probabilities with the trainer's own, as after each publication."""
@@ -110,22 +112,22 @@ class Trainer:
         zeros = [0.0] * len(PROBE[1:])
         group = TrainingGroup(PROBE[:1], [TrainingSequence(PROBE[1:], zeros, zeros)])
         learner = Learner(self._settings, self._policy, self._ranks, None, 1)
+        assert self._publisher is not None
         if self._probe is None:
             ((alone,),) = learner.logprobs([group], 1.0, use_adapters=False)
-            self._probe = AdapterProbe(self._settings, PROBE, alone)
+            self._probe = AdapterProbe(self._publisher, PROBE, alone)
         ((expected,),) = learner.logprobs([group], 1.0)
         found: dict[str, float] = self._thread.call(self._probe.check(expected))
         return found
 
     def close(self) -> None:
         if self._publisher is not None:
-            self._publisher.close()
+            self._publisher.writer.close()
 
 
 def wait_at_most(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets the longest wait for a worker."""
-    for module in (broadcast, workers_module):
-        monkeypatch.setattr(module, "PUBLISH_SECONDS", seconds)
+    monkeypatch.setattr(publisher_module, "PUBLISH_SECONDS", seconds)
 
 
 @pytest.fixture
@@ -342,13 +344,13 @@ def test_a_worker_without_the_published_adapter_leaves_the_routing_and_returns_w
         await (fault(worker, path, version, two) if broken else load_adapter(worker, path, version))
 
     dropped: list[list[str]] = []
-    real = adapter_probe.drop_workers
+    real = Publisher.drop_workers
 
-    async def drop(settings: TrainerSettings, urls: Any) -> None:
+    async def drop(publisher: Publisher, urls: Any) -> None:
         dropped.append(list(urls))
-        await real(settings, urls)
+        await real(publisher, urls)
 
-    monkeypatch.setattr(adapter_probe, "drop_workers", drop)
+    monkeypatch.setattr(Publisher, "drop_workers", drop)
     with monkeypatch.context() as patch:
         patch.setattr(WorkerAdmin, "load_adapter", load)
         version, workers = trainer.publish()

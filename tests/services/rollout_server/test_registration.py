@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
 from services.core.supervisor import SupervisedProcess
+from services.engines.engine import RouterAdmin, WorkerAdmin
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.settings import RolloutSettings
 from services.weights.policy_store import PolicyStore

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.core.errors import DependencyLostError
+from services.engines.engine import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from tests.services.rollout_server.conftest import ENGINES, check_installed
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance
@@ -30,7 +30,7 @@ async def worker(server: Nodes) -> AsyncIterator[WorkerAdmin]:
     """The server's worker, which is awake and serves version 0 again afterwards."""
     async with WorkerAdmin(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as control:
         yield control
-        await control.hold(finishes_requests=False)
+        await control.hold("continue")
         await control.update_from_disk(server.model, 0)
         await control.resume()
 
@@ -56,7 +56,7 @@ async def test_requests_wait_for_the_next_version(server: Nodes, worker: WorkerA
         pending = asyncio.create_task(rollouts.generate(PROMPT, SamplingParams(max_new_tokens=4), n=2))
         await asyncio.sleep(0.3)
         assert not pending.done()
-        await worker.hold(finishes_requests=True)
+        await worker.hold("finish")
         await worker.update_from_disk(server.model, 5)
         await worker.resume()
         completions = await pending

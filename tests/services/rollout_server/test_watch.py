@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from services.clients.rollout_admin import ASLEEP, WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
 from services.core.supervisor import SupervisedProcess
+from services.engines.engine import ASLEEP, WorkerAdmin
 from services.rollout_server.settings import RolloutSettings
 from services.rollout_server.watch import EngineWatch
 from tests.fake_service import FakeService, fake_service

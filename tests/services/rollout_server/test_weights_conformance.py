@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
 from services.core.errors import DependencyLostError
+from services.engines.engine import WorkerAdmin, WorkerRefusedError
 from services.protocol.groups import Completion, VersionSpan
 from services.protocol.rewards import FinishReason
 from services.weights.broadcast_group import join_weights_group, leave_weights_group, send_buckets
@@ -177,7 +177,7 @@ async def test_requests_in_flight_end_before_a_worker_is_held(
 ) -> None:
     pending = flight.start()
     await asyncio.sleep(0.05)
-    await worker.hold(finishes_requests=True)
+    await worker.hold("finish")
     await worker.update_from_disk(other_model, 12)
     await worker.resume()
     for reply in await pending:

@@ -147,5 +147,5 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
 
 
 def test_what_is_no_run_is_refused_with_what_would_be_one(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"nowhere is no run directory.*runs/grpo-1"):
+    with pytest.raises(ConfigurationError, match=r"nowhere is not a run directory.*runs/grpo-1"):
         find_runs([tmp_path / "nowhere"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -12,7 +13,8 @@ from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.weights.policy_store import ADAPTER_NAME
 from tests.fake_service import FakeService, fake_service
 from trainer.config import TrainerSettings
-from trainer.publishing.adapter_probe import AdapterProbe
+from trainer.publishing.probe import AdapterProbe
+from trainer.publishing.publisher import Publisher, VersionWriter
 from trainer.service_thread import ServiceThread
 
 ALONE = [-2.0, -1.0, -3.0, -0.5]
@@ -58,7 +60,8 @@ class Prober:
 
     def __init__(self, thread: ServiceThread) -> None:
         self._thread = thread
-        self._probe = AdapterProbe(TrainerSettings.load(), [1, 2, 3, 4, 5], ALONE)
+        publisher = Publisher(TrainerSettings.load(), thread, cast(VersionWriter, MagicMock()))
+        self._probe = AdapterProbe(publisher, [1, 2, 3, 4, 5], ALONE)
 
     def after(self, change: float) -> dict[str, float]:
         return self._thread.call(self._probe.check([score + change for score in ALONE]))

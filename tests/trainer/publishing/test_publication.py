@@ -17,12 +17,10 @@ from tests.trainer.rank_jobs import make_learner
 from tests.trainer.test_lost_services import group
 from tests.trainer.tiny import VOCABULARY, plain_model
 from trainer.config.objective import Objective
-from trainer.main_rank import MainRank
 from trainer.model.ranks import Ranks
-from trainer.publishing.publication import Publication
-from trainer.rollouts.batch import Batch
+from trainer.publishing.probe import Probe
+from trainer.publishing.publisher import Publisher, VersionWriter
 from trainer.service_thread import ServiceThread
-from trainer.team import Team
 
 
 def with_completion(ids: list[int]) -> Group:
@@ -47,16 +45,16 @@ def test_a_completion_that_cannot_be_probed_costs_no_worker(
         return {"meta_info": {"input_token_logprobs": [[s, 1, None] for s in (None, *scores.tolist())]}}
 
     learner = make_learner(alone, model, publish_probe=True)
-    team = Team(learner.settings, alone, learner, MagicMock(**{"publish.return_value": {}}), MagicMock(), lambda: False)
-    batch = Batch(Objective(learner.settings))
-    batch.groups = [with_completion(ids), with_completion([5, 6])]
     with fake_service({"POST /generate": generate}) as worker, fake_service({}) as router, ServiceThread() as thread:
         registered = {"id": "w", "url": worker.endpoint.url, "is_healthy": True}
         router.routes |= {"GET /workers": lambda _: {"workers": [registered]}, "DELETE /workers/w": lambda _: {}}
         address = f"{router.endpoint.host}:{router.endpoint.port}"
         monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
-        publication = Publication(learner.settings, cast(MainRank, MagicMock(thread=thread)), team)
-        assert publication.publish(1, batch)["probe_difference"] == pytest.approx(0, abs=1e-4)
+        publisher = Publisher(learner.settings, thread, cast(VersionWriter, MagicMock()))
+        probe = Probe(publisher, learner.policy, learner.logprobs)
+        prepare = Objective(learner.settings).training_group
+        metrics = probe.check([prepare(with_completion(ids)), prepare(with_completion([5, 6]))])
+        assert metrics["probe_difference"] == pytest.approx(0, abs=1e-4)
         assert not router.asked("DELETE /workers/w")
         [asked] = worker.asked("POST /generate")
     assert asked["input_ids"] == [2, 3, 5, 6]

@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import structlog
 import torch
 from safetensors import SafetensorError
 
-from services.core import machine
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
 from services.weights.policy_store import PolicyStore
@@ -34,9 +33,8 @@ from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import Rounding
 from trainer.model.saving import DiskFullError
-from trainer.publishing import Publisher, broadcast, disk, make_publisher, workers
-from trainer.publishing.publisher import WRITES
-from trainer.publishing.workers import VersionGoneError
+from trainer.publishing import publisher as module
+from trainer.publishing.publisher import WRITES, Publisher, VersionGoneError, VersionWriter, write_version
 from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.team import Team
 
@@ -56,7 +54,17 @@ def make(directory: Path, alone: tuple[Ranks, ServiceThread], transport: Transpo
         compute_type="float32",
         publish_transport=transport,
     )
-    return make_publisher(settings, load_policy(settings, alone[0]), *alone)
+    return Publisher(settings, alone[1], VersionWriter(settings, load_policy(settings, alone[0]), alone[0]))
+
+
+def answer_for_workers(publisher: Publisher, metrics: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask no worker."""
+
+    def call(work: Coroutine[Any, Any, Any], **_: Any) -> dict[str, float]:
+        work.close()
+        return metrics
+
+    monkeypatch.setattr(publisher.services, "call", call)
 
 
 class ForgetfulVolume:
@@ -105,10 +113,10 @@ def test_a_version_that_is_deleted_before_workers_have_it_is_written_again(
 ) -> None:
     publisher = make(tmp_path, alone)
     with ExitStack() as stack:
-        volume = ForgetfulVolume(publisher.store, 2, stack, monkeypatch)
+        volume = ForgetfulVolume(publisher.writer.store, 2, stack, monkeypatch)
         assert publisher.publish(1)["workers"] == 1
     assert volume.served == 1
-    assert publisher.store.path(1).is_dir()
+    assert publisher.writer.store.path(1).is_dir()
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -116,12 +124,12 @@ def test_memory_is_released_when_the_version_is_written_and_before_workers_load_
     alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
 ) -> None:
     publisher = make(tmp_path, alone)
-    publisher.settings = publisher.settings.model_copy(update={"keep_memory": keeps})
+    publisher.writer.settings = publisher.settings.model_copy(update={"keep_memory": keeps})
     released = []
     with ExitStack() as stack:
-        volume = ForgetfulVolume(publisher.store, 0, stack, monkeypatch)
+        volume = ForgetfulVolume(publisher.writer.store, 0, stack, monkeypatch)
         monkeypatch.setattr(
-            machine, "release_memory", lambda: released.append((publisher.store.path(1).is_dir(), volume.loads))
+            module, "release_memory", lambda: released.append((publisher.writer.store.path(1).is_dir(), volume.loads))
         )
         publisher.publish(1)
     assert volume.loads == 1
@@ -133,7 +141,7 @@ def test_a_version_that_disappears_each_time_ends_the_run(
 ) -> None:
     publisher = make(tmp_path, alone)
     with ExitStack() as stack:
-        volume = ForgetfulVolume(publisher.store, 1000, stack, monkeypatch)
+        volume = ForgetfulVolume(publisher.writer.store, 1000, stack, monkeypatch)
         with pytest.raises(VersionGoneError, match="has gone from"):
             publisher.publish(1)
     assert volume.loads == WRITES
@@ -155,9 +163,9 @@ def test_a_run_that_is_asked_to_stop_waits_for_no_worker(
         address = f"{router.endpoint.host}:{router.endpoint.port}"
         monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
         # So that a publication which does not listen fails soon.
-        monkeypatch.setattr(workers, "PUBLISH_SECONDS", IDLE_SECONDS)
+        monkeypatch.setattr(module, "PUBLISH_SECONDS", IDLE_SECONDS)
         publisher = make(tmp_path, (ranks, thread), transport)
-        stack.callback(publisher.close)
+        stack.callback(publisher.writer.close)
         with pytest.raises(InterruptedCallError):
             publisher.publish(1)
 
@@ -167,14 +175,14 @@ def test_a_version_is_written_without_any_worker_and_only_once(
     alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
     publisher = make(tmp_path, alone, transport)
-    publisher.write(3)
-    publisher.close()
-    newest = publisher.store.newest()
+    publisher.writer.write(3)
+    publisher.writer.close()
+    newest = publisher.writer.store.newest()
     assert newest is not None
     assert newest.version == 3
-    monkeypatch.setattr(publisher, "put_on_volume", lambda _: pytest.fail("written twice"))
-    monkeypatch.setattr(publisher, "update_workers", lambda version: {"version": version})
-    assert publisher.publish(3) == {"version": 3}
+    monkeypatch.setattr(publisher.writer, "write", lambda _: pytest.fail("written twice"))
+    answer_for_workers(publisher, {"workers": 3.0}, monkeypatch)
+    assert publisher.publish(3) == {"workers": 3.0}
 
 
 @pytest.mark.parametrize("transport", Transport)
@@ -187,11 +195,11 @@ def test_a_full_disk_leaves_nothing_of_the_version_that_it_did_not_take(
     publisher = make(tmp_path, alone, transport)
     monkeypatch.setattr(saving, "save_torch_state_dict", fail)
     if transport is Transport.BROADCAST:
-        publisher.write(0)  # beside the training, so that the next version meets the error
+        publisher.writer.write(0)  # beside the training, so that the next version meets the error
     with pytest.raises(DiskFullError, match=r"the disk is full: .*/policy/.* cannot be written"):
-        publisher.write(1)
-    publisher.close()
-    assert list(publisher.store.policy_dir.iterdir()) == []
+        publisher.writer.write(1)
+    publisher.writer.close()
+    assert list(publisher.writer.store.policy_dir.iterdir()) == []
 
 
 def test_a_volume_that_takes_no_version_is_a_lost_dependency(
@@ -199,13 +207,13 @@ def test_a_volume_that_takes_no_version_is_a_lost_dependency(
 ) -> None:
     publisher = make(tmp_path, alone, Transport.BROADCAST)
     may_end = threading.Event()
-    monkeypatch.setattr(broadcast, "write_version", lambda *_: may_end.wait(LIMIT_SECONDS))
-    monkeypatch.setattr(broadcast, "PUBLISH_SECONDS", 0.1)
-    publisher.write(0)
+    monkeypatch.setattr(module, "write_version", lambda *_: may_end.wait(LIMIT_SECONDS))
+    monkeypatch.setattr(module, "PUBLISH_SECONDS", 0.1)
+    publisher.writer.write(0)
     with pytest.raises(DependencyLostError, match=r"not written to .*/policy after 0\.1 s"):
-        publisher.write(1)
+        publisher.writer.write(1)
     with structlog.testing.capture_logs() as logged:
-        publisher.close()
+        publisher.writer.close()
     assert [entry["event"] for entry in logged] == ["the last policy version is not on the volume"]
     may_end.set()
 
@@ -215,7 +223,7 @@ def test_as_many_versions_as_are_kept_lie_on_the_volume_while_one_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, while_writing: list[int]
 ) -> None:
     """But one is always there to be read, even if only one is kept."""
-    monkeypatch.setattr(disk, "VERSIONS_KEPT", kept)
+    monkeypatch.setattr(module, "VERSIONS_KEPT", kept)
     store = PolicyStore(tmp_path / "policy")
     seen: list[int] = []
 
@@ -223,7 +231,7 @@ def test_as_many_versions_as_are_kept_lie_on_the_volume_while_one_is_written(
         seen[:] = [policy.version for policy in store.published()]
 
     for version in [*range(max(while_writing) + 1), 9]:
-        disk.write_version(store, version, save)
+        write_version(store, version, save)
     assert seen == while_writing
     assert [policy.version for policy in store.published()] == [*while_writing, 9][-kept:]
 
@@ -245,9 +253,9 @@ def test_everything_that_a_run_writes_of_its_model_follows_the_umask(
     fields = {"shared_dir": tmp_path, "run_id": "r", "compute_type": "float32", "lora_rank": rank}
     settings = TrainerSettings.load(model_name=str(model), advantage="gae", critic="own", **fields)
     learner = make_learner(alone[0], model, **fields, advantage="gae", critic="own")
-    publisher = make_publisher(settings, learner.policy, *alone)
-    publisher.write(1)
-    publisher.close()
+    writer = VersionWriter(settings, learner.policy, alone[0])
+    writer.write(1)
+    writer.close()
     saving.save_pretrained(learner.policy, alone[0], settings.run_dir / "model", Rounding(torch.float32))
     CriticLearner(learner).save(settings.run_dir / "critic")
     files = [file for file in settings.run_dir.rglob("*") if file.is_file()]
@@ -262,13 +270,13 @@ def test_the_saved_model_is_the_last_published_version_byte_for_byte(
 ) -> None:
     model = save_model(tmp_path / "model", FAMILIES["qwen2"])
     learner = make_learner(alone[0], model, shared_dir=tmp_path, run_id="r", save_type=save_type)
-    publisher = make_publisher(learner.settings, learner.policy, *alone)
+    writer = VersionWriter(learner.settings, learner.policy, alone[0])
     change(learner.policy, 1e-4)
-    publisher.write(1)
+    writer.write(1)
     checkpoints = CheckpointStore(tmp_path / "checkpoints", 2, alone[0])
-    Team(learner.settings, alone[0], learner, publisher, checkpoints, lambda: False).save_model()
+    Team(learner.settings, alone[0], learner, writer, checkpoints, lambda: False).save_model()
     saved = (learner.settings.run_dir / "model" / "model.safetensors").read_bytes()
-    assert (saved == (publisher.store.path(1) / "model.safetensors").read_bytes()) is (save_type is None)
+    assert (saved == (writer.store.path(1) / "model.safetensors").read_bytes()) is (save_type is None)
     if save_type is not None:
         trained = dict(learner.policy.full_parameters(Rounding(torch.float32)))
         assert all(torch.equal(value, trained[name]) for name, value in safetensors.torch.load(saved).items())
@@ -278,8 +286,8 @@ def test_the_share_of_the_change_that_is_published_is_a_metric(
     alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = make(tmp_path, alone)
-    monkeypatch.setattr(publisher, "update_workers", lambda _: {"workers": 1.0})
+    answer_for_workers(publisher, {"workers": 1.0}, monkeypatch)
     assert publisher.publish(0) == {"workers": 1.0}, "nothing is trained yet"
-    change(publisher.policy, 1e-2)
+    change(publisher.writer.policy, 1e-2)
     metrics = publisher.publish(1)
     assert metrics["publish_share"] == pytest.approx(1, abs=0.01)

@@ -20,7 +20,8 @@ from tests.waiting import IDLE_SECONDS
 from trainer.config import TrainerSettings, Transport
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
-from trainer.publishing import Publisher, broadcast, make_publisher, worker_group
+from trainer.publishing import broadcast
+from trainer.publishing.publisher import Publisher, VersionWriter
 from trainer.service_thread import ServiceThread
 
 FORM_SECONDS = 2.0
@@ -101,7 +102,7 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
     made = Members()
     monkeypatch.setattr(broadcast, "join_weights_group", made.join)
     monkeypatch.setattr("services.weights.broadcast_group.dist.broadcast", made.broadcast)
-    monkeypatch.setattr(worker_group, "leave_weights_group", made.left.append)
+    monkeypatch.setattr(broadcast, "leave_weights_group", made.left.append)
     yield made
     made.over.set()
 
@@ -123,12 +124,12 @@ def publisher(members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             f"ppo-trainer-0:{WEIGHTS_BROADCAST_PORT}": "127.0.0.1:1",
         }
         monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps(addresses))
-        made = make_publisher(settings, load_policy(settings, ranks), ranks, thread)
-        assert isinstance(made, broadcast.BroadcastPublisher)
-        made.flattens = True  # as over NCCL
+        made = Publisher(settings, thread, VersionWriter(settings, load_policy(settings, ranks), ranks))
+        assert made.broadcaster is not None
+        made.broadcaster.flattens = True  # as over NCCL
         yield made, worker
         members.connected.set()
-        made.close()
+        made.writer.close()
 
 
 def publish(publisher: Publisher, worker: Worker, version: int) -> float:

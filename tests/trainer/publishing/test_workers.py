@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
-from services.clients.rollout_admin import ASLEEP, WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
+from services.engines.engine import ASLEEP, WorkerAdmin
+from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
+from tests.waiting import IDLE_SECONDS
 from trainer.config import TrainerSettings
-from trainer.publishing import workers
-from trainer.publishing.workers import put_workers_to_sleep, update_workers, worker_admin
+from trainer.publishing import publisher as module
+from trainer.publishing.publisher import Publisher, VersionWriter, put_workers_to_sleep
+from trainer.service_thread import ServiceThread
 
 SECONDS_TO_LOAD = 0.8
 
@@ -25,13 +30,14 @@ def load_slowly(_request: dict[str, Any]) -> dict[str, Any]:
     return {"success": True}
 
 
-async def load(worker: WorkerAdmin) -> None:
-    await worker.update_from_disk("v000001", 1)
-
-
 @pytest.fixture
 def worker() -> Iterator[FakeService]:
-    routes = {"POST /update_weights_from_disk": load_slowly, "GET /model_info": lambda _: {"weight_version": "1"}}
+    ok: dict[str, Any] = {}
+    routes: dict[str, Any] = {
+        f"POST /{route}": lambda _: ok
+        for route in ("pause_generation", "continue_generation", "begin_weight_update", "end_weight_update")
+    }
+    routes |= {"POST /update_weights_from_disk": load_slowly, "GET /model_info": lambda _: {"weight_version": "1"}}
     with fake_service(routes) as made:
         yield made
 
@@ -51,24 +57,40 @@ def router(worker: FakeService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
         yield made
 
 
-async def test_a_worker_may_take_all_of_the_publishing_deadline(worker: FakeService, router: FakeService) -> None:
-    assert await update_workers(TrainerSettings.load(), [worker.endpoint.url], 1, load) == 1
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    """A publisher whose writer has written version 1."""
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r")
+    store = PolicyStore(settings.policy_dir)
+    store.begin(1)
+    store.commit(1)
+    writer = MagicMock(written=1, metrics={}, state={}, store=store)
+    with ServiceThread() as thread:
+        yield Publisher(settings, thread, cast(VersionWriter, writer))
+
+
+def test_a_worker_may_take_all_of_the_publishing_deadline(
+    publisher: Publisher, worker: FakeService, router: FakeService
+) -> None:
+    assert publisher.publish(1)["workers"] == 1
     assert not router.asked("DELETE /workers/w")
 
 
-async def test_a_worker_that_takes_longer_leaves_the_routing(
-    worker: FakeService, router: FakeService, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_takes_longer_leaves_the_routing(
+    publisher: Publisher, worker: FakeService, router: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "PUBLISH_SECONDS", SECONDS_TO_LOAD / 4)
+    monkeypatch.setattr(module, "PUBLISH_SECONDS", SECONDS_TO_LOAD / 4)
     with pytest.raises(DependencyLostError, match="0 rollout workers serve policy version 1"):
-        await update_workers(TrainerSettings.load(), [worker.endpoint.url], 1, load)
+        publisher.publish(1)
     assert router.asked("DELETE /workers/w")
 
 
-async def test_each_answer_of_a_worker_may_take_the_publishing_deadline(worker: FakeService) -> None:
+async def test_each_answer_of_a_worker_may_take_the_publishing_deadline(
+    publisher: Publisher, worker: FakeService
+) -> None:
     # More than any request to a worker takes otherwise.
-    async with worker_admin(TrainerSettings.load(), worker.endpoint.url) as control:
-        assert control.timeout == workers.PUBLISH_SECONDS
+    async with publisher.worker(worker.endpoint.url) as control:
+        assert control.timeout == module.PUBLISH_SECONDS
 
 
 async def test_a_worker_that_falls_asleep_is_marked_before_its_memory_goes(
@@ -105,9 +127,9 @@ async def test_a_sleeping_worker_wakes_before_a_change_of_weights(worker: FakeSe
         "POST /resume_memory_occupation": lambda _: {},
         "POST /pause_generation": lambda _: {},
     }
-    async with worker_admin(TrainerSettings.load(), worker.endpoint.url) as control:
+    async with WorkerAdmin(worker.endpoint.url, timeout=IDLE_SECONDS) as control:
         for _ in range(2):  # a worker that is awake is not woken
-            await control.hold(finishes_requests=False)
+            await control.hold("continue")
     assert version == {"weight_version": "7"}
     posts = [name for name, _ in worker.requests if name.startswith("POST")]
     assert posts == [

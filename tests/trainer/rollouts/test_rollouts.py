@@ -34,6 +34,7 @@ from trainer.config.objective import Objective
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
+from trainer.reporting.status import RunStatus
 from trainer.rollouts import batch, groups
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
@@ -88,16 +89,16 @@ class Steps:
         team.update.return_value = UpdateResult()
         team.mean_entropy.return_value = 1.5
         self.team = team
-        team.publisher.is_on_volume.return_value = True
         self.files = MagicMock()
         state = RunState(model_type="test", parameters=0, cursor=Cursor(), policy_version=1)
-        self.loop = TrainingLoop(main.settings, main, team, self.files, MagicMock(), state, 100, 400)
+        self.loop = TrainingLoop(main.settings, main, team, self.files, RunStatus(), state, 100, 400)
+        self.loop.publisher = MagicMock(**{"publish.return_value": {}})
 
     def next(self) -> list[int]:
         """Take a step; return the positions of the prompts whose groups were trained on."""
         if not self.loop.step():
             return []
-        _, _, groups, _ = self.files.record_step.call_args.args
+        _, groups, _ = self.files.record_samples.call_args.args
         return [group.position for group in groups]
 
     @property
@@ -324,7 +325,7 @@ def test_it_says_how_many_prompts_are_answered(services: Services) -> None:
     main.evaluate()
     assert told[0] == "0 of 10 held-out prompts answered"
     assert main.activity.shown()["done"] == "10 of 10 held-out prompts answered"
-    main.generate_and_score(main.fetch_prompts(4), Batch(Objective(main.settings)))
+    main.generate_and_score(main.fetch_prompts(4), Batch(Objective(main.settings)), lambda: None)
     assert main.activity.shown()["done"] == "4 of 4 prompts answered"
 
 
@@ -371,7 +372,7 @@ def test_the_reward_of_a_step_is_of_all_completions_that_it_made(services: Servi
     assert (metrics["groups"], metrics["groups_resampled"], metrics["completions"]) == (4, 6, 20)
     assert (metrics["reward_mean"], metrics["reward_trained_mean"]) == (0.8, 0.5)
     assert steps.loop.state.rewards == [0.8], "of which the summary is made"
-    assert len(steps.files.record_step.call_args.kwargs["made"]) == 10
+    assert len(steps.files.record_step.call_args.args[2]) == 10
 
 
 def test_without_dynamic_sampling_all_completions_are_trained_on(services: Services) -> None:
@@ -387,7 +388,7 @@ def test_groups_of_one_are_all_kept_where_they_teach(services: Services, advanta
     main = MainRank(settings, services.thread, services.clients)
     batch = Batch(Objective(settings))
     while batch.missing:
-        batch.add(main.generate_and_score(main.fetch_prompts(batch.missing), batch))
+        batch.add(main.generate_and_score(main.fetch_prompts(batch.missing), batch, lambda: None))
     assert [group.position for group in batch.groups] == [0, 1, 2, 3]
     assert (batch.counts["groups_resampled"], len(services.rollouts.asked("POST /generate"))) == (0, 4)
 
@@ -612,7 +613,7 @@ def test_training_and_evaluation_agree_on_whether_an_answer_is_wrong_or_not_judg
     }
     steps = services.steps(group_size=4, batch_size=1)
     assert steps.next() == [0]
-    _, metrics, [made], _ = steps.files.record_step.call_args.args
+    _, metrics, [made] = steps.files.record_step.call_args.args
     services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda _: True, result=result)
     evaluated, _ = services.evaluate(eval_prompts=3)
     is_wrong = status == "over_limit"

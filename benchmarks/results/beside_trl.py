@@ -17,10 +17,9 @@ from benchmarks import harness
 from benchmarks.harness import ROOT
 from benchmarks.job import RUN_SECONDS
 from benchmarks.results import in_process
-from benchmarks.results.equivalence import REWARD, compare
+from benchmarks.results.comparisons import REWARD, compare, comparison, paragraph, table
 from benchmarks.results.plots import curves
 from benchmarks.results.runs import Part, Result, Results, Run, Settings, by_variant, result_of
-from benchmarks.results.tables import comparison, paragraph, table
 from benchmarks.results.tasks import DEMO_TASK, TINY, seeded, with_model
 from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.embedded_engine.compute.linear import Linear, PlainLinear, make_head, make_linear
+from services.core.linear import Linear, PlainLinear, make_head, make_linear
 from tests.tolerance import BOTH_TYPES, both_types
 
 ROOT = Path(__file__).parents[3]
@@ -18,7 +18,7 @@ SHAPES = [(96, 17), (576, 151), (1536, 64), (2048, 512), (8192, 128), (11008, 12
 """Inputs and outputs. oneDNN sums more than 1,024 inputs in several parts, as in the MLPs of most models."""
 BATCHES = (2, 3, 7, 8, 12, 31, 32, 33, 64, 129, 200)
 ROWS = 300
-CHECK_ALL = "from tests.services.embedded_engine.test_linear import check_all; check_all()"
+CHECK_ALL = "from tests.services.core.test_linear import check_all; check_all()"
 
 
 def check(layer: Linear, inputs: int, dtype: torch.dtype) -> None:

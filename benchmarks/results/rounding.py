@@ -1,20 +1,38 @@
-"""Rounding to bfloat16 on the tiny task: by the engine that samples, and of the weights that it gets."""
+"""Rounding to bfloat16: by the engine that samples, of the weights that it gets, and what learning makes of both."""
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.results import in_process
-from benchmarks.results.equivalence import ACCURACY
+from benchmarks.results.comparisons import (
+    ACCURACY,
+    accuracy_note,
+    anchor,
+    comparison,
+    paragraph,
+    ranking,
+    spread,
+    table,
+)
 from benchmarks.results.in_process import InProcess
-from benchmarks.results.runs import Part, Result, Results, Run, Settings, result_of
-from benchmarks.results.tables import accuracy_note, anchor, comparison, paragraph, ranking, spread, table
-from benchmarks.results.tasks import REWARDS, TINY, seeded, with_model
+from benchmarks.results.plots import curves
+from benchmarks.results.runs import Part, Result, Results, Run, Settings, by_variant, result_of
+from benchmarks.results.tasks import DEMO_TASK, REWARDS, TINY, seeded, with_model
+from trainer.model.policy import Policy
 from trainer.model.ranks import join_ranks
-from trainer.model.rounding import Rounding, UnbiasedRounding
+from trainer.model.rounding import MeasuredRounding, Rounding, UnbiasedRounding
 
 TITLE = "Rounding"
 SEEDS = range(5)
@@ -164,3 +182,94 @@ def summary(results: Results) -> list[str]:
 
 
 PART = Part("rounding", TITLE, RUNS, show, summary)
+
+
+DEMO_TITLE = "Rounding of published weights on the demo's task"
+DEMO_BASE = "float32"
+DEMO_TASKS = {"5e-6, 40 steps": (range(5), "5e-6", "40"), "1e-6, 100 steps": (range(3), "1e-6", "100")}
+DEMO_TEXT = """
+SmolLM2-135M, pretrained, rounded to bfloat16 as most published checkpoints are, with the settings of
+`examples/demo.env` in float32 but for the learning rate and the steps. The rows differ in what the engine gets of each
+version: `float32` all of it; `unbiased` bfloat16 as published by default, up or down with the chance that makes the
+mean exact; `nearest` bfloat16 rounded to the nearest.
+"""
+
+
+class Nearest(MeasuredRounding):
+    """The rounding to the nearest, measured alike."""
+
+    def bits(self, name: str, first: int, like: Tensor) -> Tensor:
+        """Return half of the distance between two numbers, which carries from the middle on."""
+        return torch.full_like(like, 1 << 15, dtype=torch.int32)
+
+
+def to_nearest(policy: Policy) -> MeasuredRounding:
+    """Return a rounding to the nearest, measured against the policy as it is now."""
+    return Nearest(policy.model.named_parameters())
+
+
+@contextmanager
+def bfloat16_base(name: str) -> Iterator[Path]:
+    """Write a model rounded to bfloat16, with its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with TemporaryDirectory() as directory:
+        AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).save_pretrained(directory)
+        AutoTokenizer.from_pretrained(name).save_pretrained(directory)
+        yield Path(directory)
+
+
+def train_from_bfloat16(run: Run, *, is_nearest: bool = False) -> Result:
+    """Make a run from the bfloat16 base."""
+    with bfloat16_base(run.settings["MODEL_NAME"]) as base:
+        settings = run.settings | {"MODEL_NAME": str(base)}
+        result = in_process.train(replace(run, settings=settings), to_nearest if is_nearest else None)
+    result.settings = dict(run.settings)
+    return result
+
+
+def _demo_runs() -> Iterator[Run]:
+    variants: dict[str, tuple[str, Callable[[Run], Result]]] = {
+        DEMO_BASE: ("float32", train_from_bfloat16),
+        "unbiased": ("bfloat16", train_from_bfloat16),
+        "nearest": ("bfloat16", partial(train_from_bfloat16, is_nearest=True)),
+    }
+    for task, (seeds, rate, steps) in DEMO_TASKS.items():
+        for seed in seeds:
+            for variant, (published, make) in variants.items():
+                own: Settings = {"LEARNING_RATE": rate, "MAX_STEPS": steps, "PUBLISH_TYPE": published}
+                yield Run(task, variant, seed, seeded(DEMO_TASK | own, seed), make)
+
+
+def demo_show(results: Results) -> str:
+    """Return the tables, one for each rate."""
+    parts = [paragraph(DEMO_TEXT + _published_shares(results))]
+    for number, task in enumerate(DEMO_TASKS):
+        if any(result.task == task for result in results):
+            parts += [f"### {DEMO_TITLE}: {task}", comparison(results, task, DEMO_BASE)]
+            parts.append(curves(f"rounding_demo-{number}", results, task, f"Rounding, {task}"))
+    return "\n\n".join([*parts, accuracy_note(results)])
+
+
+def _published_shares(results: Results) -> str:
+    """Return a sentence with the share of the training's change that the last version has."""
+    found = [
+        f"{statistics.fmean(run.figures['publish_share'] for run in runs):.2f} (`{variant}`, {task})"
+        for task in DEMO_TASKS
+        for variant, runs in by_variant(results, task).items()
+        if variant != DEMO_BASE
+    ]
+    return f"Of the training's change of the weights, the last version has {', '.join(found)}." if found else ""
+
+
+def demo_summary(results: Results) -> list[str]:
+    """Return a sentence for each rate."""
+    orders = {task: ranking(results, task, DEMO_BASE) for task in DEMO_TASKS}
+    return [
+        f"[{DEMO_TITLE}](#{anchor(DEMO_TITLE)}), {task}, beside float32: {order}"
+        for task, order in orders.items()
+        if order
+    ]
+
+
+DEMO_PART = Part("rounding_demo", DEMO_TITLE, list(_demo_runs()), demo_show, demo_summary)

@@ -24,6 +24,9 @@ ROUTER_SECONDS = 30.0
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
+Requests = Literal["finish", "continue", "abort"]
+"""What becomes of the requests in flight while an engine is held; see ``WorkerAdmin.hold``."""
+
 ASLEEP = " asleep"
 """The end of the version that a sleeping worker reports. The engine's own process keeps this mark, so an engine that
 restarts has lost it."""
@@ -204,10 +207,11 @@ class WorkerAdmin(HttpClient):
         await self.begin_update()
         await self.end_update()
 
-    async def hold(self, *, finishes_requests: bool, for_adapter: bool = False) -> None:
-        """Stop generation for a change of weights; requests in flight end first, or continue after ``resume``.
+    async def hold(self, requests: Requests, *, for_adapter: bool = False) -> None:
+        """Stop generation for a change of weights. A sleeping worker wakes first.
 
-        A sleeping worker wakes first.
+        Requests in flight end first (``finish``), continue after ``resume`` (``continue``), or are aborted (``abort``),
+        as they must be where the weights may be of two versions; their clients send aborted ones again, elsewhere.
 
         Continued requests are computed anew up to where they stopped, so that later tokens depend on the new weights
         alone. Without a hold, an update starts when the requests have ended, but SGLang then fails to flush its cache
@@ -217,10 +221,17 @@ class WorkerAdmin(HttpClient):
         their client sends them again: SGLang unloads an adapter only when no request refers to it.
         """
         await self.wake()
-        if finishes_requests:
+        if requests == "finish":
             await self.drain()
             # Requests that came since are aborted, and their client sends them again.
             await self.pause("abort")
+        elif requests == "abort":
+            # They are retracted first, because SGLang never aborts requests that are paused in place.
+            await self.pause("retract")
+            await self.pause("abort")
+            # SGLang refuses an update while a broadcast is open, which a trainer that died may have left.
+            with contextlib.suppress(WorkerRefusedError):
+                await self.end_update()
         elif for_adapter and not await self._is_embedded():
             await self.pause("abort")
         else:

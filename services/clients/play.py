@@ -1,0 +1,240 @@
+"""The player of episodes, wherever their environments are: in this process, on one server, or on any of several.
+
+An arena has the environments. ``play`` asks for one action in each episode under way, takes all these actions in the
+arena, and begins again. The evaluation head, the episodes that an environment server plays by itself, the commands that
+evaluate policies and those that write trajectories all play by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
+
+from services.protocol.evaluation import (
+    Action,
+    EnvironmentInfo,
+    EpisodePosition,
+    EpisodeStart,
+    FinishedEpisode,
+    State,
+    StepItem,
+    StepResult,
+    StepStatus,
+)
+
+
+@dataclass(eq=False)
+class Episode:
+    """An episode under way, as the side that chooses its actions keeps it, with its latest state.
+
+    With ``status`` TERMINATED or TRUNCATED the environment has ended it. With REFUSED or LOST it cannot continue,
+    ``detail`` says why, and it has no return, which is not a return of 0.
+    """
+
+    id: str
+    seed: int
+    state: State
+    seat: int = 0
+    """The seat that acts next."""
+    steps: int = 0
+    returns: list[float] = field(default_factory=lambda: [0.0])
+    """The sum of rewards of each seat."""
+    status: StepStatus = StepStatus.RUNNING
+    detail: str | None = None
+
+    @classmethod
+    def begun(cls, start: EpisodeStart, info: EnvironmentInfo) -> Episode:
+        """Return the episode that has begun in an environment."""
+        return cls(start.episode, start.seed, start.state, start.seat or 0, returns=[0.0] * info.seats)
+
+    @classmethod
+    def not_begun(cls, seed: int, why: str) -> Episode:
+        """Return an episode that is lost before its first state."""
+        return cls("", seed, [], status=StepStatus.LOST, detail=why)
+
+    @property
+    def episode_return(self) -> float:
+        """The return of the first seat."""
+        return self.returns[0]
+
+    @property
+    def has_ended(self) -> bool:
+        """True once the environment has ended the episode."""
+        return self.status in (StepStatus.TERMINATED, StepStatus.TRUNCATED)
+
+    @property
+    def position(self) -> EpisodePosition:
+        """The episode's entry in a request for actions."""
+        return EpisodePosition.model_construct(episode=self.id, step=self.steps, episode_return=self.episode_return)
+
+    @property
+    def report(self) -> FinishedEpisode:
+        """The report of the episode's end."""
+        return FinishedEpisode.model_construct(
+            episode=self.id, steps=self.steps, episode_return=self.episode_return, seed=self.seed
+        )
+
+    def step_with(self, action: Action) -> StepItem:
+        """Return the next step, with ``action``."""
+        return StepItem(episode=self.id, step=self.steps, action=action)
+
+    def follow(self, result: StepResult) -> None:
+        """Move on to the state after a step."""
+        assert result.state is not None
+        self.state, self.steps, self.seat, self.status = result.state, result.steps, result.seat or 0, result.status
+        for seat, reward in enumerate(result.rewards or (result.reward,)):
+            self.returns[seat] += reward
+
+    def give_up(self, status: StepStatus, why: str | None) -> None:
+        """End the episode without a return."""
+        self.status, self.detail = status, why
+
+
+PlayedEpisode = TypeVar("PlayedEpisode", bound=Episode)
+
+
+class Arena(Protocol[PlayedEpisode]):
+    """A place with episodes of one environment."""
+
+    async def begin(self, seeds: Sequence[int]) -> list[PlayedEpisode]:
+        """Begin an episode for each seed; one that cannot begin has the status LOST."""
+
+    async def step(self, moves: Sequence[tuple[PlayedEpisode, Action]]) -> list[StepResult]:
+        """Take one action in each of some episodes and return the results. The caller lets the episodes follow them."""
+
+    async def end(self, episodes: Sequence[PlayedEpisode]) -> None:
+        """Release episodes, whatever their status."""
+
+
+class Decision(NamedTuple):
+    """An action, and the version of the policy that chose it; None where no single version did.
+
+    ``logprob`` is the action's log-probability in nats; None where the policy gives none.
+    """
+
+    action: Action
+    version: int | None = None
+    logprob: float | None = None
+
+
+class NoActionError(Exception):
+    """A policy gives no action for one of the states that it was asked for; ``detail`` says why."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail)
+        self.detail = detail
+
+
+class Step(NamedTuple):
+    """An action in an episode, which still has the state that the action is for, and its result."""
+
+    episode: Episode
+    decision: Decision
+    result: StepResult
+
+
+Seeds = Callable[[int], Sequence[int]]
+"""Returns the seeds of the episodes to begin now, as many as its argument at most."""
+Ask = Callable[[Sequence[PlayedEpisode]], Awaitable[Sequence[Decision]]]
+"""Returns a decision for each episode, or raises NoActionError; any other error ends the play."""
+OnSteps = Callable[[Sequence[Step]], None]
+"""Takes the steps of one round, without those that were refused or lost."""
+OnEnd = Callable[[PlayedEpisode], Awaitable[None]]
+"""Takes an episode that has ended, was given up, or could not begin."""
+
+
+async def play_at_once(
+    count: int,
+    is_text: bool,
+    arena: Arena[PlayedEpisode],
+    seeds: Seeds,
+    ask: Ask[PlayedEpisode],
+    on_end: OnEnd[PlayedEpisode],
+    on_steps: OnSteps | None = None,
+) -> None:
+    """Keep ``count`` episodes under way, until ``seeds`` has none to begin.
+
+    Conversations (``is_text``) take different times, so each continues alone. States of numbers share one batch.
+    """
+    sizes = [1] * count if is_text else [count]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for size in sizes:
+                group.create_task(play(size, arena, seeds, ask, on_end, on_steps))
+    except BaseExceptionGroup as errors:
+        # All fail for the same reason, so the first error is enough.
+        raise errors.exceptions[0] from None
+
+
+async def play(
+    size: int,
+    arena: Arena[PlayedEpisode],
+    seeds: Seeds,
+    ask: Ask[PlayedEpisode],
+    on_end: OnEnd[PlayedEpisode],
+    on_steps: OnSteps | None = None,
+    under_way: list[PlayedEpisode] | None = None,
+) -> None:
+    """Play ``size`` episodes together, one action of each at a time, until ``seeds`` has none to begin.
+
+    ``under_way`` has episodes to continue. Others may add to it, and an error of the arena leaves the episodes in it.
+    """
+    under_way = [] if under_way is None else under_way
+    while True:
+        room = size - len(under_way)
+        new = seeds(room) if room > 0 else ()
+        for episode in await arena.begin(new) if new else ():
+            if episode.status is StepStatus.RUNNING:
+                under_way.append(episode)
+            else:
+                await on_end(episode)
+        if under_way:
+            await _play_round(arena, under_way, ask, on_end, on_steps)
+        elif not new:
+            return
+
+
+async def _play_round(
+    arena: Arena[PlayedEpisode],
+    under_way: list[PlayedEpisode],
+    ask: Ask[PlayedEpisode],
+    on_end: OnEnd[PlayedEpisode],
+    on_steps: OnSteps | None,
+) -> None:
+    decisions = await _decide(ask, list(under_way))
+    moves = [(episode, made) for episode, made in decisions if isinstance(made, Decision)]
+    for episode, made in decisions:
+        if isinstance(made, NoActionError):
+            episode.give_up(StepStatus.REFUSED, made.detail)
+    results = await arena.step([(episode, made.action) for episode, made in moves]) if moves else []
+    steps = [Step(episode, made, result) for (episode, made), result in zip(moves, results, strict=True)]
+    taken = [step for step in steps if step.result.is_taken]
+    if on_steps is not None and taken:
+        on_steps(taken)
+    for (episode, _), result in zip(moves, results, strict=True):
+        if result.is_taken:
+            episode.follow(result)
+        else:
+            episode.give_up(result.status, result.detail)
+    over = [episode for episode, _ in decisions if episode.status is not StepStatus.RUNNING]
+    for episode in over:
+        under_way.remove(episode)
+    if over:
+        await arena.end(over)
+    for episode in over:
+        await on_end(episode)
+
+
+async def _decide(
+    ask: Ask[PlayedEpisode], episodes: Sequence[PlayedEpisode]
+) -> list[tuple[PlayedEpisode, Decision | NoActionError]]:
+    """Ask for decisions; if the policy refuses a state, ask for each alone, so that the others get theirs."""
+    try:
+        return list(zip(episodes, await ask(episodes), strict=True))
+    except NoActionError as error:
+        if len(episodes) == 1:
+            return [(episodes[0], error)]
+    alone = await asyncio.gather(*(_decide(ask, [episode]) for episode in episodes))
+    return [pair for pairs in alone for pair in pairs]
