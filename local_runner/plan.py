@@ -102,7 +102,7 @@ class Plan:
         if trainer is not None:
             whole = self._rows.get("is_whole")
             steps = trainer.total_steps(self._rows["train"]) if whole else trainer.max_steps or "as the rows give"
-            batch, group, longest = trainer.batch_size, trainer.group_size, trainer.longest_answer
+            batch, group, longest = trainer.batch_size, trainer.group_size, trainer.way.longest_answer
             yield "steps", f"{steps}, each of {batch} prompts with {group} answers of at most {longest} tokens"
         yield "not by default", ", ".join(dict.fromkeys(self._changed())) or "nothing"
         if self._needs:

@@ -29,7 +29,6 @@ from services.protocol.replay import AdmissionRequest
 from trainer.checkpoints.admission import check_data, has_succeeded
 from trainer.config import TrainerSettings
 from trainer.rollouts.clients import Clients
-from trainer.rollouts.episodes import group_maker
 from trainer.rollouts.groups import GroupMaker, SuccessRates
 
 log = get_logger(__name__)
@@ -129,7 +128,7 @@ async def collect(settings: TrainerSettings) -> None:
     clients = Clients.of(settings, vocabulary_size(settings.model_name, "MODEL_NAME"))
     await clients.open()
     try:
-        maker = group_maker(settings, clients)
+        maker = GroupMaker(settings, clients.sampler)
         await clients.wait_healthy(settings.service_deadline_seconds)
         # The trainer refuses other data, too; but groups of these would be in the queue by then.
         check_data(settings, await clients.data.stats())

@@ -131,7 +131,7 @@ class TrainingLoop:
             if self.is_due(settings.eval_every) or state.step == self.total_steps:
                 metrics |= self.evaluate(is_last=state.step == self.total_steps)
             self.enter("record", "asking for the account of tokens")
-            metrics |= services.episode_tokens()
+            metrics |= services.statistics()
         self.enter("save", f"saving what step {state.step} has changed")
         if not self.is_over and (self.is_due(settings.checkpoint_every) or state.best_step == state.step):
             self.save_checkpoint()

@@ -26,9 +26,8 @@ from trainer.config import Mode, TrainerSettings
 from trainer.publishing.publisher import put_workers_to_sleep
 from trainer.rollouts.batch import Batch, FreshQueue, sample_groups
 from trainer.rollouts.clients import Clients
-from trainer.rollouts.episodes import group_maker
 from trainer.rollouts.evaluate import Evaluator
-from trainer.rollouts.groups import SuccessRates
+from trainer.rollouts.groups import GroupMaker, SuccessRates
 from trainer.service_thread import ServiceThread
 
 T = TypeVar("T")
@@ -50,8 +49,8 @@ class MainRank:
         self.settings = settings
         self.thread = thread
         self.clients = clients
-        self.maker = group_maker(settings, clients)
-        self.evaluator = Evaluator(settings, clients)
+        self.maker = GroupMaker(settings, clients.sampler)
+        self.evaluator = Evaluator(settings, clients.data, clients.sampler)
         self.activity = self.maker.activity = self.evaluator.maker.activity = activity or Activity()
         self.success_rates = SuccessRates(clients.data, settings.batch_size)
         self.fresh_queue = FreshQueue(settings, clients.data, clients.replay, self.maker.judge)
@@ -164,25 +163,13 @@ class MainRank:
         """Measure what the rollout workers serve on held-out prompts; see Evaluator."""
         return self.thread.call(self.evaluator.evaluate(), interruptible=True)
 
-    def episode_tokens(self) -> dict[str, float]:
-        """Return the gateway's account of the run's sampled tokens as metrics; nothing if it does not answer.
-
-        The tokens that engines sampled are those in traces, in open episodes, and lost, by reason.
-        """
-        gateway = self.clients.gateway
-        if gateway is None:
-            return {}
+    def statistics(self) -> dict[str, float]:
+        """Return the metrics of the way of rolling out; nothing if the service that counts them does not answer."""
         try:
-            stats = self.thread.call(gateway.stats(deadline=STATS_SECONDS))
+            return self.thread.call(self.clients.sampler.statistics(STATS_SECONDS))
         except (DependencyLostError, RequestRefusedError) as error:
             log.warning("the gateway's account is not known", reason=str(error))
             return {}
-        return {
-            "episode_tokens_engines": float(stats.engine_tokens),
-            "episode_tokens_traces": float(stats.trace_tokens),
-            "episode_tokens_open": float(stats.open_tokens),
-            **{f"episode_tokens_lost_{reason}": float(tokens) for reason, tokens in stats.lost_tokens.items()},
-        }
 
     def save_replay(self, label: str, deadline: float | None = None) -> None:
         """Save the replay buffer's contents and priorities under ``label``, within ``deadline`` seconds if given."""

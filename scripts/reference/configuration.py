@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from local_runner.checks import READERS
-from scripts.reference.generated import ROOT, write_or_check
+from scripts.reference import ROOT, write_or_check
 from services.core.settings import ADVANCED, Settings
 
 TARGET = ROOT / "docs" / "configuration.md"

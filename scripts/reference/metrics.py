@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from prometheus_client import REGISTRY
 
-from scripts.reference.generated import ROOT, write_or_check
+from scripts.reference import ROOT, write_or_check
 
 TARGET = ROOT / "docs" / "metrics.md"
 
@@ -24,6 +24,7 @@ MODULES = (
     "services.evaluation_head.app",
     "services.evaluation_head.torch_policy",
     "trainer.collector",
+    "trainer.rollouts.episodes",
     "trainer.reporting.metrics",
     "trainer.publishing.workers",
 )

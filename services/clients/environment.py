@@ -136,15 +136,15 @@ class ServedEpisode(Episode):
             self.actions.append(action)
             self._digests.append(_digest(result))
 
-    def compare(self, reached: EpisodeStart | StepResult, actions: int) -> None:
-        """Check that the episode reached the same state as before after so many actions.
+    def compare(self, reached: EpisodeStart | StepResult, actions: int, url: str) -> None:
+        """Check that the server at ``url`` reached the same state as before after a number of actions.
 
         Raises:
             EpisodeLostError: it did not.
         """
         if _digest(reached) != self._digests[actions]:
             raise EpisodeLostError(
-                f"its server was lost, and {self.server.url} reached another state after {actions} actions; is "
+                f"its server was lost, and {url} reached another state after {actions} actions; is "
                 f"{self.environment.id} deterministic, as it declares?"
             )
 
@@ -383,12 +383,13 @@ class EnvironmentClient:
                 server, reply = await self._reset(episode.seed, episode.split)
             except DependencyLostError as error:
                 raise EpisodeLostError(f"{reason}; then {error}") from error
-            self._count(episode.server, -1)
-            self._count(server, 1)
-            self.moves(episode, server, reply.episodes[0].episode)
-            episode.server, episode.id = server, reply.episodes[0].episode
-            episode.compare(reply.episodes[0], 0)
-            if await self._repeat(episode):
+            [start] = reply.episodes
+            if await self._repeat(episode, server, start):
+                # Only now, so that a cancelled recovery leaves the episode as it was.
+                self._count(episode.server, -1)
+                self._count(server, 1)
+                self.moves(episode, server, start.episode)
+                episode.server, episode.id = server, start.episode
                 REPLAYED.inc()
                 return
         raise EpisodeLostError(f"{reason}; no server took its actions again within {self.deadline:g} s")
@@ -396,18 +397,19 @@ class EnvironmentClient:
     def moves(self, episode: ServedEpisode, server: EnvironmentServer, new_id: str) -> None:
         """Take note that an episode moves to a server, where it has another id."""
 
-    async def _repeat(self, episode: ServedEpisode) -> bool:
-        """Take all actions again; return False if the server is lost meanwhile.
+    async def _repeat(self, episode: ServedEpisode, server: EnvironmentServer, start: EpisodeStart) -> bool:
+        """Take all actions again in an episode that has begun; return False if its server is lost meanwhile.
 
         Raises:
             EpisodeLostError: a state is another one than before.
         """
+        episode.compare(start, 0, server.url)
         for step, action in enumerate(episode.actions):
-            item = StepItem.model_construct(episode=episode.id, step=step, action=action)
-            [result] = await self._step_on(episode.server, [item])
+            item = StepItem.model_construct(episode=start.episode, step=step, action=action)
+            [result] = await self._step_on(server, [item])
             if result.status is StepStatus.LOST:
                 return False
-            episode.compare(result, step + 1)
+            episode.compare(result, step + 1, server.url)
         return True
 
 

@@ -72,6 +72,8 @@ class Link(EnvironmentClient):
         self._registry = driver.registry
         self._entrance_closed_until = 0.0
         self._under_way: list[ServedEpisode] = []
+        self._handed_over: list[ServedEpisode] = []
+        """Episodes of links that were dropped, which this link continues."""
         self._policy: Policy | None = None
         """The policy that plays; None until one fits."""
         self._begun = 0
@@ -90,6 +92,7 @@ class Link(EnvironmentClient):
                 while True:
                     await self._probe()
                     self._given_up = 0
+                    await self._take_over()
                     if not self._is_well:
                         self._leave()
                     elif self._room() > 0 or self._under_way:
@@ -97,6 +100,23 @@ class Link(EnvironmentClient):
                     await asyncio.sleep(PROBE_INTERVAL_SECONDS)
             finally:
                 self._leave()
+
+    def hand_over(self) -> None:
+        """Let the episodes under way continue by the link to another server that has the same environment."""
+        other = next((link for link in self._equal_links if link is not self), None)
+        if other is None or self.environment is None or not self.environment.deterministic:
+            return
+        for episode in self._under_way:
+            self._registry.move(self._record_of(episode.server), episode.id, other.record, episode.id)
+        other._handed_over += self._under_way
+        self._under_way.clear()
+
+    async def _take_over(self) -> None:
+        """Continue the episodes that other links have handed over."""
+        while self._handed_over:
+            episode = self._handed_over.pop()
+            episode.server = await self.connect(episode.server.url)
+            self._under_way.append(episode)
 
     def _leave(self) -> None:
         """Get no further episodes from other links."""
@@ -283,6 +303,7 @@ class Link(EnvironmentClient):
         """
         if time.monotonic() - self._health_asked > PROBE_INTERVAL_SECONDS:
             await self._probe_while_playing()
+        await self._take_over()
         policy = self._policy
         assert policy is not None
         while True:
@@ -332,8 +353,9 @@ class Driver:
     def update(self, found: list[DiscoveredServer]) -> None:
         """Connect to new servers, and drop the links to servers that vanished or moved."""
         wanted = {server.name: server for server in found if server.url is not None}
-        for name, (old, _, task) in list(self._links.items()):
+        for name, (old, link, task) in list(self._links.items()):
             if name not in wanted or (wanted[name].url, wanted[name].entrance) != (old.url, old.entrance):
+                link.hand_over()
                 task.cancel()
                 del self._links[name]
                 if name not in wanted:

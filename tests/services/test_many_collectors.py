@@ -32,7 +32,7 @@ from tests.waiting import IDLE_SECONDS, Deadline, bytes_in, eventually
 from trainer.collector import ADMISSION_SECONDS, Collector
 from trainer.config import TrainerSettings
 from trainer.rollouts.clients import Clients
-from trainer.rollouts.groups import GroupMaker
+from trainer.rollouts.groups import Completions, GroupMaker
 
 COLLECTORS = 24
 BATCH, STALENESS, EPOCHS = 4, 2, 2
@@ -120,11 +120,14 @@ class Tasks(World):
     async def __aenter__(self) -> Tasks:
         at = self.endpoints
         self._settings = TrainerSettings.load(**{name.lower(): value for name, value in self.variables.items()})
+        rewards = RewardClient(at[Task.REWARD_SERVER])
+        rollouts = RolloutClient(at[Task.ROLLOUT_SERVER], vocab_size=10_000, deadline_seconds=IDLE_SECONDS)
         self._clients = Clients(
             DataClient(at[Task.DATA_SERVER]),
-            RewardClient(at[Task.REWARD_SERVER]),
+            rewards,
             ReplayClient(at[Task.REPLAY_BUFFER]),
-            RolloutClient(at[Task.ROLLOUT_SERVER], vocab_size=10_000, deadline_seconds=IDLE_SECONDS),
+            rollouts,
+            Completions(self._settings, rollouts, rewards),
         )
         await self._clients.open()
         await self._clients.wait_healthy(IDLE_SECONDS)
@@ -137,7 +140,7 @@ class Tasks(World):
         await self._clients.close()
 
     def start(self, number: int) -> None:
-        maker = GroupMaker(self._settings, self._clients.rollouts, self._clients.rewards)
+        maker = GroupMaker(self._settings, self._clients.sampler)
         self._tasks[number] = asyncio.create_task(Collector(self._settings, self._clients, maker, number).run())
 
     async def kill(self, number: int) -> None:

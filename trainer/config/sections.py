@@ -126,11 +126,19 @@ class SamplingSection(AgentSettings):
     is trained. `http://host:port`: the first model of that OpenAI endpoint, which asks for no key, plays them; one seat
     is trained, by turns."""
     agent_concurrency: int | None = Field(None, ge=1)
-    """Most episodes at once in a collector. Unset: 256 (`agent`), or 8 a processor core and one a GiB of the node's
-    memory, whichever are fewer (`program`)."""
+    """Most episodes at once in a collector. Unset: 256 (`agent`), or the smaller of 8 per core and 1 per GiB of
+    memory (`program`)."""
     over_limit_reward: float = Field(0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
     """Reward of an answer over a limit: processor time or memory of the verifier, AGENT_MAX_TURNS, AGENT_MAX_TOKENS or
     AGENT_SECONDS. Such an answer is wrong; if another of its group has a lower reward, it gets that one."""
+
+    @property
+    def generation_deadline_seconds(self) -> float:
+        """Longest wait for one prompt's completions once it is in flight, retries included."""
+        # Settings are also checked where no request is made and the client's imports would only take time.
+        from services.clients.rollout import generation_seconds
+
+        return generation_seconds(self.max_new_tokens)
 
 
 class AlgorithmSection(Settings):
@@ -170,7 +178,7 @@ class AlgorithmSection(Settings):
     """Largest importance weight or ratio. Unset: 2 (`truncated`, `sequence`), 5 (`icepop`), 1.001 (`geometric`).
     [advanced]"""
     off_policy_max_kl: float | None = Field(None, gt=0)
-    """Leave out completions with negative advantage whose mean log(behaviour / policy) a token is above this; unset:
+    """Leave out completions with negative advantage whose mean log(behaviour / policy) per token exceeds this; unset:
     off. [advanced]"""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of KL to the reference; 0 keeps no reference model."""

@@ -14,7 +14,6 @@ from pydantic import model_validator
 
 from services.core.errors import ConfigurationError
 from services.core.settings import EnginesSection
-from services.protocol.base import MAX_SEQUENCES
 from trainer.algorithm.methods import (
     ADVANTAGES,
     GROUP_ADVANTAGES,
@@ -26,7 +25,6 @@ from trainer.algorithm.methods import (
     is_own_function,
 )
 from trainer.config.sections import (
-    SELF,
     AlgorithmSection,
     CriticSection,
     EvaluationSection,
@@ -35,11 +33,11 @@ from trainer.config.sections import (
     OptimisationSection,
     PublishedType,
     PublishingSection,
-    Rollout,
     RunSection,
     SamplingSection,
     Transport,
 )
+from trainer.config.ways import Way, check_way, way_of
 
 LEAST_CONCURRENCY = 64
 """Prompts in flight at once if a batch has fewer, so that an evaluation keeps the engines busy."""
@@ -92,8 +90,7 @@ class TrainerSettings(
     @property
     def own_functions(self) -> dict[str, str]:
         """The functions of the user's own among AGENT, where agents play, LOSS and ADVANTAGE, by variable."""
-        agent = {"AGENT": self.agent} if self.rollout is Rollout.AGENT else {}
-        named = {**agent, "LOSS": self.loss, "ADVANTAGE": self.advantage}
+        named = {**self.way.own_functions, "LOSS": self.loss, "ADVANTAGE": self.advantage}
         return {variable: name for variable, name in named.items() if is_own_function(name)}
 
     @property
@@ -131,27 +128,14 @@ class TrainerSettings(
         return self.updates_per_batch * self.epochs_per_batch
 
     @property
-    def longest_answer(self) -> int:
-        """Most tokens that the model samples for one answer to a prompt."""
-        return self.max_new_tokens if self.rollout is Rollout.COMPLETION else self.agent_max_tokens
+    def way(self) -> Way:
+        """The way of rolling out that ROLLOUT names."""
+        return way_of(self)
 
     @property
     def generation_concurrency(self) -> int:
         """Prompts in flight at once: a whole batch, so that no engine waits for the others."""
         return max(self.batch_size, LEAST_CONCURRENCY)
-
-    @property
-    def generation_deadline_seconds(self) -> float:
-        """Longest wait for one prompt's completions once it is in flight, retries included."""
-        # Settings are also checked where no request is made and the client's imports would only take time.
-        from services.clients.rollout import generation_seconds
-
-        return generation_seconds(self.max_new_tokens)
-
-    @property
-    def longest_answer_seconds(self) -> float:
-        """Longest time that one answer to a prompt takes once it is in flight; an episode may wait AGENT_SECONDS."""
-        return self.generation_deadline_seconds if self.rollout is Rollout.COMPLETION else 2 * self.agent_seconds
 
     @property
     def start_deadline_seconds(self) -> float:
@@ -206,56 +190,18 @@ def engines_can_sleep(settings: TrainerSettings) -> None:
         )
 
 
-def agent_fits(settings: TrainerSettings) -> None:
-    """Check that an agent is there exactly where ROLLOUT needs one."""
-    for needed, variable, value in (
-        (Rollout.AGENT, "AGENT", settings.agent),
-        (Rollout.PROGRAM, "AGENT_COMMAND", settings.agent_command),
-    ):
-        if value and settings.rollout is not needed:
-            raise ValueError(
-                f"{variable} is {value!r}, but ROLLOUT is {settings.rollout}; set ROLLOUT={needed}, or unset {variable}"
-            )
-    if settings.rollout is Rollout.AGENT and not is_own_function(settings.agent):
-        raise ValueError(f"AGENT is {settings.agent!r}, but ROLLOUT is agent; give the agent as module:function")
-    if settings.rollout is Rollout.PROGRAM and not settings.agent_command.strip():
-        raise ValueError("AGENT_COMMAND is empty, but ROLLOUT is program; give the agent as a shell command")
-
-
-def opponent_fits(settings: TrainerSettings) -> None:
-    """Check OPPONENT, which only self-play has."""
-    if settings.opponent == SELF:
-        return
-    if not settings.opponent.startswith(("http://", "https://")):
-        raise ValueError(
-            f"OPPONENT is {settings.opponent!r}; allowed is `self`, or an endpoint such as http://host:port"
-        )
-    if settings.rollout is not Rollout.ENVIRONMENT:
-        raise ValueError(f"OPPONENT is set, but ROLLOUT is {settings.rollout}; set ROLLOUT=environment, or unset it")
-
-
 def episodes_fit(settings: TrainerSettings) -> None:
-    """Check the lengths and the rewards of episodes of several turns."""
-    if settings.rollout is Rollout.COMPLETION:
-        return
-    if settings.agent_max_tokens < settings.max_new_tokens:
-        raise ValueError(
-            f"AGENT_MAX_TOKENS is {settings.agent_max_tokens}; allowed is at least MAX_NEW_TOKENS "
-            f"({settings.max_new_tokens}), the longest turn"
-        )
-    if settings.group_size * settings.agent_max_turns > MAX_SEQUENCES:
-        raise ValueError(
-            f"GROUP_SIZE times AGENT_MAX_TURNS is {settings.group_size * settings.agent_max_turns}; allowed is at most "
-            f"{MAX_SEQUENCES}, the most sequences of a group"
-        )
-    if settings.overlong_buffer:
+    """Check that what only completions, or only answers of several turns, have is set for those."""
+    if settings.overlong_buffer and settings.way.has_turns:
         raise ValueError(
             f"OVERLONG_BUFFER is set, but ROLLOUT is {settings.rollout}; unset it, the agent gives the rewards"
         )
+    if settings.credit is Credit.TURN and not settings.way.has_turns:
+        raise ValueError("CREDIT is turn, but completions have one turn; unset CREDIT")
 
 
 def methods_exist(settings: TrainerSettings) -> None:
-    """Check ADVANTAGE and LOSS, and that LOSS has the bounds that are set."""
+    """Check ADVANTAGE and LOSS, and that LOSS uses the bounds that are set."""
     for variable, name, known in (
         ("ADVANTAGE", settings.advantage, ADVANTAGES),
         ("LOSS", settings.loss, tuple(LOSSES)),
@@ -264,7 +210,7 @@ def methods_exist(settings: TrainerSettings) -> None:
             raise ValueError(f"{variable} is {name!r}; allowed is {', '.join(known)}, or module:function")
     for option in LOSS_OPTIONS if settings.loss in LOSSES else ():
         if getattr(settings, option) is not None and option not in LOSSES[settings.loss].options:
-            raise ValueError(f"{option.upper()} is set, but LOSS={settings.loss} has no such bound; unset it")
+            raise ValueError(f"{option.upper()} has no effect with LOSS={settings.loss}; unset it")
 
 
 def options_have_their_method(settings: TrainerSettings) -> None:
@@ -275,9 +221,8 @@ def options_have_their_method(settings: TrainerSettings) -> None:
             f"{', '.join(unused)} is set, but ADVANTAGE={settings.advantage} has no critic; "
             "unset it, or set ADVANTAGE=gae"
         )
-    if settings.credit is Credit.TURN and (settings.has_critic or settings.rollout is Rollout.COMPLETION):
-        why = "completions have one turn" if settings.rollout is Rollout.COMPLETION else "ADVANTAGE=gae has a critic"
-        raise ValueError(f"CREDIT is turn, but {why}; unset CREDIT")
+    if settings.credit is Credit.TURN and settings.has_critic:
+        raise ValueError("CREDIT is turn, but ADVANTAGE=gae has a critic; unset CREDIT")
     if settings.kl_in_reward and not settings.kl_coef:
         raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
 
@@ -329,8 +274,7 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     lengths_fit,
     target_is_compared,
     engines_can_sleep,
-    agent_fits,
-    opponent_fits,
+    check_way,
     episodes_fit,
     methods_exist,
     options_have_their_method,

@@ -266,7 +266,7 @@ def work_of(
         ranks_per_node: GPUs of a node, or 1.
         compute_bytes: bytes of a number in forward and backward passes.
     """
-    sequence = PROMPT_TOKENS + settings.longest_answer
+    sequence = PROMPT_TOKENS + settings.way.longest_answer
     share = math.ceil(settings.batch_size * settings.group_size / (nodes * ranks_per_node)) * sequence
     return Work(
         device="cuda" if memory else "cpu",

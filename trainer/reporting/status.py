@@ -23,7 +23,7 @@ from services.run_page.components import SERVICES, ComponentMonitor
 from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC, add_run_page
 from trainer.checkpoints.checkpoint import RunState
-from trainer.config import Rollout, TrainerSettings
+from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import StepClock
 
 log = get_logger(__name__)
@@ -68,10 +68,7 @@ class RunStatus:
 
 def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
     """Return the application of the status service."""
-    services = SERVICES if settings.rollout is Rollout.COMPLETION else (*SERVICES, Task.GATEWAY)
-    if settings.rollout is Rollout.ENVIRONMENT:
-        services = (*services, Task.ENVIRONMENT_SERVER)
-    watch = ComponentMonitor(settings.token, services)
+    watch = ComponentMonitor(settings.token, (*SERVICES, *settings.way.services))
     runs = [RunDirectory(settings.run_id, settings.run_dir)]
 
     @asynccontextmanager

@@ -135,7 +135,7 @@ class FreshQueue:
             DependencyLostError: no new group came for FRESH_WAIT_SECONDS, or longer where answers may take longer.
         """
         batch.counts["groups_dropped_stale"] = 0.0
-        patience = max(FRESH_WAIT_SECONDS, self.settings.longest_answer_seconds + LONGEST_ANSWER_MARGIN_SECONDS)
+        patience = max(FRESH_WAIT_SECONDS, self.settings.way.longest_answer_seconds + LONGEST_ANSWER_MARGIN_SECONDS)
         newest = time.monotonic()
         while batch.missing:
             most = 1 if self.settings.dynamic_sampling_tries else batch.missing

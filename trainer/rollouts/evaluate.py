@@ -6,27 +6,18 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from services.clients.data import DataClient
 from services.clients.rollout import SamplingParams
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.protocol.base import derive_seed
 from services.protocol.groups import Experience, Group
 from services.protocol.prompts import Cursor, Prompt, Split
-from services.protocol.rewards import (
-    FinishReason,
-    RewardResult,
-    RewardStatus,
-    interval,
-    is_correct,
-    pass_at_k,
-    standard_error,
-)
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus, estimate, is_correct, pass_at_k
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import environment_figures
-from trainer.rollouts.clients import Clients
-from trainer.rollouts.episodes import group_maker
-from trainer.rollouts.groups import LEAST_FAILURES
+from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, Sampler
 
 log = get_logger(__name__)
 
@@ -38,10 +29,10 @@ KEPT_SAMPLES = 8
 class Evaluator:
     """An evaluation of the policy that the rollout workers serve, on the first EVAL_PROMPTS held-out prompts."""
 
-    def __init__(self, settings: TrainerSettings, clients: Clients) -> None:
+    def __init__(self, settings: TrainerSettings, data: DataClient, sampler: Sampler) -> None:
         self.settings = settings
-        self.data = clients.data
-        self.maker = group_maker(settings, clients)
+        self.data = data
+        self.maker = GroupMaker(settings, sampler)
         self.samples: list[dict[str, Any]] = []
         """Greedy completions of the newest evaluation's first prompts, the same ones each time."""
         self.failure: str | None = None
@@ -64,7 +55,7 @@ class Evaluator:
         greedy = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=0.0)
         groups = await self._played(prompts, greedy, 1)
         self.samples = _samples(prompts, groups)
-        judged = [_judged(group) for group in groups]
+        judged = [_graded_results(group) for group in groups]
         results = [result for of_prompt in judged for result in of_prompt]
         reasons = [answer.result.reason for group in groups for answer in _answers(group)]
         self.failure = None if results else str(reasons[0] if reasons else self.maker.last_failure)
@@ -79,7 +70,7 @@ class Evaluator:
             sampling = SamplingParams(
                 max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature
             )
-            samples = [_judged(group) for group in await self._played(prompts, sampling, k)]
+            samples = [_graded_results(group) for group in await self._played(prompts, sampling, k)]
             metrics |= sample_metrics([of_prompt for of_prompt in samples if of_prompt], k)
         return metrics
 
@@ -127,7 +118,7 @@ def _samples(prompts: Sequence[Prompt], groups: Sequence[Group | None]) -> list[
     ]
 
 
-def _judged(group: Group | None) -> list[RewardResult]:
+def _graded_results(group: Group | None) -> list[RewardResult]:
     """Return the results of the answers that are right or wrong."""
     return [answer.result for answer in _answers(group) if is_correct(answer.result) is not None]
 
@@ -180,9 +171,8 @@ def sample_metrics(samples: Sequence[Sequence[RewardResult]], k: int) -> dict[st
 
 def _estimate(name: str, scores: Sequence[float]) -> dict[str, float]:
     """Return the mean of ``scores``, one a prompt, with its standard error and the ends of its interval."""
-    low, high = interval(scores)
-    mean, error = statistics.fmean(scores), standard_error(scores)
-    return {name: mean, f"{name}_stderr": error, f"{name}_low": low, f"{name}_high": high}
+    mean = estimate(scores)
+    return {name: mean.value, f"{name}_stderr": mean.stderr, f"{name}_low": mean.low, f"{name}_high": mean.high}
 
 
 def note_accuracy(settings: TrainerSettings, state: RunState, metrics: Mapping[str, float]) -> None:

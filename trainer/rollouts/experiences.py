@@ -4,51 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 import orjson
 from prometheus_client import Counter
 
-from services.agents import AgentFailedError
+from services.clients.agent_episodes import Episode
 from services.protocol.episodes import CalledTool, Message
 from services.protocol.groups import Experience, TurnReward, VersionSpan
-from services.protocol.rewards import RewardResult, RewardStatus
-from services.protocol.sessions import Trace, TraceSequence
+from services.protocol.sessions import TraceSequence
 
 LOST_TOKENS = Counter(
     "trainer_episode_tokens_lost", "Tokens of episodes that cannot be trained on, by reason.", ["reason"]
 )
-
-
-@dataclass(frozen=True)
-class Episode:
-    """An episode that has ended; without a reward, ``failure`` is the agent's error, or None if it gave no reward.
-
-    An episode over a limit gets its reward with its group.
-    """
-
-    trace: Trace
-    result: RewardResult
-    failure: AgentFailedError | None
-    turn_rewards: Sequence[float] = ()
-    """One a call of the model; none where the agent gave the episode's reward alone."""
-    figures: dict[str, float] = field(default_factory=dict)
-    seat: int | None = None
-    """The seat of a game; None where there is one seat."""
-
-    @property
-    def is_over_limit(self) -> bool:
-        """True if it is wrong because it exceeds a limit."""
-        return self.result.status is RewardStatus.OVER_LIMIT
-
-    @property
-    def has_won(self) -> bool | None:
-        """True if the seat's rewards sum to more than 0; None without seats or rewards. Over a limit it is lost."""
-        if self.seat is None or (self.result.reward is None and not self.is_over_limit):
-            return None
-        return (self.result.reward or 0.0) > 0
 
 
 def experiences_of(episodes: Sequence[Episode]) -> tuple[list[int], list[Experience]]:

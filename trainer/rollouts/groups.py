@@ -7,20 +7,27 @@ import contextlib
 import math
 import statistics
 import time
+from abc import ABC, abstractmethod
+from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Self
 
 from prometheus_client import Counter
 
 from services.agents import AgentFailedError
 from services.clients.data import DataClient
+from services.clients.environment import EnvironmentClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
-from services.http.client import RequestRefusedError
+from services.http.client import RequestRefusedError, ServiceClient
 from services.protocol.base import derive_seed
-from services.protocol.groups import Completion, Experience, Group
+from services.protocol.episodes import EpisodeFigures
+from services.protocol.groups import Experience, Group
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import CORRECT, RewardItem, RewardResult, RewardStatus, is_correct
 from services.run_page.activity import Activity
@@ -46,24 +53,161 @@ OWN_REASONS = frozenset({"exception", "reward", "reward_error", "turn_rewards", 
 """The reasons of failures of the user's own code: not of limits, and not of services that were lost."""
 
 
+@dataclass
+class Answers:
+    """The scored answers to a prompt, before they are a group; none of them is of use if there is an ``error``."""
+
+    prompt_ids: list[int] = field(default_factory=list)
+    experiences: list[Experience] = field(default_factory=list)
+    generated: float = field(default_factory=time.perf_counter)
+    """The time after which only scores were missing (time.perf_counter)."""
+    error: Exception | None = None
+    figures: dict[int, EpisodeFigures] | None = None
+    """Of each episode, by number; None for completions."""
+    failed: Tally[str] = field(default_factory=Tally)
+    """Failed episodes, by reason."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """The message of one of those episodes, by reason."""
+
+
+class Sampler(ABC):
+    """A way of rolling out: it answers prompts with the clients that it needs. One serves a run, or a collector."""
+
+    services: Sequence[ServiceClient | EnvironmentClient] = ()
+    """Clients of the services that the run needs besides those of every run."""
+
+    def __init__(self, settings: TrainerSettings, rewards: RewardClient) -> None:
+        self.settings = settings
+        self.rewards = rewards
+        self._has_reported = False
+
+    @classmethod
+    @abstractmethod
+    def of(cls, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> Self:
+        """Make the way with the clients that it needs besides those of engines and rewards.
+
+        Raises:
+            ConfigurationError: AGENT cannot be imported.
+        """
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Open the clients; ``stack`` closes them."""
+        for client in self.services:
+            await stack.enter_async_context(client)
+
+    def awaited(self) -> dict[str, Callable[[float], Awaitable[None]]]:
+        """Return the waits, each for a number of seconds, for what must be healthy before the first answer, by name."""
+        return {client.task.value: client.wait_healthy for client in self.services}
+
+    @abstractmethod
+    async def answer(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Answers:
+        """Answer a prompt ``n`` times and score the answers."""
+
+    @abstractmethod
+    def all_failed(self, failure: Exception | None, prompts: str) -> ConfigurationError | DependencyLostError:
+        """Return the error to raise when every answer of ``prompts`` failed; ``failure`` is the last one."""
+
+    async def statistics(self, deadline: float) -> dict[str, float]:
+        """Return metrics of this way of rolling out, asked for within ``deadline`` seconds.
+
+        Raises:
+            DependencyLostError, RequestRefusedError: the service that counts them does not answer.
+        """
+        return {}
+
+    async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        """Return a result for each answer, in order; ask again for those that could not be scored."""
+        results = await self.rewards.score(items, tries=SCORING_TRIES)
+        for result in results:
+            if is_correct(result) is None:
+                UNSCORABLE.labels(result.status.value).inc()
+            if result.status is RewardStatus.ERROR:
+                self.report("reward_error", result.reason or "")
+        return results
+
+    def report(self, reason: str, text: str) -> None:
+        """Log the run's first failure of the user's own code, and write it where terminal, page and status read it."""
+        if self._has_reported:
+            return
+        self._has_reported = True
+        log.error("an answer failed by an exception", reason=reason, text=text)
+        # The file exists where another process of the run reported a failure. A full disk ends the run elsewhere.
+        with contextlib.suppress(OSError), (self.settings.run_dir / FIRST_FAILURE).open("x") as file:
+            file.write(f"{reason}: {text}\n")
+
+
+class Completions(Sampler):
+    """One completion answers a prompt."""
+
+    def __init__(self, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> None:
+        super().__init__(settings, rewards)
+        self.rollouts = rollouts
+
+    @classmethod
+    def of(cls, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> Self:
+        """Make the way; it needs no further clients."""
+        return cls(settings, rollouts, rewards)
+
+    async def answer(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Answers:
+        """Return at most ``n`` completions; none if the engine refuses the prompt or answers too late.
+
+        A completion that cannot be scored stays with reward None, so that the record is whole; the loss leaves it out.
+        """
+        try:
+            completions = await self.rollouts.generate(prompt.prompt_ids, params, n=n, seed=seed)
+        except (DependencyLostError, RequestRefusedError) as error:
+            return Answers(error=error)
+        completions = [completion for completion in completions if completion.completion_ids]
+        if not completions:
+            return Answers(error=DependencyLostError("every completion came back aborted or empty"))
+        answers = Answers(prompt.prompt_ids)
+        items = [
+            RewardItem(
+                prompt=prompt.prompt,
+                response=completion.completion,
+                ground_truth=prompt.ground_truth,
+                completion_tokens=completion.completion_tokens,
+                finish_reason=completion.finish_reason,
+            )
+            for completion in completions
+        ]
+        scored = zip(completions, await self.score(items), strict=True)
+        answers.experiences = [Experience(**dict(c), result=result) for c, result in scored]
+        return answers
+
+    def all_failed(self, failure: Exception | None, prompts: str) -> ConfigurationError | DependencyLostError:
+        """Return the error to raise when every completion of ``prompts`` failed."""
+        if isinstance(failure, AgentFailedError):
+            return ConfigurationError(
+                f"the reward function failed at every answer of {prompts} in a row: {failure}; correct it"
+            )
+        reason = f"none of {prompts} got a completion from the rollout workers: {failure}"
+        if isinstance(failure, RequestRefusedError):
+            # The engine would refuse them after a restart, too.
+            return ConfigurationError(f"{reason}; do MAX_PROMPT_TOKENS and MAX_NEW_TOKENS fit the model's context?")
+        return DependencyLostError(reason)
+
+
 class GroupMaker:
-    """The maker of groups from prompts. It leaves out and counts a prompt that gets no completion.
+    """The maker of groups from prompts. It leaves out and counts a prompt without an answer of use.
 
     A run whose every answer fails can learn nothing, so many failed prompts in a row end it; see ``check``.
     """
 
-    def __init__(self, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> None:
+    def __init__(self, settings: TrainerSettings, sampler: Sampler) -> None:
         self.settings = settings
-        self.rollouts = rollouts
-        self.rewards = rewards
+        self.sampler = sampler
         self.last_generated = 0.0
         """The time of the newest completions (time.perf_counter): what a step waits after it, it waits for rewards."""
         self.failed_in_a_row = 0
         """Prompts whose every answer failed since the last prompt with another answer."""
         self.last_failure: Exception | None = None
-        self._has_told = False
         self.activity = Activity()
-        """Told how many prompts are answered."""
+        """Counts the prompts that are answered."""
+        self._failed: Tally[str] = Tally()
+        """Failed episodes, by reason, of prompts that were left out since the last group."""
+        self._examples: dict[str, str] = {}
+        """The message of one of those episodes, by reason."""
 
     async def make_groups(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Generate and score the groups of ``prompts``, all at once; a prompt without a completion gets no group.
@@ -89,7 +233,7 @@ class GroupMaker:
         for failure in failures:
             self.failed_in_a_row += 1
             self.last_failure = AgentFailedError(str(failure), "reward_error")
-            self.tell("reward_error", str(failure))
+            self.sampler.report("reward_error", str(failure))
         self.check()
 
     async def make_group(self, prompt: Prompt) -> Group | None:
@@ -100,89 +244,43 @@ class GroupMaker:
         return await self.sample_group(prompt, params, settings.group_size, seed)
 
     async def sample_group(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Group | None:
-        """Generate ``n`` completions, score them and return them as a group; None when there is no completion.
-
-        A completion that cannot be scored stays in the group with reward None, so that the record is whole; the loss
-        leaves it out.
-        """
-        completions = await self._generate(prompt, params, n, seed)
-        self.last_generated = time.perf_counter()
-        if not completions:
+        """Answer a prompt ``n`` times and return the answers as a group; None, counted, when none is of use."""
+        answers = await self.sampler.answer(prompt, params, n, seed)
+        self.last_generated = max(self.last_generated, answers.generated)
+        self._failed += answers.failed
+        self._examples = answers.examples | self._examples
+        if answers.error is not None:
+            self._leave_out(prompt, answers.error)
             return None
-        items = [
-            RewardItem(
-                prompt=prompt.prompt,
-                response=completion.completion,
-                ground_truth=prompt.ground_truth,
-                completion_tokens=completion.completion_tokens,
-                finish_reason=completion.finish_reason,
-            )
-            for completion in completions
-        ]
-        results = await self.score(items)
-        scored = zip(completions, results, strict=True)
-        group = self.group(prompt, prompt.prompt_ids, [Experience(**dict(c), result=result) for c, result in scored])
+        group = self._group(prompt, answers)
         if reward_failure(group) is None:
             self.failed_in_a_row = 0
         return group
 
-    def group(self, prompt: Prompt, prompt_ids: list[int], experiences: list[Experience]) -> Group:
-        """Return the experiences of a prompt as a group, in which answers over a limit have a reward."""
+    def _group(self, prompt: Prompt, answers: Answers) -> Group:
+        """Return the answers to a prompt as a group, with the failed episodes since the last one."""
+        failed, examples, self._failed, self._examples = self._failed, self._examples, Tally(), {}
+        has_episodes = answers.figures is not None
         return Group(
-            group_id=f"{self.settings.run_id}-{prompt.epoch}-{prompt.position}",
+            group_id=group_id(self.settings, prompt),
             prompt_id=prompt.id,
             prompt=prompt.prompt,
             ground_truth=prompt.ground_truth,
-            prompt_ids=prompt_ids,
+            prompt_ids=answers.prompt_ids,
             epoch=prompt.epoch,
             position=prompt.position,
-            experiences=with_rewards_over_limit(experiences, self.settings.over_limit_reward),
+            experiences=with_rewards_over_limit(answers.experiences, self.settings.over_limit_reward),
+            episode_figures=answers.figures,
+            episodes_failed=dict(failed) if has_episodes else None,
+            failure_examples=examples if has_episodes else None,
         )
 
-    async def _generate(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> list[Completion]:
-        """Return at most ``n`` completions; none, counted, when the engine refuses the prompt or answers too late."""
-        try:
-            answers = await self.rollouts.generate(prompt.prompt_ids, params, n=n, seed=seed)
-            completions = [completion for completion in answers if completion.completion_ids]
-            if not completions:
-                raise DependencyLostError("every completion came back aborted or empty")
-        except (DependencyLostError, RequestRefusedError) as error:
-            self.leave_out(prompt, error)
-            return []
-        return completions
-
-    def leave_out(self, prompt: Prompt, error: Exception) -> None:
-        """Count a prompt without a completion; ``error`` is the reason."""
+    def _leave_out(self, prompt: Prompt, error: Exception) -> None:
+        """Count a prompt without an answer of use; ``error`` is the reason."""
         self.last_failure = error
         self.failed_in_a_row += 1
         PROMPTS_FAILED.inc()
         log.warning("prompt left out: no completion could be generated", prompt_id=prompt.id, reason=str(error))
-
-    async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Return a result for each answer, in order; ask again for those that could not be scored."""
-        results = await self.rewards.score(items)
-        for _ in range(SCORING_TRIES - 1):
-            unscored = [i for i, result in enumerate(results) if is_correct(result) is None]
-            if not unscored:
-                break
-            for i, result in zip(unscored, await self.rewards.score([items[i] for i in unscored]), strict=True):
-                results[i] = result
-        for result in results:
-            if is_correct(result) is None:
-                UNSCORABLE.labels(result.status.value).inc()
-            if result.status is RewardStatus.ERROR:
-                self.tell("reward_error", result.reason or "")
-        return results
-
-    def tell(self, reason: str, text: str) -> None:
-        """Log the run's first failure of the user's own code, and write it where terminal, page and status read it."""
-        if self._has_told:
-            return
-        self._has_told = True
-        log.error("an answer failed by an exception", reason=reason, text=text)
-        # The file exists where another process of the run has told of a failure. A full disk ends the run elsewhere.
-        with contextlib.suppress(OSError), (self.settings.run_dir / FIRST_FAILURE).open("x") as file:
-            file.write(f"{reason}: {text}\n")
 
     def check(self) -> None:
         """Pass until every answer of a batch of prompts in a row failed, and no fewer than LEAST_FAILURES.
@@ -200,16 +298,13 @@ class GroupMaker:
 
     def all_failed(self) -> ConfigurationError | DependencyLostError:
         """Return the error to raise when every answer of the last prompts failed."""
-        failure, prompts = self.last_failure, f"{self.failed_in_a_row} prompt{'s'[: self.failed_in_a_row != 1]}"
-        if isinstance(failure, AgentFailedError):
-            return ConfigurationError(
-                f"the reward function failed at every answer of {prompts} in a row: {failure}; correct it"
-            )
-        reason = f"none of {prompts} got a completion from the rollout workers: {failure}"
-        if isinstance(failure, RequestRefusedError):
-            # The engine would refuse them after a restart, too.
-            return ConfigurationError(f"{reason}; do MAX_PROMPT_TOKENS and MAX_NEW_TOKENS fit the model's context?")
-        return DependencyLostError(reason)
+        prompts = f"{self.failed_in_a_row} prompt{'s'[: self.failed_in_a_row != 1]}"
+        return self.sampler.all_failed(self.last_failure, prompts)
+
+
+def group_id(settings: TrainerSettings, prompt: Prompt) -> str:
+    """Return the id of a prompt's group, which is the same when it is made again."""
+    return f"{settings.run_id}-{prompt.epoch}-{prompt.position}"
 
 
 def with_rewards_over_limit(experiences: Sequence[Experience], most: float) -> list[Experience]:

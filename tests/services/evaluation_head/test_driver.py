@@ -20,7 +20,11 @@ from services.clients import environment
 from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.checkpoint import publish_policy
-from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
+from services.evaluation_head.driver import Driver
+from services.evaluation_head.policy import FunctionPolicy
+from services.evaluation_head.registry import Meter, Registry
+from services.evaluation_head.settings import HeadSettings
+from services.protocol.evaluation import ActionKind, ActionSpec, DiscoveredServer, StateKind, StateSpec
 from tests.ports import free_port
 from tests.services.clients.test_lost_servers import TURNS, guess, undisturbed
 from tests.services.environment_server.conftest import ODD
@@ -161,6 +165,25 @@ async def test_the_episodes_of_a_killed_server_continue_with_equal_returns(
     assert stats["returns"]["mean"] == pytest.approx(np.mean(returns))
     last = row(stats, servers[-1].url.removeprefix("http://"))
     assert last["finished"] > count - 8, "an episode may have ended before the kill"
+
+
+async def test_the_episodes_of_a_server_that_discovery_drops_continue_elsewhere(start_service: Any) -> None:
+    variables = {"ENVIRONMENT": "guessing", "ENVIRONMENT_TEXT_TURNS": str(TURNS), "LOG_LEVEL": "warning"}
+    servers = [start_service("services.environment_server", **variables) for _ in range(2)]
+    found = [DiscoveredServer(name=s.url, source="cluster", status="UP", url=s.url) for s in servers]
+    settings = HeadSettings(head_drive_episodes=8, head_drive_total=8)
+    registry = Registry(Meter())
+    async with FunctionPolicy("guess", f"{__name__}:guess_slowly") as policy:
+        driver = Driver(settings, {"guess": policy}, registry)
+        driver.update(found)
+        await eventually(lambda: all(server.states for server in registry.servers.values()))
+        servers[0].kill()
+        driver.update(found[1:])
+        await eventually(lambda: registry.returns.count == 16, progress=lambda: str(registry.returns))
+        await driver.close()
+    assert (registry.lost, registry.active) == (0, 0)
+    returns = [(await undisturbed(seed))[0] for seed in range(8)]
+    assert registry.returns.mean == pytest.approx(np.mean(returns))
 
 
 def guess_slowly(states: list[Any]) -> list[str]:

@@ -11,7 +11,6 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import httpx
 import orjson
@@ -25,7 +24,8 @@ from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult
 from tests.e2e.agents import Asking
 from trainer.config import TrainerSettings
-from trainer.rollouts.episodes import EpisodeMaker
+from trainer.rollouts.episodes import Agents
+from trainer.rollouts.groups import GroupMaker
 
 TURNS = 3
 GROUP_SIZE = 4
@@ -70,7 +70,7 @@ async def insist(example: Example, *, base_url: str, api_key: str, http_client: 
 class NoScores:
     """A reward-server that nobody asks."""
 
-    async def score(self, items: list[RewardItem]) -> list[RewardResult]:
+    async def score(self, items: list[RewardItem], *, tries: int = 1) -> list[RewardResult]:
         raise NotImplementedError
 
 
@@ -80,7 +80,7 @@ async def play(work: Work) -> None:
     made = TrainerSettings.load(**settings, group_size=GROUP_SIZE, max_new_tokens=24, run_id="faults")
     places = asyncio.Semaphore(AT_ONCE)
     async with GatewayClient(Endpoint("127.0.0.1", work.port), work.token) as client:
-        maker = EpisodeMaker(made, client, MagicMock(), NoScores(), insist)  # type: ignore[arg-type]
+        maker = GroupMaker(made, Agents(made, NoScores(), client, insist))  # type: ignore[arg-type]
 
         async def one(number: int) -> None:
             prompt = Prompt(id=f"p/{number}", prompt=f"{number}+4=", ground_truth="7", position=number)

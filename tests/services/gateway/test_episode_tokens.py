@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import httpx
 import orjson
@@ -28,7 +27,8 @@ from tests.trainer.tiny import plain_logprobs, plain_model
 from tests.waiting import IDLE_SECONDS, wait_until
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
-from trainer.rollouts.episodes import EpisodeMaker
+from trainer.rollouts.episodes import Agents
+from trainer.rollouts.groups import GroupMaker
 
 PROMPTS = [
     Prompt(id=f"p/{i}", prompt=question, ground_truth="7", position=i)
@@ -52,7 +52,7 @@ def gateway(start_service_once: StartService, engine: RunningService, tiny_model
 class OneDigit:
     """A reward-server in this process: an answer of one digit is right."""
 
-    async def score(self, items: list[RewardItem]) -> list[RewardResult]:
+    async def score(self, items: list[RewardItem], *, tries: int = 1) -> list[RewardResult]:
         return [RewardResult(reward=float(len(item.response) == 1)) for item in items]
 
 
@@ -62,7 +62,7 @@ def play(agent: Callable[..., Any], gateway: RunningService, model: Path, **fiel
 
     async def groups() -> list[Group]:
         async with GatewayClient(Endpoint("127.0.0.1", gateway.port)) as client:
-            maker = EpisodeMaker(settings, client, MagicMock(), OneDigit(), agent)  # type: ignore[arg-type]
+            maker = GroupMaker(settings, Agents(settings, OneDigit(), client, agent))  # type: ignore[arg-type]
             return await maker.make_groups(PROMPTS)
 
     return asyncio.run(groups())

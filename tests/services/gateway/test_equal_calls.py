@@ -23,6 +23,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from services.clients.agent_episodes import PatientTransport
 from services.core.tasks import Stopwatch
 from services.gateway.app import Reply
 from services.gateway.calls import Calls
@@ -35,7 +36,6 @@ from tests.services.gateway.conftest import ADD, Running, StartGateway
 from tests.services.gateway.fake_engine import FakeEngine, running
 from tests.services.gateway.test_gateway_process import seeded, start
 from tests.waiting import IDLE_SECONDS, eventually, wait_ready
-from trainer.rollouts.episodes import PatientTransport
 
 CHAT = "/sessions/s/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Vote."}]}

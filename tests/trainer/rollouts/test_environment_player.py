@@ -19,9 +19,7 @@ from recipes.wordle import WORDS
 from services.clients.data import DataClient
 from services.clients.environment import EnvironmentClient
 from services.clients.gateway import GatewayClient
-from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
-from services.clients.rollout import RolloutClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
@@ -47,9 +45,9 @@ from trainer.config.objective import Objective
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
-from trainer.rollouts.clients import Clients
-from trainer.rollouts.episodes import EpisodeMaker, group_maker
-from trainer.rollouts.groups import LEAST_FAILURES
+from trainer.rollouts.episodes import Games
+from trainer.rollouts.game import Opponent
+from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
 from trainer.service_thread import ServiceThread
 
 ODD = "tests.services.environment_server.odd_environments:"
@@ -59,14 +57,20 @@ PROMPT = Prompt(id="seeds/train/5", prompt="The episode of seed 5", ground_truth
 @dataclass
 class Stage:
     gateway: FakeGateway
-    clients: Clients
+    data: DataClient
+    rewards: RewardClient
+    gateway_client: GatewayClient
+    environments: EnvironmentClient
     thread: ServiceThread
+    opponent: Opponent | None = None
 
-    def maker(self, **fields: Any) -> EpisodeMaker:
+    def sampler(self, settings: TrainerSettings) -> Games:
+        return Games(settings, self.rewards, self.gateway_client, self.environments, self.opponent)
+
+    def maker(self, **fields: Any) -> GroupMaker:
         wanted = {"rollout": "environment", "group_size": 2, "max_new_tokens": 9}
-        maker = group_maker(TrainerSettings.load(**(wanted | fields)), self.clients)
-        assert isinstance(maker, EpisodeMaker)
-        return maker
+        settings = TrainerSettings.load(**(wanted | fields))
+        return GroupMaker(settings, self.sampler(settings))
 
     def group(self, prompt: Prompt = PROMPT, **fields: Any) -> Group | None:
         return self.thread.call(self.maker(**fields).make_group(prompt))
@@ -85,21 +89,15 @@ def stage_of(*environment_servers: str) -> Iterator[Stage]:
     """A stage with environment-servers at these URLs."""
     gateway = FakeGateway(lambda messages: "50")
     with ExitStack() as stack:
-        data, rewards, replay, rollouts, served = (
-            stack.enter_context(fake_service(routes)) for routes in ({}, {}, {}, {}, gateway)
-        )
-        clients = Clients(
-            DataClient(data.endpoint),
-            RewardClient(rewards.endpoint),
-            ReplayClient(replay.endpoint),
-            RolloutClient(rollouts.endpoint, vocab_size=1000),
-            GatewayClient(served.endpoint, deadline=30),
-            EnvironmentClient([address_of(url) for url in environment_servers], deadline=5),
-        )
+        data, rewards, served = (stack.enter_context(fake_service(routes)) for routes in ({}, {}, gateway))
+        environments = EnvironmentClient([address_of(url) for url in environment_servers], deadline=5)
+        data_client, reward_client = DataClient(data.endpoint), RewardClient(rewards.endpoint)
+        gateway_client = GatewayClient(served.endpoint, deadline=30)
         thread = stack.enter_context(ServiceThread())
-        thread.call(clients.open())
-        yield Stage(gateway, clients, thread)
-        thread.call(clients.close())
+        for client in (data_client, reward_client, gateway_client, environments):
+            thread.call(client.__aenter__())
+            stack.callback(lambda client=client: thread.call(client.__aexit__(None, None, None)))
+        yield Stage(gateway, data_client, reward_client, gateway_client, environments, thread)
 
 
 def find_secret(messages: list[dict[str, Any]]) -> str:
@@ -252,8 +250,7 @@ def test_a_prompt_that_is_no_seed_names_the_setting(stage: Stage) -> None:
 
 
 def test_a_run_without_servers_ends_as_recoverable(stage: Stage) -> None:
-    assert stage.clients.environments is not None
-    stage.clients.environments = EnvironmentClient([], deadline=0.1)
+    stage.environments = EnvironmentClient([], deadline=0.1)
     maker = stage.maker()
     assert stage.thread.call(maker.make_group(PROMPT)) is None
     assert isinstance(maker.all_failed(), DependencyLostError)
@@ -268,7 +265,7 @@ def test_the_recipe_of_wordle_takes_a_training_step(stage: Stage, tmp_path: Path
     settings = TrainerSettings.load(**{name.lower(): value for name, value in given.items()}, compute_type="float32")
     words = iter(WORDS)
     stage.gateway.says = lambda _: f"<guess>[{next(words)}]</guess>"
-    maker = group_maker(settings, stage.clients)
+    maker = GroupMaker(settings, stage.sampler(settings))
     group = stage.thread.call(maker.make_group(PROMPT))
     assert group is not None
     assert len(group.experiences) == 4

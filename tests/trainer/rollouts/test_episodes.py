@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ import httpx
 import pytest
 from prometheus_client import REGISTRY
 
+from services.agents import load_agent
+from services.clients.agent_episodes import Episode
 from services.clients.data import DataClient
 from services.clients.gateway import GatewayClient
-from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
-from services.clients.rollout import RolloutClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.programs import Program
 from services.protocol.episodes import EpisodeFigures, Message
@@ -36,11 +36,10 @@ from tests.fake_service import FakeService, fake_service
 from tests.trainer.rollouts.fake_gateway import END, FakeGateway, ids
 from trainer.config import Rollout, TrainerSettings
 from trainer.main_rank import MainRank
-from trainer.rollouts.clients import Clients
-from trainer.rollouts.episodes import EpisodeMaker, group_maker
+from trainer.rollouts.episodes import Agents, Programs
 from trainer.rollouts.evaluate import Evaluator
-from trainer.rollouts.experiences import Episode, experiences_of
-from trainer.rollouts.groups import LEAST_FAILURES
+from trainer.rollouts.experiences import experiences_of
+from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
 from trainer.service_thread import ServiceThread
 
 PROMPT = Prompt(id="p/0", prompt="6*7=", ground_truth="42", prompt_ids=[1], epoch=0, position=3)
@@ -178,7 +177,9 @@ class Stage:
     gateway: FakeGateway
     rewards: FakeService
     data: FakeService
-    clients: Clients
+    data_client: DataClient
+    reward_client: RewardClient
+    gateway_client: GatewayClient
     thread: ServiceThread
     stack: ExitStack
 
@@ -186,16 +187,20 @@ class Stage:
         wanted = {"rollout": "agent", "agent": f"{__name__}:{agent.__name__}", "group_size": 2, "max_new_tokens": 9}
         return TrainerSettings.load(**(wanted | fields))
 
-    def maker(self, agent: Any, /, **fields: Any) -> EpisodeMaker:
-        settings, clients = self.settings(agent, **fields), self.clients
-        if settings.rollout is Rollout.PROGRAM:
-            relay = Relay(Program(settings.agent_command))
-            self.thread.call(relay.__aenter__())
-            self.stack.callback(lambda: self.thread.call(relay.__aexit__()))
-            clients = replace(clients, relay=relay)
-        maker = group_maker(settings, clients)
-        assert isinstance(maker, EpisodeMaker)
-        return maker
+    def sampler(self, settings: TrainerSettings) -> Agents:
+        if settings.rollout is not Rollout.PROGRAM:
+            return Agents(settings, self.reward_client, self.gateway_client, load_agent("AGENT", settings.agent))
+        relay = Relay(Program(settings.agent_command))
+        self.thread.call(relay.__aenter__())
+        self.stack.callback(lambda: self.thread.call(relay.__aexit__()))
+        return Programs(settings, self.reward_client, self.gateway_client, relay)
+
+    def maker(self, agent: Any, /, **fields: Any) -> GroupMaker:
+        settings = self.settings(agent, **fields)
+        return GroupMaker(settings, self.sampler(settings))
+
+    def evaluator(self, settings: TrainerSettings) -> Evaluator:
+        return Evaluator(settings, self.data_client, self.sampler(settings))
 
     def group(self, agent: Any, prompt: Prompt = PROMPT, /, **fields: Any) -> Group | None:
         return self.thread.call(self.maker(agent, **fields).make_group(prompt))
@@ -211,19 +216,15 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setenv("SHARED_DIR", str(tmp_path))
     gateway = FakeGateway(lambda messages: "42" if len(messages) > 1 else "call")
     with ExitStack() as stack:
-        routes = ({}, {"POST /batch_reward": score}, {}, {}, gateway)
-        data, rewards, replay, rollouts, served = (stack.enter_context(fake_service(own)) for own in routes)
-        clients = Clients(
-            DataClient(data.endpoint),
-            RewardClient(rewards.endpoint, deadline=30),
-            ReplayClient(replay.endpoint),
-            RolloutClient(rollouts.endpoint, vocab_size=1000),
-            GatewayClient(served.endpoint, deadline=30),
-        )
+        routes = ({}, {"POST /batch_reward": score}, gateway)
+        data, rewards, served = (stack.enter_context(fake_service(own)) for own in routes)
+        data_client, reward_client = DataClient(data.endpoint), RewardClient(rewards.endpoint, deadline=30)
+        gateway_client = GatewayClient(served.endpoint, deadline=30)
         thread = stack.enter_context(ServiceThread())
-        thread.call(clients.open())
-        stack.callback(lambda: thread.call(clients.close()))
-        yield Stage(gateway, rewards, data, clients, thread, stack)
+        for client in (data_client, reward_client, gateway_client):
+            thread.call(client.__aenter__())
+            stack.callback(lambda client=client: thread.call(client.__aexit__(None, None, None)))
+        yield Stage(gateway, rewards, data, data_client, reward_client, gateway_client, thread, stack)
 
 
 def test_an_episode_is_one_sequence_of_which_the_models_tokens_are_trained(stage: Stage) -> None:
@@ -410,7 +411,8 @@ def test_an_answer_that_cannot_be_scored_is_no_failure_of_the_agent(stage: Stage
 def test_a_group_also_tells_of_the_failed_episodes_of_prompts_without_a_group(stage: Stage) -> None:
     maker = stage.maker(broken)
     assert stage.thread.call(maker.make_group(PROMPT)) is None
-    maker.agent = one_turn
+    assert isinstance(maker.sampler, Agents)
+    maker.sampler.agent = one_turn
     group, after = (stage.thread.call(maker.make_group(PROMPT)) for _ in range(2))
     assert group is not None
     assert (group.episodes_failed, group.failure_examples) == ({"exception": 2}, {"exception": str(maker.last_failure)})
@@ -615,7 +617,7 @@ def test_a_program_that_ends_over_a_limit_has_failed_by_the_limit(
 def test_a_program_that_cannot_be_run_ends_the_run_with_its_output(stage: Stage) -> None:
     maker = stage.maker(one_turn, rollout="program", agent="", agent_command="no-such-agent", batch_size=LEAST_FAILURES)
     assert stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES)) == []
-    with pytest.raises(ConfigurationError, match=r"exit code 127.*no-such-agent.*evaluate --agent-command"):
+    with pytest.raises(ConfigurationError, match=r"exited with code 127.*no-such-agent.*evaluate --agent-command"):
         stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
 
 
@@ -651,8 +653,7 @@ def test_so_many_episodes_are_played_at_once(stage: Stage, monkeypatch: pytest.M
 @pytest.mark.parametrize(("status", "error"), [(503, DependencyLostError), (422, ConfigurationError)])
 def test_a_gateway_that_makes_no_sessions_ends_the_run(stage: Stage, status: int, error: type[Exception]) -> None:
     stage.gateway["POST /sessions"] = lambda _: status
-    assert stage.clients.gateway is not None
-    stage.clients.gateway.deadline = 2 if status == 503 else 30
+    stage.gateway_client.deadline = 2 if status == 503 else 30
     maker = stage.maker(one_turn, batch_size=LEAST_FAILURES)
     with pytest.raises(error, match="gateway"):
         stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
@@ -660,7 +661,7 @@ def test_a_gateway_that_makes_no_sessions_ends_the_run(stage: Stage, status: int
 
 def test_a_reward_server_that_is_lost_ends_the_run(stage: Stage) -> None:
     stage.rewards.routes["POST /batch_reward"] = lambda _: 503
-    stage.clients.rewards.deadline = 1
+    stage.reward_client.deadline = 1
     with pytest.raises(DependencyLostError, match="reward-server"):
         stage.group(one_turn)
 
@@ -672,7 +673,7 @@ def test_an_evaluation_plays_the_agent_greedily(stage: Stage) -> None:
         "cursor": {},
         "total_available": 6,
     }
-    evaluator = Evaluator(stage.settings(two_turns, eval_prompts=6), stage.clients)
+    evaluator = stage.evaluator(stage.settings(two_turns, eval_prompts=6))
     metrics = stage.thread.call(evaluator.evaluate())
     assert (metrics["accuracy"], metrics["eval_prompts"], metrics["eval_left_out"]) == (0.5, 6, 0)
     assert {session.request["temperature"] for session in stage.gateway.sessions.values()} == {0.0}
@@ -685,7 +686,7 @@ def test_an_evaluation_counts_an_episode_over_a_limit_as_wrong_as_the_training_d
         "cursor": {},
         "total_available": 1,
     }
-    evaluator = Evaluator(stage.settings(endless, eval_prompts=1, eval_samples=2, agent_max_turns=2), stage.clients)
+    evaluator = stage.evaluator(stage.settings(endless, eval_prompts=1, eval_samples=2, agent_max_turns=2))
     metrics = stage.thread.call(evaluator.evaluate())
     assert (metrics["accuracy"], metrics["pass_at_2"]) == (0.0, 0.0)
     assert (metrics["eval_over_limit"], metrics["eval_left_out"]) == (1, 0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.reporting.step_metrics import failures, group_metrics, reward_counts
 from trainer.rollouts.batch import Batch, within_kl
-from trainer.rollouts.groups import GroupMaker
+from trainer.rollouts.groups import Answers, GroupMaker
 
 SETTINGS = TrainerSettings.load(max_new_tokens=10)
 
@@ -111,6 +112,14 @@ def test_groups_of_equal_rewards_are_replaced_where_a_group_is_compared_with_its
     assert has_signal(group(experience(1.0), experience(0.0)), settings)
 
 
+def group_of(settings: TrainerSettings, prompt: Prompt, played: list[Experience]) -> Group:
+    """Return the group that a maker makes of a prompt whose answers these are."""
+    sampler = MagicMock(answer=AsyncMock(return_value=Answers([2, 3], played)))
+    made = asyncio.run(GroupMaker(settings, sampler).make_group(prompt))
+    assert made is not None
+    return made
+
+
 @pytest.mark.parametrize(
     ("rewards", "most", "given"),
     [
@@ -126,8 +135,7 @@ def test_an_answer_over_a_limit_has_the_lowest_reward(rewards: list[float | None
     settings = TrainerSettings.load(over_limit_reward=most)
     over = experience(None, result=RewardResult(reward=None, status=RewardStatus.OVER_LIMIT, reason="said"))
     prompt = Prompt(id="p", prompt="1+1=", ground_truth="2", prompt_ids=[2, 3])
-    maker = GroupMaker(settings, MagicMock(), MagicMock())
-    made = maker.group(prompt, [2, 3], [over, *map(experience, rewards)])
+    made = group_of(settings, prompt, [over, *map(experience, rewards)])
     assert [e.reward for e in made.experiences] == [given, *rewards]
     assert made.experiences[0].result == RewardResult(reward=given, status=RewardStatus.OVER_LIMIT, reason="said")
     assert len(Objective(settings).training_group(made).sequences) == 1 + sum(reward is not None for reward in rewards)
@@ -141,7 +149,7 @@ def test_the_lowest_reward_of_a_game_is_that_of_the_same_seat() -> None:
     prompt = Prompt(id="p", prompt="1+1=", ground_truth="2", prompt_ids=[2, 3])
     played = [experience(None, episode=seat, seat=seat, result=over) for seat in (0, 1)]
     played += [experience(reward, episode=2 + seat, seat=seat) for seat, reward in enumerate((-1.0, 1.0))]
-    made = GroupMaker(SETTINGS, MagicMock(), MagicMock()).group(prompt, [2, 3], played)
+    made = group_of(SETTINGS, prompt, played)
     assert [e.reward for e in made.experiences] == [-1.0, 0.0, -1.0, 1.0]
 
 

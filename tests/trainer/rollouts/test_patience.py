@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from services.clients import agent_episodes
+from services.clients.agent_episodes import PatientTransport
 from services.core.tasks import Stopwatch
 from services.protocol.sessions import AGAIN, REQUEST_MARK
 from tests.ports import free_port
-from trainer.rollouts import episodes
-from trainer.rollouts.episodes import PatientTransport
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nwhole"
 HALF = WHOLE[:-2]
@@ -24,7 +24,7 @@ LIMIT = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 5\r\n\r\nlimit"
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episodes, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(agent_episodes, "FIRST_PAUSE_SECONDS", 0.01)
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -39,7 +39,7 @@ from trainer.rollouts import batch, groups
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
-from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
+from trainer.rollouts.groups import LEAST_FAILURES, Completions, GroupMaker
 from trainer.service_thread import ServiceThread
 
 VOCAB_SIZE = 1000
@@ -124,18 +124,25 @@ class Services:
         wanted = {"batch_size": 4, "group_size": 2, "num_epochs": 1, "replay_groups": 0, "eval_prompts": 0}
         return TrainerSettings.load(**(wanted | {"checkpoint_every": 0, "shared_dir": self.directory} | fields))
 
+    def sampler(self, settings: TrainerSettings) -> Completions:
+        return Completions(settings, self.clients.rollouts, self.clients.rewards)
+
+    def main(self, settings: TrainerSettings) -> MainRank:
+        return MainRank(settings, self.thread, replace(self.clients, sampler=self.sampler(settings)))
+
     def steps(self, position: int = 0, **fields: Any) -> Steps:
-        main = MainRank(self.settings(**fields), self.thread, self.clients)
+        main = self.main(self.settings(**fields))
         main.cursor = Cursor(position=position)
         return Steps(main)
 
     def collect(self, **fields: Any) -> None:
         settings = self.settings(mode="async", **fields)
-        maker = GroupMaker(settings, self.clients.rollouts, self.clients.rewards)
+        maker = GroupMaker(settings, self.sampler(settings))
         self.thread.call(Collector(settings, self.clients, maker).run())
 
     def evaluate(self, **fields: Any) -> tuple[dict[str, float], Evaluator]:
-        evaluator = Evaluator(self.settings(**fields), self.clients)
+        settings = self.settings(**fields)
+        evaluator = Evaluator(settings, self.clients.data, self.sampler(settings))
         return self.thread.call(evaluator.evaluate()), evaluator
 
 
@@ -154,12 +161,10 @@ def fakes() -> Iterator[list[FakeService]]:
 @pytest.fixture
 def services(fakes: list[FakeService], tmp_path: Path) -> Iterator[Services]:
     data, rollouts, rewards, buffer = (fake.endpoint for fake in fakes)
-    clients = Clients(
-        DataClient(data, deadline=20),
-        RewardClient(rewards, deadline=20),
-        ReplayClient(buffer, deadline=20),
-        RolloutClient(rollouts, vocab_size=VOCAB_SIZE, deadline_seconds=20, max_concurrency=8),
-    )
+    scoring = RewardClient(rewards, deadline=20)
+    generating = RolloutClient(rollouts, vocab_size=VOCAB_SIZE, deadline_seconds=20, max_concurrency=8)
+    sampler = Completions(TrainerSettings.load(), generating, scoring)
+    clients = Clients(DataClient(data, deadline=20), scoring, ReplayClient(buffer, deadline=20), generating, sampler)
     with ServiceThread() as thread:
         thread.call(clients.open())
         yield Services(*fakes, clients, thread, tmp_path)
@@ -314,7 +319,7 @@ def test_it_says_how_many_workers_are_there_and_until_when_it_waits(
 
 
 def test_it_says_how_many_prompts_are_answered(services: Services) -> None:
-    main = MainRank(services.settings(eval_prompts=10), services.thread, services.clients)
+    main = services.main(services.settings(eval_prompts=10))
     told: list[str] = []
 
     def rewards(request: dict[str, Any]) -> dict[str, Any]:
@@ -330,7 +335,7 @@ def test_it_says_how_many_prompts_are_answered(services: Services) -> None:
 
 
 def test_it_says_which_services_it_waits_for(services: Services) -> None:
-    main = MainRank(services.settings(), services.thread, services.clients)
+    main = services.main(services.settings())
     for fake in (services.data, services.rewards):
         fake.routes["GET /health"] = lambda _: {}
     with pytest.raises(DependencyLostError, match="replay-buffer"):
@@ -385,7 +390,7 @@ def test_without_dynamic_sampling_all_completions_are_trained_on(services: Servi
 @pytest.mark.parametrize("advantage", ["gae", "reinforce"])
 def test_groups_of_one_are_all_kept_where_they_teach(services: Services, advantage: str) -> None:
     settings = services.settings(group_size=1, advantage=advantage, dynamic_sampling_tries=3)
-    main = MainRank(settings, services.thread, services.clients)
+    main = services.main(settings)
     batch = Batch(Objective(settings))
     while batch.missing:
         batch.add(main.generate_and_score(main.fetch_prompts(batch.missing), batch, lambda: None))
@@ -573,7 +578,7 @@ def test_an_evaluation_that_fails_ends_the_run_unless_it_is_the_last(services: S
 def test_fewer_held_out_prompts_than_asked_for_are_said_once(services: Services, asked: int, lines: int) -> None:
     services.data.routes["GET /stats"] = lambda _: stats() | {"test_prompts": 1}
     with structlog.testing.capture_logs() as logged:
-        MainRank(services.settings(eval_prompts=asked), services.thread, services.clients).describe_data()
+        services.main(services.settings(eval_prompts=asked)).describe_data()
     said = "EVAL_PROMPTS: 4 asked, the data set holds out 1 (DATASET_HELD_OUT)"
     assert [entry["event"] for entry in logged if entry["log_level"] == "warning"] == [said] * lines
 

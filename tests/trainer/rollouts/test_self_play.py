@@ -19,9 +19,7 @@ from pydantic import ValidationError
 from services.clients.data import DataClient
 from services.clients.environment import EnvironmentClient
 from services.clients.gateway import GatewayClient
-from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
-from services.clients.rollout import RolloutClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.embedded_engine.http.app import create_app as create_engine
 from services.embedded_engine.settings import EngineSettings
@@ -42,7 +40,6 @@ from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.reporting.metrics import _measure
 from trainer.reporting.step_metrics import group_metrics
-from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.game import Opponent, Seat
 from trainer.service_thread import ServiceThread
@@ -82,20 +79,15 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     server = create_app(EnvironmentSettings(environment=name, environment_server_name="a"))
     gateway = FakeGateway(optimal)
     with ExitStack() as stack:
-        routes = ({}, {}, {}, {}, gateway)
-        data, rewards, replay, rollouts, served = (stack.enter_context(fake_service(own)) for own in routes)
-        clients = Clients(
-            DataClient(data.endpoint),
-            RewardClient(rewards.endpoint),
-            ReplayClient(replay.endpoint),
-            RolloutClient(rollouts.endpoint, vocab_size=1000),
-            GatewayClient(served.endpoint, deadline=30),
-            EnvironmentClient([address_of(stack.enter_context(served_ready(server)))], deadline=5),
-        )
+        data, rewards, served = (stack.enter_context(fake_service(routes)) for routes in ({}, {}, gateway))
+        environments = EnvironmentClient([address_of(stack.enter_context(served_ready(server)))], deadline=5)
+        data_client, reward_client = DataClient(data.endpoint), RewardClient(rewards.endpoint)
+        gateway_client = GatewayClient(served.endpoint, deadline=30)
         thread = stack.enter_context(ServiceThread())
-        thread.call(clients.open())
-        yield Stage(gateway, clients, thread)
-        thread.call(clients.close())
+        for client in (data_client, reward_client, gateway_client, environments):
+            thread.call(client.__aenter__())
+            stack.callback(lambda client=client: thread.call(client.__aexit__(None, None, None)))
+        yield Stage(gateway, data_client, reward_client, gateway_client, environments, thread)
 
 
 @pytest.mark.parametrize("winner", [0, 1])
@@ -145,7 +137,8 @@ def test_an_evaluation_has_the_figures_of_greedy_games(stage: Stage, monkeypatch
         return [prompt_of(seed) for seed in range(3)]
 
     monkeypatch.setattr(Evaluator, "_prompts", prompts)
-    evaluator = Evaluator(TrainerSettings.load(rollout="environment", max_new_tokens=9), stage.clients)
+    settings = TrainerSettings.load(rollout="environment", max_new_tokens=9)
+    evaluator = Evaluator(settings, stage.data, stage.sampler(settings))
     metrics = stage.thread.call(evaluator.evaluate())
     assert (metrics["eval_environment_legal_moves"], metrics["eval_environment_optimal_moves"]) == (1.0, 1.0)
     assert (metrics["eval_prompts"], metrics["eval_left_out"]) == (3, 0)
@@ -243,7 +236,7 @@ def opponent() -> Iterator[Callable[[Any], FakeService]]:
 def against(stage: Stage, opponent: FakeService, **fields: Any) -> dict[str, Any]:
     """Let the stage's makers play against an opponent, and return the settings that do."""
     settings = {"opponent": f"{opponent.endpoint.url}/v1", "rollout": "environment", **fields}
-    stage.clients.opponent = Opponent(TrainerSettings.load(**settings))
+    stage.opponent = Opponent(TrainerSettings.load(**settings))
     return settings
 
 
@@ -284,9 +277,9 @@ def test_a_run_does_not_begin_without_its_opponent(
     fixed = opponent(optimal)
     fixed.routes["GET /v1/models"] = lambda _: status
     against(stage, fixed)
-    assert stage.clients.opponent is not None
+    assert stage.opponent is not None
     with pytest.raises(error, match=says):
-        stage.thread.call(stage.clients.opponent.wait_healthy(0.5))
+        stage.thread.call(stage.opponent.wait_healthy(0.5))
 
 
 @pytest.mark.parametrize("stage", ["guessing"], indirect=True)
@@ -299,7 +292,7 @@ def test_an_opponent_in_an_environment_of_one_seat_is_refused(stage: Stage, oppo
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"opponent": "version:3"}, "allowed is `self`"),
+        ({"opponent": "version:3"}, "allowed: `self`"),
         ({"opponent": "http://127.0.0.1:9", "rollout": "completion"}, "set ROLLOUT=environment"),
     ],
 )
@@ -315,7 +308,7 @@ def test_an_earlier_version_on_the_volume_is_an_opponent_once_an_engine_serves_i
     shutil.copytree(model, store.begin(3), dirs_exist_ok=True)
     with served_ready(create_engine(EngineSettings(model_name=str(store.commit(3))))) as url:
         settings = {"opponent": url, "rollout": "environment", "max_new_tokens": 4}
-        stage.clients.opponent = Opponent(TrainerSettings.load(**settings))
+        stage.opponent = Opponent(TrainerSettings.load(**settings))
         group = stage.group(prompt_of(seed_won_by(0, parity=0)), **settings)
     assert group is not None
     # Its third answer that is no move loses.
