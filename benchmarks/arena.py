@@ -44,7 +44,7 @@ Encode = Callable[[NDArray[np.float32]], tuple[str, bytes]]
 
 
 def lean(state: list[float]) -> int:
-    """Return the action for a state of CartPole; the pole falls after some forty steps."""
+    """Return the action for a state of CartPole; the pole falls after about forty steps."""
     return int(state[2] > 0)
 
 
@@ -95,7 +95,7 @@ class Load:
 
 
 async def play(port: int, act: Act, clients: int, episodes: int) -> tuple[Load, float]:
-    """Play ``episodes`` by so many clients; return the load and the seconds."""
+    """Play ``episodes`` by a number of clients; return the load and the seconds."""
     load = Load(act, episodes)
 
     async def client() -> None:

@@ -111,7 +111,7 @@ class Watch:
         """Monotonic times, and how many requests each service had answered by then."""
 
     def look(self) -> None:
-        """Note what there is to see now, twice a second at most."""
+        """Record the state of the run now, twice a second at most."""
         if self.counts and time.monotonic() - self.counts[-1][0] < LOOK_SECONDS:
             return
         answered = {task.value: requests_of(self._get(task, "/metrics")) for task in SERVICES}

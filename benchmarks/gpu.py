@@ -125,7 +125,7 @@ def measure_run(run: Run, results: Path) -> dict[str, Any]:
 
 @contextmanager
 def noting_failure(case: dict[str, Any]) -> Iterator[None]:
-    """Write a failed program's message to ``case`` as ``error``, so that the other measurements go on."""
+    """Write a failed program's message to ``case`` as ``error``, so that the other measurements continue."""
     try:
         yield
     except SystemExit as failure:
@@ -214,7 +214,7 @@ def measure(given: Given) -> list[Side]:
     without a GPU: so far this program has run only in this way, on processors.
 
     Raises:
-        SystemExit: there is no GPU, and this is no quick try.
+        SystemExit: there is no GPU, and --quick is not given.
     """
     if not given.quick and not torch.cuda.is_available():
         raise SystemExit("error: torch sees no GPU; see docs/gpus.md for drivers and images")

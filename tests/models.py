@@ -1,4 +1,4 @@
-"""Models that tests make for themselves, once for all of them."""
+"""Models that are made once for all tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def made_once(name: str, sources: Sequence[Path], module: str) -> Path:
-    """A directory that ``python -m module DIR`` fills, below .cache/tests; made anew only when ``sources`` change.
+    """Return a directory below .cache/tests that ``python -m module DIR`` fills, anew when ``sources`` change.
 
     Of several processes that want it at once, one makes it.
     """

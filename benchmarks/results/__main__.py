@@ -190,7 +190,7 @@ COLUMNS = ("part", "task", "variant", "measure", "kept", "again", "verdict")
 
 
 def report(parts: Sequence[Part], directory: Path) -> str:
-    """Return a table of the runs in ``directory`` beside the kept ones, and how many of its rows agree."""
+    """Compare the runs in ``directory`` with the kept ones in a table, and say how many of its rows agree."""
     rows = [row for part in parts for row in compared(part.name, part.results(), part.results(directory))]
     apart = sum(row[-1] == "apart" for row in rows)
     agreement = f"""
@@ -251,8 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--again",
         type=Path,
         metavar="DIRECTORY",
-        help="make the runs once more, into a directory that also lets an interrupted command go on; compare them with "
-        "those that are kept, and write no page",
+        help="make the runs once more, into a directory, from which an interrupted command continues; compare them "
+        "with those that are kept, and write no page",
     )
     given = parser.parse_args(arguments)
     harness.end_in_order()

@@ -1,4 +1,4 @@
-"""Tasks beside TRL's GRPOTrainer: the same model, prompts in the same order, rewards and hyperparameters."""
+"""Tasks compared with TRL's GRPOTrainer: the same model, prompts in the same order, rewards and hyperparameters."""
 
 from __future__ import annotations
 

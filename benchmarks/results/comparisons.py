@@ -188,7 +188,7 @@ def comparison(results: Results, task: str, base: str) -> str:
 
 
 def ranking(results: Results, task: str, base: str, measure: Measure = REWARD) -> str:
-    """Return the verdicts on a task's variants beside ``base`` by a measure, as a sentence; "" without any."""
+    """Return the verdicts on a task's variants compared with ``base`` by a measure, as a sentence; "" without any."""
     variants = by_variant(results, task)
     found: dict[Verdict, list[str]] = {}
     for name, own in variants.items():

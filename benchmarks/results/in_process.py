@@ -47,7 +47,7 @@ def train(run: Run, rounding: Callable[[Policy], Rounding] | None = None, *, lag
     Args:
         run: the run.
         rounding: makes the rounding of published weights; without it, that of PUBLISH_TYPE.
-        lag: the engine serves the weights of so many steps ago, as in an asynchronous run with that staleness.
+        lag: the engine serves the weights of ``lag`` steps ago, as in an asynchronous run with that staleness.
     """
     started = time.process_time()
     result = result_of(run)

@@ -19,7 +19,7 @@ from benchmarks.job import JOB_GROUP, Job, Steps, running
 from benchmarks.results.comparisons import names, spread, table
 from benchmarks.results.runs import Result, Results, Run, commonest_processor, result_of
 from benchmarks.results.tasks import with_model
-from services.protocol.pass_at_k import interval
+from services.protocol.rewards import interval
 
 
 def train(
@@ -34,7 +34,7 @@ def train(
     Args:
         run: the run; its settings go to every task.
         job_group: the file of the job group.
-        nodes: numbers of nodes beside one trainer node and one rollout node.
+        nodes: numbers of nodes in addition to one trainer node and one rollout node.
         while_running: called once the job has started, such as to kill a node.
     """
     before = _processor_seconds()
@@ -92,7 +92,7 @@ def train_with_figures(
     Args:
         run: the run.
         job_group: the file of the job group.
-        nodes: numbers of nodes beside one trainer node and one rollout node.
+        nodes: numbers of nodes in addition to one trainer node and one rollout node.
         columns: columns of metrics.jsonl that become figures, from the first and the last step that have them.
         more: returns further figures of the finished job.
     """
@@ -200,7 +200,7 @@ def sentences(results: Results, link: str) -> list[str]:
 
 
 def least_gain(before: float, after: float, prompts: int) -> float:
-    """Return the lower end of the 95% interval of ``after - before``, accuracies over so many prompts each.
+    """Return the lower end of the 95% interval of ``after - before``, accuracies over ``prompts`` prompts each.
 
     It is Newcombe's hybrid score interval for independent proportions (Statistics in Medicine 17, 1998, method 10),
     which is wide for answers to the same prompts.
@@ -210,6 +210,6 @@ def least_gain(before: float, after: float, prompts: int) -> float:
 
 
 def wilson(accuracy: float, prompts: int) -> tuple[float, float]:
-    """Return the ends of the 95% interval of an accuracy over so many prompts with one answer each."""
+    """Return the ends of the 95% interval of an accuracy over ``prompts`` prompts with one answer each."""
     right = round(accuracy * prompts)
     return interval([1.0] * right + [0.0] * (prompts - right))

@@ -68,7 +68,7 @@ STALENESS_RUNS = [
 ]
 
 LEVEL, WINDOW = 0.6, 3
-"""The mean reward of so many steps that ``versions_until`` waits for."""
+"""``versions_until`` waits until the mean reward of WINDOW steps is LEVEL."""
 
 
 def versions_until(result: Result, lag: int) -> float:
@@ -183,7 +183,7 @@ class Task:
     """For each number of replayed groups, the steps that take the processor time of the base's."""
 
     def variants(self) -> dict[str, Settings]:
-        """Return the settings of each variant beside the task's."""
+        """Return the settings of each variant in addition to the task's."""
         replayed: dict[str, Settings] = {
             f"{groups} groups, KL to {bound}": {"REPLAY_GROUPS": groups, "REPLAY_MAX_KL": bound}
             for groups in REPLAYED

@@ -37,7 +37,7 @@ class Sweep:
     task: Settings
     rates: Sequence[str]
     panels: Mapping[str, Mapping[str, Settings]]
-    """The values of each hyperparameter, with their settings beside the task's."""
+    """The values of each hyperparameter, with their settings in addition to the task's."""
     choosing: Sequence[int]
     """Seeds of the grid."""
     follow_up: str

@@ -23,7 +23,7 @@ Ways = Mapping[str, tuple[Settings, Train]]
 
 
 def ways(task: Settings, *, checkpoint_every: int, killed_at: int) -> dict[str, tuple[Settings, Train]]:
-    """Return each way's settings beside the task's, and the function that makes its run.
+    """Return each way's settings in addition to the task's, and the function that makes its run.
 
     Args:
         task: the task's settings.
@@ -56,7 +56,7 @@ def ways(task: Settings, *, checkpoint_every: int, killed_at: int) -> dict[str, 
 
 
 def asynchronous(staleness: int) -> tuple[Settings, Train]:
-    """Return settings and function of a job group whose groups are so many policy versions old at most."""
+    """Return settings and function of a job group whose groups are at most ``staleness`` policy versions old."""
     return {"MAX_STALENESS": str(staleness)}, partial(job_runs.train, job_group=ASYNC, nodes={"collector": 1})
 
 

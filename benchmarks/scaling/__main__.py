@@ -23,8 +23,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from benchmarks.harness import ROOT, made_of
-from benchmarks.scaling import one_gpu, report, roofline, traffic
-from benchmarks.scaling.plan import MODELS, Batch, cheapest
+from benchmarks.scaling import one_gpu, roofline, traffic
+from benchmarks.scaling.plan import MODELS, Batch, cheapest, check_text, plan_text
 from benchmarks.scaling.step import Rates, fit, read
 from scripts.launch.models import CONFIGS
 from scripts.launch.tables import table as lines
@@ -45,7 +45,7 @@ def fitted(paths: Sequence[Path] = FITTED) -> Rates:
 
 def check(given: argparse.Namespace) -> str:
     """Fit rates to runs, and compare predictions of other runs with their measurements."""
-    return report.check(fitted(given.fit), {path.stem: read(path) for path in given.against})
+    return check_text(fitted(given.fit), {path.stem: read(path) for path in given.against})
 
 
 def plan(given: argparse.Namespace) -> str:
@@ -53,7 +53,7 @@ def plan(given: argparse.Namespace) -> str:
     batch = made_of(Batch, given)
     models = [MODELS[label] for label in given.models.split(",")]
     found = [(model, cheapest(model, batch, fitted(), given.step_seconds)) for model in models]
-    return report.plan(found, batch, given.step_seconds)
+    return plan_text(found, batch, given.step_seconds)
 
 
 def expect(given: argparse.Namespace) -> str:

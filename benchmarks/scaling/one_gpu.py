@@ -22,7 +22,7 @@ LABELS = ("0.5B", "1.5B")
 CARDS = {"16 GB": 16_000 * 2**20, "24 GB": MEMORY["L4"]}
 """Bytes that programs see of a card."""
 ENGINE_AWAKE = 3 * GIB
-"""Assumed memory of SGLang while it generates, beside weights, keys and values: ENGINE_ASLEEP, and activations."""
+"""Assumed memory of SGLang while it generates, without weights, keys and values: ENGINE_ASLEEP, and activations."""
 BETWEEN_STEPS = ("weights", "moments", "reference", "critic", "CUDA")
 """The parts that the trainer keeps on the GPU while the engine generates."""
 
@@ -52,7 +52,7 @@ class Shared:
 
 
 def shared(model: Model, settings: TrainerSettings, engine_tokens: int, card: int) -> Shared:
-    """Return the memory of a model's training and generation on a card of so many bytes."""
+    """Return the memory of a model's training and generation on a card of ``card`` bytes."""
     limits = Limits(device=card - ENGINE_ASLEEP, host=0, shm=0, volume=0)
     flat = work_of(settings, model.shape, memory=card, nodes=1, ranks_per_node=1, compute_bytes=WEIGHT_BYTES)
     work = choose(settings, model.shape, flat, limits)

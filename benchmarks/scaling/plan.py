@@ -1,16 +1,17 @@
 """Predict how many nodes a model needs, from a GPU's data sheet and assumed utilisations.
 
-``Assumptions`` holds the values that are assumed and not measured; ``python -m benchmarks.scaling plan`` prints them.
+``Assumptions`` (``scripts/launch/sizes.py``) holds the values that are assumed and not
+measured; ``python -m benchmarks.scaling plan`` prints them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cache
 
-from benchmarks.scaling.step import Rates, Seconds
+from benchmarks.scaling.step import PHASES, Measured, Rates, Seconds, mean
 from benchmarks.scaling.step import Work as StepWork
 from scripts.launch.models import CONFIGS, MEMORY, WEIGHT_BYTES, Model
 from scripts.launch.sizes import (
@@ -19,10 +20,15 @@ from scripts.launch.sizes import (
     LEAST_SEQUENCES,
     NODE_GPUS,
     PROMPT_TOKENS,
+    Assumptions,
     Layout,
     cached_sequences,
+    changes,
+    min_workers,
     publishing,
+    volume_gibibytes,
 )
+from scripts.launch.tables import table
 from trainer.config import TrainerSettings
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import USABLE, Limits, Work, choose, needed, work_of
@@ -150,7 +156,7 @@ def layouts(model: Model, batch: Batch) -> Iterator[Layout]:
 
 @cache
 def work(model: Model, batch: Batch, nodes: int, gpus: int) -> Work:
-    """Return the trainer's work on so many nodes, as the preflight chooses it."""
+    """Return the trainer's work on a number of nodes, as the preflight chooses it."""
     settings = TrainerSettings.load(batch_size=batch.prompts, group_size=batch.group_size, max_new_tokens=batch.longest)
     limits = Limits(device=MEMORY[GPU], host=0, shm=0, volume=0)
     flat = work_of(
@@ -160,7 +166,7 @@ def work(model: Model, batch: Batch, nodes: int, gpus: int) -> Work:
 
 
 def fits(model: Model, batch: Batch, nodes: int, gpus: int) -> bool:
-    """Return whether the trainer's state and its largest micro-batch fit in the memory of so many GPUs."""
+    """Return whether the trainer's state and its largest micro-batch fit in the memory of the GPUs."""
     return needed(model.shape, work(model, batch, nodes, gpus)).total("device") <= MEMORY[GPU] * USABLE
 
 
@@ -176,3 +182,63 @@ def cheapest(model: Model, batch: Batch, measured: Rates, step_seconds: float) -
         best = min(one.seconds.total for one in found)
         raise ValueError(f"{model.label}: the fastest step takes {best:.0f} s; --step-seconds {step_seconds:g} is less")
     return min(quick, key=lambda one: (one.layout.gpus, one.seconds.total))
+
+
+GIGA = 1e9
+
+
+def check_text(rates: Rates, unseen: Mapping[str, Sequence[Measured]]) -> str:
+    """Return the fitted rates, and predictions and measurements of runs that the rates were not fitted to."""
+    lines = ["fitted milliseconds"]
+    lines += [f"  {f.name.replace('_', ' '):<17} {getattr(rates, f.name) * 1e3:9.3f}" for f in fields(rates)]
+    for name, steps in unseen.items():
+        predicted = mean([rates.seconds(step.work) for step in steps])
+        measured = mean([step.seconds for step in steps])
+        rows = []
+        for phase in (*PHASES, "total"):
+            one, other = getattr(predicted, phase), getattr(measured, phase)
+            error = f"{one / other - 1:+.0%}" if other > 0.05 else "-"
+            rows.append([f"  {phase}", f"{one:.2f}", f"{other:.2f}", error])
+        lines += ["", f"not seen: {name}, {len(steps)} steps"]
+        lines += table(["  mean seconds", "predicted", "measured", "error"], rows)
+    return "\n".join(lines)
+
+
+def plan_text(found: Sequence[tuple[Model, Prediction]], batch: Batch, step_seconds: float) -> str:
+    """Return the assumptions, nodes and seconds of each model, and the changes to jobgroup.yaml."""
+    lines = [
+        f"a step: {batch.prompts} prompts of {batch.prompt_tokens} tokens, {batch.group_size} completions each of "
+        f"{batch.completion_tokens} tokens on average and {batch.longest} at most,",
+        f"{TRAINED_SHARE:.0%} of the groups with a gradient; the fewest {GPU} with which it takes at most "
+        f"{step_seconds:g} s",
+        "assumed",
+    ]
+    for field in fields(Assumptions):
+        value = getattr(ASSUMED, field.name)
+        lines.append(f"  {field.name.replace('_', ' ')} {f'{value / GIGA:g} GB' if value >= GIGA else f'{value:g}'}")
+    rows = []
+    for model, one in found:
+        layout, seconds = one.layout, one.seconds
+        nodes = (f"{layout.rollout_nodes} x {layout.rollout_gpus}", f"{layout.trainer_nodes} x {layout.trainer_gpus}")
+        phases = [f"{getattr(seconds, phase):.1f}" for phase in (*PHASES, "total")]
+        rows.append([model.label, *nodes, str(layout.gpus), *phases, f"{one.asynchronous_seconds:.1f}"])
+    lines += ["", *table(["model", "rollout", "trainer", "GPUs", *PHASES, "step", "MODE=async"], rows)]
+    for model, one in found:
+        lines += ["", f"{model.label}, in jobgroup.yaml"]
+        need = needed(model.shape, work(model, batch, one.layout.trainer_nodes, one.layout.trainer_gpus))
+        lines += [f"  {task}.{key}: {value}" for (task, key), value in changes(model, one.layout, need).items()]
+        lines += ["in jobgroups/volume.yaml", f"  size: {volume_gibibytes(need)}Gi", "and at launch"]
+        lines.append("  " + " ".join(f"--env {name}={value}" for name, value in variables(model, one, batch).items()))
+    return "\n".join(lines)
+
+
+def variables(model: Model, one: Prediction, batch: Batch) -> dict[str, str]:
+    """Return the settings of the launch."""
+    given = {
+        "MODEL_NAME": model.name,
+        "BATCH_SIZE": str(batch.prompts),
+        "GROUP_SIZE": str(batch.group_size),
+        "MAX_NEW_TOKENS": str(batch.longest),
+        "MIN_WORKERS": str(min_workers(one.layout.rollout_nodes)),
+    }
+    return given if one.transport == "disk" else given | {"PUBLISH_TRANSPORT": one.transport}

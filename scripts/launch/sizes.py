@@ -82,7 +82,7 @@ class Assumptions:
     decode_utilisation: float = 0.50
     """Share of the memory's bandwidth that decoding reaches."""
     iteration_overhead: float = 0.004
-    """Seconds of a decoding iteration beside reading memory: scheduling, sampling, tensor parallel exchange."""
+    """Seconds of a decoding iteration besides reading memory: scheduling, sampling, tensor parallel exchange."""
     node_bandwidth: float = 25e9
     """Bytes a second between nodes: gradients, gathered parameters, broadcast weights."""
     volume_bandwidth: float = 2e9
@@ -277,7 +277,7 @@ def volume_gibibytes(need: Need) -> int:
 
 
 def min_workers(rollout_nodes: int, engines: int = 1) -> int:
-    """Return MIN_WORKERS: a run goes on with half of its workers, of which a rollout node has ``engines``."""
+    """Return MIN_WORKERS: a run continues with half of its workers, of which a rollout node has ``engines``."""
     return max(1, rollout_nodes * engines // 2)
 
 

@@ -18,7 +18,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def wrapped(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Return a table of ``width`` columns at most, aligned to the left; the widest cells go on in further lines."""
+    """Return a table of ``width`` columns at most, aligned to the left; the widest cells continue in further lines."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     words = [max(len(word) for cell in column for word in cell.split()) for column in columns]

@@ -16,7 +16,7 @@ import orjson
 
 from local_runner.progress import GrowingFile, Step, mean_rewards, new_steps
 from local_runner.view import describe
-from scripts.reference.generated import ROOT, write_or_check
+from scripts.reference import ROOT, write_or_check
 from services.core.machine import cores
 from services.run_page.directory import first_and_last, read_object
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from prometheus_client import REGISTRY
 
-from scripts.reference.generated import ROOT, write_or_check
+from scripts.reference import ROOT, write_or_check
 
 TARGET = ROOT / "docs" / "metrics.md"
 

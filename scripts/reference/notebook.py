@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from scripts.reference.generated import ROOT
+from scripts.reference import ROOT
 
 PATH = ROOT / "docs" / "first_run.ipynb"
 

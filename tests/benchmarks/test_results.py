@@ -145,8 +145,8 @@ def test_variants_without_seeds_in_common_say_so() -> None:
     assert third[4] == "identical"
     assert third[7] == ""
     part = Part("methods", "Methods", [], lambda _: "", lambda _: [])
-    told = page.provenance(part, [*base, *alone], "command")
-    assert "seeds: 0, 1, 2 (variants with fewer: 1, the least has 1);" in told
+    sentence = page.provenance(part, [*base, *alone], "command")
+    assert "seeds: 0, 1, 2 (variants with fewer: 1, the least has 1);" in sentence
     assert "seeds: 0, 1, 2;" in page.provenance(part, base, "command")
 
 
@@ -282,10 +282,13 @@ def test_a_sweep_says_which_rate_its_grid_chooses_and_when_that_is_at_the_edge()
         for rate, accuracies in rising.items()
         for seed, accuracy in enumerate(accuracies)
     ]
-    told = sweep.conclusion(runs)
-    assert "of 1 combinations of the other hyperparameters, the highest accuracy is at 4 in 1, the highest mean" in told
-    assert "4 is at the edge of the grid" in told
-    assert "A cell has 1 to 2 seeds" in told
+    sentence = sweep.conclusion(runs)
+    assert (
+        "of 1 combinations of the other hyperparameters, the highest accuracy is at 4 in 1, the highest mean"
+        in sentence
+    )
+    assert "4 is at the edge of the grid" in sentence
+    assert "A cell has 1 to 2 seeds" in sentence
     assert sweep.collapses(runs) == "Runs that end with an accuracy below 0.5: 2 of 2 at 1 and 1 of 1 at 2."
     peaked = [*runs, replace(result("2", 1, 0.5, 3.0), task="sweep")]
     assert "edge" not in sweep.conclusion(peaked)

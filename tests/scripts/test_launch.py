@@ -111,7 +111,7 @@ def test_a_dry_run_without_a_network_says_that_skypilot_could_not_check(
 
 
 def test_only_what_is_given_and_what_follows_differs_from_the_file(tmp_path: Path) -> None:
-    told, text = launch(tmp_path, "--model", "8B", "--rollout-nodes", "4", "--gpus", "H100:8", "--env", "MAX_STEPS=9")
+    output, text = launch(tmp_path, "--model", "8B", "--rollout-nodes", "4", "--gpus", "H100:8", "--env", "MAX_STEPS=9")
     before = (ROOT / "jobgroup.yaml").read_text()
     old, new = job_group_text.values(before), job_group_text.values(text)
     changed = {key for key in new if new[key] != old.get(key)}
@@ -132,30 +132,30 @@ def test_only_what_is_given_and_what_follows_differs_from_the_file(tmp_path: Pat
     assert [line for line in before.splitlines() if "#" in line] == [line for line in text.splitlines() if "#" in line]
     sources = {
         (line.split("  ")[0], line.split()[-4]): line.split()[-1]
-        for line in told.splitlines()
+        for line in output.splitlines()
         if line.endswith(("given", "derived")) and "[" not in line and "MODEL_NAME" not in line
     }
     assert sources["ppo-trainer", "resources.memory"] == sources["ppo-trainer", "MIN_WORKERS"] == "derived"
     assert sources["ppo-trainer", "MAX_STEPS"] == sources["rollout-server", "num_nodes"] == "given"
     # The sums over nodes: 2 x 8 and 4 x 8 GPUs.
-    assert "together            9    48" in told
+    assert "together            9    48" in output
 
 
 def test_without_a_model_it_is_the_files(tmp_path: Path) -> None:
-    told, text = launch(tmp_path, "--gpus", "L40S")
+    output, text = launch(tmp_path, "--gpus", "L40S")
     assert job_group_text.values(text)["ppo-trainer", "envs.MODEL_NAME"] == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert "MODEL_NAME" not in told
+    assert "MODEL_NAME" not in output
 
 
 def test_what_is_shown_fits_120_columns_and_loses_nothing(tmp_path: Path) -> None:
     image = f"registry.example.org:5000/{'team/' * 12}grpo:v1"
-    told, _ = launch(tmp_path, "--agent", "a:b", "--image", image, "--env", "ENGINE_MAX_RUNNING_REQUESTS=99")
-    shown = told.partition("\n\n")[0].splitlines()
+    output, _ = launch(tmp_path, "--agent", "a:b", "--image", image, "--env", "ENGINE_MAX_RUNNING_REQUESTS=99")
+    shown = output.partition("\n\n")[0].splitlines()
     assert max(map(len, shown)) <= 120
     start = shown[0].index("here")
     column = "".join(line[start : shown[0].index("source")].strip() for line in shown)
     assert f"docker:{image}-trainer" in column
-    assert "  ENGINE_MAX_RUNNING_REQUESTS " in told
+    assert "  ENGINE_MAX_RUNNING_REQUESTS " in output
 
 
 def test_more_workers_than_engines_are_refused(tmp_path: Path) -> None:
@@ -177,26 +177,26 @@ def test_the_files_of_two_sizes_of_a_model_stay(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_gpu_a_tier_is_the_least(tmp_path: Path) -> None:
-    told, text = launch(
+    output, text = launch(
         tmp_path, "--model", "0.5B", "--rollout-nodes", "1", "--trainer-nodes", "1", "--gpus", "L4:1", "--async"
     )
     assert (tmp_path / "jobgroup.yaml").exists()
     assert job_group_text.values(text)["ppo-trainer", "envs.MIN_WORKERS"] == "1"
-    assert "together            7     2" in told
+    assert "together            7     2" in output
 
 
 def test_settings_go_to_the_tasks_that_read_them_and_secrets_into_no_file(tmp_path: Path) -> None:
     variables = ["LORA_RANK=8", "NCCL_DEBUG=INFO", "DATASET=arithmetic", "WANDB_MODE=offline"]
     given = [part for variable in variables for part in ("--env", variable)]
-    told, text = launch(tmp_path, "--model", "0.5B", *given, "--secret", "HF_TOKEN=a-secret", "--agent", "mine:solve")
+    output, text = launch(tmp_path, "--model", "0.5B", *given, "--secret", "HF_TOKEN=a-secret", "--agent", "mine:solve")
     tasks = {document["name"]: document["envs"] for document in list(yaml.safe_load_all(text))[1:]}
     assert {name for name, envs in tasks.items() if "LORA_RANK" in envs} >= {"ppo-trainer", "rollout-server"}
     assert "LORA_RANK" not in tasks["reward-server"]
     assert all(envs["NCCL_DEBUG"] == "INFO" for envs in tasks.values())
     assert tasks["data-server"]["DATASET"] == tasks["ppo-trainer"]["DATASET"] == "arithmetic"
     assert tasks["ppo-trainer"]["AGENT"] == "mine:solve"
-    assert "a-secret" not in text + told
-    assert "--secret HF_TOKEN" in told
+    assert "a-secret" not in text + output
+    assert "--secret HF_TOKEN" in output
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_shapes_of_common_models_need_no_network(name: str, billions: float) -> 
 
 
 def test_publishing_is_told_for_both_transports(tmp_path: Path) -> None:
-    told, _ = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--rollout-nodes", "4")
-    assert "publishing takes about 41 s a step through a volume of 2 GB/s, and 0.7 s with --env PUBLISH_TR" in told
+    output, _ = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--rollout-nodes", "4")
+    assert "publishing takes about 41 s a step through a volume of 2 GB/s, and 0.7 s with --env PUBLISH_TR" in output
 
 
 def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model: Path) -> None:
@@ -368,8 +368,8 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_skypilot_checks_what_is_written(tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skypilot, "interpreter", lambda: python)
-    told, text = launch(tmp_path / "out", "--model", "8B", "--gpus", "H100:8,A100-80GB:8", "--secret", "HF_TOKEN=x")
-    assert "SkyPilot's loader accepts it" in told
+    output, text = launch(tmp_path / "out", "--model", "8B", "--gpus", "H100:8,A100-80GB:8", "--secret", "HF_TOKEN=x")
+    assert "SkyPilot's loader accepts it" in output
     written = tmp_path / "out/jobgroup.yaml"
     written.write_text(text.replace("image_id: docker:python", "image: docker:python"))
     job, error = skypilot.ask(python, (written, tmp_path / "out/volume.yaml"), {}, launch=False)

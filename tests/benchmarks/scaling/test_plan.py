@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.scaling import report
 from benchmarks.scaling.__main__ import DOCS, fitted, run, with_output
-from benchmarks.scaling.plan import MODELS, Batch, cheapest, layouts, predict, work
+from benchmarks.scaling.plan import MODELS, Batch, cheapest, layouts, predict, variables, work
 from scripts.launch.models import MEMORY
 from scripts.launch.sizes import GPU, Layout, changes
 from trainer.config import TrainerSettings
@@ -80,8 +79,8 @@ def test_what_is_to_be_changed_is_in_jobgroup_yaml_and_the_settings_exist(rates,
         for part in key.split("."):
             assert part in found, f"{task}.{key}"
             found = found[part]
-    variables = report.variables(MODELS[label], chosen, BATCH)
-    assert {name.lower() for name in variables} <= TrainerSettings.model_fields.keys()
+    settings = variables(MODELS[label], chosen, BATCH)
+    assert {name.lower() for name in settings} <= TrainerSettings.model_fields.keys()
 
 
 def test_the_document_shows_what_the_commands_print():
