@@ -15,7 +15,7 @@ import numpy as np
 
 from evaluation.samples import Kind, Sample
 from services.core.numbers import quantity
-from services.protocol.pass_at_k import Estimate, estimate, pass_at_k, standard_error
+from services.protocol.rewards import Estimate, estimate, pass_at_k, standard_error
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000

@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from evaluation.identity import check_identity, locked_file, whole_lines
 from services.core.errors import ConfigurationError
-from services.protocol.pass_at_k import is_correct
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus, is_correct
 
 SAMPLES = "samples.jsonl"
 IDENTITY = "evaluation.json"

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic_settings import SettingsConfigDict
 
-from services.core.settings import JsonObject, JsonTexts, Settings
+from services.core.settings import AgentSettings, JsonTexts, ModelSettings, TemplateSettings
 
 MATH_AGENT = "evaluation.math_agent:solve"
 """The built-in agent, which has the tools add and multiply."""
@@ -52,38 +51,21 @@ class WorkflowName(StrEnum):
     AGENT = "agent"
 
 
-class EvaluationSettings(Settings):
+class EvaluationSettings(ModelSettings, TemplateSettings, AgentSettings):
     """Settings of an evaluation."""
 
-    model_config = SettingsConfigDict(use_attribute_docstrings=True)
-
-    model_name: str = Field("Qwen/Qwen2.5-0.5B-Instruct", min_length=1)
-    """The model: a hub name or a directory."""
     max_new_tokens: int = Field(512, ge=1)
     """Longest completion, in tokens; an agent's, a turn."""
     temperature: float = Field(1.0, gt=0, le=10)
     """Temperature of the samples; the greedy one has none."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus of the samples; 1 cuts nothing."""
-    chat_template_args: JsonObject = Field(default_factory=dict)
-    """Arguments of the chat template as a JSON object, as in training; an agent's own win."""
     seed: int = Field(0, ge=0)
     """Seed of the sampling."""
     engine_deterministic: bool = False
     """As rollout-server's: completions are then asked for one by one, each with a seed of its own."""
     eval_split: Literal["test", "train", "all"] = "test"
     """`test`, `train` or `all` (both); DATASET_TEST_SPLIT says which split of a Hugging Face dataset is `test`."""
-    agent: str = ""
-    """An agent that answers the prompts over several turns, as `module:function`; `evaluation.math_agent:solve` is
-    built in. Unset: one completion answers a prompt."""
-    agent_command: str = ""
-    """An agent as a shell command in any language."""
-    agent_max_turns: int = Field(16, ge=1)
-    """Most calls of the model in an agent's episode, as in training."""
-    agent_max_tokens: int = Field(4096, ge=1)
-    """Most tokens that the model samples in an agent's episode, as in training."""
-    agent_seconds: float = Field(600, gt=0)
-    """Longest time of an agent's episode without the time that its calls of the model take, as in training."""
     eval_session_questions: int = Field(1, ge=1)
     """Questions, in the order of the data set, that an agent answers in one conversation; it finds the conversation so
     far as `example.history`."""

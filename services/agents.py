@@ -1,4 +1,4 @@
-"""Agents: functions of the user's own that answer an example by talking to a model over several turns.
+"""Agents: the user's functions that answer an example by talking to a model over several turns.
 
 The same function is evaluated (``grpo evaluate --agent``) and trained (``ROLLOUT=agent``). It is an ``async def``
 that gets the example and the keyword arguments ``base_url``, ``api_key`` and ``http_client`` of an endpoint that speaks

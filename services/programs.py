@@ -149,8 +149,8 @@ def privilege_drop() -> tuple[str, ...]:
     if os.geteuid() == 0:
         reads = f"cat /proc/{os.getpid()}/environ"
         with contextlib.suppress(FileNotFoundError):  # macOS and small images have no setpriv.
-            tried = subprocess.run([*_DROP, "/bin/sh", "-c", f"! {reads}"], capture_output=True, check=False)
-            if tried.returncode == 0:
+            trial = subprocess.run([*_DROP, "/bin/sh", "-c", f"! {reads}"], capture_output=True, check=False)
+            if trial.returncode == 0:
                 return _DROP
     log.warning(
         "programs can read what this user can: files, and secrets in the environment of this user's processes; only "
@@ -166,13 +166,13 @@ def _result_of(rewards: str) -> RewardResult:
     Raises:
         AgentFailedError: the line has no reward that is a finite number or null.
     """
-    found = _json_object(_last_line(rewards)) or {}
-    reward, reason = found.get("reward", math.nan), found.get("reason")
-    told = None if reason is None else str(reason)
+    record = _json_object(_last_line(rewards)) or {}
+    reward, reason = record.get("reward", math.nan), record.get("reason")
+    reason_text = None if reason is None else str(reason)
     if reward is None:
-        return RewardResult(reward=None, status=RewardStatus.ERROR, reason=told or "the program gave no reward")
+        return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason_text or "the program gave no reward")
     if isinstance(reward, bool | float) and math.isfinite(reward):
-        return RewardResult(reward=float(reward), reason=told)
+        return RewardResult(reward=float(reward), reason=reason_text)
     raise AgentFailedError(
         f"the program's last line in GRPO_REWARD_FD is {_last_line(rewards)[-SAID_CHARACTERS:]!r}; write one such as "
         '{"reward": 0.5}, with a finite number, or null',
@@ -187,10 +187,10 @@ def _last_line(text: str) -> str:
 def _json_object(line: str) -> dict[str, Any] | None:
     """Return the JSON object in a line, its whole numbers as floats; None if there is none."""
     try:
-        found = json.loads(line, parse_int=float)
+        parsed = json.loads(line, parse_int=float)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return parsed if isinstance(parsed, dict) else None
 
 
 @cache
@@ -234,8 +234,8 @@ async def _open_output(stack: contextlib.AsyncExitStack, size: int) -> tuple[_Ou
 
 def _ending(output: str) -> str:
     """Return the end of an output as the end of a message."""
-    said = output.strip()[-SAID_CHARACTERS:]
-    return f"; its output ends with {said!r}" if said else ""
+    ending = output.strip()[-SAID_CHARACTERS:]
+    return f"; its output ends with {ending!r}" if ending else ""
 
 
 @contextlib.contextmanager

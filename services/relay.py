@@ -74,22 +74,24 @@ class Relay:
         target = self._targets.get(key)
         if target is None:
             return Response(status_code=404)
-        own = ("authorization", "x-api-key")
-        headers = {k: v for k, v in request.headers.items() if k not in _OF_ONE_CONNECTION and k not in own}
+        credentials = ("authorization", "x-api-key")
+        headers = {k: v for k, v in request.headers.items() if k not in _OF_ONE_CONNECTION and k not in credentials}
         headers["authorization"] = f"Bearer {target.api_key}"
         url = httpx.URL(f"{target.base_url}/{path}", query=request.url.query.encode() or None)
-        passed = httpx.Request(request.method, url, headers=headers, content=await request.body())
-        sent = asyncio.create_task(target.client.send(passed, stream=True))
-        target.sent.add(sent)
-        sent.add_done_callback(target.sent.discard)
+        forwarded = httpx.Request(request.method, url, headers=headers, content=await request.body())
+        sending = asyncio.create_task(target.client.send(forwarded, stream=True))
+        target.sent.add(sending)
+        sending.add_done_callback(target.sent.discard)
         try:
-            if not await ended_before_client_left(request, sent):
+            if not await ended_before_client_left(request, sending):
                 # Closes the connection to the gateway, which gives its reply to the program's next attempt.
-                sent.cancel()
-            reply = await sent
+                sending.cancel()
+            reply = await sending
         except asyncio.CancelledError:
             return Response("the episode has ended, or the program has left", 502)
         except httpx.TransportError as error:
             return Response(f"{type(error).__name__}: {error}", 502)
-        kept = {k: v for k, v in reply.headers.items() if k not in _OF_ONE_CONNECTION}
-        return StreamingResponse(reply.aiter_bytes(), reply.status_code, kept, background=BackgroundTask(reply.aclose))
+        reply_headers = {k: v for k, v in reply.headers.items() if k not in _OF_ONE_CONNECTION}
+        return StreamingResponse(
+            reply.aiter_bytes(), reply.status_code, reply_headers, background=BackgroundTask(reply.aclose)
+        )

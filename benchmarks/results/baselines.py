@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.protocol.pass_at_k import CORRECT
+from services.protocol.rewards import CORRECT
 from trainer.algorithm.advantages import Outcomes, has_reward_variance
 
 

@@ -19,7 +19,7 @@ from benchmarks.job import JOB_GROUP, Job, Steps, running
 from benchmarks.results.comparisons import names, spread, table
 from benchmarks.results.runs import Result, Results, Run, commonest_processor, result_of
 from benchmarks.results.tasks import with_model
-from services.protocol.pass_at_k import interval
+from services.protocol.rewards import interval
 
 
 def train(

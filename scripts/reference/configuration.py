@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from local_runner.checks import READERS
 from scripts.reference import ROOT, write_or_check
-from services.core.settings import Settings
+from services.core.settings import ADVANCED, Settings
 
 TARGET = ROOT / "docs" / "configuration.md"
 
@@ -27,6 +27,8 @@ with the nearest one, and so is a `module:function` that is not there or a data 
 Variables of libraries (`CUDA_*`, `NCCL_*`, `HF_*`, ...) pass. Declare a variable that your own code reads, such as a
 reward function's, under `envs` of its task in the job group's file.
 
+Some tables are followed by one of advanced variables, which hardly any run has a reason to change.
+
 This page is generated from the settings classes by `make docs`; `make test` checks that it is up to date.
 """
 
@@ -37,11 +39,11 @@ def page() -> str:
     for reader in READERS:
         settings = reader.settings_class()
         parts.append(f"## {reader.heading}\n")
-        sections = settings.__bases__
-        if len(sections) == 1:
+        # A class without fields of its own is made of sections.
+        if settings.__annotations__:
             parts.append(_table(_own_fields(settings)))
             continue
-        for section in sections:
+        for section in settings.__bases__:
             parts += [f"### {section.__name__.removesuffix('Section')}\n", f"{inspect.getdoc(section)}\n"]
             parts.append(_table(_own_fields(section)))
     return "\n".join(parts)
@@ -52,9 +54,20 @@ def _own_fields(settings: type[Settings]) -> dict[str, FieldInfo]:
 
 
 def _table(fields: dict[str, FieldInfo]) -> str:
+    """Return the table of fields, and a second one of those whose text ends with ADVANCED."""
     meanings = {name: " ".join((field.description or "").split()).replace("|", "\\|") for name, field in fields.items()}
-    rows = [f"| `{name.upper()}` | {_default(field)} | {meanings[name]} |" for name, field in fields.items()]
-    return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows, ""])
+    usual, advanced = (
+        [
+            f"| `{name.upper()}` | {_default(field)} | {meanings[name].removesuffix(ADVANCED).rstrip()} |"
+            for name, field in fields.items()
+            if meanings[name].endswith(ADVANCED) is is_advanced
+        ]
+        for is_advanced in (False, True)
+    )
+    lines = ["| variable | default | meaning |", "|---|---|---|", *usual, ""] if usual else []
+    if advanced:
+        lines += ["Advanced:\n", "| variable | default | meaning |", "|---|---|---|", *advanced, ""]
+    return "\n".join(lines)
 
 
 def _default(field: FieldInfo) -> str:

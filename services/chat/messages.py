@@ -30,7 +30,7 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str):
         raise ProblemError(400, "every message needs a role")
-    fitted = {
+    result = {
         **message,
         "role": "system" if role == "developer" else role,
         "content": content_text(message.get("content")),
@@ -38,8 +38,8 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise ProblemError(400, "the tool_calls of a message must be a list")
-        fitted["tool_calls"] = [_call_for_template(call) for call in calls]
-    return fitted
+        result["tool_calls"] = [_call_for_template(call) for call in calls]
+    return result
 
 
 def content_text(content: Any) -> str:

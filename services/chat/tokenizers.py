@@ -93,8 +93,8 @@ class TextCodec:
         if self._backend is not None:
             text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         else:
-            asked = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-            text = self._tokenizer.decode(list(ids), **asked)
+            options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+            text = self._tokenizer.decode(list(ids), **options)
         assert isinstance(text, str)
         return text
 

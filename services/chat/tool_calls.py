@@ -75,9 +75,9 @@ def read(
     # According to where the completion leaves the form.
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         return text, [], 1
-    found = [_call_of(call.get("function", call)) for call in message.get("tool_calls") or []]
-    calls = [call for call in found if call is not None]
-    if len(calls) < len(found):
+    parsed = [_call_of(call.get("function", call)) for call in message.get("tool_calls") or []]
+    calls = [call for call in parsed if call is not None]
+    if len(calls) < len(parsed):
         return text, [], 1
     return (message.get("content") or "", calls, 0) if calls else (text, [], 0)
 

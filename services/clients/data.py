@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 
-from services.clients.base import ServiceClient
 from services.core.endpoints import Task
+from services.http.client import ServiceClient
 from services.protocol.prompts import (
     Cursor,
     CursorRequest,

@@ -23,11 +23,11 @@ from typing import Any, Self
 import orjson
 from prometheus_client import Counter
 
-from services.clients.base import ServiceClient
 from services.clients.play import Episode
 from services.core.endpoints import Endpoint, Task, endpoint, mapped_addresses
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
+from services.http.client import ServiceClient
 from services.protocol.base import ComponentRecord
 from services.protocol.evaluation import (
     Action,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.clients.base import ServiceClient
 from services.core.endpoints import Task
+from services.http.client import ServiceClient
 from services.protocol.sessions import CreateSessionRequest, GatewayStats, RewardRequest, SessionReply, Trace
 
 

@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from services.clients.base import ServiceClient
 from services.core.endpoints import Task
+from services.http.client import ServiceClient
 from services.protocol.groups import Group
 from services.protocol.replay import (
     AcknowledgeReply,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from services.clients.base import ServiceClient
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError
-from services.protocol.pass_at_k import is_correct
-from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult
+from services.http.client import ServiceClient
+from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult, is_correct
 
 REWARDS_A_REQUEST = 1024
 """Bounds the size of a body, and the time for which one request delays the others."""

@@ -48,19 +48,19 @@ def first_line(error: BaseException) -> str:
 
 
 def own_error(error: BaseException, most: int | None = None) -> str:
-    """Return in one line the type and text of an error, and where code of the user's own last was, if it was there.
+    """Return in one line the type and text of an error, and the place in the user's code that it last passed, if any.
 
     The text is cut at ``most`` characters, the place is not.
     """
     text = " ".join(str(error).split())[:most]
-    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    description = f"{type(error).__name__}: {text}" if text else type(error).__name__
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         # A program started by its name, such as the check of REWARD_FN, is called __main__, except in its __spec__.
         spec = frame.f_globals.get("__spec__")
         code, module = frame.f_code, spec.name if spec else frame.f_globals.get("__name__", "")
         if not module.startswith(_COMPONENTS) and not any(part in code.co_filename for part in _INSTALLED):
-            return f"{told} ({code.co_filename}, line {line}, in {code.co_qualname})"
-    return told
+            return f"{description} ({code.co_filename}, line {line}, in {code.co_qualname})"
+    return description
 
 
 def exit_code_of(main: Callable[[], object]) -> int:

@@ -51,7 +51,7 @@ def extras_of(program: str) -> tuple[str, ...]:
 def install_command(*extras: str) -> str:
     """Return the command that installs extras into this environment, in a checkout from the project's directory."""
     python = Path(sys.executable)
-    shown = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    interpreter = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
     if (Path(__file__).parents[3] / "skypilot_grpo").is_dir():
         # Only here, because every program imports this module.
         import json
@@ -60,8 +60,8 @@ def install_command(*extras: str) -> str:
         # pip's record of a wheel or directory that was installed by its address; an index leaves none.
         record = metadata.distribution("skypilot-grpo").read_text("direct_url.json")
         address = f" @ {json.loads(record)['url']}" if record else ""
-        return f"{shown} -m pip install 'skypilot-grpo[{','.join(extras)}]{address}'"
-    return f"{shown} -m pip install --constraint constraints.txt --editable '.[{','.join(extras)}]'"
+        return f"{interpreter} -m pip install 'skypilot-grpo[{','.join(extras)}]{address}'"
+    return f"{interpreter} -m pip install --constraint constraints.txt --editable '.[{','.join(extras)}]'"
 
 
 def explain_missing_packages(command: str = "") -> None:

@@ -74,8 +74,8 @@ def check_model_directory(model: str) -> None:
     remedy = "give a directory that has the model, or a Hugging Face name"
     if Path(model).name == DEMO_MODEL:
         remedy = f"`make demo` makes it, or `grpo demo-model {model}`"
-        if (made := PROJECT / ".cache/models" / DEMO_MODEL).is_dir():
-            remedy += f"; it is there as --env MODEL_NAME={made}"
+        if (demo := PROJECT / ".cache/models" / DEMO_MODEL).is_dir():
+            remedy += f"; it is there as --env MODEL_NAME={demo}"
     raise ConfigurationError(f"MODEL_NAME={model}: the directory does not exist, seen from {Path.cwd()}; {remedy}")
 
 

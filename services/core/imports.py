@@ -22,10 +22,10 @@ def find_attribute(module: str, name: str) -> Any:
     """
     if module.endswith(".py"):
         raise ModuleNotFoundError(f"{module} is a file; give its module: {module.removesuffix('.py')}:{name}")
-    found = importlib.import_module(module)
-    if not hasattr(found, name) and (near := difflib.get_close_matches(name, dir(found), 1)):
+    imported = importlib.import_module(module)
+    if not hasattr(imported, name) and (near := difflib.get_close_matches(name, dir(imported), 1)):
         raise AttributeError(f"module {module!r} has no attribute {name!r}, the nearest is {near[0]}")
-    return getattr(found, name)
+    return getattr(imported, name)
 
 
 def load_function(variable: str, name: str) -> Callable[..., Any]:
@@ -36,16 +36,16 @@ def load_function(variable: str, name: str) -> Callable[..., Any]:
     """
     module, _, attribute = name.partition(":")
     try:
-        found = find_attribute(module, attribute)
+        function = find_attribute(module, attribute)
     # The module is the user's and may raise anything.
     except Exception as error:
         raise ConfigurationError(
             f"{variable} is {name!r}, which cannot be imported: {type(error).__name__}: {first_line(error)}; "
             "give module:function, with the module on PYTHONPATH or in the working directory"
         ) from error
-    if not callable(found):
+    if not callable(function):
         raise ConfigurationError(f"{variable} is {name!r}, which is not a function")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -66,10 +66,10 @@ def gpu_memory() -> int | None:
 def driver_version() -> str | None:
     """Return the version of NVIDIA's kernel driver, such as ``580.65.06``; None without a driver."""
     try:
-        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", DRIVER_FILE.read_text())
+        match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", DRIVER_FILE.read_text())
     except OSError:
-        found = None
-    return found[1] if found else next(iter(_query("driver_version")), None)
+        match = None
+    return match[1] if match else next(iter(_query("driver_version")), None)
 
 
 def check_cuda(devices: int, build: str | None) -> None:
@@ -82,13 +82,13 @@ def check_cuda(devices: int, build: str | None) -> None:
     Raises:
         ConfigurationError: torch sees fewer; the message names driver, torch's CUDA and a remedy.
     """
-    wanted = promised_gpus() or 0
-    if devices >= wanted:
+    promised = promised_gpus() or 0
+    if devices >= promised:
         return
     driver = driver_version()
     if build is None:
         remedy = "install a torch that is built for CUDA"
-    elif (visible := os.environ.get(VISIBLE_GPUS_VARIABLE)) is not None and len(listed_gpus(visible)) < wanted:
+    elif (visible := os.environ.get(VISIBLE_GPUS_VARIABLE)) is not None and len(listed_gpus(visible)) < promised:
         remedy = f"unset {VISIBLE_GPUS_VARIABLE}, which is {visible!r}"
     elif driver is None:
         remedy = (
@@ -101,8 +101,8 @@ def check_cuda(devices: int, build: str | None) -> None:
             "built for an older CUDA; on GKE set LD_LIBRARY_PATH=/usr/local/nvidia/lib64"
         )
     raise ConfigurationError(
-        f"{PROMISED_GPUS_VARIABLE} is {wanted}, but torch sees {devices} CUDA devices (driver {driver or 'not found'}, "
-        f"torch built for {f'CUDA {build}' if build else 'processors only'}); {remedy}"
+        f"{PROMISED_GPUS_VARIABLE} is {promised}, but torch sees {devices} CUDA devices (driver "
+        f"{driver or 'not found'}, torch built for {f'CUDA {build}' if build else 'processors only'}); {remedy}"
     )
 
 
@@ -113,10 +113,10 @@ def _query(field: str) -> list[str]:
         return []
     command = [program, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False)
+        reply = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return found.stdout.split() if found.returncode == 0 else []
+    return reply.stdout.split() if reply.returncode == 0 else []
 
 
 CORES_VARIABLE = "SKYPILOT_POD_CPU_CORE_LIMIT"
@@ -141,9 +141,9 @@ def threads(*, processes: int = 1) -> int:
     Args:
         processes: processes of this node that compute at the same time and share the cores.
     """
-    given = os.environ.get(THREADS_VARIABLE)
-    if given and not (given == RAY_THREADS and NODE_RANK_VARIABLE in os.environ):
-        return int(given)
+    variable = os.environ.get(THREADS_VARIABLE)
+    if variable and not (variable == RAY_THREADS and NODE_RANK_VARIABLE in os.environ):
+        return int(variable)
     return max(1, cores() // processes)
 
 
@@ -195,12 +195,6 @@ def release_memory() -> None:
 def _c_library() -> Any:
     """Return the C library with its functions as attributes; macOS and musl lack the functions used here."""
     return ctypes.CDLL(None)
-
-
-AUTO_RULE = (
-    "bfloat16 on a GPU and on processors with bfloat16 instructions (AVX512-BF16 or AMX), float32 on other processors, "
-    "which emulate bfloat16 many times more slowly"
-)
 
 
 class ComputeType(StrEnum):

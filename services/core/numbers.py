@@ -133,7 +133,7 @@ def quantity(text: str) -> Quantity | None:
 
 
 def time_of_day(text: str) -> tuple[int, int, int, str] | None:
-    """Return hour, minute, second and ``a``, ``p`` or nothing of a text such as ``2:30 pm``; None if it is no time."""
+    """Return hour, minute, second and ``a``, ``p`` or nothing of a text such as ``2:30 pm``; None for another text."""
     match = _TIME.fullmatch(clean(text)) if len(text) <= MAX_LENGTH else None
     if match is None:
         return None

@@ -174,13 +174,13 @@ def end_leftovers(grace_seconds: float = GRACE_SECONDS) -> None:
         ConfigurationError: a leftover does not end, not even by SIGKILL.
     """
     started = time.monotonic()
-    while left := list(_leftovers()):
+    while pids := list(_leftovers()):
         waited = time.monotonic() - started
         if waited > grace_seconds + KILL_SECONDS:
-            raise ConfigurationError(f"processes {left} of an earlier start do not end; restart the node")
+            raise ConfigurationError(f"processes {pids} of an earlier start do not end; restart the node")
         if waited >= grace_seconds:
-            log.warning("killing what an earlier start left", pids=left)
-            for pid in left:
+            log.warning("killing what an earlier start left", pids=pids)
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(LEFTOVERS_POLL_SECONDS)
@@ -192,13 +192,13 @@ def _leftovers() -> Iterator[int]:
     if module is None or not all(name in os.environ for name in _SAME) or not os.path.isdir("/proc/self"):
         return
     mine = {os.getpid(), *_ancestors()}
-    wanted = {f"{name}={os.environ[name]}" for name in _SAME}
+    variables = {f"{name}={os.environ[name]}" for name in _SAME}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         # Gone meanwhile, or another user's.
         with contextlib.suppress(OSError):
             # A zombie has no command.
             is_same = int(name) not in mine and _module(_strings(name, "cmdline")) == module
-            if is_same and wanted <= set(_strings(name, "environ")):
+            if is_same and variables <= set(_strings(name, "environ")):
                 yield int(name)
 
 

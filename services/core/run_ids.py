@@ -19,8 +19,8 @@ def default_run_id(shared_dir: Path) -> str:
     """Return ``{group}-{job}-{time}``, by the time at which SkyPilot's jobs controller took up the job.
 
     A restarted controller takes its jobs up anew, and other tasks of the job may still run under the former name. So
-    a run of the same group and job that is under way on the volume keeps its name. A controller that was made anew
-    counts its jobs from 1, and its jobs get other names than those of the former controller that have ended.
+    a run of the same group and job that is under way on the volume keeps its name. A controller that was
+    replaced counts its jobs from 1, and its jobs get other names than those of the former controller that have ended.
 
     Args:
         shared_dir: the volume.
@@ -28,25 +28,25 @@ def default_run_id(shared_dir: Path) -> str:
     Returns:
         Outside SkyPilot the group's name, or ``local``.
     """
-    found, group = parse_task_id(), os.environ.get("SKYPILOT_JOBGROUP_NAME", "local")
-    if not found:
+    job, group = parse_task_id(), os.environ.get("SKYPILOT_JOBGROUP_NAME", "local")
+    if not job:
         return group
-    name = f"{group}-{found['job']}"
-    own = f"{name}-{datetime.strptime(found['time'], '%Y-%m-%d-%H-%M-%S-%f'):%Y%m%d-%H%M%S}"
+    name = f"{group}-{job['job']}"
+    run_id = f"{name}-{datetime.strptime(job['time'], '%Y-%m-%d-%H-%M-%S-%f'):%Y%m%d-%H%M%S}"
     runs = shared_dir / "runs"
-    if (runs / own).is_dir():
-        return own
+    if (runs / run_id).is_dir():
+        return run_id
     former = max(
         (path for path in runs.glob(f"{name}-*") if re.fullmatch(r"\d{8}-\d{6}", path.name[len(name) + 1 :])),
         default=None,
     )
-    return former.name if former is not None and _is_under_way(former) else own
+    return former.name if former is not None and _is_under_way(former) else run_id
 
 
 def parse_task_id() -> dict[str, str] | None:
     """Return the managed job's number (``job``) and when its controller took it up (``time``); None without SkyPilot.
 
-    A restarted jobs controller has another time, and a controller that was made anew counts jobs from 1 again.
+    A restarted jobs controller has another time, and a controller that was replaced counts jobs from 1 again.
     """
     # sky-managed-<time>_<group>_<task>_<job>-<task number>
     match = re.fullmatch(r"sky-managed-(?P<time>[^_]*)_.*?_(?P<job>\d+)-\d+", os.environ.get("SKYPILOT_TASK_ID", ""))
@@ -55,8 +55,8 @@ def parse_task_id() -> dict[str, str] | None:
 
 def job_id() -> str | None:
     """Return the managed job's number with its time, the same in all tasks of a job; None without SkyPilot."""
-    found = parse_task_id()
-    return f"{found['job']} of {found['time']}" if found else None
+    job = parse_task_id()
+    return f"{job['job']} of {job['time']}" if job else None
 
 
 def _is_under_way(run_dir: Path) -> bool:

@@ -1,8 +1,9 @@
 """The base of every settings class: typed, read from environment variables, and strict.
 
-Each service and the trainer has one subclass. The fields' descriptions are their documentation, from which
-docs/configuration.md is generated. ``sky jobs launch jobgroup.yaml --env NAME=VALUE`` gives every task the same
-variables, so a class ignores variables of the other classes. A value that is not allowed stops the program.
+Each service and the trainer has one subclass. What several of them read is declared here once. The text below a field
+is its documentation, from which docs/configuration.md is generated. ``sky jobs launch jobgroup.yaml --env NAME=VALUE``
+gives every task the same variables, so a class ignores variables of the other classes. A value that is not allowed
+stops the program.
 """
 
 from __future__ import annotations
@@ -33,30 +34,31 @@ JsonTexts = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode, Befor
 """A setting that is a JSON list of texts."""
 
 
+ADVANCED = "[advanced]"
+"""The end of the text of a setting that hardly any run has a reason to change; docs/configuration.md lists it apart."""
+
+
 class Settings(BaseSettings):
     """The settings of every component."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_ignore_empty=True, allow_inf_nan=False)
+    model_config = SettingsConfigDict(
+        frozen=True, extra="ignore", env_ignore_empty=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
-    jobgroup_token: SecretStr | None = Field(
-        default=None, description="When set, every route but /health asks for `Authorization: Bearer <token>`."
-    )
-    shared_dir: Path = Field(
-        default=Path("shared-volume"), description="The volume that the nodes of a job share; holds `runs/`."
-    )
+    jobgroup_token: SecretStr | None = None
+    """When set, every route but /health asks for `Authorization: Bearer <token>`."""
+    shared_dir: Path = Path("shared-volume")
+    """The volume that the nodes of a job share; holds `runs/`."""
     run_id: str = Field(
-        default_factory=lambda given: default_run_id(given["shared_dir"]),
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Name of the run directory below `SHARED_DIR/runs`. Give a former run's name to resume it. "
-        "Default: group, job and time of SKYPILOT_TASK_ID, such as grpo-17-20260131-120000, equal in all tasks of a "
-        "managed job and after its recoveries.",
+        default_factory=lambda given: default_run_id(given["shared_dir"]), pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
     )
-    log_level: str = Field(
-        default="info", pattern=r"^(debug|info|warning|error)$", description="debug, info, warning or error."
-    )
-    log_format: str = Field(
-        default="text", pattern=r"^(text|json)$", description="`text`, or `json` for one object a line."
-    )
+    """Name of the run directory below `SHARED_DIR/runs`. Give a former run's name to resume it. Default: group, job and
+    time of SKYPILOT_TASK_ID, such as grpo-17-20260131-120000, equal in all tasks of a managed job and after its
+    recoveries."""
+    log_level: str = Field("info", pattern=r"^(debug|info|warning|error)$")
+    """debug, info, warning or error."""
+    log_format: str = Field("text", pattern=r"^(text|json)$")
+    """`text`, or `json` for one object a line. [advanced]"""
 
     @classmethod
     def load(cls, **overrides: Any) -> Self:
@@ -83,7 +85,7 @@ class Settings(BaseSettings):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """The values that name functions or classes of the user's own, by variable."""
+        """The values that name the user's functions or classes, by variable."""
         return {}
 
     @property
@@ -92,10 +94,64 @@ class Settings(BaseSettings):
         return self.jobgroup_token.get_secret_value() if self.jobgroup_token else None
 
 
+class ModelSettings(Settings):
+    """The model of a run, which trainer, engines, gateway and evaluation read."""
+
+    model_name: str = Field("Qwen/Qwen2.5-0.5B-Instruct", min_length=1)
+    """The model: a Hugging Face name or a directory. It is policy version 0, and its tokenizer and chat template make
+    the prompts."""
+
+
+class TemplateSettings(Settings):
+    """The form of conversations, which data-server, gateway and evaluation read."""
+
+    chat_template_args: JsonObject = Field(default_factory=dict)
+    """Arguments of the chat template as a JSON object, such as `{"enable_thinking": false}`; those of an agent's
+    request win."""
+
+
+class EnginesSection(Settings):
+    """What trainer and engines must agree on: trainer and rollout-server read the same variables."""
+
+    engine_deterministic: bool = False
+    """The same request with the same seed gives the same tokens and logprobs whatever else SGLang computes at the same
+    time; slower. The trainer then requests completions one by one, each with its own seed. The embedded engine is
+    always deterministic."""
+    engine_sleeps: bool = False
+    """Engines that share the trainer's GPU give its memory away while the trainer trains, and take it back with the
+    next version (`MODE=sync`); docs/guides/one-gpu.md has a preset. SGLang keeps a copy of its weights in host memory
+    for it. The embedded engine's weights stay on the GPU."""
+    lora_rank: int = Field(0, ge=0)
+    """Train LoRA adapters of this rank, and publish them unmerged; 0: the whole model. SGLang reserves room for
+    adapters of up to this rank."""
+
+
+class AgentSettings(Settings):
+    """An agent and its limits, the same in training and evaluation."""
+
+    agent: str = ""
+    """The agent as `module:function`, the same function in training (`ROLLOUT=agent`) and for `grpo evaluate --agent`.
+    `evaluation.math_agent:solve` is built in."""
+    agent_command: str = ""
+    """The agent as a shell command in any language (`ROLLOUT=program`, `grpo evaluate --agent-command`): the task is
+    JSON on its standard input, its endpoint is OPENAI_BASE_URL and OPENAI_API_KEY, and its output is the answer that
+    REWARD_FN scores, unless it writes a reward of its own, as in `{"reward": 1.0}`, to the file descriptor
+    GRPO_REWARD_FD."""
+    agent_max_turns: int = Field(16, ge=1, le=65_536)
+    """Most calls of the model in an episode."""
+    agent_max_tokens: int = Field(4096, ge=1, le=1_048_576)
+    """Most tokens that the model samples in an episode."""
+    agent_seconds: float = Field(600, gt=0)
+    """Longest time of an episode without the time that its calls of the model take. With them it may take twice as
+    long; then the engines are too slow, and it has no reward."""
+
+
 def _describe(problem: Any) -> str:
-    name, said = "_".join(str(part) for part in problem["loc"]).upper(), problem["msg"].removeprefix("Value error, ")
+    name, message = "_".join(str(part) for part in problem["loc"]).upper(), problem["msg"].removeprefix("Value error, ")
     if not name:  # a check of several settings, which names them itself
-        return str(said)
+        return str(message)
     value = problem.get("input")
-    shown = "" if value is None or isinstance(value, dict) or "TOKEN" in name or "KEY" in name else f" is {value!r}"
-    return f"{name}{shown}: {said}"
+    value_text = (
+        "" if value is None or isinstance(value, dict) or "TOKEN" in name or "KEY" in name else f" is {value!r}"
+    )
+    return f"{name}{value_text}: {message}"

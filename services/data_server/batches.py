@@ -79,7 +79,7 @@ class Batches:
         catalogue, order = self.dataset.catalogues[split], self.orders[split]
         self.check(split, cursor)
         catalogue.prefetch(order.of(cursor.epoch)[cursor.position : cursor.position + batch_size].tolist())
-        found, after = walk(
+        places, after = walk(
             order,
             cursor,
             batch_size,
@@ -87,14 +87,14 @@ class Batches:
             # Held-out prompts are for evaluation, each once: a batch never runs on into a second round.
             ends_with_epoch=split is Split.TEST,
         )
-        if not found and split is Split.TRAIN:
+        if not places and split is Split.TRAIN:
             raise ProblemError(
                 422,
                 f"no prompt of {split.value} qualifies: all are skipped or longer than MAX_PROMPT_TOKENS",
             )
         prompts = [
             {**record, "epoch": epoch, "position": position}
-            for place, epoch, position in found
+            for place, epoch, position in places
             if (record := catalogue.record(place)) is not None
         ]
         SERVED.labels(split.value).inc(len(prompts))
@@ -206,8 +206,8 @@ class ServerState:
         Raises:
             ProblemError: 507, this is the first call, and the disk refuses to keep the rates.
         """
-        found = self._db.execute("SELECT rates FROM epochs WHERE epoch = ?", (epoch,)).fetchone()
-        if found is None:
+        row = self._db.execute("SELECT rates FROM epochs WHERE epoch = ?", (epoch,)).fetchone()
+        if row is None:
             rates = np.full(size, np.nan, np.float32)
             for place, rate in self._db.execute("SELECT place, rate FROM rates"):
                 rates[place] = rate
@@ -216,12 +216,12 @@ class ServerState:
             except sqlite3.Error as error:
                 raise self._refusal(error) from error
         else:
-            rates = np.frombuffer(found[0], np.float32)
+            rates = np.frombuffer(row[0], np.float32)
         return None if bool(np.isnan(rates).all()) else rates
 
     def _find(self, query: str, *values: str) -> Cursor | None:
-        found = self._db.execute(query, values).fetchone()
-        return None if found is None else Cursor.model_validate_json(found[0])
+        row = self._db.execute(query, values).fetchone()
+        return None if row is None else Cursor.model_validate_json(row[0])
 
     def _put(self, consumer: str, cursor: Cursor) -> None:
         self._db.execute("INSERT OR REPLACE INTO cursors VALUES (?, ?)", (consumer, cursor.model_dump_json()))

@@ -146,11 +146,11 @@ class _ReasoningConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _gather_generators(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        own = {key: value for key, value in given.items() if key in ("size", "levels")}
-        return {**own, "generators": {key: value for key, value in given.items() if key not in own}}
+    def _gather_generators(cls, config: Any) -> Any:
+        if not isinstance(config, dict):
+            return config
+        general = {key: value for key, value in config.items() if key in ("size", "levels")}
+        return {**general, "generators": {key: value for key, value in config.items() if key not in general}}
 
 
 def _reasoning_tables(settings: DataSettings, refused: Counter[str]) -> Tables:
@@ -227,15 +227,15 @@ def _generate_reasoning(plan: dict[str, Any], refused: Counter[str]) -> list[dic
             json.dump(plan, process.stdin)
         for line in process.stdout:
             try:
-                found = json.loads(line)
+                record = json.loads(line)
             except json.JSONDecodeError:
                 break
-            if "error" in found:
-                raise ConfigurationError(found["error"])
-            if "failed" in found:
-                failures.append(found["failed"])
+            if "error" in record:
+                raise ConfigurationError(record["error"])
+            if "failed" in record:
+                failures.append(record["failed"])
             else:
-                rows.append(found)
+                rows.append(record)
             if (len(rows) + len(failures)) % _LOGGED_EVERY == 0:
                 log.info("generating", questions=len(rows), of=plan["size"])
     if process.returncode != 0:

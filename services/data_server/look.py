@@ -30,9 +30,9 @@ def main() -> None:
     on_hub = is_on_hub(settings.dataset)
     if on_hub and not models.is_listed(hub_name(settings)[0], "dataset"):
         return
-    found = load(settings, own_process=True, first=FIRST_ROWS if on_hub else None)
-    train, held_out = (len(found.catalogues[split]) for split in (Split.TRAIN, Split.TEST))
-    refused = {reason: count for reason, count in (found.refused | {"too long": found.too_long}).items() if count}
+    dataset = load(settings, own_process=True, first=FIRST_ROWS if on_hub else None)
+    train, held_out = (len(dataset.catalogues[split]) for split in (Split.TRAIN, Split.TEST))
+    refused = {reason: count for reason, count in (dataset.refused | {"too long": dataset.too_long}).items() if count}
     print(json.dumps({"train": train, "held_out": held_out, "refused": refused, "is_whole": not on_hub}))
 
 

@@ -63,13 +63,13 @@ class EpochOrder:
 
 def _weights(rates: Rates, curriculum: Curriculum) -> np.ndarray[Any, np.dtype[np.float64]]:
     # A prompt that was never tried counts as half solved.
-    known = np.where(np.isnan(rates), 0.5, rates).astype(np.float64)
-    wanted = {
-        Curriculum.BALANCED: 4 * known * (1 - known),
-        Curriculum.EASY_FIRST: known,
-        Curriculum.HARD_FIRST: 1 - known,
+    solved = np.where(np.isnan(rates), 0.5, rates).astype(np.float64)
+    preference = {
+        Curriculum.BALANCED: 4 * solved * (1 - solved),
+        Curriculum.EASY_FIRST: solved,
+        Curriculum.HARD_FIRST: 1 - solved,
     }[curriculum]
-    return _LEAST_WEIGHT + (1 - _LEAST_WEIGHT) * wanted
+    return _LEAST_WEIGHT + (1 - _LEAST_WEIGHT) * preference
 
 
 def walk(
@@ -82,30 +82,30 @@ def walk(
 ) -> tuple[list[tuple[int, int, int]], Cursor]:
     """Return (place, epoch, position) of the next ``count`` prompts from ``cursor`` on, and the cursor after them.
 
-    The walk passes over the positions in ``cursor.skip`` and over places that do not qualify. It goes on into the next
+    The walk passes over the positions in ``cursor.skip`` and over places that do not qualify. It continues in the next
     epoch unless it ``ends_with_epoch``, and gives up after a whole epoch without a prompt.
 
     Raises:
-        ProblemError: 422, the walk would go on into an epoch that no cursor can name.
+        ProblemError: 422, the walk would continue in an epoch that no cursor can name.
     """
-    found: list[tuple[int, int, int]] = []
+    prompts: list[tuple[int, int, int]] = []
     epoch, position, skip = cursor.epoch, cursor.position, set(cursor.skip)
     passed_over = 0
-    while len(found) < count and passed_over < len(order):
+    while len(prompts) < count and passed_over < len(order):
         if position >= len(order):
             epoch, position, skip = _next_epoch(epoch), 0, set()
-            if ends_with_epoch and (found or cursor.position < len(order)):
+            if ends_with_epoch and (prompts or cursor.position < len(order)):
                 break
         place = int(order.of(epoch)[position])
         if position not in skip and qualifies(place):
-            found.append((place, epoch, position))
+            prompts.append((place, epoch, position))
             passed_over = 0
         else:
             passed_over += 1
         position += 1
     if position >= len(order):
         epoch, position, skip = _next_epoch(epoch), 0, set()
-    return found, Cursor(epoch=epoch, position=position, skip=sorted(s for s in skip if s >= position))
+    return prompts, Cursor(epoch=epoch, position=position, skip=sorted(s for s in skip if s >= position))
 
 
 def _next_epoch(epoch: int) -> int:

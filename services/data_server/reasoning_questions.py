@@ -106,10 +106,10 @@ class _Part:
         size = max(1, round(plan.size * share))
         # Questions at neighbouring seeds of reasoning-gym are the same questions moved by one.
         digest = hashlib.blake2b(f"{plan.seed}/{name}/{level}".encode(), digest_size=4).digest()
-        given = {**_at_level(name, level), **plan.parameters.get(name, {})}
+        parameters = {**_at_level(name, level), **plan.parameters.get(name, {})}
         seed = int.from_bytes(digest, "big") // 2
         try:
-            dataset = gym.create_dataset(name, **given, size=size, seed=seed)
+            dataset = gym.create_dataset(name, **parameters, size=size, seed=seed)
         # A generator checks its parameters by assertions, by errors of its own, or not before its use.
         except Exception as error:
             at_level = "" if level is None else f" at level {level}"
@@ -117,7 +117,7 @@ class _Part:
                 f"DATASET: {name}{at_level} refuses its parameters: {type(error).__name__}: {error}; correct "
                 f"DATASET_CONFIG (it has {', '.join(_fields(name))})"
             ) from error
-        return cls(name, level, dataset, _changed(name, given), size)
+        return cls(name, level, dataset, _changed(name, parameters), size)
 
     def rank(self) -> int:
         """Return the level; a generator without levels is among the easiest."""
@@ -129,13 +129,13 @@ class _Part:
         random.seed(index)  # For the few generators that draw from Python's global generator.
         # A generator that gives up on one question, or holds what JSON cannot, still has others.
         try:
-            made = self.dataset[index]
-            truth = Entry(self.generator, self.parameters, made).to_json()
+            entry = self.dataset[index]
+            truth = Entry(self.generator, self.parameters, entry).to_json()
         except Exception as error:  # noqa: BLE001
             return f"{self.generator}: {type(error).__name__}: {error}"
-        answer = "" if made["answer"] is None else f"<answer>{made['answer']}</answer>"
+        answer = "" if entry["answer"] is None else f"<answer>{entry['answer']}</answer>"
         category = self.generator if self.level is None else f"{self.generator} {self.level}"
-        return Question(str(made["question"]), answer, truth, category)
+        return Question(str(entry["question"]), answer, truth, category)
 
 
 def _mixed(parts: list[_Part]) -> Iterator[Question | str]:
@@ -178,12 +178,12 @@ def _at_level(name: str, level: int | None) -> dict[str, Any]:
     return _changed(name, dataclasses.asdict(curriculum.generate_configuration(context=context)))
 
 
-def _changed(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def _changed(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters that differ from the generator's defaults."""
     defaults = vars(gym.DATASETS[name][1]())
     return {
         key: value
-        for key, value in given.items()
+        for key, value in parameters.items()
         if key not in ("seed", "size") and (key not in defaults or value != defaults[key])
     }
 
@@ -198,8 +198,8 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
         os.dup2(2, 1)
         try:
-            for made in questions(Plan(**json.load(sys.stdin))):
-                line = {"failed": made} if isinstance(made, str) else vars(made)
+            for question in questions(Plan(**json.load(sys.stdin))):
+                line = {"failed": question} if isinstance(question, str) else vars(question)
                 lines.write(json.dumps(line) + "\n")
         except PlanError as error:
             lines.write(json.dumps({"error": str(error)}) + "\n")

@@ -10,10 +10,9 @@ from pathlib import Path
 from string import Formatter
 
 from pydantic import Field, field_validator
-from pydantic_settings import SettingsConfigDict
 
 from services.core.errors import ConfigurationError
-from services.core.settings import JsonObject, Settings
+from services.core.settings import TemplateSettings
 from services.protocol.ground_truths import REASONING_GYM
 
 
@@ -44,10 +43,8 @@ class Curriculum(StrEnum):
     HARD_FIRST = "hard_first"
 
 
-class DataSettings(Settings):
+class DataSettings(TemplateSettings):
     """The data-server's environment variables."""
-
-    model_config = SettingsConfigDict(use_attribute_docstrings=True)
 
     dataset: str = Field("gsm8k", min_length=1)
     """`gsm8k`, `arithmetic` (a built-in generator), `seeds` (of episodes, for ROLLOUT=environment),
@@ -62,7 +59,7 @@ class DataSettings(Settings):
     dataset_test_split: str = "test"
     """Split of a Hugging Face dataset that is held out of training."""
     dataset_test: Path | None = None
-    """A .jsonl or .parquet file of held-out prompts beside a file given as DATASET."""
+    """A .jsonl or .parquet file of held-out prompts, for a DATASET that is a file."""
     dataset_held_out: float = Field(0.05, gt=0, lt=1)
     """Share of the rows held out of training, for a source that has no held-out split of its own."""
     prompt_column: str | None = None
@@ -85,9 +82,6 @@ class DataSettings(Settings):
     """Appended to every question on a line of its own. Default: asks for steps and the answer in the form of the
     ground truths (`####` or `\\boxed{}`, `<answer>` for `reasoning_gym:...`), nothing where they are plain; `none`
     appends nothing."""
-    chat_template_args: JsonObject = Field(default_factory=dict)
-    """Arguments of the chat template as a JSON object, such as `{"enable_thinking": false}`; the gateway and the
-    evaluation have the same variable."""
     max_prompt_tokens: int = Field(4096, ge=1)
     """Longer prompts are passed over and counted."""
 
@@ -156,8 +150,8 @@ def named_files(settings: DataSettings) -> dict[str, Path]:
     if not is_path(settings.dataset):
         if settings.dataset_test is not None:
             raise ConfigurationError(
-                f"DATASET_TEST is {str(settings.dataset_test)!r}, but DATASET {settings.dataset!r} is no file; leave "
-                "out DATASET_TEST (DATASET_TEST_SPLIT names the held-out split of a dataset on the hub)"
+                f"DATASET_TEST is {str(settings.dataset_test)!r}, but DATASET {settings.dataset!r} is not a file; "
+                "leave out DATASET_TEST (DATASET_TEST_SPLIT names the held-out split of a dataset on the hub)"
             )
         return {}
     held_out = {"DATASET_TEST": settings.dataset_test} if settings.dataset_test else {}

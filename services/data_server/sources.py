@@ -66,7 +66,7 @@ class Rows:
         """Return the rows at ``places`` (0 to len - 1), in that order."""
         numbers = self.numbers[places].tolist()
         # Slices find their chunk and copy nothing, whereas Table.take joins all chunks of a column first.
-        taken = pa.concat_tables([self.table.slice(number, 1) for number in numbers]).to_pylist()
+        rows = pa.concat_tables([self.table.slice(number, 1) for number in numbers]).to_pylist()
         return [
             Row(
                 number,
@@ -75,7 +75,7 @@ class Rows:
                 self.truths[number].as_py(),
                 _text(row.get("category")),
             )
-            for number, row in zip(numbers, taken, strict=True)
+            for number, row in zip(numbers, rows, strict=True)
         ]
 
     def select(self, places: np.ndarray[Any, Any] | slice) -> Rows:
@@ -154,8 +154,8 @@ def _in_memory(table: pa.Table) -> ReadTable:
 
 def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Counter[str]) -> Rows:
     table = read_table()
-    given = "ground_truth" in table.column_names
-    truths = table["ground_truth"] if given else _ground_truths(pc.cast(table["answer"], pa.string()), form)
+    has_truths = "ground_truth" in table.column_names
+    truths = table["ground_truth"] if has_truths else _ground_truths(pc.cast(table["answer"], pa.string()), form)
     texts = pc.cast(table["question"], pa.string())
     questions = pc.fill_null(pc.match_substring_regex(texts, r"\S"), False).to_numpy()
     answered = pc.fill_null(pc.not_equal(truths, ""), False).to_numpy()
@@ -195,12 +195,12 @@ def _format(read_table: ReadTable, settings: DataSettings) -> GroundTruthFormat:
 def _ground_truths(answers: pa.ChunkedArray, form: GroundTruthFormat) -> pa.ChunkedArray:
     """Return a trimmed ground truth a row, null or empty where it has none; numbers lose thousands separators."""
     if form is GroundTruthFormat.HASH:
-        found = pc.struct_field(pc.extract_regex(answers, _AFTER_HASHES), "truth")
+        truths = pc.struct_field(pc.extract_regex(answers, _AFTER_HASHES), "truth")
     elif form is GroundTruthFormat.BOXED:
-        found = pa.chunked_array([pa.array([last_boxed(text or "") for text in answers.to_pylist()], pa.string())])
+        truths = pa.chunked_array([pa.array([last_boxed(text or "") for text in answers.to_pylist()], pa.string())])
     else:
-        found = answers
-    trimmed = pc.utf8_trim_whitespace(found)
+        truths = answers
+    trimmed = pc.utf8_trim_whitespace(truths)
     grouped = pc.match_substring_regex(trimmed, _GROUPED_NUMBER)
     return pc.if_else(grouped, pc.replace_substring(trimmed, ",", ""), trimmed)
 

@@ -59,15 +59,15 @@ def choose_columns(names: Sequence[str], where: str, settings: DataSettings) -> 
     return chosen | ({CATEGORY: CATEGORY} if CATEGORY in names else {})
 
 
-def _choose(names: Sequence[str], where: str, setting: str, given: str | None, usual: tuple[str, ...]) -> str:
-    if given is not None and given not in names:
-        raise ConfigurationError(f"{setting} is {given!r}, which {where} lacks; it has {list(names)}")
-    found = given or next((name for name in usual if name in names), None)
-    if found is None:
+def _choose(names: Sequence[str], where: str, setting: str, column: str | None, usual: tuple[str, ...]) -> str:
+    if column is not None and column not in names:
+        raise ConfigurationError(f"{setting} is {column!r}, which {where} lacks; it has {list(names)}")
+    chosen = column or next((name for name in usual if name in names), None)
+    if chosen is None:
         raise ConfigurationError(
             f"{where} has none of the columns {', '.join(usual)}; set {setting} to one of {list(names)}"
         )
-    return found
+    return chosen
 
 
 GSM8K = "openai/gsm8k"
@@ -124,8 +124,8 @@ def load_from_hub(settings: DataSettings, first: int | None = None) -> tuple[Rea
             f"or .parquet file or to arithmetic"
         ) from error
 
-    wanted = {"dataset_train_split", *({"dataset_test_split"} & settings.model_fields_set)}
-    for setting in sorted(wanted):
+    split_settings = {"dataset_train_split", *({"dataset_test_split"} & settings.model_fields_set)}
+    for setting in sorted(split_settings):
         if getattr(settings, setting) not in loaded:
             raise ConfigurationError(
                 f"{where} has no split {getattr(settings, setting)!r}; set {setting.upper()} to one of {sorted(loaded)}"
@@ -250,7 +250,7 @@ def json_rows(path: Path, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 class _LineError(Exception):
-    """The message goes on after the number of the line."""
+    """An error of a line; the message continues a sentence behind the line's number."""
 
 
 def _object(line: bytes, encoding: str) -> dict[str, Any] | None:
@@ -282,12 +282,12 @@ def _object(line: bytes, encoding: str) -> dict[str, Any] | None:
 
 def _check_tokens(text: str) -> None:
     depth = 0
-    for found in _TOKENS.finditer(text):
-        depth += (found[0] in ("[", "{")) - (found[0] in ("]", "}"))
+    for token in _TOKENS.finditer(text):
+        depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
         if depth > DEEPEST:
-            raise _LineError(f", column {found.start() + 1}: nested more than {DEEPEST} deep")
-        if found[0] in ("NaN", "Infinity", "-Infinity"):
-            raise _LineError(f", column {found.start() + 1}: {found[0]} is not JSON; write null, or leave the row out")
+            raise _LineError(f", column {token.start() + 1}: nested more than {DEEPEST} deep")
+        if token[0] in ("NaN", "Infinity", "-Infinity"):
+            raise _LineError(f", column {token.start() + 1}: {token[0]} is not JSON; write null, or leave the row out")
 
 
 def _texts(batch: list[tuple[int, dict[str, Any]]], name: str, column: str, where: str) -> pa.Array:

@@ -15,58 +15,35 @@ BUILT_IN = ("gsm8k", "guessing", "nim")
 class EnvironmentSettings(Settings):
     """Settings that the environment server reads from its environment."""
 
-    environment: str = Field(
-        default="CartPole-v1",
-        min_length=1,
-        max_length=100,
-        description="The environment that this server hosts: a gymnasium id, `module:Id` for one that a module of "
-        "yours registers, `module:Class` for a Conversation of yours, `gsm8k` (questions of DATASET, with a "
-        "calculator), `guessing` (a number to guess), `nim` (a game of two seats), or `openenv+http://host:port` "
-        "for any OpenEnv server.",
-    )
+    environment: str = Field("CartPole-v1", min_length=1, max_length=100)
+    """The environment that this server hosts: a gymnasium id, `module:Id` for one that a module of yours registers,
+    `module:Class` for a Conversation of yours, `gsm8k` (questions of DATASET, with a calculator), `guessing` (a number
+    to guess), `nim` (a game of two seats), or `openenv+http://host:port` for any OpenEnv server."""
     environment_server_name: str = Field(
-        default_factory=lambda: default_name(),
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:/@-]{0,99}$",
-        description="Name of this server at the evaluation head; default the machine's name.",
+        default_factory=lambda: default_name(), pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:/@-]{0,99}$"
     )
-    environment_max_steps: int = Field(
-        default=10_000,
-        ge=1,
-        description="An episode is truncated after so many steps, whatever its environment says.",
-    )
-    environment_step_seconds: float = Field(
-        default=30.0, gt=0, description="Time limit of one reset or step; an episode that exceeds it is lost."
-    )
-    environment_text_turns: int = Field(
-        default=10,
-        ge=1,
-        le=1000,
-        description="Answers that a built-in text environment allows before the episode is truncated.",
-    )
+    """Name of this server at the evaluation head; default the machine's name."""
+    environment_max_steps: int = Field(10_000, ge=1)
+    """An episode is truncated after so many steps, whatever its environment says."""
+    environment_step_seconds: float = Field(30.0, gt=0)
+    """Time limit of one reset or step; an episode that exceeds it is lost."""
+    environment_text_turns: int = Field(10, ge=1, le=1000)
+    """Answers that a built-in text environment allows before the episode is truncated."""
 
-    service_deadline_seconds: float = Field(
-        default=300,
-        gt=0,
-        description="Time that an OpenEnv server may take to answer when this server starts.",
-    )
+    service_deadline_seconds: float = Field(300, gt=0)
+    """Time that an OpenEnv server may take to answer when this server starts. [advanced]"""
 
-    eval_head_endpoint: AnyHttpUrl | None = Field(
-        default=None,
-        description="Address of an evaluation head, `http://host:8080`. When set, this server plays episodes of its "
-        "own and asks that head for the actions.",
-    )
-    environment_push_episodes: int = Field(
-        default=8, ge=1, le=1024, description="Episodes played at once with EVAL_HEAD_ENDPOINT."
-    )
-    environment_push_total: int | None = Field(
-        default=None, ge=1, description="Episodes to play with EVAL_HEAD_ENDPOINT; by default without end."
-    )
-    environment_push_policy: str | None = Field(
-        default=None, min_length=1, max_length=100, description="The head's policy that plays; default its first."
-    )
-    environment_push_seed: int = Field(
-        default=0, ge=0, lt=2**31, description="Seed of the first episode played with EVAL_HEAD_ENDPOINT."
-    )
+    eval_head_endpoint: AnyHttpUrl | None = None
+    """Address of an evaluation head, `http://host:8080`. When set, this server plays episodes of its own and asks that
+    head for the actions."""
+    environment_push_episodes: int = Field(8, ge=1, le=1024)
+    """Episodes played at once with EVAL_HEAD_ENDPOINT."""
+    environment_push_total: int | None = Field(None, ge=1)
+    """Episodes to play with EVAL_HEAD_ENDPOINT; by default without end. [advanced]"""
+    environment_push_policy: str | None = Field(None, min_length=1, max_length=100)
+    """The head's policy that plays; default its first. [advanced]"""
+    environment_push_seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of the first episode played with EVAL_HEAD_ENDPOINT. [advanced]"""
 
     @property
     def own_functions(self) -> dict[str, str]:

@@ -17,74 +17,44 @@ _POLICY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}=.+")
 class HeadSettings(Settings):
     """Settings that the evaluation head reads from its environment."""
 
-    head_policies: str = Field(
-        default="",
-        description="The policies, as `name=target` with spaces between; the first is the default. A target is a "
-        "`.pt2` file or a directory of versions `v000001/policy.pt2` (a torch module; `publish_policy`), the URL of a "
-        "rollout server or router (a language model), `module:function` (takes a list of states, returns actions), or "
-        "`head+http://host:8080#name` (a policy of another head).",
-    )
-    head_batch_size: int = Field(
-        default=32, ge=1, le=MAX_BATCH, description="States that a torch policy computes at once."
-    )
-    head_timeout_ms: float = Field(
-        default=5.0,
-        ge=0,
-        le=10_000,
-        description="Longest time that a batch waits for more states, since its oldest state came or the last batch "
-        "ended.",
-    )
-    head_device: str = Field(
-        default="auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="Where torch policies run: `auto`, `cpu`, `cuda`, or `cuda:1`.",
-    )
-    head_llm_model: str = Field(
-        default="default",
-        min_length=1,
-        description="The model that requests name. `default:policy` names the adapter of a run with LORA_RANK.",
-    )
-    head_llm_concurrency: int = Field(default=64, ge=1, description="Conversations sent to a rollout server at once.")
-    head_llm_max_tokens: int = Field(default=512, ge=1, description="Longest answer of a language model, in tokens.")
-    head_llm_temperature: float = Field(
-        default=0.0, ge=0, le=10, description="Sampling temperature of a language model; 0 is greedy."
-    )
+    head_policies: str = ""
+    """The policies, as `name=target` with spaces between; the first is the default. A target is a `.pt2` file or a
+    directory of versions `v000001/policy.pt2` (a torch module; `publish_policy`), the URL of a rollout server or router
+    (a language model), `module:function` (takes a list of states, returns actions), or `head+http://host:8080#name` (a
+    policy of another head)."""
+    head_batch_size: int = Field(32, ge=1, le=MAX_BATCH)
+    """States that a torch policy computes at once."""
+    head_timeout_ms: float = Field(5.0, ge=0, le=10_000)
+    """Longest time that a batch waits for more states, since its oldest state came or the last batch ended.
+    [advanced]"""
+    head_device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """Where torch policies run: `auto`, `cpu`, `cuda`, or `cuda:1`."""
+    head_llm_model: str = Field("default", min_length=1)
+    """The model that requests name. `default:policy` names the adapter of a run with LORA_RANK."""
+    head_llm_concurrency: int = Field(64, ge=1)
+    """Conversations sent to a rollout server at once."""
+    head_llm_max_tokens: int = Field(512, ge=1)
+    """Longest answer of a language model, in tokens."""
+    head_llm_temperature: float = Field(0.0, ge=0, le=10)
+    """Sampling temperature of a language model; 0 is greedy."""
 
-    game_server_prefix: str = Field(
-        default="game-server",
-        min_length=1,
-        max_length=1000,
-        description="Clusters and SkyServe services whose names begin so are environment servers. Several prefixes "
-        "have spaces or commas between.",
-    )
-    game_server_port: int = Field(
-        default=ENVIRONMENT_PORT,
-        ge=1,
-        le=65_535,
-        description="The port that clusters open for their environment server.",
-    )
-    game_server_addresses: str = Field(
-        default="",
-        description="Further environment servers, as `host:port` or URLs with spaces or commas between.",
-    )
-    skypilot_api_server_endpoint: str | None = Field(
-        default=None,
-        description="SkyPilot API server to ask for servers; without it only GAME_SERVER_ADDRESSES counts.",
-    )
-    skypilot_service_account_token: SecretStr | None = Field(
-        default=None, description="Token for that API server, which SkyPilot's SDK reads."
-    )
+    game_server_prefix: str = Field("game-server", min_length=1, max_length=1000)
+    """Clusters and SkyServe services whose names begin so are environment servers. Several prefixes have spaces or
+    commas between."""
+    game_server_port: int = Field(ENVIRONMENT_PORT, ge=1, le=65_535)
+    """The port that clusters open for their environment server. [advanced]"""
+    game_server_addresses: str = ""
+    """Further environment servers, as `host:port` or URLs with spaces or commas between."""
+    skypilot_api_server_endpoint: str | None = None
+    """SkyPilot API server to ask for servers; without it only GAME_SERVER_ADDRESSES counts."""
+    skypilot_service_account_token: SecretStr | None = None
+    """Token for that API server, which SkyPilot's SDK reads."""
 
-    head_drive_episodes: int = Field(
-        default=8,
-        ge=0,
-        le=1024,
-        description="Episodes that the head plays at once on each discovered server; 0 leaves these servers alone. "
-        "The first policy that fits the environment plays. Servers that push are never driven.",
-    )
-    head_drive_total: int | None = Field(
-        default=None, ge=1, description="Episodes to play on each discovered server; by default without end."
-    )
+    head_drive_episodes: int = Field(8, ge=0, le=1024)
+    """Episodes that the head plays at once on each discovered server; 0 leaves these servers alone. The first policy
+    that fits the environment plays. Servers that push are never driven."""
+    head_drive_total: int | None = Field(None, ge=1)
+    """Episodes to play on each discovered server; by default without end. [advanced]"""
 
     @field_validator("head_policies")
     @classmethod

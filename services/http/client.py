@@ -13,7 +13,7 @@ import functools
 import socket
 import ssl
 import time
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import httpx
 import orjson
@@ -21,10 +21,13 @@ import stamina
 from prometheus_client import Counter
 from pydantic import BaseModel, ValidationError
 
+from services.core import endpoints
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
+from services.protocol.base import ComponentRecord
 
 log = get_logger(__name__)
+
 
 # Instead of stamina's line at each attempt, the client logs the first in its own words.
 stamina.instrumentation.set_on_retry_hooks([stamina.instrumentation.PrometheusOnRetryHook])
@@ -40,7 +43,7 @@ CONNECT_SECONDS = 5.0
 PROBE_SECONDS = 5.0
 """Longest wait for an answer of /health."""
 LEAST_PROBE_SECONDS = 1.0
-"""The last probe before a deadline has this long, or it would time out and hide what the others saw."""
+"""Shortest time of the last probe; a shorter one would replace the real cause by a time-out."""
 HEALTH_POLL_SECONDS = 0.2
 LONGEST_HEALTH_POLL_SECONDS = 2.0
 """The pause between probes grows to a tenth of the time waited, so that a hundred clients do not load a service that
@@ -299,10 +302,10 @@ def _transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
 def watched_socket(address: tuple[Any, ...]) -> socket.socket:
     """Return a socket for an entry of getaddrinfo that closes GIVEN_UP_SECONDS after the other side fell silent."""
     family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
+    opened = socket.socket(family, kind, protocol)
     for level, name, value in _socket_options():
-        made.setsockopt(level, name, value)
-    return made
+        opened.setsockopt(level, name, value)
+    return opened
 
 
 def _socket_options() -> list[tuple[int, int, int]]:
@@ -315,8 +318,8 @@ def _socket_options() -> list[tuple[int, int, int]]:
         ("TCP_KEEPCNT", KEEPALIVE_PROBES),
         ("TCP_USER_TIMEOUT", GIVEN_UP_SECONDS * 1000),
     ]
-    known = [(socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in options if hasattr(socket, name)]
-    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *known]
+    supported = [(socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in options if hasattr(socket, name)]
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *supported]
 
 
 @functools.cache
@@ -339,3 +342,28 @@ def _backoff(error: Exception) -> bool | float:
     after = error.response.headers.get("Retry-After", "")
     wait = min(float(after), MAX_RETRY_AFTER_SECONDS) if after.isdecimal() else True
     return error.response.status_code in _RETRIED_STATUS and wait
+
+
+class ServiceClient(HttpClient):
+    """A client of one service of the job group."""
+
+    task: ClassVar[endpoints.Task]
+
+    def __init__(
+        self,
+        endpoint: endpoints.Endpoint | str | None = None,
+        token: str | None = None,
+        *,
+        timeout: float = 30.0,
+        deadline: float = 90.0,
+    ) -> None:
+        """Make a client of the service at ``endpoint``, an address or a URL, by default the job group's.
+
+        ``timeout`` is for one attempt and ``deadline`` for a call with all its attempts, both in seconds.
+        """
+        url = endpoint if isinstance(endpoint, str) else (endpoint or endpoints.endpoint(self.task)).url
+        super().__init__(url, token=token, timeout=timeout, service=self.task.value, deadline=deadline)
+
+    async def settings(self) -> ComponentRecord:
+        """Return the service's record of its settings, commit and packages."""
+        return await self.call("GET", "/settings", ComponentRecord)

@@ -103,8 +103,8 @@ class ServiceMiddleware:
         """Raise ProblemError without the token, while the service is not ready, or for a body that is too large."""
         has_own_key = self._own_keys is not None and self._own_keys.fullmatch(path)
         if self._expected is not None and path not in self._without_token and not has_own_key:
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
+            authorization = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(authorization, self._expected):
                 detail = "JOBGROUP_TOKEN is set here: send the header 'Authorization: Bearer <token>' with its value"
                 raise ProblemError(401, detail, {"WWW-Authenticate": "Bearer"})
         if path not in self._always_answered and not self._is_ready():

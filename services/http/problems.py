@@ -86,13 +86,13 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
         reason = malformed.get("ctx", {}).get("error", "not JSON")
         return problem_response(400, f"the body is not valid JSON: {reason}", instance=printable(request.url.path))
     # The input itself is left out: it may be large, secret, or not printable.
-    told = [
+    listed = [
         {"where": ".".join(printable(str(part)) for part in e["loc"]), "what": printable(e["msg"]), "type": e["type"]}
         for e in errors[:_MAX_ERRORS]
     ]
-    detail = "; ".join(f"{e['where']}: {e['what']}" for e in told[:3])
+    detail = "; ".join(f"{e['where']}: {e['what']}" for e in listed[:3])
     more = f" (and {len(errors) - 3} more)" if len(errors) > 3 else ""
-    return problem_response(422, detail + more, instance=printable(request.url.path), errors=told)
+    return problem_response(422, detail + more, instance=printable(request.url.path), errors=listed)
 
 
 def printable(text: str) -> str:

@@ -118,8 +118,8 @@ def run_service(
 
     def main() -> None:
         # As variables, because SkyPilot's SDK, the log and child processes read theirs by themselves.
-        given = {name.upper(): getattr(arguments, name) for name in names}
-        os.environ.update({variable: value for variable, value in given.items() if value is not None})
+        flags = {name.upper(): getattr(arguments, name) for name in names}
+        os.environ.update({variable: value for variable, value in flags.items() if value is not None})
         settings = settings_class.load()
         logs.configure(task.value, settings.log_level)
         end_leftovers()

@@ -72,9 +72,9 @@ class Entry:
     def from_json(cls, text: str) -> Entry:
         """Return the entry that ``to_json`` wrote; ValueError for another text."""
         try:
-            found = json.loads(text)
-            content = {key: _from_json(found[key]) for key in ("question", "answer", "metadata")}
-            return cls(str(found["generator"]), dict(_from_json(found["parameters"])), content)
+            record = json.loads(text)
+            content = {key: _from_json(record[key]) for key in ("question", "answer", "metadata")}
+            return cls(str(record["generator"]), dict(_from_json(record["parameters"])), content)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"the ground truth is no entry of reasoning-gym: {text[:50]!r}; "

@@ -70,9 +70,9 @@ def compare(answer: str, ground_truth: str, truth: Quantity | None) -> Verdict:
     """Compare an answer with the ground truth, whose quantity is ``truth`` where it is a plain number."""
     if _same_text(answer, ground_truth):
         return Verdict.RIGHT
-    given = quantity(answer)
-    if given is not None and truth is not None:
-        return Verdict.RIGHT if given.agrees(truth) else Verdict.WRONG
+    answered = quantity(answer)
+    if answered is not None and truth is not None:
+        return Verdict.RIGHT if answered.agrees(truth) else Verdict.WRONG
     time_given, time_true = time_of_day(answer), time_of_day(ground_truth)
     if time_given is not None and (time_true is not None or truth is not None):
         # math-verify would read 2:30 as a fifteenth.

@@ -1,4 +1,4 @@
-"""Import the functions of the user's own that REWARD_FN names: ``python -m services.reward_server.own_code``."""
+"""Import the user's functions that REWARD_FN names: ``python -m services.reward_server.own_code``."""
 
 from __future__ import annotations
 

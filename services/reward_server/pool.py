@@ -33,7 +33,7 @@ ALIVE = Gauge("reward_workers_alive", "Workers that answer.")
 MAX_PENDING = 20_000
 """Answers that may wait for a worker, which bounds the memory; further answers come back ``overloaded``."""
 START_SECONDS = 300.0
-"""All workers at once may import torch for a function of the user's own, from a network disk."""
+"""All workers at once may import torch for a user's function, from a network disk."""
 _END_SECONDS = 2.0
 _RESTART_SECONDS = 1.0
 

@@ -55,7 +55,7 @@ class Scorer:
 
     def _combine(self, parts: Sequence[Evaluation]) -> RewardResult:
         extracted = next((part.extracted for part in parts if part.extracted is not None), None)
-        found: dict[str, Any] = {
+        details: dict[str, Any] = {
             "components": {f.name: part.value for f, part in zip(self._functions, parts, strict=True)},
             "extracted": None if extracted is None else extracted[:_MAX_EXTRACTED],
         }
@@ -64,12 +64,12 @@ class Scorer:
             if part.value is None:
                 # There is no sum without one of its parts.
                 reason = f"{function.name}: {part.reason}"
-                return RewardResult(reward=None, status=part.status, reason=reason, **found)
+                return RewardResult(reward=None, status=part.status, reason=reason, **details)
             total += function.weight * part.value
         if not abs(total) <= LARGEST_REWARD:
             reason = f"the weighted sum {total:g} is beyond {LARGEST_REWARD:g} in size; have the functions return less"
-            return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason, **found)
-        return RewardResult(reward=total, **found)
+            return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason, **details)
+        return RewardResult(reward=total, **details)
 
     def _evaluate(self, function: str, item: RewardItem) -> Evaluation | Awaitable[Evaluation]:
         match function:

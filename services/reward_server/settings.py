@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pydantic import Field, field_validator
 
 from services.core.settings import Settings
-from services.protocol.pass_at_k import CORRECT
+from services.protocol.rewards import CORRECT
 
 BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model")
 _IN_PROCESS = ("exact_match", "format", "reward_model")
@@ -26,62 +26,39 @@ class WeightedFunction:
 
     @property
     def is_own(self) -> bool:
-        """True for a function of the user's own."""
+        """True for a user's function."""
         return ":" in self.name
 
 
 class RewardSettings(Settings):
     """The reward-server's environment variables."""
 
-    reward_fn: str = Field(
-        default="math",
-        description="The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. "
-        "Built in are `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an "
-        "answer follows `####` or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question "
-        "scores the answer) and `reward_model`; `module:function` is a function of your own, called with the keyword "
-        "arguments of its signature among prompt, response, ground_truth, completion_tokens and "
-        "finish_reason, or with lists of one if it has the parameter `completions`, as TRL's have.",
-    )
-    reward_workers: int = Field(
-        default=2,
-        ge=1,
-        le=64,
-        description="Processes that verify the answers that exact arithmetic on plain numbers cannot decide, and run "
-        "functions of your own.",
-    )
-    reward_cpu_seconds: float = Field(
-        default=0.25,
-        gt=0,
-        le=3600,
-        description="Processor time that one answer may take in a worker; an answer that takes more is wrong.",
-    )
-    reward_timeout_seconds: float = Field(
-        default=15.0,
-        gt=0,
-        le=3600,
-        description="Time by the clock that one answer may take in a worker. It limits functions that wait. An answer "
-        "that takes longer has no reward, as the machine may be busy; processor time is the closer limit for others.",
-    )
-    reward_memory_mb: int = Field(
-        default=256,
-        ge=16,
-        description="Memory that one answer may add to what a worker has at its start, on Linux; an answer that takes "
-        "more is wrong.",
-    )
-    reward_queue_seconds: float = Field(
-        default=20.0, gt=0, le=3600, description="An answer that no worker has begun by then comes back `overloaded`."
-    )
-    reward_model: str | None = Field(
-        default=None,
-        description="Sequence classification model of the `reward_model` reward, by hub name or directory; its one "
-        "logit is the reward.",
-    )
-    reward_model_max_tokens: int = Field(
-        default=2048,
-        ge=16,
-        description="Longer conversations are unscorable by the reward model, as are those longer than its positions; "
-        "nothing is cut off.",
-    )
+    reward_fn: str = "math"
+    """The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. Built in are
+    `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an answer follows `####`
+    or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question scores the answer) and
+    `reward_model`; `module:function` is a function of your own, called with the keyword arguments of its signature
+    among prompt, response, ground_truth, completion_tokens and finish_reason, or with lists of one if it has the
+    parameter `completions`, as TRL's have."""
+    reward_workers: int = Field(2, ge=1, le=64)
+    """Processes that verify the answers that exact arithmetic on plain numbers cannot decide, and run functions of your
+    own."""
+    reward_cpu_seconds: float = Field(0.25, gt=0, le=3600)
+    """Processor time that one answer may take in a worker; an answer that takes more is wrong."""
+    reward_timeout_seconds: float = Field(15.0, gt=0, le=3600)
+    """Time by the clock that one answer may take in a worker. It limits functions that wait. An answer that takes
+    longer has no reward, as the machine may be busy; processor time is the closer limit for others."""
+    reward_memory_mb: int = Field(256, ge=16)
+    """Memory that one answer may add to what a worker has at its start, on Linux; an answer that takes more is
+    wrong."""
+    reward_queue_seconds: float = Field(20.0, gt=0, le=3600)
+    """An answer that no worker has begun by then comes back `overloaded`. [advanced]"""
+    reward_model: str | None = None
+    """Sequence classification model of the `reward_model` reward, by hub name or directory; its one logit is the
+    reward."""
+    reward_model_max_tokens: int = Field(2048, ge=16)
+    """Longer conversations are unscorable by the reward model, as are those longer than its positions; nothing is cut
+    off."""
 
     @property
     def functions(self) -> list[WeightedFunction]:
@@ -101,7 +78,7 @@ class RewardSettings(Settings):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """REWARD_FN if a part of it is a function of the user's own."""
+        """REWARD_FN if a part of it is a user's function."""
         return {"REWARD_FN": self.reward_fn} if any(function.is_own for function in self.functions) else {}
 
     @property
@@ -123,7 +100,7 @@ def parse_functions(text: str) -> list[WeightedFunction]:
         match = _PART.fullmatch(part.strip())
         if match is None or (":" not in match["name"] and match["name"] not in BUILT_IN):
             raise ValueError(
-                f"{part.strip()!r} is no reward; allowed are {', '.join(BUILT_IN)} and module:function, each with "
+                f"{part.strip()!r} is not a reward; allowed are {', '.join(BUILT_IN)} and module:function, each with "
                 f"=weight, a number, or without"
             )
         functions.append(WeightedFunction(match["name"], float(match["weight"] or 1.0)))

@@ -73,7 +73,7 @@ def _parse(text: str) -> list[Any]:
     if len(text) <= _LONGEST_EXPRESSION:
         # In a box the whole text is one expression. Of a bare text math-verify would take only the last number.
         boxed = parse(f"\\boxed{{{text}}}", parsing_timeout=None)
-        if any(not isinstance(found, str) for found in boxed):
+        if any(not isinstance(part, str) for part in boxed):
             return boxed
     plain: list[Any] = parse(text, parsing_timeout=None)
     return plain or boxed

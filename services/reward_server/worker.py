@@ -125,13 +125,13 @@ def load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     is_batched = "completions" in parameters
-    given = [_BATCHED.get(key, key) if is_batched else key for key in RewardItem.model_fields]
-    _check_parameters(name, parameters, given)
+    arguments = [_BATCHED.get(key, key) if is_batched else key for key in RewardItem.model_fields]
+    _check_parameters(name, parameters, arguments)
 
     def call(item: dict[str, Any]) -> dict[str, Any]:
         if is_batched:
-            item = {_BATCHED.get(key, key): [given] for key, given in item.items()}
-        value = function(**{key: given for key, given in item.items() if takes_all or key in parameters})
+            item = {_BATCHED.get(key, key): [arguments] for key, arguments in item.items()}
+        value = function(**{key: arguments for key, arguments in item.items() if takes_all or key in parameters})
         if is_batched:
             [value] = value
         return {"value": _finite(name, value)}
@@ -151,12 +151,12 @@ def _finite(name: str, value: Any) -> float:
     return number
 
 
-def _check_parameters(name: str, parameters: Mapping[str, inspect.Parameter], given: list[str]) -> None:
+def _check_parameters(name: str, parameters: Mapping[str, inspect.Parameter], arguments: list[str]) -> None:
     optional = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in optional]
-    if unknown := [p.name for p in needed if p.name not in given or p.kind is p.POSITIONAL_ONLY]:
+    if unknown := [p.name for p in needed if p.name not in arguments or p.kind is p.POSITIONAL_ONLY]:
         raise TypeError(
-            f"{name} needs {', '.join(unknown)}, which it is not given. Use {', '.join(given)}, by keyword; other "
+            f"{name} needs {', '.join(unknown)}, which it is not given. Use {', '.join(arguments)}, by keyword; other "
             "columns of the dataset are not passed, so such a parameter needs a default"
         )
 

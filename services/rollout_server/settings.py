@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from pydantic import Field, field_validator
 
+from services.core.settings import EnginesSection
 from services.embedded_engine.settings import EngineSettings
 
 
@@ -18,81 +19,39 @@ class EngineKind(StrEnum):
     EMBEDDED = "embedded"
 
 
-class RolloutSettings(EngineSettings):
+class RolloutSettings(EngineSettings, EnginesSection):
     """The environment variables of a rollout node."""
 
-    rollout_engine: EngineKind = Field(
-        default=EngineKind.AUTO,
-        description="`sglang`, `embedded` (for machines without a GPU), or `auto`: SGLang where there is a GPU.",
-    )
-    engine_deterministic: bool = Field(
-        default=False,
-        description="The same request with the same seed gives the same tokens and logprobs whatever else SGLang "
-        "computes at the same time; slower. The embedded engine is always deterministic.",
-    )
-    engine_start_seconds: float = Field(
-        default=1800.0,
-        gt=0,
-        description="An engine that does not answer that long after its start is killed and restarted. At its start "
-        "the trainer waits for services and workers for SERVICE_DEADLINE_SECONDS more than this.",
-    )
-    engine_hang_seconds: float = Field(
-        default=60.0,
-        gt=0,
-        description="An engine or router whose /health does not answer for that long is killed and restarted. So is "
-        "an SGLang whose scheduler does not answer /health_generate: within 1.5 times as long, or ten minutes later "
-        "while weights change.",
-    )
-    engine_stale_seconds: float = Field(
-        default=60.0,
-        gt=0,
-        description="A registered worker that serves an older version than the newest published one for that long "
-        "leaves the routing and loads the newest. A sleeping engine (ENGINE_SLEEPS) wakes when the trainer has not "
-        "answered for that long.",
-    )
-    rollout_lost_seconds: float = Field(
-        default=600.0,
-        gt=0,
-        description="A node whose worker cannot be registered for that long, because the router or the shared volume "
-        "is gone, ends with exit code 33.",
-    )
-    rollout_max_restarts: int = Field(
-        default=3,
-        ge=0,
-        description="How often within ten minutes the launcher restarts an engine or router that ended; then it exits "
-        "with 33. One that never answered gets the same number of restarts in total; then the launcher exits with 78.",
-    )
-    lora_rank: int = Field(
-        default=0,
-        ge=0,
-        description="The same variable as the trainer's: SGLang then serves LoRA adapters of up to this rank. The "
-        "embedded engine always does.",
-    )
-    engine_sleeps: bool = Field(
-        default=False,
-        description="The same variable as the trainer's: SGLang can then give its GPU's memory away, and keeps a copy "
-        "of its weights in host memory. The embedded engine always can; its weights stay on the GPU.",
-    )
-    sglang_python: str | None = Field(
-        default=None, description="The interpreter of the environment with SGLang; default the launcher's own."
-    )
-    sglang_tp_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="SGLang's tensor parallel size: GPUs of an engine. A node runs as many engines as its GPUs allow. "
-        "Default: the smallest size that SGLang can split the model into and at which the weights take at most half of "
-        "a GPU's memory.",
-    )
-    sglang_extra_flags: str = Field(
-        default="",
-        description="More flags for `sglang.launch_server`, as on a command line, such as `--mem-fraction-static 0.8`. "
-        "They win over the launcher's own.",
-    )
-    router_extra_flags: str = Field(
-        default="",
-        description="More flags for `sglang_router.launch_router`, as on a command line, such as `--policy "
-        "round_robin`. They win over the launcher's own, which docs/rollouts.md lists.",
-    )
+    rollout_engine: EngineKind = EngineKind.AUTO
+    """`sglang`, `embedded` (for machines without a GPU), or `auto`: SGLang where there is a GPU."""
+    engine_start_seconds: float = Field(1800.0, gt=0)
+    """An engine that does not answer that long after its start is killed and restarted. At its start the trainer waits
+    for services and workers for SERVICE_DEADLINE_SECONDS more than this. [advanced]"""
+    engine_hang_seconds: float = Field(60.0, gt=0)
+    """An engine or router whose /health does not answer for that long is killed and restarted. So is an SGLang whose
+    scheduler does not answer /health_generate: within 1.5 times as long, or ten minutes later while weights change.
+    [advanced]"""
+    engine_stale_seconds: float = Field(60.0, gt=0)
+    """A registered worker that serves an older version than the newest published one for that long leaves the routing
+    and loads the newest. A sleeping engine (ENGINE_SLEEPS) wakes when the trainer has not answered for that long.
+    [advanced]"""
+    rollout_lost_seconds: float = Field(600.0, gt=0)
+    """A node whose worker cannot be registered for that long, because the router or the shared volume is gone, ends
+    with exit code 33. [advanced]"""
+    rollout_max_restarts: int = Field(3, ge=0)
+    """How often within ten minutes the launcher restarts an engine or router that ended; then it exits with 33. One
+    that never answered gets the same number of restarts in total; then the launcher exits with 78. [advanced]"""
+    sglang_python: str | None = None
+    """The interpreter of the environment with SGLang; default the launcher's own. [advanced]"""
+    sglang_tp_size: int | None = Field(None, ge=1)
+    """SGLang's tensor parallel size: GPUs of an engine. A node runs as many engines as its GPUs allow. Default: the
+    smallest size that SGLang can split the model into and at which the weights take at most half of a GPU's memory."""
+    sglang_extra_flags: str = ""
+    """More flags for `sglang.launch_server`, as on a command line, such as `--mem-fraction-static 0.8`. They win over
+    the launcher's own."""
+    router_extra_flags: str = ""
+    """More flags for `sglang_router.launch_router`, as on a command line, such as `--policy round_robin`. They win over
+    the launcher's own, which docs/rollouts.md lists. [advanced]"""
 
     @field_validator("sglang_extra_flags", "router_extra_flags")
     @classmethod

@@ -19,9 +19,8 @@ from evaluation.metrics import (
     normalised,
 )
 from evaluation.samples import Kind, Sample
-from services.protocol.pass_at_k import pass_at_k
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import FinishReason, RewardResult
+from services.protocol.rewards import FinishReason, RewardResult, pass_at_k
 
 TRUTH = "7"
 

@@ -101,7 +101,7 @@ MISTAKES = [
     (DATA, {"DATASET": "no-such-file.jsonl"}, "... is not a file, seen from ..."),
     (DATA, {"DATASET": "rows.jsonl", "PROMPT_COLUMN": "ask"}, "... is ..., which ... lacks; it has ..."),
     (REWARD, {"REWARD_FN": "no_such_module:reward"}, "REWARD_FN ... cannot be loaded"),
-    (REWARD, {"REWARD_FN": "maths"}, "... is no reward; allowed are ..."),
+    (REWARD, {"REWARD_FN": "maths"}, "... is not a reward; allowed are ..."),
     (ROLLOUT, {"ROLLOUT_ENGINE": "sglang"}, "this node needs ..., which ... does not have"),
     pytest.param(
         *(TRAINER, {"MODEL_NAME": "no-such-model"}, "MODEL_NAME: the model ... cannot be loaded"),

@@ -6,11 +6,9 @@ from enum import StrEnum
 from typing import Literal
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
-from services.core.machine import AUTO_RULE, ComputeType
-from services.core.settings import Settings
-from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS
+from services.core.machine import ComputeType
+from services.core.settings import AgentSettings, ModelSettings, Settings
 from services.protocol.replay import SampleStrategy
 from services.protocol.rewards import LARGEST_REWARD
 from trainer.algorithm.methods import (
@@ -69,21 +67,13 @@ class PublishedType(StrEnum):
     FLOAT32 = "float32"
 
 
-class SectionSettings(Settings):
-    """A section of settings, in which the text below a field is its documentation."""
-
-    model_config = SettingsConfigDict(use_attribute_docstrings=True)
-
-
-class RunSection(SectionSettings):
+class RunSection(ModelSettings):
     """The model, the length of the run, checkpoints and waits.
 
     If WANDB_API_KEY is set, metrics also go to Weights & Biases, which reads its own variables (WANDB_PROJECT, by
     default `grpo`, and others).
     """
 
-    model_name: str = Field("Qwen/Qwen2.5-0.5B-Instruct", min_length=1)
-    """Hugging Face name or local directory."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     num_epochs: int = Field(3, ge=1)
@@ -100,7 +90,7 @@ class RunSection(SectionSettings):
     max_staleness: int = Field(4, ge=0)
     """Oldest fresh group that is trained on, in policy versions (`async`)."""
     collector_in_process: bool = True
-    """Run a collector beside the trainer (`async`); off when collectors run elsewhere."""
+    """Run a collector beside the trainer (`async`); off when collectors run elsewhere. [advanced]"""
     checkpoint_every: int = Field(25, ge=0)
     """Checkpoint every so many steps; 0: at the end, and with EVAL_EVERY at each best accuracy. Even with 0 a run
     leaves its last checkpoint, whose optimizer makes it three times as large as the float32 weights: 1.6 GB of the 3.4
@@ -109,13 +99,13 @@ class RunSection(SectionSettings):
     """Newest checkpoints that are kept, beside the best one: that with the highest greedy pass@1 on the EVAL_PROMPTS
     held-out prompts, a point estimate."""
     service_deadline_seconds: float = Field(300, gt=0)
-    """Longest time that a service may be unreachable before the run ends as recoverable."""
+    """Longest time that a service may be unreachable before the run ends as recoverable. [advanced]"""
     engine_start_seconds: float = Field(1800, gt=0)
     """Longest time that an engine takes to start, as in the rollout-server's settings. At its start the trainer waits
-    SERVICE_DEADLINE_SECONDS longer than this for services and workers."""
+    SERVICE_DEADLINE_SECONDS longer than this for services and workers. [advanced]"""
 
 
-class SamplingSection(SectionSettings):
+class SamplingSection(AgentSettings):
     """The completions of a step."""
 
     group_size: int = Field(8, ge=1, le=1024)
@@ -124,8 +114,6 @@ class SamplingSection(SectionSettings):
     """Longest completion, in tokens."""
     temperature: float = Field(1.0, gt=0, le=10)
     """Sampling temperature; training uses the same distribution."""
-    engine_deterministic: bool = False
-    """The same variable as rollout-server's. Completions are then requested one by one, each with its own seed."""
     dynamic_sampling_tries: int = Field(0, ge=0, le=100)
     """Replace groups without reward variance by further prompts (`async`: by further groups of the queue), at most this
     many times a step (DAPO). With ADVANTAGE=gae, reinforce or a function of your own such groups teach and are kept."""
@@ -137,23 +125,9 @@ class SamplingSection(SectionSettings):
     """The other seats of an environment that has several, such as `nim`. `self`: the policy plays all seats, and each
     is trained. `http://host:port`: the first model of that OpenAI endpoint, which asks for no key, plays them; one seat
     is trained, by turns."""
-    agent: str = ""
-    """The agent as `module:function`, the same function that `grpo evaluate --agent` measures."""
-    agent_command: str = ""
-    """The agent as a shell command in any language, the same that `grpo evaluate --agent-command` measures: the task
-    is JSON on its standard input, its endpoint is OPENAI_BASE_URL and OPENAI_API_KEY, and its output is the answer that
-    REWARD_FN scores, unless it writes a reward of its own, as in `{"reward": 1.0}`, to the file descriptor
-    GRPO_REWARD_FD."""
     agent_concurrency: int | None = Field(None, ge=1)
     """Most episodes at once in a collector. Unset: 256 (`agent`), or the smaller of 8 per core and 1 per GiB of
     memory (`program`)."""
-    agent_max_turns: int = Field(16, ge=1, le=MAX_SEQUENCES)
-    """Most calls of the model in an episode."""
-    agent_max_tokens: int = Field(4096, ge=1, le=MAX_TOKENS)
-    """Most tokens that the model samples in an episode."""
-    agent_seconds: float = Field(600, gt=0)
-    """Longest time of an episode without the time that its calls of the model take. With them it may take twice as
-    long; then the engines are too slow, and it has no reward."""
     over_limit_reward: float = Field(0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
     """Reward of an answer over a limit: processor time or memory of the verifier, AGENT_MAX_TURNS, AGENT_MAX_TOKENS or
     AGENT_SECONDS. Such an answer is wrong; if another of its group has a lower reward, it gets that one."""
@@ -167,7 +141,7 @@ class SamplingSection(SectionSettings):
         return generation_seconds(self.max_new_tokens)
 
 
-class AlgorithmSection(SectionSettings):
+class AlgorithmSection(Settings):
     """Advantages, the loss, and replayed groups. Bounds that are unset are those of the loss's paper."""
 
     overlong_buffer: int = Field(0, ge=0)
@@ -178,7 +152,7 @@ class AlgorithmSection(SectionSettings):
     """`grpo`, `dr_grpo`, `rloo`, `batch_std`, `reinforce`, `reinforce_baseline`, `pass_at_k`, `gae` (PPO with a
     critic), or a function of your own as `module:function`."""
     advantage_eps: float = Field(1e-4, ge=0)
-    """Added to standard deviations of rewards: 1e-4 as in TRL; verl has 1e-6."""
+    """Added to standard deviations of rewards: 1e-4 as in TRL; verl has 1e-6. [advanced]"""
     credit: Credit = Credit.EPISODE
     """The tokens that share an advantage. `episode`: all of an episode. `turn`: those of a turn, by what the episode
     earned from that turn on, compared with the same turn of the group's other episodes; for environments, and for
@@ -191,7 +165,7 @@ class AlgorithmSection(SectionSettings):
     clip_high: float | None = Field(None, ge=0, le=10)
     """Distance of the ratio's upper bound from 1. Unset: 0.2 (`clipped`, `clip_cov`), 4e-4 (`gspo`), 4 (`cispo`)."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound of dual clip (`clipped`); unset: off."""
+    """Bound of dual clip (`clipped`); unset: off. [advanced]"""
     aggregation: Aggregation | None = None
     """`token_mean`, `sequence_mean` or `constant_length`. Unset: `sequence_mean` for `gspo` and `sapo`, else
     `token_mean`."""
@@ -201,10 +175,11 @@ class AlgorithmSection(SectionSettings):
     it acts with several updates a batch only; but that of `cispo` bounds the weight. With `none` it is around the
     policy that sampled."""
     importance_cap: float | None = Field(None, gt=0)
-    """Largest importance weight or ratio. Unset: 2 (`truncated`, `sequence`), 5 (`icepop`), 1.001 (`geometric`)."""
+    """Largest importance weight or ratio. Unset: 2 (`truncated`, `sequence`), 5 (`icepop`), 1.001 (`geometric`).
+    [advanced]"""
     off_policy_max_kl: float | None = Field(None, gt=0)
     """Leave out completions with negative advantage whose mean log(behaviour / policy) per token exceeds this; unset:
-    off."""
+    off. [advanced]"""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of KL to the reference; 0 keeps no reference model."""
     kl_in_reward: bool = False
@@ -216,45 +191,46 @@ class AlgorithmSection(SectionSettings):
     """Groups from the replay buffer that are trained on beside the fresh ones; 0: off. docs/results.md has learning
     curves with and without."""
     replay_every: int = Field(1, ge=1)
-    """Replay every so many steps."""
+    """Replay every so many steps. [advanced]"""
     replay_strategy: SampleStrategy = SampleStrategy.PRIORITY
-    """`priority`, `recency` or `uniform`."""
+    """`priority`, `recency` or `uniform`. [advanced]"""
     replay_exponent: float = Field(1.0, ge=0, le=10)
-    """Alpha of prioritised replay."""
+    """Alpha of prioritised replay. [advanced]"""
     replay_correction: float = Field(0.4, ge=0, le=1)
-    """Beta of prioritised replay."""
+    """Beta of prioritised replay. [advanced]"""
     replay_max_staleness: int = Field(8, ge=1)
-    """Oldest group that is replayed, in policy versions."""
+    """Oldest group that is replayed, in policy versions. [advanced]"""
     replay_max_kl: float = Field(0.1, gt=0)
     """Largest KL, in nats a token, from the policy that sampled a replayed group to the present one; a group beyond it
-    is left out and counted."""
+    is left out and counted. [advanced]"""
 
 
-class CriticSection(SectionSettings):
+class CriticSection(Settings):
     """The critic of ADVANTAGE=gae: PPO with generalized advantage estimation. Other advantages have none."""
 
     critic: CriticModel = CriticModel.OWN
     """`own`: a second model, which starts as MODEL_NAME and is trained whole, with an optimizer of its own. `shared`: a
     value head on the policy's model, which costs hardly any memory; its loss is added to the policy's."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount of a step."""
+    """Discount of a step. [advanced]"""
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """Weight of longer estimates: 1 is the whole completion's return less the value (no bias), 0 one step (least
     variance). Below 1, a reward at the end reaches tokens L before it with weight GAE_LAMBDA^L only."""
     gae_per_turn: bool = False
-    """A step of GAMMA and GAE_LAMBDA is a turn of the policy, and not a token."""
+    """A step of GAMMA and GAE_LAMBDA is a turn of the policy, and not a token. [advanced]"""
     value_clip: float = Field(0.2, ge=0)
     """Largest move of a value in a training step, in units of reward; 0: no bound. It acts from the second update of a
-    batch on. 0.2 as in PPO's first code (arXiv:2005.12729); verl has 0.5, half of the range of a reward from 0 to 1."""
+    batch on. 0.2 as in PPO's first code (arXiv:2005.12729); verl has 0.5, half of the range of a reward from 0 to 1.
+    [advanced]"""
     value_coef: float = Field(0.1, gt=0)
-    """Weight of the value loss beside the policy's (`shared`)."""
+    """Weight of the value loss beside the policy's (`shared`). [advanced]"""
     critic_learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate of the critic; of its head alone with `shared`. Schedule and warm-up are the policy's."""
     critic_warmup_steps: int = Field(0, ge=0)
     """First steps in which only the critic is trained (with `shared`, its head) and the policy stays."""
 
 
-class OptimisationSection(SectionSettings):
+class OptimisationSection(Settings):
     """The optimizer, AdamW, and what it trains."""
 
     updates_per_batch: int = Field(1, ge=1, le=64)
@@ -270,32 +246,29 @@ class OptimisationSection(SectionSettings):
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW's first beta."""
+    """AdamW's first beta. [advanced]"""
     adam_beta2: float = Field(0.99, ge=0, lt=1)
     """AdamW's second beta. The default is a memory of 100 steps, because many runs have hardly more; torch, TRL and
     verl have 0.999."""
     adam_eps: float = Field(1e-8, gt=0)
-    """AdamW's epsilon, added to the root of the second moment. A larger one damps parameters with tiny gradients."""
+    """AdamW's epsilon, added to the root of the second moment. A larger one damps parameters with tiny gradients.
+    [advanced]"""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's weight decay, on matrices and not on norms and biases."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this norm."""
-    lora_rank: int = Field(0, ge=0)
-    """Train LoRA adapters of this rank, and publish them unmerged; 0: the whole model. The same variable as
-    rollout-server's, whose SGLang must reserve room for adapters."""
     lora_alpha: float = Field(32.0, gt=0)
     """LoRA's scale is this divided by the rank: 4 with rank 8, 1 with rank 32. It does not follow the rank, so
     another rank also changes the size of a step."""
 
 
-class MemorySection(SectionSettings):
+class MemorySection(Settings):
     """Number formats, and what trades memory for time."""
 
-    compute_type: ComputeType = Field(
-        ComputeType.AUTO,
-        description="The type of numbers of forward and backward passes: `float32`, `bfloat16` or `auto`. `auto` is "
-        f"{AUTO_RULE}; all ranks take the same type. Master weights are always float32.",
-    )
+    compute_type: ComputeType = ComputeType.AUTO
+    """The type of numbers of forward and backward passes: `float32`, `bfloat16` or `auto`. `auto` is bfloat16 on a GPU
+    and on processors with bfloat16 instructions (AVX512-BF16 or AMX), float32 on other processors, which emulate
+    bfloat16 many times more slowly; all ranks take the same type. Master weights are always float32."""
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Tokens in one forward and backward pass of a rank, which also bound the padding inside attention."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
@@ -309,7 +282,7 @@ class MemorySection(SectionSettings):
     steps are a sixth shorter. Engines have a setting of that name, too."""
 
 
-class PublishingSection(SectionSettings):
+class PublishingSection(Settings):
     """The transfer of new weights to the rollout workers."""
 
     publish_transport: Transport = Transport.DISK
@@ -322,18 +295,15 @@ class PublishingSection(SectionSettings):
     version byte for byte; with LORA_RANK float32."""
     publish_in_place: bool | None = None
     """Change weights under generations in flight, which go on with the new ones; each token's version is recorded. Off:
-    they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`."""
+    they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`. [advanced]"""
     publish_probe: bool = False
     """After publishing, compare each worker's logprobs of a probe with the trainer's. With LORA_RANK a probe of the
-    adapters always does."""
-    engine_sleeps: bool = False
-    """Engines that share the trainer's GPU give its memory away while the trainer trains, and take it back with the
-    next version (`MODE=sync`). The same variable as rollout-server's; docs/guides/one-gpu.md has a preset."""
+    adapters always does. [advanced]"""
     min_workers: int = Field(1, ge=1)
     """The run stops when fewer rollout workers are left."""
 
 
-class EvaluationSection(SectionSettings):
+class EvaluationSection(Settings):
     """Evaluation on held-out prompts."""
 
     eval_every: int = Field(0, ge=0)

@@ -13,6 +13,7 @@ from typing import Self
 from pydantic import model_validator
 
 from services.core.errors import ConfigurationError
+from services.core.settings import EnginesSection
 from trainer.algorithm.methods import (
     ADVANTAGES,
     GROUP_ADVANTAGES,
@@ -50,6 +51,7 @@ class TrainerSettings(
     OptimisationSection,
     MemorySection,
     PublishingSection,
+    EnginesSection,
     EvaluationSection,
 ):
     """All settings of the trainer, section by section."""

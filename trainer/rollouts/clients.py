@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Self
 
-from services.clients.base import ServiceClient
 from services.clients.data import DataClient
 from services.clients.environment import EnvironmentClient
 from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
+from services.http.client import ServiceClient
 from services.run_page.activity import Activity
 from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import TrainerSettings

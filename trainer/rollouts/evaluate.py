@@ -12,9 +12,8 @@ from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.protocol.base import derive_seed
 from services.protocol.groups import Experience, Group
-from services.protocol.pass_at_k import estimate, is_correct, pass_at_k
 from services.protocol.prompts import Cursor, Prompt, Split
-from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus, estimate, is_correct, pass_at_k
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import environment_figures

@@ -18,20 +18,18 @@ from typing import Self
 from prometheus_client import Counter
 
 from services.agents import AgentFailedError
-from services.clients.base import ServiceClient
 from services.clients.data import DataClient
 from services.clients.environment import EnvironmentClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
-from services.http.client import RequestRefusedError
+from services.http.client import RequestRefusedError, ServiceClient
 from services.protocol.base import derive_seed
 from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Experience, Group
-from services.protocol.pass_at_k import CORRECT, is_correct
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
+from services.protocol.rewards import CORRECT, RewardItem, RewardResult, RewardStatus, is_correct
 from services.run_page.activity import Activity
 from services.run_page.directory import FIRST_FAILURE
 from trainer.config import TrainerSettings

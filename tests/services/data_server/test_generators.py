@@ -204,12 +204,15 @@ def test_a_question_that_cannot_be_made_or_written_costs_only_itself(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("script", "code"),
-    [("exec 0<&-; exit 3", "3"), ("""cat >/dev/null; printf '{"question": "a'; kill -9 $$""", "-9")],
+    ("script", "end"),
+    [
+        ("exec 0<&-; exit 3", "exited with code 3"),
+        ("""cat >/dev/null; printf '{"question": "a'; kill -9 $$""", "was ended by SIGKILL"),
+    ],
     ids=["before it reads its plan", "within a line"],
 )
 def test_a_generator_that_dies_is_one_line_with_its_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, end: str
 ) -> None:
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\n{script}\n")
@@ -217,7 +220,7 @@ def test_a_generator_that_dies_is_one_line_with_its_exit_code(
     monkeypatch.setattr(sys, "executable", str(program))
     # More than a pipe holds, so that nobody reads the end of it.
     config = json.dumps({"chain_sum": {"words": "a" * 2**20}})
-    with pytest.raises(ConfigurationError, match=f"ended with {code}; see its error above"):
+    with pytest.raises(ConfigurationError, match=f"questions {end}; see its error above"):
         load("reasoning_gym:chain_sum", config)
 
 

@@ -62,7 +62,11 @@ async def test_memory_is_limited_for_math_too(scoring: Any) -> None:
         ("sleep", RewardStatus.TIMEOUT, "more than 3 s by the clock"),
         ("hog", RewardStatus.OVER_LIMIT, "more than 64 MB"),
         ("grab", RewardStatus.OVER_LIMIT, "more than 64 MB"),
-        ("exit", RewardStatus.ERROR, "(exit code 3); if a library lacked memory, raise REWARD_MEMORY_MB"),
+        (
+            "exit",
+            RewardStatus.ERROR,
+            "exited with code 3 over this answer; if a library lacked memory, raise REWARD_MEMORY_MB",
+        ),
         ("crash", RewardStatus.ERROR, "SIGSEGV"),
         ("killed", RewardStatus.ERROR, "SIGKILL"),
     ],
@@ -199,7 +203,7 @@ async def test_each_death_has_its_own_reason_however_many_there_are_at_once(scor
         results = await scorer.score([item("exit") for _ in range(60)])
     reasons = {result.reason for result in results}
     assert len(reasons) == 1
-    assert "exit code 3" in str(reasons)
+    assert "exited with code 3" in str(reasons)
 
 
 async def test_no_process_is_left(scoring: Any, plugin: str) -> None:

@@ -9,8 +9,7 @@ import statistics
 import pytest
 from pydantic import ValidationError
 
-from services.protocol.pass_at_k import interval, is_correct, standard_error
-from services.protocol.rewards import RewardResult, RewardStatus
+from services.protocol.rewards import RewardResult, RewardStatus, interval, is_correct, standard_error
 
 
 @pytest.mark.parametrize(
