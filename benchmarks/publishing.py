@@ -19,12 +19,12 @@ from benchmarks.harness import Benchmark, Given, Option, Side
 from benchmarks.job import running, write_job_group
 from services.core.files import atomic_write
 from services.core.machine import cores
+from services.core.tasks import ServiceThread
 from services.weights.policy_store import PolicyStore
 from trainer.config import TrainerSettings, Transport
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 from trainer.publishing.publisher import Publisher, VersionWriter
-from trainer.service_thread import ServiceThread
 
 CASE_SECONDS = 500.0
 """Longest time that all publications of one model may take."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 from services.core.errors import exit_code_of
@@ -35,12 +36,21 @@ def slowed(compute: Callable[..., Any], factor: float) -> Callable[..., Any]:
 
 def run_engine() -> None:
     """Run the engine."""
-    from services.embedded_engine.__main__ import main
-    from services.embedded_engine.compute.scheduler import Scheduler
+    from services.embedded_engine import __main__ as engine
 
-    for name in ("admit", "decode"):
-        setattr(Scheduler, name, slowed(getattr(Scheduler, name), float(os.environ[FACTOR])))
-    main()
+    import_usual = engine.import_application
+
+    def import_slow() -> ModuleType:
+        # First the application: it imports transformers without torch, which the scheduler imports.
+        application = import_usual()
+        from services.embedded_engine.compute.scheduler import Scheduler
+
+        for name in ("admit", "decode"):
+            setattr(Scheduler, name, slowed(getattr(Scheduler, name), float(os.environ[FACTOR])))
+        return application
+
+    engine.import_application = import_slow
+    engine.main()
 
 
 def run_node() -> None:

@@ -169,7 +169,7 @@ class RolloutServer(Server):
             raise ConfigurationError(
                 f"{self.url} refuses the token ({response.status_code}); set JOBGROUP_TOKEN to the servers' own"
             )
-        await self.rollouts.find_adapter()
+        await self.rollouts.use_adapter_if_served()
 
     async def complete(
         self, prompt: Prompt, kind: Kind, indices: Sequence[int], params: SamplingParams, seed: int

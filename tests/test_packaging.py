@@ -208,7 +208,7 @@ def rows_of(heading: str) -> list[str]:
     return rows
 
 
-@pytest.mark.parametrize("package", ["services"])
+@pytest.mark.parametrize("package", ["services", "trainer"])
 def test_folders_import_only_what_stands_above_them_in_the_architectures_table(package):
     places = {row.removesuffix(".py").rstrip("/").replace("/", "."): i for i, row in enumerate(rows_of(package))}
 

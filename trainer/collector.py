@@ -59,7 +59,7 @@ class Collector:
         self.maker = maker
         self.success_rates = SuccessRates(clients.data, settings.batch_size)
         self.name = collector_name(number)
-        self._taken = TakenPrompts(clients.data, COLLECTORS, settings.run_dir / "collectors" / f"{number}.json")
+        self._taken = InFlightPrompts(clients.data, COLLECTORS, settings.run_dir / "collectors" / f"{number}.json")
         self._flights: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -78,7 +78,7 @@ class Collector:
             raise ended.exceptions[0] from None
 
     async def _take_prompts(self, flights: asyncio.TaskGroup) -> None:
-        prompts = await self._taken.left_behind()
+        prompts = await self._taken.unfinished()
         while True:
             for prompt in prompts:
                 if prompt.epoch >= self.settings.num_epochs:
@@ -164,12 +164,12 @@ class _Record(BaseModel):
     """Epoch and position of each prompt whose group is not in the queue."""
 
 
-class TakenPrompts:
+class InFlightPrompts:
     """The prompts that a collector has taken and whose groups are not in the queue yet.
 
     The data-server gives each prompt once an epoch. So a collector that was killed in between finds its prompts here
-    when it is restarted, and makes their groups anew. A group that was in the queue already has the same id, and the
-    replay-buffer leaves the second one out.
+    when it is restarted, and generates their groups again. A group that was in the queue already has the same id, and
+    the replay-buffer leaves the second one out.
     """
 
     def __init__(self, data: DataClient, consumer: str, file: Path) -> None:
@@ -180,7 +180,7 @@ class TakenPrompts:
         file.parent.mkdir(parents=True, exist_ok=True)
         self._record = _Record.model_validate_json(file.read_bytes()) if file.exists() else _Record()
 
-    async def left_behind(self) -> list[Prompt]:
+    async def unfinished(self) -> list[Prompt]:
         """Return the prompts that an earlier process took and did not finish."""
         prompts = []
         for epoch, position in self._record.open:
@@ -189,7 +189,7 @@ class TakenPrompts:
         if self._record.request_id is not None:
             prompts += await self._ask()
         if prompts:
-            log.warning("groups of an earlier collector are made anew", prompts=len(prompts))
+            log.warning("regenerating groups that a killed collector left unfinished", prompts=len(prompts))
         return prompts
 
     async def take(self, size: int) -> list[Prompt]:

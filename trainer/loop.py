@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
+from services.core.tasks import InterruptedCallError
 from trainer.algorithm.gae import critic_metrics
 from trainer.algorithm.packing import TrainingGroup
 from trainer.checkpoints.checkpoint import RunState
@@ -28,7 +29,6 @@ from trainer.reporting.step_metrics import headline, step_metrics
 from trainer.rollouts.batch import Batch, within_kl
 from trainer.rollouts.evaluate import note_accuracy, reached_target
 from trainer.run_checkpoints import RunCheckpoints
-from trainer.service_thread import InterruptedCallError
 from trainer.team import ENDINGS, Team, TrainingDivergedError
 
 log = get_logger(__name__)

@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
+from services.core.tasks import ServiceThread
 from services.engines.engine import RouterAdmin
 from services.http.client import RequestRefusedError
 from services.protocol.base import ComponentRecord
@@ -28,7 +29,6 @@ from trainer.rollouts.batch import Batch, FreshQueue, sample_groups
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.groups import GroupMaker, SuccessRates
-from trainer.service_thread import ServiceThread
 
 T = TypeVar("T")
 

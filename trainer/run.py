@@ -18,6 +18,7 @@ from services.core.endpoints import Task
 from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError, exit_code_of, own_error, say_error
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
+from services.core.tasks import InterruptedCallError, ServiceThread
 from services.protocol.prompts import DataStats
 from services.run_page.directory import first_and_last
 from services.weights.broadcast_group import match_engines_nccl
@@ -36,7 +37,6 @@ from trainer.publishing.publisher import VersionWriter
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, listen_for_status, log_activity, serve_status
 from trainer.run_checkpoints import count_parameters, resume
-from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.team import ENDINGS, Team, TrainingDivergedError
 
 log = get_logger(__name__)

@@ -17,6 +17,7 @@ import torch
 
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
+from services.core.tasks import InterruptedCallError
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
@@ -30,7 +31,6 @@ from trainer.model.rounding import Rounding, UnbiasedRounding
 from trainer.model.saving import DiskFullError, save_pretrained
 from trainer.model.sharding import leave_gpu
 from trainer.publishing.publisher import VersionWriter
-from trainer.service_thread import InterruptedCallError
 
 log = get_logger(__name__)
 

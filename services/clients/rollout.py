@@ -43,7 +43,8 @@ cache, so that a further request costs it next to nothing."""
 
 LEAST_GENERATION_SECONDS = 600.0
 LEAST_TOKENS_PER_SECOND = 10.0
-"""An engine has this long for a completion, or longer at this rate for its length; then it counts as hanging."""
+"""An engine counts as hanging after the longer of LEAST_GENERATION_SECONDS and max_new_tokens /
+LEAST_TOKENS_PER_SECOND."""
 
 
 def generation_seconds(max_new_tokens: int) -> float:
@@ -79,7 +80,7 @@ class _Begun:
 
 @dataclass(frozen=True)
 class _Reply:
-    """The completions of one request: those that have ended, and those that go on."""
+    """The completions of one request: those that have ended, and those that are unfinished."""
 
     done: list[Completion]
     begun: list[_Begun]
@@ -186,7 +187,7 @@ class RolloutClient(HttpClient):
         sizes = [1] * fresh if self.seed_each_completion else [fresh] * (fresh > 0)
         return [*((_Begun(secrets.token_hex(8)), size) for size in sizes), *((each, 1) for each in begun)]
 
-    async def find_adapter(self) -> str | None:
+    async def use_adapter_if_served(self) -> str | None:
         """Generate with the trained LoRA adapter from now on if the workers serve one; return its name."""
         probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "lora_path": ADAPTER_NAME}
         try:
@@ -256,7 +257,7 @@ def _sorted_by_end(begun: _Begun, received: Sequence[Completion], piece: int, mo
         piece: tokens that were asked for.
         most: tokens of a whole completion.
     """
-    done, going_on = [], []
+    done, unfinished = [], []
     for part in received:
         whole = joined(begun.so_far, part)
         is_aborted = part.finish_reason is FinishReason.ABORT
@@ -268,8 +269,8 @@ def _sorted_by_end(begun: _Begun, received: Sequence[Completion], piece: int, mo
             COMPLETIONS.labels(FinishReason.ABORT.value).inc()
             RESUBMITTED.labels("aborted").inc()
         if whole.completion_ids:
-            going_on.append(_Begun(begun.key, whole))
-    return _Reply(done, going_on)
+            unfinished.append(_Begun(begun.key, whole))
+    return _Reply(done, unfinished)
 
 
 def _has_ended(received: Completion, piece: int) -> bool:

@@ -219,7 +219,7 @@ async def each_prompt_is_taken_once(world: World, engine: Engine) -> None:
         await world.kill(killed)
         world.start(killed)
         # The prompts of the killed one are still at the engine, too.
-        await eventually(lambda: engine.at_once == BOUND + lost, "its prompts are made anew")
+        await eventually(lambda: engine.at_once == BOUND + lost, "its prompts are generated again")
         engine.open.set()
         taken = await _take(replay)
         assert all([await world.succeeded(number) for number in range(COLLECTORS)])

@@ -144,7 +144,7 @@ class Outside:
         ends = {"accuracy_low": accuracy / 2, "accuracy_high": accuracy / 2 + 0.5}
         return {"accuracy": accuracy, **ends, "eval_prompts": 64.0, "eval_left_out": 1.0}
 
-    def episode_tokens(self) -> dict[str, float]:
+    def statistics(self) -> dict[str, float]:
         return {}
 
     def _reach(self, call: str, step: int) -> None:
@@ -179,7 +179,7 @@ def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> T
     files = RunFiles(learner.settings, 0, str)
     team = Team(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False)
     loop = TrainingLoop(learner.settings, cast(MainRank, outside), team, files, RunStatus(), state, 4, 16)
-    loop.publisher = cast(Any, outside)
+    loop.publisher.publish = outside.publish  # type: ignore[method-assign]
     try:
         with team.leading():
             loop.run()

@@ -56,7 +56,7 @@ def train(ranks: Ranks, model: Path, directory: Path, kind: str, lost: str = "",
     if ranks.is_main:
         files = RunFiles(learner.settings, state.step, str)
         loop = TrainingLoop(learner.settings, cast(MainRank, outside), team, files, RunStatus(), state, STEPS, PROMPTS)
-        loop.publisher = cast(Any, outside)
+        loop.publisher.publish = outside.publish  # type: ignore[method-assign]
         try:
             with team.leading():
                 loop.run()

@@ -29,7 +29,7 @@ from torch import Tensor
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.machine import release_memory
-from services.core.tasks import in_background
+from services.core.tasks import ServiceThread, in_background
 from services.engines.engine import Requests, RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.engines.versions import Directory, Form, serve
 from services.weights.policy_store import PolicyStore
@@ -40,7 +40,6 @@ from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import DiskFullError, write_adapter, write_model, writing
 from trainer.publishing.broadcast import Broadcaster
-from trainer.service_thread import ServiceThread
 
 log = get_logger(__name__)
 

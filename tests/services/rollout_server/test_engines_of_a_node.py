@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor, nn
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
+from services.core.tasks import ServiceThread
 from tests.ports import free_ports
 from tests.prometheus_targets import relabel, scrape_jobs
 from tests.services.rollout_server.fake_nodes import REGISTERED, FakeNodes, Traffic, fake_nodes
@@ -26,7 +27,6 @@ from trainer.model.rounding import Rounding
 from trainer.publishing import broadcast
 from trainer.publishing import publisher as publisher_module
 from trainer.publishing.publisher import Publisher, VersionWriter
-from trainer.service_thread import ServiceThread
 
 CONFIG = {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864}
 

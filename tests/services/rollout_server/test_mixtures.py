@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
+from services.core.tasks import ServiceThread
 from services.engines.engine import WorkerAdmin
 from tests.ports import free_ports
 from tests.services.rollout_server.nodes import TOKEN, Nodes
@@ -22,7 +23,6 @@ from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 from trainer.publishing.publisher import Publisher, VersionWriter
-from trainer.service_thread import ServiceThread
 
 PROBE = [5, 12, 6, 14, 3, 4, 1, 9, 8, 12, 7, 14, 2, 6, 1]
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
+from services.core.tasks import ServiceThread
 from services.engines.engine import ASLEEP, RouterAdmin, WorkerAdmin
 from services.protocol.groups import Completion
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
@@ -40,7 +41,6 @@ from trainer.publishing import broadcast
 from trainer.publishing import publisher as publisher_module
 from trainer.publishing.probe import AdapterProbe
 from trainer.publishing.publisher import Publisher, VersionWriter, put_workers_to_sleep
-from trainer.service_thread import ServiceThread
 
 PROMPTS = [[5, 12, 6, 14], [7, 12, 3, 14], [9, 13, 4, 14]]  # such as "3+4*"
 PROBE = [5, 12, 6, 14, 3, 4, 1, 9, 8, 12, 7, 14, 2, 6, 1]

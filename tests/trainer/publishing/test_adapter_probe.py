@@ -10,12 +10,12 @@ from unittest.mock import MagicMock
 import pytest
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
+from services.core.tasks import ServiceThread
 from services.weights.policy_store import ADAPTER_NAME
 from tests.fake_service import FakeService, fake_service
 from trainer.config import TrainerSettings
 from trainer.publishing.probe import AdapterProbe
 from trainer.publishing.publisher import Publisher, VersionWriter
-from trainer.service_thread import ServiceThread
 
 ALONE = [-2.0, -1.0, -3.0, -0.5]
 NOISE = 0.01

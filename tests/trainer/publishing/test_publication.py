@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
+from services.core.tasks import ServiceThread
 from services.protocol.groups import Group
 from tests.fake_service import fake_service
 from tests.trainer.rank_jobs import make_learner
@@ -20,7 +21,6 @@ from trainer.config.objective import Objective
 from trainer.model.ranks import Ranks
 from trainer.publishing.probe import Probe
 from trainer.publishing.publisher import Publisher, VersionWriter
-from trainer.service_thread import ServiceThread
 
 
 def with_completion(ids: list[int]) -> Group:

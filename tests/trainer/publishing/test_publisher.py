@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
+from services.core.tasks import InterruptedCallError, ServiceThread
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import fake_service
 from tests.trainer.rank_jobs import change, make_learner
@@ -35,7 +36,6 @@ from trainer.model.rounding import Rounding
 from trainer.model.saving import DiskFullError
 from trainer.publishing import publisher as module
 from trainer.publishing.publisher import WRITES, Publisher, VersionGoneError, VersionWriter, write_version
-from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.team import Team
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT, WEIGHTS_BROADCAST_PORT
+from services.core.tasks import ServiceThread
 from services.weights.broadcast_group import CUMEM, match_engines_nccl
 from tests.fake_service import FakeService, fake_service
 from tests.trainer.tiny import FAMILIES, save_model
@@ -22,7 +23,6 @@ from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 from trainer.publishing import broadcast
 from trainer.publishing.publisher import Publisher, VersionWriter
-from trainer.service_thread import ServiceThread
 
 FORM_SECONDS = 2.0
 

@@ -13,6 +13,7 @@ import pytest
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
+from services.core.tasks import ServiceThread
 from services.engines.engine import ASLEEP, WorkerAdmin
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
@@ -20,7 +21,6 @@ from tests.waiting import IDLE_SECONDS
 from trainer.config import TrainerSettings
 from trainer.publishing import publisher as module
 from trainer.publishing.publisher import Publisher, VersionWriter, put_workers_to_sleep
-from trainer.service_thread import ServiceThread
 
 SECONDS_TO_LOAD = 0.8
 

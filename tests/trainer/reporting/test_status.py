@@ -14,6 +14,7 @@ import structlog
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.tasks import InterruptedCallError
 from services.protocol.prompts import Cursor
 from services.run_page import activity
 from tests.waiting import eventually
@@ -24,7 +25,6 @@ from trainer.reporting.status import RunStatus, log_activity
 from trainer.reporting.step_metrics import StepClock
 from trainer.rollouts.evaluate import note_accuracy
 from trainer.run import StopSignal, outcome_of, train
-from trainer.service_thread import InterruptedCallError
 
 
 def test_the_accuracy_before_training_is_told_as_soon_as_it_is_known() -> None:

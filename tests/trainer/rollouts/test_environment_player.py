@@ -21,6 +21,7 @@ from services.clients.environment import EnvironmentClient
 from services.clients.gateway import GatewayClient
 from services.clients.reward import RewardClient
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.tasks import ServiceThread
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
 from services.gateway.requests import ChatRequest
@@ -48,7 +49,6 @@ from trainer.model.ranks import join_ranks
 from trainer.rollouts.episodes import Games
 from trainer.rollouts.game import Opponent
 from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
-from trainer.service_thread import ServiceThread
 
 ODD = "tests.services.environment_server.odd_environments:"
 PROMPT = Prompt(id="seeds/train/5", prompt="The episode of seed 5", ground_truth="5", epoch=0, position=3)

@@ -24,6 +24,7 @@ from services.clients.data import DataClient
 from services.clients.gateway import GatewayClient
 from services.clients.reward import RewardClient
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.tasks import ServiceThread
 from services.programs import Program
 from services.protocol.episodes import EpisodeFigures, Message
 from services.protocol.groups import Group
@@ -40,7 +41,6 @@ from trainer.rollouts.episodes import Agents, Programs
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.experiences import experiences_of
 from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
-from trainer.service_thread import ServiceThread
 
 PROMPT = Prompt(id="p/0", prompt="6*7=", ground_truth="42", prompt_ids=[1], epoch=0, position=3)
 

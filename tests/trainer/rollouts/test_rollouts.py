@@ -23,6 +23,7 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.tasks import ServiceThread
 from services.protocol.prompts import Cursor
 from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
@@ -40,7 +41,6 @@ from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
 from trainer.rollouts.groups import LEAST_FAILURES, Completions, GroupMaker
-from trainer.service_thread import ServiceThread
 
 VOCAB_SIZE = 1000
 BAD = 7

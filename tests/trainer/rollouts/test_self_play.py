@@ -21,6 +21,7 @@ from services.clients.environment import EnvironmentClient
 from services.clients.gateway import GatewayClient
 from services.clients.reward import RewardClient
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.tasks import ServiceThread
 from services.embedded_engine.http.app import create_app as create_engine
 from services.embedded_engine.settings import EngineSettings
 from services.environment_server.app import create_app
@@ -42,7 +43,6 @@ from trainer.reporting.metrics import _measure
 from trainer.reporting.step_metrics import group_metrics
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.game import Opponent, Seat
-from trainer.service_thread import ServiceThread
 
 Messages = list[dict[str, Any]]
 

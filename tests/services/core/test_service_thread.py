@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer import service_thread
-from trainer.service_thread import InterruptedCallError, ServiceThread
+from services.core import tasks
+from services.core.tasks import InterruptedCallError, ServiceThread
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def stop() -> threading.Event:
 
 @pytest.fixture
 def thread(stop: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceThread]:
-    monkeypatch.setattr(service_thread, "MEANWHILE_SECONDS", 0.01)
+    monkeypatch.setattr(tasks, "MEANWHILE_SECONDS", 0.01)
     with ServiceThread(stop.is_set) as started:
         yield started
 
