@@ -135,9 +135,9 @@ async def test_a_reward_that_is_no_finite_number_is_a_failure(line: str) -> None
 
 
 async def test_an_exit_code_is_a_failure_with_the_end_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ProgramFailedError, match=r"exit code 3; its output ends with '.*no such tool'"):
+    with pytest.raises(ProgramFailedError, match=r"exited with code 3; its output ends with '.*no such tool'"):
         await answer("echo '{\"reward\": 1}' >&3; echo no such tool >&2; exit 3")
-    with pytest.raises(ProgramFailedError, match=r"exit code 127.*not found"):
+    with pytest.raises(ProgramFailedError, match=r"exited with code 127.*not found"):
         await answer("no-such-program-anywhere")
     monkeypatch.setattr(programs, "OUTPUT_BYTES", 5000)
     with pytest.raises(ProgramFailedError) as failed:
