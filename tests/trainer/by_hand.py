@@ -86,7 +86,9 @@ def _token_losses(
     reference: tuple[Tensor, Tensor],
 ) -> Tensor:
     (logprobs, entropies), proximal = now, before[0]
-    advantages, behaviour = torch.tensor(sequence.advantages), torch.tensor(sequence.behaviour_logprobs)
+    advantages, behaviour = (
+        torch.tensor(numbers.tolist()) for numbers in (sequence.per_token["advantages"], sequence.logprobs)
+    )
     stale = (logprobs.detach() - behaviour).exp()
     weight, old = torch.tensor(1.0), behaviour
     if decoupled:

@@ -67,7 +67,7 @@ def test_too_many_in_a_row_end_it_with_the_batch_in_a_file(loop: TrainingLoop) -
     assert file.name == "diverged-step-000005.json"
     groups = orjson.loads(file.read_bytes())
     assert [g["group_id"] for g in groups] == [g.group_id for g in GOOD]
-    assert groups[1]["sequences"][0]["logprobs"] == GOOD[1].sequences[0].logprobs
+    assert groups[1]["sequences"][0]["logprobs"] == GOOD[1].sequences[0].logprobs.tolist()
 
 
 def test_a_step_counts_once_however_many_updates_it_has(

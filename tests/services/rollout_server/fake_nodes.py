@@ -136,12 +136,16 @@ class Traffic(AbstractContextManager["Traffic"]):
             assert len(group) == GROUP_SIZE
             for completion in group:
                 assert len(completion.completion_ids) == PARAMS.max_new_tokens
-                for span in completion.policy_versions:
-                    assert set(completion.completion_ids[span.start : span.end]) <= {span.version}
+                assert completion.completion_ids.tolist() == completion.policy_versions.tolist()
 
     def versions(self, since: int = 0) -> set[int]:
         """The versions that made the tokens of the groups after the first ``since``."""
-        return {token for group in self.groups[since:] for completion in group for token in completion.completion_ids}
+        return {
+            token
+            for group in self.groups[since:]
+            for completion in group
+            for token in completion.completion_ids.tolist()
+        }
 
     async def _run(self) -> None:
         async with RolloutClient(self._nodes.router, TOKEN, vocab_size=1000, deadline_seconds=IDLE_SECONDS) as client:

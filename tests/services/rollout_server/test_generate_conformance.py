@@ -206,7 +206,7 @@ async def test_the_client_gets_groups_through_the_router(server: Nodes, referenc
     for completion in completions:
         assert completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         assert completion.oldest_version == 0
-        wanted = expected_logprobs(reference, [*PROMPT, *completion.completion_ids], len(PROMPT), 0.8)
+        wanted = expected_logprobs(reference, [*PROMPT, *completion.completion_ids.tolist()], len(PROMPT), 0.8)
         assert completion.logprobs == pytest.approx(wanted, abs=engine_tolerance())
 
 

@@ -260,7 +260,7 @@ def checked_versions(trainer: Trainer, traffic: Traffic) -> set[int]:
     for prompt, completion in traffic.answers:
         spans = completion.policy_versions
         seen |= {span.version for span in spans}
-        ids = [*prompt, *completion.completion_ids]
+        ids = [*prompt, *completion.completion_ids.tolist()]
         for span in spans:
             wanted = score(span.version, ids)[len(prompt) - 1 :]
             assert completion.logprobs[span.start : span.end] == pytest.approx(

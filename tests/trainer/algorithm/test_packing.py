@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -40,12 +41,13 @@ def test_a_packed_token_is_predicted_from_the_one_before_it_in_its_own_completio
     assert len(batch.predict_rows.unique()) == len(batch.predict_rows)
     read = iter(batch.input_ids[batch.predict_rows[batch.state_ids]].tolist())
     for group, sequence in rows:
-        context = [*group.prompt_ids, *sequence.completion_ids]
-        before = sequence.trained(context[len(group.prompt_ids) - 1 : -1])
+        context = [*group.prompt_ids, *sequence.completion_ids.tolist()]
+        before = sequence.trained(np.array(context[len(group.prompt_ids) - 1 : -1])).tolist()
         assert [next(read) for _ in before] == before
-    logprobs = [x for _, s in rows for x in s.trained(s.behaviour_logprobs)]
+    logprobs = [x for _, s in rows for x in s.trained(s.logprobs).tolist()]
     assert batch.behaviour_logprobs.tolist() == pytest.approx(logprobs)
-    assert batch.advantages.tolist() == pytest.approx([x for _, s in rows for x in s.trained(s.advantages)])
+    advantages = [x for _, s in rows for x in s.trained(s.per_token.get("advantages", np.zeros(s.tokens))).tolist()]
+    assert batch.advantages.tolist() == pytest.approx(advantages)
     assert batch.weights.tolist() == [g.weight for g, s in rows for _ in range(s.trained_tokens)]
     assert batch.is_replayed.tolist() == [g.is_replayed for g, s in rows for _ in range(s.trained_tokens)]
 

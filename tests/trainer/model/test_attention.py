@@ -81,11 +81,13 @@ def test_a_tree_gives_what_its_sequences_give_one_by_one(directory: Path, seed: 
     trees, policy, model = random_trees(seed), packed_policy(directory), plain_model(directory)
     batch = pack(trees)
     expected = [x for tree in trees for x in plain_logprobs(model, tree)]
-    masks = [torch.tensor(s.loss_mask) for tree in trees for s in tree.sequences]
+    masks = [torch.tensor(s.mask) for tree in trees for s in tree.sequences]
     trained = torch.cat([x[mask] for x, mask in zip(expected, masks, strict=True)])
     logprobs = policy(batch).logprobs
     torch.testing.assert_close(logprobs, trained, **CLOSE)
-    assert len(batch.input_ids) < 0.7 * sum(len(t.prompt_ids) + len(s.read_ids) for t in trees for s in t.sequences)
+    assert len(batch.input_ids) < 0.7 * sum(
+        len(t.prompt_ids) + max(s.tokens - 1, 0) for t in trees for s in t.sequences
+    )
     weights = torch.randn(trained.shape, generator=torch.Generator().manual_seed(seed))
     (logprobs * weights).sum().backward()
     (trained * weights).sum().backward()

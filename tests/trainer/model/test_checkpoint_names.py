@@ -43,7 +43,7 @@ def test_a_trained_mixture_is_saved_with_the_names_of_its_checkpoint_and_the_eng
     engine = load(RolloutSettings.load(model_name=str(tmp_path / "saved"), engine_dtype="float32")).model
     for group, wanted in zip(groups, trained, strict=True):
         for sequence, logprobs in zip(group.sequences, wanted, strict=True):
-            ids = group.prompt_ids + sequence.completion_ids
+            ids = group.prompt_ids + sequence.completion_ids.tolist()
             with torch.inference_mode():
                 scores = engine.logits(engine.prefill([ids], None)).log_softmax(-1)
             given = [float(scores[row, ids[row + 1]]) for row in range(len(group.prompt_ids) - 1, len(ids) - 1)]

@@ -59,9 +59,9 @@ def plain_values(states: torch.nn.Module, head: tuple[Tensor, Tensor], group: Tr
     weight, bias = head
     result = []
     for sequence in group.sequences:
-        ids = torch.tensor([group.prompt_ids + sequence.completion_ids])
+        ids = torch.tensor([group.prompt_ids + sequence.completion_ids.tolist()])
         before = states(input_ids=ids).last_hidden_state[0, len(group.prompt_ids) - 1 : -1]
-        result.append(sequence.trained((before @ weight.T + bias).squeeze(1).tolist()))
+        result.append(sequence.trained((before @ weight.T + bias).squeeze(1).detach().numpy()).tolist())
     return result
 
 
@@ -116,19 +116,19 @@ def test_an_own_critics_update_is_the_value_loss_by_hand(alone: Ranks, model: Pa
     weight, bias = (part.requires_grad_() for part in set_head(critic))
     # As in the second update of a batch: values have moved since the advantages were computed.
     groups = with_targets(critic, groups)
-    rounds = [[changed(s, values=[v - 0.3 for v in s.values or ()]) for s in g.sequences] for g in groups]
+    rounds = [[changed(s, values=s.arrays["values"] - 0.3) for s in g.sequences] for g in groups]
     groups = [replace(g, sequences=sequences) for g, sequences in zip(groups, rounds, strict=True)]
     states = plain_model(model).base_model
     losses = []
     for group in groups:
         for s in group.sequences:
-            ids = torch.tensor([group.prompt_ids + s.completion_ids])
+            ids = torch.tensor([group.prompt_ids + s.completion_ids.tolist()])
             before = states(input_ids=ids).last_hidden_state[0, len(group.prompt_ids) - 1 : -1]
             now = (before @ weight.T + bias).squeeze(1)
-            old, returns = torch.tensor(s.values), torch.tensor(s.returns)
+            old, returns = (torch.tensor(s.arrays[name].tolist()) for name in ("values", "returns"))
             near = old + (now - old).clamp(-0.2, 0.2)
             every = torch.maximum((now - returns) ** 2, (near - returns) ** 2) / 2
-            losses.append(every[torch.tensor(s.loss_mask or [True] * len(every))])
+            losses.append(every[torch.tensor(s.mask)])
     expected = torch.cat(losses).mean()
     expected.backward()
     gradients: Arrays = {}
@@ -311,7 +311,7 @@ def test_a_critic_fitted_on_walks_knows_their_values(alone: Ranks, model: Path) 
     metrics = critic_metrics(targets())
     assert metrics["value_mean"] == pytest.approx(metrics["return_mean"], abs=0.02)
     exact_values = torch.tensor([x for row in known for x in row])
-    returns = torch.tensor([x for s in groups[0].sequences for x in s.returns or ()])
+    returns = torch.tensor([x for s in groups[0].sequences for x in s.arrays["returns"].tolist()])
     assert metrics["explained_variance"] == pytest.approx(explained_variance(exact_values, returns), abs=0.02)
 
 

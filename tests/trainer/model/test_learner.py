@@ -146,7 +146,7 @@ def test_the_mean_entropy_is_of_all_trained_tokens(alone: Ranks, model: Path) ->
             entropy
             for group in groups
             for s, (_, found) in zip(group.sequences, plain_forward(plain, group, 0.7), strict=True)
-            for entropy in s.trained(found.tolist())
+            for entropy in s.trained(found.numpy()).tolist()
         ]
     unknown = replace(groups[0], prompt_ids=[VOCABULARY])
     assert learner.mean_entropy([*groups, unknown]) == pytest.approx(np.mean(entropies), rel=1e-5)

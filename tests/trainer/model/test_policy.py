@@ -74,7 +74,7 @@ def test_adapters_trained_on_two_ranks_are_computed_alike_by_the_engine_by_peft_
     groups = random_groups(1)
     settings = {"lora_rank": 4, "publish_type": "float32"}
     first, second = run_on_ranks(2, rank_jobs.train_and_write_adapter, model, tmp_path, groups, settings, 1)
-    assert first == second
+    assert [[row.tolist() for row in group] for group in first] == [[row.tolist() for row in group] for group in second]
     engine = load(RolloutSettings.load(model_name=str(model), engine_dtype="float32")).model
     engine.adapter = read_adapter(tmp_path / "adapter", engine.architecture, engine.device)
     merged = load(RolloutSettings.load(model_name=str(tmp_path / "merged"), engine_dtype="float32")).model
@@ -83,7 +83,7 @@ def test_adapters_trained_on_two_ranks_are_computed_alike_by_the_engine_by_peft_
     for group, trained in zip(groups, first, strict=True):
         before = plain_logprobs(start, group)
         for sequence, wanted, untrained in zip(group.sequences, trained, before, strict=True):
-            ids = group.prompt_ids + sequence.completion_ids
+            ids = group.prompt_ids + sequence.completion_ids.tolist()
             completion = slice(len(group.prompt_ids) - 1, None)
             assert engine_logprobs(engine, ids)[completion] == pytest.approx(wanted, abs=tolerance)
             assert engine_logprobs(merged, ids)[completion] == pytest.approx(wanted, abs=tolerance)
