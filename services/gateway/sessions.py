@@ -129,9 +129,11 @@ class Session:
         if self.seconds_left <= 0:
             self.refuse_late()
         if len(self.tree.calls) + len(self.in_flight) >= limits.max_turns:
-            self._refuse(f"has had its {limits.max_turns} turns (AGENT_MAX_TURNS); {END_BEFORE}", "max_turns")
+            self._refuse(f"reached its limit of {limits.max_turns} turns (AGENT_MAX_TURNS); {END_BEFORE}", "max_turns")
         if left < 1:
-            self._refuse(f"has sampled its {limits.max_tokens} tokens (AGENT_MAX_TOKENS); {END_BEFORE}", "max_tokens")
+            self._refuse(
+                f"reached its limit of {limits.max_tokens} tokens (AGENT_MAX_TOKENS); {END_BEFORE}", "max_tokens"
+            )
         return min(limits.max_turn_tokens, left, call.max_tokens or left)
 
     def earlier(self, digest: str, asker: Asker) -> str | None:

@@ -235,7 +235,7 @@ async def test_an_episode_has_the_limits_of_training(
     assert said in str(sample.result.reason)
 
     async def catches(example: Any, **given: Any) -> float:
-        with pytest.raises(openai.RateLimitError, match="end the agent's loop before"):
+        with pytest.raises(openai.RateLimitError, match="stop the agent's loop earlier"):
             await loop(example, **given)
         return 0.5
 

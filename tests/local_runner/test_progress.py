@@ -22,7 +22,7 @@ NO_SCORE = "no completion could be scored. Look at the completions"
 EQUAL = "within each prompt's group, all rewards are equal (96 completions). Look at the completions"
 
 
-TURNS = "session a-1 has had its 3 turns (AGENT_MAX_TURNS); end the agent's loop before"
+TURNS = "session a-1 reached its limit of 3 turns (AGENT_MAX_TURNS); stop the agent's loop earlier"
 BROKEN = "RuntimeError: shop database is down"
 
 

@@ -54,7 +54,7 @@ def test_anthropic_sync(service: Service) -> None:
     messages += [final.to_param(), {"role": "user", "content": THANKS}]
     assert client.messages.create(messages=messages, **asked).content[0].text == "Bye."  # type: ignore[union-attr]
     assert client.messages.count_tokens(model="m", messages=messages, tools=[ANTHROPIC_ADD]).input_tokens > counted
-    with pytest.raises(anthropic.RateLimitError, match="has had its 3 turns") as limit:
+    with pytest.raises(anthropic.RateLimitError, match="reached its limit of 3 turns") as limit:
         client.messages.create(messages=[*messages, {"role": "user", "content": "More"}], **asked)
     assert limit.value.body["type"] == "error"  # type: ignore[index]
     assert limit.value.body["error"]["type"] == "rate_limit_error"  # type: ignore[index]

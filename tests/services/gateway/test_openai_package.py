@@ -70,7 +70,7 @@ async def test_async_client_with_tools_and_streams(models: Any, start_service: A
             last = await by_key.chat.completions.create(model="m", messages=messages, tools=tools)
             assert last.choices[0].message.content == "Bye."
             with pytest.raises(
-                openai.RateLimitError, match=r"3 turns \(AGENT_MAX_TURNS\); end the agent's loop"
+                openai.RateLimitError, match=r"3 turns \(AGENT_MAX_TURNS\); stop the agent's loop"
             ) as limit:
                 await by_key.chat.completions.create(model="m", messages=[*messages, *HELLO])
             assert limit.value.code == "max_turns"

@@ -44,7 +44,7 @@ async def test_a_buffer_that_cannot_read_its_groups_is_unhealthy(directory: Path
             asked = [("/groups/sample", ASK), ("/queue/lease", {"max_groups": 40})]
             statuses = {(await client.post(route, json=body)).status_code for route, body in asked}
             health = await client.get("/health")
-    # A hole in the token ids of a group shows nowhere.
+    # A hole in a page that nothing uses shows nowhere; one in a group's bytes shows by their checksum.
     if statuses == {200}:
         assert health.status_code == 200
     else:

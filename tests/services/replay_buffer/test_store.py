@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -279,3 +280,11 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "replay-buffer.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(ConfigurationError, match=r"REPLAY_DIR .* cannot be used: file is not a database"):
         store.Store(ReplaySettings(replay_dir=tmp_path))
+
+
+def test_a_buffer_of_an_earlier_format_is_refused(buffer: Any, tmp_path: Path) -> None:
+    (tmp_path / "replay").mkdir()
+    with contextlib.closing(sqlite3.connect(tmp_path / "replay/replay-buffer.sqlite")) as database:
+        database.execute("CREATE TABLE contents (sequence INTEGER PRIMARY KEY, data BLOB)")
+    with pytest.raises(ConfigurationError, match="its format is 0, this program reads 2.*begin a new run"):
+        buffer()
