@@ -149,10 +149,6 @@ def main() -> None:
     log.info("all prompts collected")
 
 
-if __name__ == "__main__":
-    sys.exit(exit_code_of(main))
-
-
 class _Record(BaseModel):
     """The file's content."""
 
@@ -214,3 +210,7 @@ class InFlightPrompts:
 
     def _save(self) -> None:
         atomic_write(self._file, self._record.model_dump_json())
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main))
