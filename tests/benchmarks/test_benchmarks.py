@@ -192,7 +192,7 @@ def test_prompts_that_are_not_shared_are_the_same_work_in_more_groups() -> None:
 
     def sequences(work: Work) -> list[tuple[list[int], list[int], float]]:
         return [
-            (group.prompt_ids, sequence.completion_ids.tolist(), sequence.per_token["advantages"].tolist())
+            (list(group.prompt_ids), list(sequence.completion_ids), tuple(sequence.advantages))
             for group in work.groups(100, seed=0)
             for sequence in group.sequences
         ]
