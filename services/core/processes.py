@@ -26,9 +26,6 @@ from typing import Any
 
 from services.core.child import LAUNCHER_VARIABLE
 from services.core.errors import ConfigurationError
-from services.core.logs import get_logger
-
-log = get_logger(__name__)
 
 CHILD = Path(__file__).with_name("child.py")
 POLL_SECONDS = 0.05
@@ -179,7 +176,9 @@ def end_leftovers(grace_seconds: float = GRACE_SECONDS) -> None:
         if waited > grace_seconds + KILL_SECONDS:
             raise ConfigurationError(f"processes {pids} of an earlier start do not end; restart the node")
         if waited >= grace_seconds:
-            log.warning("killing what an earlier start left", pids=pids)
+            from services.core.logs import get_logger  # not above: the local runner starts without structlog
+
+            get_logger(__name__).warning("killing what an earlier start left", pids=pids)
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
