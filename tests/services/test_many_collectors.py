@@ -237,7 +237,7 @@ async def _take(replay: ReplayClient) -> list[tuple[int, int]]:
     while len(taken) < EPOCHS * QUESTIONS:
         deadline.check()
         reply = await replay.lease(LeaseRequest(max_groups=BATCH, wait_seconds=1))
-        taken += [(group.epoch, group.position) for group in reply.groups]
+        taken += [(group.prompt.epoch, group.prompt.position) for group in reply.groups]
         if reply.lease_id is not None:
             await replay.acknowledge(AcknowledgeRequest(lease_id=reply.lease_id, keep=False))
     return taken
