@@ -26,7 +26,7 @@ MODULES = (
     "trainer.collector",
     "trainer.rollouts.episodes",
     "trainer.reporting.metrics",
-    "trainer.publishing.workers",
+    "trainer.publishing.publisher",
 )
 """The modules whose import registers all metrics."""
 

@@ -88,7 +88,7 @@ def test_the_projects_own_demo_model_is_named_elsewhere(tmp_path: Path, monkeypa
 
 def test_the_demos_model_is_made_by_make_demo(tmp_path: Path) -> None:
     model = tmp_path / "smollm2-135m"
-    with pytest.raises(ConfigurationError, match=f"`make demo` makes it, .*prepare_demo_model {model}`"):
+    with pytest.raises(ConfigurationError, match=f"`make demo` makes it, .*grpo demo-model {model}`"):
         check_model_directory(str(model))
     model.mkdir()
     check_model_directory(str(model))

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -258,14 +259,13 @@ def checked_versions(trainer: Trainer, traffic: Traffic) -> set[int]:
     score = scorer(trainer)
     seen = set()
     for prompt, completion in traffic.answers:
-        spans = completion.policy_versions
-        seen |= {span.version for span in spans}
+        versions = {*completion.policy_versions.tolist()}
+        seen |= versions
         ids = [*prompt, *completion.completion_ids.tolist()]
-        for span in spans:
-            wanted = score(span.version, ids)[len(prompt) - 1 :]
-            assert completion.logprobs[span.start : span.end] == pytest.approx(
-                wanted[span.start : span.end], abs=engine_tolerance()
-            )
+        for version in versions:
+            sampled = completion.policy_versions == version
+            wanted = np.array(score(version, ids)[len(prompt) - 1 :])
+            assert completion.logprobs[sampled] == pytest.approx(wanted[sampled], abs=engine_tolerance())
     return seen
 
 

@@ -60,7 +60,7 @@ async def test_requests_wait_for_the_next_version(server: Nodes, worker: WorkerA
         await worker.update_from_disk(server.model, 5)
         await worker.resume()
         completions = await pending
-    assert {span.version for each in completions for span in each.policy_versions} == {5}
+    assert {version for each in completions for version in each.policy_versions.tolist()} == {5}
 
 
 async def test_a_sleep_ends_what_runs(server: Nodes, worker: WorkerAdmin) -> None:
