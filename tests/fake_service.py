@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from services.core.endpoints import Endpoint
+from services.protocol.replay import GROUPS_TYPE, AddGroupsRequest, unframed
 
 Route = Callable[[dict[str, Any]], Any]
 """Returns the reply to a request's JSON or query; an integer is a status without a body, a tuple a status with one."""
@@ -40,7 +41,10 @@ def fake_service(routes: dict[str, Route]) -> Iterator[FakeService]:
         def handle_any(self) -> None:
             url = urlsplit(self.path)
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            request = json.loads(body) if body else dict(parse_qsl(url.query))
+            if self.headers.get("Content-Type") == GROUPS_TYPE:
+                request = AddGroupsRequest.model_validate(unframed(body)).model_dump(mode="json")
+            else:
+                request = json.loads(body) if body else dict(parse_qsl(url.query))
             name = f"{self.command} {url.path}"
             service.requests.append((name, request))
             route = service.routes.get(name)

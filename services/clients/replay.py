@@ -6,14 +6,17 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
+import httpx
+
 from services.core.endpoints import Task
-from services.http.client import ServiceClient
-from services.protocol.groups import Group
+from services.core.errors import DependencyLostError
+from services.http.client import Reply, ServiceClient
+from services.protocol.groups import Group, GroupFormatError, pack
 from services.protocol.replay import (
+    GROUPS_TYPE,
     AcknowledgeReply,
     AcknowledgeRequest,
     AddGroupsReply,
-    AddGroupsRequest,
     AdmissionReply,
     AdmissionRequest,
     LeaseReply,
@@ -26,14 +29,18 @@ from services.protocol.replay import (
     SnapshotRequest,
     UpdatePrioritiesReply,
     UpdatePrioritiesRequest,
+    framed,
+    unframed,
 )
 
 Waited = TypeVar("Waited", LeaseReply, AdmissionReply)
 
+ACCEPT = {"Accept": GROUPS_TYPE}
+
 GROUPS_A_REQUEST = 32
 """Bounds the time for which one request delays the others."""
 TOKENS_A_REQUEST = 1 << 22
-"""Bounds the size of a body of several groups: a token takes some 32 bytes, so half of what the replay-buffer takes."""
+"""Bounds the size of a body of several groups: a token takes at most 32 bytes, half of what the buffer takes."""
 
 
 class ReplayClient(ServiceClient):
@@ -65,16 +72,15 @@ class ReplayClient(ServiceClient):
             raise ValueError(f"{len(groups)} groups but {len(priorities)} priorities")
         added = duplicates = size = 0
         for part in _parts(groups):
-            request = AddGroupsRequest.model_construct(
-                groups=list(groups[part]), priorities=None if priorities is None else list(priorities[part])
-            )
-            reply = await self.call("POST", path, AddGroupsReply, request, params=params)
+            fields = {"priorities": None if priorities is None else list(priorities[part])}
+            request, headers = framed(fields, map(pack, groups[part])), {"Content-Type": GROUPS_TYPE}
+            reply = await self.call("POST", path, AddGroupsReply, request, params=params, headers=headers)
             added, duplicates, size = added + reply.added, duplicates + reply.duplicates, reply.size
         return AddGroupsReply(added=added, duplicates=duplicates, size=size)
 
     async def sample(self, request: SampleGroupsRequest) -> list[SampledGroup]:
         """Draw groups without replacement; return fewer than asked for when fewer qualify."""
-        return (await self.call("POST", "/groups/sample", SampleGroupsReply, request)).groups
+        return (await self.call("POST", "/groups/sample", SampleGroupsReply, request, headers=ACCEPT)).groups
 
     async def update_priorities(self, priorities: Mapping[str, float]) -> UpdatePrioritiesReply:
         """Set the priorities of groups by id."""
@@ -100,7 +106,13 @@ class ReplayClient(ServiceClient):
         """Send a request that the server may hold for its ``wait_seconds``."""
         wait = request.wait_seconds
         return await self.call(
-            "POST", path, kind, request, attempt_seconds=self.timeout + wait, deadline=self.deadline + wait
+            "POST",
+            path,
+            kind,
+            request,
+            headers=ACCEPT,
+            attempt_seconds=self.timeout + wait,
+            deadline=self.deadline + wait,
         )
 
     async def save_snapshot(self, label: str, deadline: float | None = None) -> SnapshotReply:
@@ -114,6 +126,20 @@ class ReplayClient(ServiceClient):
     async def drop_snapshot(self, label: str) -> SnapshotReply:
         """Delete a snapshot; a snapshot that does not exist holds 0 groups."""
         return await self.call("DELETE", f"/snapshots/{label}", SnapshotReply)
+
+    def read(self, response: httpx.Response, reply_model: type[Reply]) -> Reply:
+        """Return a reply in its type, from JSON or from packed groups.
+
+        Raises:
+            ValidationError: it is something else.
+            DependencyLostError: another version of this program packed the groups.
+        """
+        if response.headers.get("content-type") != GROUPS_TYPE:
+            return super().read(response, reply_model)
+        try:
+            return reply_model.model_validate(unframed(response.content))
+        except GroupFormatError as error:
+            raise DependencyLostError(f"{self.service} answered {response.url} with {error}") from error
 
     async def stats(self) -> ReplayStats:
         """Return the buffer's statistics."""

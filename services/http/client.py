@@ -120,9 +120,10 @@ class HttpClient:
         method: str,
         path: str,
         reply_model: type[Reply],
-        payload: BaseModel | dict[str, Any] | None = None,
+        payload: BaseModel | dict[str, Any] | bytes | None = None,
         *,
         params: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
         deadline: float | None = None,
         attempt_seconds: float | None = None,
     ) -> Reply:
@@ -133,10 +134,10 @@ class HttpClient:
             DependencyLostError: the service did not answer well within ``deadline`` seconds, or with another reply.
         """
         response = await self.request(
-            method, path, payload, params=params, deadline=deadline, attempt_seconds=attempt_seconds
+            method, path, payload, params=params, headers=headers, deadline=deadline, attempt_seconds=attempt_seconds
         )
         try:
-            return reply_model.model_validate_json(response.content)
+            return self.read(response, reply_model)
         except ValidationError as error:
             first = error.errors(include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -145,11 +146,15 @@ class HttpClient:
                 f"({where}: {first['msg']}); is another program or version listening there?"
             ) from error
 
+    def read(self, response: httpx.Response, reply_model: type[Reply]) -> Reply:
+        """Return a reply in its type; raises ValidationError if it is something else."""
+        return reply_model.model_validate_json(response.content)
+
     async def request(
         self,
         method: str,
         path: str,
-        payload: BaseModel | dict[str, Any] | None = None,
+        payload: BaseModel | dict[str, Any] | bytes | None = None,
         *,
         params: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
@@ -254,7 +259,7 @@ class HttpClient:
         self,
         method: str,
         path: str,
-        payload: BaseModel | dict[str, Any] | None,
+        payload: BaseModel | dict[str, Any] | bytes | None,
         params: dict[str, Any] | None,
         headers: dict[str, str] | None,
         seconds: float,
@@ -262,7 +267,7 @@ class HttpClient:
         return self._http.build_request(
             method,
             path,
-            content=None if payload is None else _encode(payload),
+            content=payload if payload is None or isinstance(payload, bytes) else _encode(payload),
             headers={**({} if payload is None else {"Content-Type": "application/json"}), **(headers or {})},
             params=params,
             timeout=httpx.Timeout(seconds, connect=min(CONNECT_SECONDS, seconds), pool=None),

@@ -399,9 +399,10 @@ def split(data: bytes | memoryview) -> Iterator[memoryview]:
     """Yield the parts of ``joined`` bytes."""
     view, place = memoryview(data), 0
     while place < len(view):
-        (length,) = _LENGTH.unpack_from(view, place)
+        is_whole = len(view) - place >= _LENGTH.size
+        (length,) = _LENGTH.unpack_from(view, place) if is_whole else (0,)
         place += _LENGTH.size
-        if length > len(view) - place:
+        if length > len(view) - place or not is_whole:
             raise GroupFormatError("the last part is cut off")
         yield view[place : place + length]
         place += length

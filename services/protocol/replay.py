@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Self
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.protocol.base import Count, Finite, Priority, Seed, StrictModel, WireModel
-from services.protocol.groups import Group
+from services.protocol.groups import Group, GroupFormatError, joined, split, unpack_sequences
+
+GROUPS_TYPE = "application/octet-stream"
+"""The media type of ``framed`` bytes. The routes with groups take them, or JSON, and give them if they are accepted."""
+
+
+def framed(fields: Mapping[str, Any], groups: Iterable[bytes]) -> bytes:
+    """Return a message with packed groups as bytes: its other fields as JSON, then the groups."""
+    return joined([orjson.dumps(fields), *groups])
+
+
+def unframed(data: bytes) -> dict[str, Any]:
+    """Return the fields of ``framed`` bytes, the groups among them, not checked but for their checksums.
+
+    Raises:
+        GroupFormatError: another version of this program wrote them, or they are damaged.
+    """
+    try:
+        head, *parts = split(data)
+        fields: dict[str, Any] = orjson.loads(head)
+        unpacked = [header | {"sequences": sequences} for header, sequences in map(unpack_sequences, parts)]
+        draws = fields.pop("draws", None)
+        groups = unpacked if draws is None else [{"group": g, **draw} for g, draw in zip(unpacked, draws, strict=True)]
+        return fields | {"groups": groups}
+    except GroupFormatError:
+        raise
+    # A message of another program may raise anything of these.
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise GroupFormatError(f"no message with groups: {error}") from error
 
 
 class AddGroupsRequest(StrictModel):

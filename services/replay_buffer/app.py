@@ -11,14 +11,21 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Path, Query
+import orjson
+from fastapi import Depends, FastAPI, Path, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from prometheus_client import Gauge
+from pydantic import ValidationError
 
 from services.core.logs import get_logger
 from services.core.tasks import in_background, run_until_first_ends
 from services.http.app import create_service_app, model_response
+from services.http.json_body import is_json
+from services.http.problems import ProblemError
+from services.protocol.groups import GroupFormatError
 from services.protocol.replay import (
+    GROUPS_TYPE,
     AcknowledgeReply,
     AcknowledgeRequest,
     AddExperiencesReply,
@@ -38,6 +45,7 @@ from services.protocol.replay import (
     SnapshotRequest,
     UpdatePrioritiesReply,
     UpdatePrioritiesRequest,
+    unframed,
 )
 from services.replay_buffer.database import damage
 from services.replay_buffer.fresh_queue import Admission, FreshQueue
@@ -56,6 +64,18 @@ DISK = Gauge("replay_disk_bytes", "Disk that the buffer takes.")
 MAX_BODY_BYTES = 256 * 2**20
 
 Collector = Annotated[str, Query(max_length=200)]
+
+_SCHEMA = AddGroupsRequest.model_json_schema(ref_template="#/components/schemas/{model}")
+_GROUPS_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": {name: part for name, part in _SCHEMA.items() if name != "$defs"}},
+            GROUPS_TYPE: {"schema": {"type": "string", "format": "binary"}},
+        },
+    }
+}
+"""The body of the routes that take groups, for the OpenAPI page."""
 
 Label = Annotated[str, Path(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$")]
 
@@ -196,15 +216,15 @@ def create_app(settings: ReplaySettings, *, clock: Callable[[], float] = time.ti
 
 
 def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
-    @app.post("/groups", response_model=AddGroupsReply, tags=["store"])
-    async def post_groups(request: AddGroupsRequest) -> Response:
+    @app.post("/groups", response_model=AddGroupsReply, tags=["store"], openapi_extra=_GROUPS_BODY)
+    async def post_groups(request: Annotated[AddGroupsRequest, Depends(_added)]) -> Response:
         """Store groups; groups whose id is known already are left as they are."""
         return model_response(await buffer.run(lambda: buffer.store.add(request.groups, request.priorities)))
 
     @app.post("/groups/sample", response_model=SampleGroupsReply, tags=["store"])
-    async def post_sample_groups(request: SampleGroupsRequest) -> Response:
+    async def post_sample_groups(http: Request, request: SampleGroupsRequest) -> Response:
         """Draw groups without replacement."""
-        return _json(await buffer.run(lambda: buffer.store.sample(request)))
+        return _groups(http, await buffer.run(lambda: buffer.store.sample(request)))
 
     @app.post("/groups/priorities", response_model=UpdatePrioritiesReply, tags=["store"])
     async def post_priorities(request: UpdatePrioritiesRequest) -> Response:
@@ -219,12 +239,13 @@ def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
     @app.post("/sample", response_model=SampleExperiencesReply, tags=["experiences without tokens"])
     async def post_sample(request: SampleExperiencesRequest) -> Response:
         """Draw experiences without tokens: by priority (their own, else the size of their reward) or uniformly."""
-        return _json(await buffer.run(lambda: buffer.store.sample_experiences(request)))
+        drawn = await buffer.run(lambda: buffer.store.sample_experiences(request))
+        return Response(drawn, media_type="application/json")
 
 
 def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
-    @app.post("/queue", response_model=AddGroupsReply, tags=["queue"])
-    async def post_queue(request: AddGroupsRequest, collector: Collector = "") -> Response:
+    @app.post("/queue", response_model=AddGroupsReply, tags=["queue"], openapi_extra=_GROUPS_BODY)
+    async def post_queue(request: Annotated[AddGroupsRequest, Depends(_added)], collector: Collector = "") -> Response:
         """Queue fresh groups; groups whose id is known already are left as they are.
 
         Those that were not known are no longer in flight at the ``collector`` that sends them.
@@ -236,7 +257,7 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
         return model_response(reply)
 
     @app.post("/queue/lease", response_model=LeaseReply, tags=["queue"])
-    async def post_lease(request: LeaseRequest) -> Response:
+    async def post_lease(http: Request, request: LeaseRequest) -> Response:
         """Take fresh groups off the front of the queue, waiting for them if asked to."""
         deadline = time.monotonic() + request.wait_seconds
         draining: asyncio.Event = app.state.lifecycle.draining
@@ -247,7 +268,7 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
             reply = await buffer.run(lease)
             if reply is not None:
                 await buffer.admit()
-                return _json(reply)
+                return _groups(http, reply)
             seconds = min(left, await buffer.run(buffer.seconds_to_expiry))
             await run_until_first_ends(changed.wait(), draining.wait(), asyncio.sleep(seconds))
 
@@ -290,5 +311,22 @@ def _add_snapshot_routes(app: FastAPI, buffer: Buffer) -> None:
         return model_response(await buffer.run(lambda: buffer.snapshots.drop(label)))
 
 
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
+async def _added(http: Request) -> AddGroupsRequest:
+    """Return the groups of a request, packed or as JSON; this is where they are checked."""
+    try:
+        if http.headers.get("content-type") == GROUPS_TYPE:
+            return AddGroupsRequest.model_validate(unframed(await http.body()))
+        if not is_json(http):
+            raise ProblemError(415, f"send the body as JSON or as {GROUPS_TYPE}, and say so by its Content-Type")
+        return AddGroupsRequest.model_validate(await http.json())
+    except (GroupFormatError, orjson.JSONDecodeError) as error:
+        raise ProblemError(400, f"the body cannot be read: {error}") from error
+    except ValidationError as error:
+        raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from error
+
+
+def _groups(http: Request, body: bytes) -> Response:
+    """Return a reply with groups as its request accepts them: packed, or as JSON."""
+    if http.headers.get("accept") == GROUPS_TYPE:
+        return Response(body, media_type=GROUPS_TYPE)
+    return Response(orjson.dumps(unframed(body), option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")

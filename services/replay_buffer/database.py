@@ -13,12 +13,11 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from services.core import files
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.problems import ProblemError
-from services.protocol.groups import FORMAT, GroupFormatError, unpack_sequences
+from services.protocol.groups import FORMAT, GroupFormatError, check_format
 
 _SCHEMA = """
 -- A group as ``pack`` writes it, or the JSON of an experience without tokens. A sequence number is never used again.
@@ -158,17 +157,18 @@ class Database(sqlite3.Connection):
         found = (self.execute("SELECT data FROM contents WHERE sequence = ?", (number,)) for number in sequences)
         return [row[0] for cursor in found for row in cursor]
 
-    def groups(self, sequences: Iterable[int]) -> list[dict[str, Any]]:
-        """Return groups in their wire form, leaving out groups that are gone.
+    def groups(self, sequences: Iterable[int]) -> list[bytes]:
+        """Return packed groups, leaving out groups that are gone.
 
         Raises:
             sqlite3.DatabaseError: the contents of one are damaged.
         """
         try:
-            unpacked = [unpack_sequences(data) for data in self.contents(sequences)]
+            for data in (packed := self.contents(sequences)):
+                check_format(data)
         except GroupFormatError as error:
             raise sqlite3.DatabaseError(f"a group in it cannot be read: {error}") from error
-        return [{**header, "sequences": of_group} for header, of_group in unpacked]
+        return packed
 
     def _says_disk_full(self, error: sqlite3.Error) -> bool:
         """Return whether the disk is used up: SQLite says so, or a write failed while hardly anything is free."""

@@ -14,8 +14,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import orjson
-
 from services.http.problems import ProblemError
 from services.protocol.groups import Group
 from services.protocol.replay import (
@@ -24,6 +22,7 @@ from services.protocol.replay import (
     AddGroupsReply,
     AdmissionRequest,
     LeaseRequest,
+    framed,
 )
 from services.replay_buffer.store import Record, Store
 
@@ -81,7 +80,7 @@ class FreshQueue:
         return AddGroupsReply(added=len(added), duplicates=len(groups) - len(added), size=self.counts()[0])
 
     def lease(self, request: LeaseRequest, *, take_fewer: bool) -> bytes | None:
-        """Return the JSON of a LeaseReply; None if fewer than ``min_groups`` wait, unless ``take_fewer``."""
+        """Return a LeaseReply as framed bytes; None if fewer than ``min_groups`` wait, unless ``take_fewer``."""
         self.expire_due()
         if request.request_id is not None:
             known = self._db.execute(
@@ -171,13 +170,8 @@ class FreshQueue:
         return taken, stale
 
     def _reply(self, lease_id: str | None, sequences: Sequence[int], dropped: int) -> bytes:
-        reply = {
-            "lease_id": lease_id,
-            "groups": self._db.groups(sequences),
-            "dropped_stale": dropped,
-            "waiting": self.counts()[0],
-        }
-        return orjson.dumps(reply, option=orjson.OPT_SERIALIZE_NUMPY)
+        fields = {"lease_id": lease_id, "dropped_stale": dropped, "waiting": self.counts()[0]}
+        return framed(fields, self._db.groups(sequences))
 
 
 SILENT_SECONDS = 15.0

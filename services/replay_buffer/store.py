@@ -23,6 +23,7 @@ from services.protocol.replay import (
     SampleStrategy,
     SnapshotReply,
     UpdatePrioritiesReply,
+    framed,
 )
 from services.replay_buffer.database import Database
 from services.replay_buffer.settings import ReplaySettings
@@ -262,7 +263,7 @@ class Store:
         return AddExperiencesReply(added=len(experiences), size=len(self.experiences))
 
     def sample(self, request: SampleGroupsRequest) -> bytes:
-        """Return the JSON of a SampleGroupsReply."""
+        """Return a SampleGroupsReply as framed bytes."""
         found = (self._find(group_id) for group_id in request.exclude)
         exclude = [position for place, _, position in filter(None, found) if place == "store"]
         if request.strategy is SampleStrategy.RECENCY:
@@ -277,11 +278,8 @@ class Store:
                 exclude=exclude,
             )
         self.counts["sampled"] += len(draws)
-        groups = [
-            {"group": group, "priority": draw.priority, "probability": draw.probability, "weight": draw.weight}
-            for draw, group in zip(draws, self.database.groups(draw.sequence for draw in draws), strict=True)
-        ]
-        return orjson.dumps({"groups": groups}, option=orjson.OPT_SERIALIZE_NUMPY)
+        weights = [{"priority": d.priority, "probability": d.probability, "weight": d.weight} for d in draws]
+        return framed({"draws": weights}, self.database.groups(draw.sequence for draw in draws))
 
     def sample_experiences(self, request: SampleExperiencesRequest) -> bytes:
         """Return the JSON of a SampleExperiencesReply."""

@@ -212,12 +212,8 @@ def with_critic_targets(
     if not any(s.trained_tokens for s in sequences):
         return list(groups)
     value = [scatter(s, np.asarray(own)) for s, own in zip(sequences, chain(*values), strict=True)]
-    rewards = torch.from_numpy(np.concatenate([_rewards(s) for s in sequences]))
+    rewards = _rewards_less_kl(groups, reference, kl_coef)
     old_values = torch.from_numpy(np.concatenate(value))
-    if reference is not None:
-        terms = kl_terms(groups, reference)
-        _add_elsewhere(groups, terms)
-        rewards -= kl_coef * torch.from_numpy(np.concatenate([terms[id(s)] for s in sequences]))
     lengths = torch.tensor([s.tokens for s in sequences])
     turn_ids = torch.from_numpy(np.concatenate([_turn_ids(s) for s in sequences]))
     loss_mask = torch.from_numpy(np.concatenate([s.mask for s in sequences]))
@@ -254,6 +250,17 @@ def critic_metrics(groups: Sequence[TrainingGroup]) -> dict[str, float]:
         "return_mean": returns.mean().item(),
         "explained_variance": explained_variance(values, returns),
     }
+
+
+def _rewards_less_kl(groups: Sequence[TrainingGroup], reference: Sequence[PerToken] | None, kl_coef: float) -> Tensor:
+    """Return the rewards of the tokens of all sequences, one after the other, less their KL terms."""
+    sequences = [s for group in groups for s in group.sequences]
+    rewards = torch.from_numpy(np.concatenate([_rewards(s) for s in sequences]))
+    if reference is not None:
+        terms = kl_terms(groups, reference)
+        _add_elsewhere(groups, terms)
+        rewards -= kl_coef * torch.from_numpy(np.concatenate([terms[id(s)] for s in sequences]))
+    return rewards
 
 
 def _rewards(sequence: TokenSequence) -> Array:

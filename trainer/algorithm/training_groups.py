@@ -166,13 +166,7 @@ def with_advantages(
     units = credit_units(groups, credit)
     if not units:
         return list(groups)
-    numbers = {compared: number for number, compared in enumerate(dict.fromkeys(unit.compared for unit in units))}
-    outcomes = Outcomes(
-        rewards=torch.tensor([unit.reward for unit in units], dtype=torch.float64),
-        group_ids=torch.tensor([numbers[unit.compared] for unit in units]),
-        lengths=torch.tensor([unit.trained_tokens for unit in units]),
-        eps=eps,
-    )
+    outcomes = _outcomes(units, eps)
     if reference is None:
         computed = function(outcomes)
     else:
@@ -196,6 +190,16 @@ def with_arrays(sequence: TokenSequence, advantages: Array, **arrays: Array) -> 
     own = sequence.advantages
     further = {"arrays": {**sequence.arrays, **arrays}} if arrays else {}
     return sequence.model_copy(update={"advantages": advantages if own is None else own, **further})
+
+
+def _outcomes(units: Sequence[CreditUnit], eps: float) -> Outcomes:
+    numbers = {compared: number for number, compared in enumerate(dict.fromkeys(unit.compared for unit in units))}
+    return Outcomes(
+        rewards=torch.tensor([unit.reward for unit in units], dtype=torch.float64),
+        group_ids=torch.tensor([numbers[unit.compared] for unit in units]),
+        lengths=torch.tensor([unit.trained_tokens for unit in units]),
+        eps=eps,
+    )
 
 
 def _kl_to_go(units: Sequence[CreditUnit], terms: Mapping[int, Array]) -> torch.Tensor:

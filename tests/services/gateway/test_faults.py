@@ -145,7 +145,7 @@ class World:
         for service in running:
             service.end()
         assert len({group.group_id for group in groups}) == len(groups)
-        return {group.position: group for group in groups}
+        return {group.prompt.position: group for group in groups}
 
     async def play(self, name: str, prompts: int, faults: list[tuple[int, str]], draw: random.Random) -> list[Group]:
         """Play prompts, with a fault of a kind whenever so many calls were sent, and return the groups."""

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from services.protocol.groups import Group, unpack
-from services.protocol.replay import LeaseRequest, SampleGroupsRequest
+from services.protocol.replay import LeaseRequest, SampleGroupsRequest, unframed
 from services.replay_buffer.fresh_queue import FreshQueue
 from services.replay_buffer.settings import ReplaySettings
 from services.replay_buffer.store import Snapshots, Store
@@ -35,13 +34,13 @@ class Parts:
     snapshots: Snapshots
 
     def sample(self, count: int, **options: Any) -> list[str]:
-        reply = orjson.loads(self.store.sample(SampleGroupsRequest(batch_size=count, **options)))
+        reply = unframed(self.store.sample(SampleGroupsRequest(batch_size=count, **options)))
         return [drawn["group"]["group_id"] for drawn in reply["groups"]]
 
     def lease(self, count: int, **options: Any) -> tuple[str | None, list[str]]:
         reply = self.queue.lease(LeaseRequest(max_groups=count, **options), take_fewer=True)
         assert reply is not None
-        read = orjson.loads(reply)
+        read = unframed(reply)
         return read["lease_id"], [group["group_id"] for group in read["groups"]]
 
     def waiting(self) -> list[str]:

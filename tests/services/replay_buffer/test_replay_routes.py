@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from services.protocol.groups import pack
+from services.protocol.replay import GROUPS_TYPE, SampleGroupsReply, framed, unframed
 from services.replay_buffer.app import create_app
 from services.replay_buffer.settings import ReplaySettings
+from tests.sequences import changed
 from tests.waiting import IDLE_SECONDS
 
 
@@ -171,3 +174,40 @@ async def test_waiting_for_room_ends_without_places_and_when_the_service_ends(se
         app.state.lifecycle.draining.set()
         async with asyncio.timeout(IDLE_SECONDS):
             assert (await waiting).json() == {"places": 0}
+
+
+def packed(group: Any, *names: str) -> bytes:
+    return framed({"priorities": None}, [pack(group(name)) for name in names])
+
+
+async def test_groups_travel_packed_or_as_json_and_come_back_the_same(serving: Any, app: Any, group: Any) -> None:
+    async with serving(app) as client:
+        headers = {"Content-Type": GROUPS_TYPE}
+        assert (await client.post("/groups", content=packed(group, "a", "b"), headers=headers)).json()["added"] == 2
+        assert (await client.post("/groups", json=body(group, "b", "c"))).json()["duplicates"] == 1
+        ask = {"batch_size": 3, "seed": 0}
+        plain = (await client.post("/groups/sample", json=ask)).json()
+        reply = await client.post("/groups/sample", json=ask, headers={"Accept": GROUPS_TYPE})
+        assert reply.headers["content-type"] == GROUPS_TYPE
+        drawn = SampleGroupsReply.model_validate(unframed(reply.content))
+        assert drawn == SampleGroupsReply.model_validate(plain)
+        assert {one.group.group_id for one in drawn.groups} == {"a", "b", "c"}
+        assert drawn.groups[0].group == group(drawn.groups[0].group.group_id)
+
+
+async def test_packed_groups_are_checked_where_they_arrive(serving: Any, app: Any, group: Any) -> None:
+    async with serving(app) as client:
+        headers = {"Content-Type": GROUPS_TYPE}
+        whole = packed(group, "a")
+        cut = await client.post("/groups", content=whole[:-1], headers=headers)
+        assert (cut.status_code, "cut off" in cut.json()["detail"]) == (400, True)
+        flipped = await client.post("/groups", content=whole[:-1] + bytes([whole[-1] ^ 1]), headers=headers)
+        assert (flipped.status_code, "damaged" in flipped.json()["detail"]) == (400, True)
+        good = group("bad")
+        bad = good.model_copy(update={"sequences": [changed(good.sequences[0], completion_ids=[1, 2, -3])]})
+        refused = await client.post("/queue", content=framed({}, [pack(bad)]), headers=headers)
+        assert refused.status_code == 422
+        assert "groups.0.sequences.0.completion_ids" in refused.json()["detail"]
+        assert (await client.post("/groups", content=whole, headers={"Content-Type": "text/plain"})).status_code == 415
+        stats = (await client.get("/stats")).json()
+        assert (stats["groups"], stats["waiting"]) == (0, 0)

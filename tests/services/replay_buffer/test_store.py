@@ -19,7 +19,7 @@ from services.core import files
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.problems import ProblemError
 from services.protocol.groups import Group
-from services.protocol.replay import FlatExperience, SampleExperiencesRequest, SampleGroupsRequest
+from services.protocol.replay import FlatExperience, SampleExperiencesRequest, SampleGroupsRequest, unframed
 from services.replay_buffer import database, store
 from services.replay_buffer.database import Database
 from services.replay_buffer.settings import ReplaySettings
@@ -58,7 +58,7 @@ def test_what_is_drawn_is_what_was_added(buffer: Any, group: Any) -> None:
     parts = buffer()
     groups = {f"g{i}": group(f"g{i}", tokens=i + 1, completions=i + 1) for i in range(5)}
     parts.store.add(list(groups.values()), None)
-    reply = orjson.loads(parts.store.sample(SampleGroupsRequest(batch_size=5)))
+    reply = unframed(parts.store.sample(SampleGroupsRequest(batch_size=5)))
     assert {d["group"]["group_id"]: Group.model_validate(d["group"]) for d in reply["groups"]} == groups
 
 
