@@ -94,7 +94,8 @@ def test_a_volume_that_had_room_before_may_have_it_again(tmp_path: Path) -> None
     """The error of a run with a checkpoint is recoverable: somebody else has filled the volume."""
     tiny, full = ModelShape.of(FAMILIES["qwen2"]), Limits(device=0, host=32 * GIB, shm=0, volume=1 << 17)
     given = settings(shared_dir=tmp_path, run_id="r")
-    said = r"needs \d+\.\d MiB of the volume of the run directory .*; there is 0\.1 MiB\. Give jobgroups/volume\.yaml `size: 1Gi`"
+    needs = r"needs \d+\.\d MiB of the volume of the run directory .*; there is 0\.1 MiB\. "
+    said = needs + r"Give jobgroups/volume\.yaml `size: 1Gi`"
     with pytest.raises(ConfigurationError, match=said):
         check(given, tiny, Machine(1, 1, 4, full))
     (given.checkpoint_dir / "step-000002").mkdir(parents=True)
