@@ -1,4 +1,4 @@
-"""How long publishing weights takes, and for how long it stops generation."""
+"""Time of a publication of weights, and of the stop of generation in it."""
 
 from __future__ import annotations
 

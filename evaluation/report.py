@@ -1,4 +1,4 @@
-"""What an evaluation prints and writes: progress, tables, results.json, and the curve over several checkpoints."""
+"""The output of an evaluation: progress, tables, results.json, and the curve over several checkpoints."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MATH_AGENT = "evaluation.math_agent:solve"
 
 
 class SchedulerName(StrEnum):
-    """What starts the servers; with ENDPOINTS they run already."""
+    """The program that starts the servers; with ENDPOINTS they run already."""
 
     LOCAL = "local"
     ENDPOINTS = "endpoints"

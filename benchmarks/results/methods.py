@@ -148,7 +148,7 @@ class Comparison:
     """The part's name."""
     title: str
     text: str
-    """What the reader must know of the task to understand the table."""
+    """Facts about the task without which the table cannot be understood."""
     once: Methods
     """The methods with one update a batch."""
     often: Methods

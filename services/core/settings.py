@@ -111,7 +111,7 @@ class TemplateSettings(Settings):
 
 
 class EnginesSection(Settings):
-    """What trainer and engines must agree on: trainer and rollout-server read the same variables."""
+    """Settings on which trainer and engines must agree: trainer and rollout-server read the same variables."""
 
     engine_deterministic: bool = False
     """The same request with the same seed gives the same tokens and logprobs whatever else SGLang computes at the same

@@ -25,7 +25,7 @@ ROUTER_SECONDS = 30.0
 PauseMode = Literal["abort", "retract", "in_place"]
 
 Requests = Literal["finish", "continue", "abort"]
-"""What becomes of the requests in flight while an engine is held; see ``WorkerAdmin.hold``."""
+"""The fate of the requests in flight while an engine is held; see ``WorkerAdmin.hold``."""
 
 ASLEEP = " asleep"
 """The end of the version that a sleeping worker reports. The engine's own process keeps this mark, so an engine that

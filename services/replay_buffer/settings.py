@@ -17,7 +17,7 @@ class ReplaySettings(Settings):
     replay_capacity: int = Field(100_000, ge=1, le=10_000_000)
     """Groups kept for replay; beyond it the oldest are evicted. [advanced]"""
     replay_fsync: bool = True
-    """Whether acknowledged groups survive a loss of power too, at the cost of waiting for the disk. The death of the
+    """Keep acknowledged groups through a loss of power too, at the cost of waiting for the disk. The death of the
     process loses nothing either way. [advanced]"""
     replay_max_gb: float = Field(64.0, gt=0)
     """Disk that the groups may take; beyond it additions are refused with 507. [advanced]"""

@@ -39,7 +39,7 @@ class RolloutSettings(EngineSettings, EnginesSection):
     """A node whose worker cannot be registered for that long, because the router or the shared volume is gone, ends
     with exit code 33. [advanced]"""
     rollout_max_restarts: int = Field(3, ge=0)
-    """How often within ten minutes the launcher restarts an engine or router that ended; then it exits with 33. One
+    """Restarts within ten minutes of an engine or router that ended; after them the launcher exits with 33. One
     that never answered gets the same number of restarts in total; then the launcher exits with 78. [advanced]"""
     sglang_python: str | None = None
     """The interpreter of the environment with SGLang; default the launcher's own. [advanced]"""

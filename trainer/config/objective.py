@@ -25,7 +25,7 @@ from trainer.config.settings import TrainerSettings
 
 
 class Objective:
-    """What a run's groups are trained for: their form for the loss, and their advantages."""
+    """The objective of a run: the form of its groups for the loss, and their advantages."""
 
     def __init__(self, settings: TrainerSettings) -> None:
         """Choose the advantages.

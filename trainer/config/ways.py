@@ -22,7 +22,7 @@ class Way:
     services: ClassVar[tuple[Task, ...]] = ()
     """The services that the run needs besides those of every run."""
     has_turns: ClassVar[bool] = False
-    """Whether an answer may have several turns."""
+    """True where an answer may have several turns."""
     variable: ClassVar[str | None] = None
     """The setting that no other way has."""
 
