@@ -99,7 +99,7 @@ def _adapted_on_the_device(model: PreTrainedModel, settings: TrainerSettings) ->
 
 def packed_sequences(tokens: int, sequence: int) -> MicroBatch:
     """Return a micro-batch of sequences of equal length, on the CPU."""
-    half = [trained_sequence([7] * (sequence - 1), [0.1] * (sequence - 1), [-1.0] * (sequence - 1))]
+    half = [trained_sequence([7] * (sequence - 1), [-1.0] * (sequence - 1), [0.1] * (sequence - 1))]
     return pack([TrainingGroup([5, 5], half) for _ in range(tokens // sequence)], TreeMask)
 
 
