@@ -299,20 +299,27 @@ def test_the_decoupled_objective_is_areals(seed: int, later: bool) -> None:
     torch.testing.assert_close(gradient, wanted.float(), rtol=1e-5, atol=1e-7)
 
 
+LOWER = 8.0
+
+
 def one_update(batch: Ragged, proximal: Tensor | None = None, **settings: Any) -> tuple[Tensor, Tensor]:
-    """Return the loss of a step and its gradient at every token, as the trainer computes them, float32."""
+    """Return the loss of a step and its gradient at every token, as the trainer computes them, float32.
+
+    All log-probabilities are lowered by LOWER, because a sequence has none above 0. The loss knows differences alone.
+    """
     sequences = [
-        trained_sequence([2 + s, *[1] * (length - 1)], behaviour, advantages)
+        trained_sequence([2 + s, *[1] * (length - 1)], [value - LOWER for value in behaviour], advantages)
         for s, (length, behaviour, advantages) in enumerate(
             zip(batch.lengths, batch.rows["behaviour"], batch.rows["advantage"], strict=True)
         )
     ]
     micro_batch = pack([TrainingGroup([1], sequences)])
-    theta = batch.packed("theta").float().requires_grad_()
+    theta = (batch.packed("theta") - LOWER).float().requires_grad_()
     step = StepSize(tokens=sum(batch.lengths), sequences=batch.n_sequences)
     chosen = TrainerSettings.load(aggregation="token_mean", updates_per_batch=1 if proximal is None else 2, **settings)
     entropies = torch.zeros_like(theta)
-    loss, _ = policy_loss(chosen)(micro_batch, theta, entropies, step, proximal_logprobs=proximal)
+    lowered = None if proximal is None else proximal - LOWER
+    loss, _ = policy_loss(chosen)(micro_batch, theta, entropies, step, proximal_logprobs=lowered)
     return loss.detach(), torch.autograd.grad(loss, theta)[0]
 
 
