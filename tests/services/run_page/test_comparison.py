@@ -136,6 +136,7 @@ def test_important_settings_come_first(open_page, tmp_path):
     other = {"min_workers": 2, "publish_type": "bfloat16", "batch_size": 8, "loss": "gspo", "learning_rate": 2e-6}
     second = write_run(tmp_path / "second", 2, model_name="large", reward_fn="exact_match", **other)
     page = open_page(view(first, second))
+    expect(page.locator(".runs tbody tr")).to_have_count(2)
     titles = page.locator(".runs thead th").all_inner_texts()
     important = ["MODEL_NAME", "REWARD_FN", "LOSS", "LEARNING_RATE", "BATCH_SIZE"]
     assert titles[-7:] == [*important, "MIN_WORKERS", "PUBLISH_TYPE"]
