@@ -12,8 +12,8 @@ does it in a thread that may be left behind.
 
 A worker that dies must cost the trainer the group only. With gloo, a wait raises an error after its deadline. With
 NCCL, torch's watchdog would report the failure to the monitor of the process's first group, which ends the process
-minutes later. So this module makes NCCL groups in torch's blocking mode, which has no watchdog, and aborts a group whose
-deadline has passed.
+minutes later. So this module makes NCCL groups in torch's blocking mode, which has no watchdog, and aborts a group
+whose deadline has passed.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def pretended_learner(
         patch.setattr(policy, "with_adapters", _adapted_on_the_device)
         patch.setattr(sharding, "_receive", lambda *_: None)
         patch.setattr(policy, "weights_digest", lambda model: "")
-        patch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=True))
+        patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
         # Packing happens in a thread outside of this mode, so its tensors are not fake.
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield make_learner(ranks, directory, compute_type="bfloat16", micro_batch_tokens=200, **settings)
