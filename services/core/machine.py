@@ -152,17 +152,21 @@ _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
 CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""The limit of a container's memory, by version of the kernel's interface; SkyPilot's ``memory:`` sets it on a pod."""
+"""The limit of a container's memory, by version of the kernel's interface."""
+POD_MEMORY_VARIABLE = "SKYPILOT_POD_MEMORY_BYTES_LIMIT"
+"""SkyPilot's variable with the bytes of the task's ``memory:``. On a pod they are a request and no limit of the kernel's
+(unless ``set_pod_resource_limits`` is set), so a pod that takes more is evicted only when its node runs short."""
 
 KEPT_BLOCK_BYTES = 64 * 2**20
 KEPT_BYTES = 2**31 - 1
 
 
 def host_memory() -> int:
-    """Return the bytes of memory of this machine or, where it is less, of this container."""
+    """Return the bytes of memory of this machine or, where it is less, of this container or of the pod's request."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [int(text) for file in CGROUP_FILES if file.exists() and (text := file.read_text().strip()).isdecimal()]
-    return min([whole, *limits])
+    texts = [file.read_text().strip() for file in CGROUP_FILES if file.exists()]
+    limits = [int(text) for text in (*texts, os.environ.get(POD_MEMORY_VARIABLE, "")) if text.isdecimal()]
+    return min([whole, *filter(None, limits)])
 
 
 def keep_freed_memory() -> None:

@@ -233,6 +233,8 @@ def test_a_containers_limit_counts_where_it_is_less(tmp_path: Path, monkeypatch:
     assert machine.host_memory() == 1000000
     limit.write_text("max\n")
     assert machine.host_memory() == whole > 1000000
+    monkeypatch.setenv(machine.POD_MEMORY_VARIABLE, "2000000")
+    assert machine.host_memory() == 2000000, "what a pod asked for, which the kernel does not limit it to"
 
 
 WITH, WITHOUT = {"avx512_bf16": True}, {"avx512_f": True, "avx512_bf16": False, "amx_bf16": False}
