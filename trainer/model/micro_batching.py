@@ -29,9 +29,9 @@ from trainer.config import TrainerSettings
 from trainer.model.ranks import Ranks
 
 KEYS_PER_TOKEN = 4
-"""Most keys in attention on a CPU for each token of the budget, before padding, which at most doubles them. Every branch
-gets a copy of the keys and values of its path there, so the memory of attention depends on this number. On CUDA nothing
-is copied, and a group is cut only where it exceeds the tokens."""
+"""Most keys in attention on a CPU for each token of the budget, before padding, which at most doubles them. Every
+branch gets a copy of the keys and values of its path there, so the memory of attention depends on this number. On CUDA
+nothing is copied, and a group is cut only where it exceeds the tokens."""
 
 
 @dataclass(frozen=True)
