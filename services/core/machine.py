@@ -7,6 +7,7 @@ that every case can be tested on any machine.
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ QUERY_SECONDS = 30
 LIBRARIES_VARIABLE = "LD_LIBRARY_PATH"
 DRIVER_LIBRARIES = Path("/usr/local/nvidia/lib64")
 """Where GKE mounts the driver's libraries, which no plain image looks into."""
+INFINIBAND = Path("/dev/infiniband")
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 # GKE mounts the driver's programs here and does not add the directory to PATH.
 _PROGRAMS = os.pathsep.join(["/usr/local/nvidia/bin", "/usr/bin"])
@@ -120,6 +122,19 @@ def use_mounted_driver() -> None:
         return
     environment = os.environ | {LIBRARIES_VARIABLE: os.pathsep.join([*paths, str(DRIVER_LIBRARIES)])}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def network_caution() -> str | None:
+    """Return a warning that NCCL will use TCP on a node that has InfiniBand or RoCE; None elsewhere.
+
+    NCCL loads libibverbs when it starts, and takes TCP without an error if the library is missing.
+    """
+    if not INFINIBAND.is_dir() or ctypes.util.find_library("ibverbs"):
+        return None
+    return (
+        f"NCCL will use TCP between nodes: {INFINIBAND} is there, but libibverbs is not; install libibverbs1, "
+        "ibverbs-providers and librdmacm1 in the image"
+    )
 
 
 def _query(field: str) -> list[str]:

@@ -226,6 +226,20 @@ def test_otherwise_it_goes_back_at_once(before: str, size: int) -> None:
     assert freed < 0.5 * size
 
 
+@pytest.mark.parametrize(
+    ("has_device", "library", "is_warned"),
+    [(False, None, False), (True, None, True), (True, "libibverbs.so.1", False)],
+    ids=["no InfiniBand", "InfiniBand without its library", "InfiniBand"],
+)
+def test_a_node_on_which_nccl_would_use_tcp_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_device: bool, library: str | None, is_warned: bool
+) -> None:
+    monkeypatch.setattr(machine, "INFINIBAND", tmp_path if has_device else tmp_path / "none")
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: library)
+    caution = machine.network_caution()
+    assert (caution is not None and "install libibverbs1" in caution) == is_warned
+
+
 @pytest.mark.parametrize("is_mounted", [True, False])
 def test_a_program_finds_the_driver_where_gke_mounts_it(tmp_path: Path, is_mounted: bool) -> None:
     if is_mounted:
