@@ -49,12 +49,12 @@ class GatewayClient(ServiceClient):
         return await self.call("GET", f"/sessions/{session_id}/trace", Trace)
 
     async def delete(self, session_id: str, *, deadline: float | None = None) -> None:
-        """Delete a session and everything stored of it; an unknown session is no error.
+        """Delete a session and everything stored of it; an unknown session is not an error.
 
-        ``deadline`` is in seconds, instead of the client's own.
+        ``deadline`` is in seconds and replaces the client's.
         """
         await self.request("DELETE", f"/sessions/{session_id}", deadline=deadline)
 
     async def stats(self, *, deadline: float | None = None) -> GatewayStats:
-        """Return the account of sampled tokens; ``deadline`` seconds instead of the client's own."""
+        """Return the account of sampled tokens; ``deadline``, in seconds, replaces the client's."""
         return await self.call("GET", "/stats", GatewayStats, deadline=deadline)
