@@ -15,7 +15,7 @@ import transformers
 
 from services.core import logs, machine, models
 from services.core.endpoints import Task
-from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError, exit_code_of, own_error, say_error
+from services.core.errors import ConfigurationError, exit_code_of, own_error
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
 from services.core.tasks import InterruptedCallError, ServiceThread
@@ -30,14 +30,14 @@ from trainer.main_rank import MainRank
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
-from trainer.model.ranks import PeerLostError, Ranks, join_ranks
+from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import writing
 from trainer.preflight.check import preflight
 from trainer.publishing.publisher import VersionWriter
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, listen_for_status, log_activity, serve_status
 from trainer.run_checkpoints import count_parameters, resume
-from trainer.team import ENDINGS, Team, TrainingDivergedError
+from trainer.team import ENDINGS, Team
 
 log = get_logger(__name__)
 
@@ -91,14 +91,7 @@ def run_rank() -> int:
         except InterruptedCallError:
             interrupted = True
 
-    try:
-        code = exit_code_of(body)
-    except TrainingDivergedError as error:
-        say_error(error)
-        return EXIT_FAILED
-    except PeerLostError as error:
-        say_error(error)
-        return EXIT_PEER_LOST
+    code = exit_code_of(body)
     return 128 + (stop.number or signal.SIGTERM) if interrupted else code
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
+from services.core.errors import ComponentError, ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
 from services.core.tasks import InterruptedCallError
 from services.protocol.groups import joined, split
@@ -35,7 +35,7 @@ from trainer.publishing.publisher import VersionWriter
 log = get_logger(__name__)
 
 
-class TrainingDivergedError(Exception):
+class TrainingDivergedError(ComponentError):
     """In more steps in a row than MAX_SKIPPED_STEPS no update had a finite loss and gradient."""
 
 
