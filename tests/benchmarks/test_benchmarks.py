@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks import against_trl, asynchronous
 from benchmarks.harness import ROOT, Side, spread
-from benchmarks.job import DEMO, write_job_group
+from benchmarks.job import write_job_group
 from benchmarks.slow_rollouts import slowed
 from benchmarks.training import Work
 from local_runner import spec
@@ -57,13 +57,6 @@ def test_who_never_reached_the_reward_has_no_ratio_and_bounds_that_of_the_other(
         sides = [Side("ours", never, [ours]), Side("TRL", never, [theirs])]
         [table] = against_trl.REWARD.tables(Namespace(reward=0.9), sides)
         assert list(table.columns[4].cells) == ratios
-
-
-def test_the_demos_settings_are_what_trl_gets() -> None:
-    work = against_trl.work_of_the_demo(0.9, 60.0)
-    assert (work.prompts, work.group_size, work.completion_tokens, work.learning_rate) == (8, 8, 8, 2e-5)
-    # trl_grpo.py, which imports nothing of this project, has the same two of its own.
-    assert (DEMO["PROMPT_STYLE"], DEMO["REWARD_FN"]) == ("plain", "exact_match")
 
 
 def test_a_round_of_a_job_is_counted_from_the_end_of_its_first_step() -> None:
