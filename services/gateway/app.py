@@ -33,7 +33,7 @@ from services.http.app import create_service_app
 from services.http.json_body import JsonRequest, JsonResponse, JsonRoute, is_json
 from services.http.problems import ProblemError
 from services.http.server import has_left
-from services.protocol.sessions import CreateSessionRequest, RewardRequest, SessionReply, Trace
+from services.protocol.sessions import CreateSessionRequest, FinishRequest, RewardRequest, SessionReply, Trace
 
 MAX_BODY_BYTES = 8 * 2**20
 """More than the text of a million tokens. Encoding a text takes time and memory in proportion to its length."""
@@ -82,9 +82,13 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         return await gateway.set_reward(session_id, request)
 
     @app.post("/sessions/{session_id}/finish", tags=["sessions"])
-    async def post_finish(session_id: str) -> Trace:
-        """End the session and return its trace; the same trace again if it has ended already."""
-        return await gateway.finish(session_id)
+    async def post_finish(session_id: str, request: FinishRequest | None = None) -> Trace:
+        """End the session and return its trace; the same trace again if it has ended already.
+
+        A body sets the reward, refused with 409 if the session has ended with another one, and names sessions to delete
+        because their traces have arrived.
+        """
+        return await gateway.finish(session_id, request)
 
     @app.get("/sessions/{session_id}/trace", tags=["sessions"])
     async def get_trace(session_id: str) -> Trace:

@@ -89,10 +89,12 @@ class JsonRoute(APIRoute):
         """Return the handler that FastAPI calls."""
         handle = super().get_route_handler()
 
-        async def handler(request: Request) -> Response:
-            if self.body_field is not None and not is_json(request):
+        async def handler(http: Request) -> Response:
+            request = JsonRequest(http.scope, http.receive)
+            field = self.body_field
+            if field is not None and not is_json(request) and (field.field_info.is_required() or await request.body()):
                 raise ProblemError(415, "send the body as JSON, with the header 'Content-Type: application/json'")
-            response: Response = await handle(JsonRequest(request.scope, request.receive))
+            response: Response = await handle(request)
             return response
 
         return handler
