@@ -45,7 +45,7 @@ def both_sides(
 
     def ours(seed: int) -> Measured:
         nodes = {"rollout-server": 1, "ppo-trainer": 1}
-        return measured(run_job(JOB_GROUP, settings | {"SEED": str(seed)}, nodes, lambda s: is_enough(measured(s))))
+        return measured(run_job(JOB_GROUP, {**settings, "SEED": str(seed)}, nodes, lambda s: is_enough(measured(s))))
 
     def theirs(seed: int) -> Measured:
         seeded = {**settings, "SEED": str(seed)}
