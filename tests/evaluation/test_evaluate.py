@@ -228,7 +228,7 @@ REFUSED = [
     (["--workflow", "agent", "--agent", "nothing:here"], 78, "AGENT is 'nothing:here'"),
     (["--env", "AGENT=nothing:here"], 78, "AGENT is 'nothing:here'"),
     (["--env", "AGENT=nothing:here", "--workflow", "agent"], 78, "AGENT is 'nothing:here'"),
-    (["--workflow", "agent", "--agent", "json:loads"], 78, "is no `async def`"),
+    (["--workflow", "agent", "--agent", "json:loads"], 78, "is not an `async def`"),
     (["--env", "ENVIRONMENT=shop:Shop", "--dataset", "seeds"], 78, "services.rollout_server and play it by"),
     (["--env", "ROLLOUT=environment", "--env", "DATASET=seeds"], 78, "ROLLOUT is environment, and this command asks"),
     (["--env", "ENVIRONMENT=shop:Shop", "--dataset", "no/such.jsonl"], 78, "no/such.jsonl' is not a file"),
