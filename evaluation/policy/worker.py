@@ -129,7 +129,7 @@ class HeadActor:
                 response = self._connection.getresponse()
                 content = response.read()
             except (OSError, http.client.HTTPException) as error:
-                # The next request opens the connection anew.
+                # The next request opens a new connection.
                 self._connection.close()
                 reason = f"{type(error).__name__}: {error}"
             else:
@@ -209,11 +209,11 @@ class WorkerPlay:
         return seeds
 
     async def _ask(self, episodes: Sequence[Episode]) -> list[Decision]:
-        asked = time.perf_counter()
+        began = time.perf_counter()
         for episode in episodes:
             self._began.setdefault(episode.seed, time.monotonic())
         decisions = self._actor.act([e.position for e in episodes], [e.state for e in episodes])
-        seconds = time.perf_counter() - asked
+        seconds = time.perf_counter() - began
         for episode in episodes:
             self._records[episode.seed].decision_seconds.append(seconds)
         return decisions

@@ -1,4 +1,4 @@
-"""The environments that ENVIRONMENT may name, and how one is made; those of gymnasium as environments here."""
+"""The environments that ENVIRONMENT may name, the functions that make them, and the adapter for gymnasium's."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ class GymnasiumEnvironment:
         self._environment.close()
 
     def _state_of(self, observation: Any) -> State:
-        """Return an observation as JSON has it; a text as the last message."""
+        """Return an observation as a value of JSON; of text, all messages with the observation as the last one."""
         if self._messages is None:
             return _encoded(observation)
         self._messages.append({"role": "user", "content": str(observation)})
         return list(self._messages)
 
     def _decoded(self, action: Action) -> Any:
-        """Return an action as the environment takes it."""
+        """Return an action in the environment's type."""
         space = self._actions
         if isinstance(space, Discrete):
             if type(action) is not int or not 0 <= action - self._start < self._count:
@@ -136,7 +136,7 @@ def _refusal(action: Action, space: gymnasium.Space[Any]) -> ActionRefusedError:
 
 
 def _encoded(observation: Any) -> State:
-    """Return an observation as JSON has it, nested lists of numbers."""
+    """Return an observation as nested lists of numbers."""
     array = np.asarray(observation)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise EnvironmentBrokenError("the environment gave an observation that is not finite")

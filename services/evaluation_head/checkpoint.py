@@ -113,7 +113,7 @@ def publish_policy(
 
 
 def find(target: Path) -> Source:
-    """Return the file that ``target`` stands for now: itself, or the newest version below it.
+    """Return the policy's file: ``target`` itself, or the newest version below it.
 
     Raises:
         CheckpointError: there is no such file.
@@ -131,7 +131,7 @@ def find(target: Path) -> Source:
 def _not_a_store(directory: Path) -> str:
     if (directory / "config.json").exists():
         return f"{directory} is a language model; serve it, and give the server's URL, such as http://127.0.0.1:30000"
-    return f"{directory} has no version; needed is a directory of versions with v000001/{FILE_NAME}, or a .pt2 file"
+    return f"{directory} has no versions; needed is a directory of versions with v000001/{FILE_NAME}, or a .pt2 file"
 
 
 def load(source: Source, device: torch.device) -> Loaded:
