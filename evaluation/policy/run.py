@@ -134,26 +134,24 @@ async def evaluate(options: Options, say: Say) -> dict[str, Any]:
             missing = [seed for seed in seeds if seed not in store.episodes]
             if len(missing) < len(seeds):
                 say(f"{options.save_to} has {len(seeds) - len(missing)} of {len(seeds)} episodes already")
-            # Two commands at one head have different names.
-            name = f"{default_name()[:60]}-{os.getpid()}/"
-            work = Work(name, options.environment, head.url, policy)
-            # With few episodes every worker has some.
-            at_once = min(options.episodes_at_once, -(-len(missing) // options.workers))
-            workers = min(options.workers, len(missing))
-            crew = Crew(workers, work, logs=options.save_to, episodes_at_once=at_once)
-            coordinator = Coordinator(crew, missing, store.add)
+            coordinator = Coordinator(_crew(options, head, policy, len(missing)), missing, store.add)
             began = time.monotonic()
             await run_until_first_ends(coordinator.run(), head.watch())
-            results = results_of(
-                options.environment,
-                policy,
-                [store.episodes[seed] for seed in seeds],
-                coordinator.workers,
-                time.monotonic() - began,
-            )
+            seconds = time.monotonic() - began
+            episodes = [store.episodes[seed] for seed in seeds]
+            results = results_of(options.environment, policy, episodes, coordinator.workers, seconds)
             os.fsync(file.fileno())
             atomic_write(options.save_to / RESULTS, json.dumps(results, indent=1) + "\n")
     return results
+
+
+def _crew(options: Options, head: HeadAt, policy: str, episodes: int) -> Crew:
+    """Return the workers for a number of episodes, so that also with few of them every worker has some."""
+    # Two commands at one head have different names.
+    name = f"{default_name()[:60]}-{os.getpid()}/"
+    work = Work(name, options.environment, head.url, policy)
+    at_once = min(options.episodes_at_once, -(-episodes // options.workers))
+    return Crew(min(options.workers, episodes), work, logs=options.save_to, episodes_at_once=at_once)
 
 
 def _head(options: Options) -> AbstractAsyncContextManager[HeadAt]:

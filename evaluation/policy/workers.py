@@ -138,7 +138,7 @@ class Coordinator:
             worker.restarts += 1
 
     async def _run(self, worker: Worker) -> None:
-        """Run one process of a worker until there are no more seeds.
+        """Run one process of a worker until no seeds are left.
 
         Raises:
             WorkerDiedError: the process ended early.

@@ -243,13 +243,13 @@ def ratings(games: Games) -> list[dict[str, Any]]:
 def bradley_terry(wins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return ratings and their standard errors [players] from ``wins`` [players, players], of rows over columns."""
     wins = wins + PRIOR_WINS * ((wins + wins.T) > 0)
-    played = wins + wins.T
+    games = wins + wins.T
     strength = np.ones(len(wins))
     for _ in range(ITERATIONS):
-        expected = played / (strength[:, None] + strength[None, :])
+        expected = games / (strength[:, None] + strength[None, :])
         strength = np.where(expected.sum(1) > 0, wins.sum(1) / np.maximum(expected.sum(1), 1e-300), 1.0)
         strength /= np.exp(np.log(strength).mean())
-    information = played * np.outer(strength, strength) / (strength[:, None] + strength[None, :]) ** 2
+    information = games * np.outer(strength, strength) / (strength[:, None] + strength[None, :]) ** 2
     laplacian = np.diag(information.sum(1)) - information
     scale = 400 / np.log(10)
     return 1500 + scale * np.log(strength), scale * np.sqrt(np.diag(np.linalg.pinv(laplacian)))

@@ -105,7 +105,7 @@ class Arena(Protocol[PlayedEpisode]):
         """Take one action in each of some episodes and return the results. The caller lets the episodes follow them."""
 
     async def end(self, episodes: Sequence[PlayedEpisode]) -> None:
-        """Release episodes, whatever their status."""
+        """Release episodes of any status."""
 
 
 class Decision(NamedTuple):

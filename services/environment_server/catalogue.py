@@ -47,7 +47,7 @@ class GymnasiumEnvironment:
             ConfigurationError: there is no such environment, its states are not a fixed number of numbers, or its
                 actions are neither an index nor numbers.
             ImportError: the module before the colon cannot be imported.
-            Exception: whatever the environment raises.
+            Exception: any error of the environment.
         """
         try:
             self._environment: gymnasium.Env[Any, Any] = gymnasium.make(environment_id, disable_env_checker=True)
@@ -90,7 +90,7 @@ class GymnasiumEnvironment:
         Raises:
             ActionRefusedError: it does not fit.
             EnvironmentBrokenError: the observation or the reward is not finite.
-            Exception: whatever the environment raises.
+            Exception: any error of the environment.
         """
         observation, reward, terminated, truncated, _ = self._environment.step(self._decoded(action))
         value = float(reward)
@@ -154,7 +154,7 @@ async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[MakeE
     """Load the data of an environment, and yield the function that makes it, in any thread.
 
     Raises:
-        ImportError: there is no such module.
+        ImportError: the module does not exist.
         ConfigurationError: the environment's data cannot be loaded, its server does not speak OpenEnv, or the module
             has no such class.
         NeverReadyError: its server does not answer.

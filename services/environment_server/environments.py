@@ -170,7 +170,7 @@ class Tasks(ABC):
         """Return a function from seeds to environments: of one task, or of the tasks that the seeds draw from a split.
 
         Raises:
-            ProblemError: there is no such split or task.
+            ProblemError: the split or the task does not exist.
         """
         name = next((name for name, size in self.splits.items() if size), "") if split is None else split
         size = self.size(name)
@@ -184,7 +184,7 @@ class Tasks(ABC):
         """Return the number of tasks of a split.
 
         Raises:
-            ProblemError: there is no such split.
+            ProblemError: the split does not exist.
         """
         if split not in self.splits:
             raise ProblemError(400, f"split is {split[:60]!r}; there are {', '.join(self.splits)}")
@@ -196,7 +196,7 @@ class Tasks(ABC):
 
     @abstractmethod
     def describe(self, split: str, index: int) -> dict[str, Any]:
-        """Return a task without its solution, as JSON has it."""
+        """Return a task without its solution, as values of JSON."""
 
 
 def text_of(action: Action) -> str:

@@ -237,7 +237,7 @@ class Sessions:
         Without ``session_id`` the session is new. The newest socket wins, because an older one may be half open.
 
         Raises:
-            OpenEnvError: there is no such session, or there are too many.
+            OpenEnvError: the session does not exist, or there are too many.
         """
         session = self.create() if session_id is None else self.find(session_id)
         if session.taken_over is not None:

@@ -54,7 +54,7 @@ class UsageMeter:
 
 
 class Player:
-    """Keeps ENVIRONMENT_PUSH_EPISODES episodes of a table under way. It is the arena of its own play."""
+    """A player that keeps ENVIRONMENT_PUSH_EPISODES episodes of a table under way; also the arena of its play."""
 
     def __init__(self, settings: EnvironmentSettings, table: EpisodeTable, meter: UsageMeter) -> None:
         self._settings = settings

@@ -1,7 +1,7 @@
 """Torch policies as files: a module exported with a free batch dimension, and the form of its states and actions.
 
-``policy.pt2`` is written by ``torch.export``, so a head needs none of the code that made the module. Versions lie as
-``v000001/policy.pt2`` below one directory, which is a policy store.
+``policy.pt2`` is written by ``torch.export``, so a head does not need the code that made the module. The versions of a
+policy store are files ``v000001/policy.pt2`` below one directory.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def find(target: Path) -> Source:
     """Return the policy's file: ``target`` itself, or the newest version below it.
 
     Raises:
-        CheckpointError: there is no such file.
+        CheckpointError: the file does not exist.
     """
     try:
         newest = PolicyStore(target).newest()

@@ -81,7 +81,7 @@ class Link(EnvironmentClient):
         """Episodes given up since the last step that was taken."""
         self._health_asked = 0.0
         self._is_well = False
-        """True from an answer of the server by which it can be played on until its loss."""
+        """True from the answer that the server can be played on until the server is lost."""
 
     async def run(self) -> None:
         """Ask for the server's health, and play while the server is well, until cancelled."""
@@ -119,7 +119,7 @@ class Link(EnvironmentClient):
             self._under_way.append(episode)
 
     def _leave(self) -> None:
-        """Get no further episodes from other links."""
+        """Drop the episodes under way, and take no further ones from other links."""
         self._is_well = False
         for instance in [instance for instance, link in self._siblings.items() if link is self]:
             del self._siblings[instance]
@@ -342,7 +342,7 @@ class Driver:
 
     @property
     def links(self) -> list[Link]:
-        """The links to all servers, whatever their state."""
+        """The links to all servers, in any state."""
         return [link for _, link, _ in self._links.values()]
 
     def update(self, discovered: list[DiscoveredServer]) -> None:

@@ -83,6 +83,9 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
     @abstractmethod
     async def __aenter__(self) -> Self: ...
 
+    async def __aexit__(self, *error: object) -> None:
+        """Release the policy's resources."""
+
     @abstractmethod
     async def act(self, states: Sequence[State], *, logprobs: bool = False) -> list[Decision]:
         """Return one decision a state, in order; ``logprobs`` asks for log-probabilities that cost extra.
@@ -97,13 +100,12 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
         """Do the same as ``act`` for states [count, *shape]."""
         return await self.act(states.tolist(), logprobs=logprobs)
 
-    @abstractmethod
     async def refresh(self) -> None:
         """Look for a new version and use it. A failure is reported in ``trouble`` and not raised."""
 
-    @abstractmethod
     def misfit(self, environment: EnvironmentInfo) -> str | None:
-        """Return why the policy cannot act in an environment; None where it can."""
+        """Return why the policy cannot act in an environment; None if it can, or if only a call can show it."""
+        return None
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
@@ -251,9 +253,6 @@ class FunctionPolicy(Policy):
         self._function: Callable[[list[State]], Sequence[Action]] = load_function(f"policy {self.name!r}", self._target)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        """Hold nothing."""
-
     async def act(self, states: Sequence[State], *, logprobs: bool = False) -> list[Decision]:
         """See Policy."""
         async with self._one_at_a_time:
@@ -276,13 +275,6 @@ class FunctionPolicy(Policy):
         # The user's function may raise anything, also a SystemExit, which must not end the head.
         except BaseException as error:
             raise PolicyFailedError(f"{self._target} raised {type(error).__name__}: {error}") from error
-
-    async def refresh(self) -> None:
-        """Do nothing, because a function has one version."""
-
-    def misfit(self, environment: EnvironmentInfo) -> str | None:
-        """Return None, because only a call shows which states a function takes."""
-        return None
 
     def stats(self) -> dict[str, Any]:
         """See Policy."""
@@ -321,13 +313,6 @@ class RemotePolicy(Policy):
             decisions += map(Decision, reply.actions, reply.policy_versions, values)
         self._states += len(states)
         return decisions
-
-    async def refresh(self) -> None:
-        """Do nothing, because that head looks for new versions itself."""
-
-    def misfit(self, environment: EnvironmentInfo) -> str | None:
-        """Return None, because that head refuses states that do not fit."""
-        return None
 
     def stats(self) -> dict[str, Any]:
         """See Policy."""

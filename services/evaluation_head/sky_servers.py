@@ -17,7 +17,7 @@ def find_clusters(prefixes: tuple[str, ...], port: int) -> list[DiscoveredServer
     """Return the clusters whose names begin with one of ``prefixes``: a server each, on ``port``, which they open.
 
     Raises:
-        Exception: whatever SkyPilot raises.
+        Exception: any error of SkyPilot.
     """
     import sky
 
@@ -37,7 +37,7 @@ def find_replicas(prefixes: tuple[str, ...]) -> list[DiscoveredServer]:
     begin through that address, because SkyServe's autoscaler counts its requests.
 
     Raises:
-        Exception: whatever SkyPilot raises.
+        Exception: any error of SkyPilot.
     """
     import sky
 

@@ -126,7 +126,7 @@ async def test_a_conversation_that_is_refused_costs_its_own_episode_alone(
     ("state", "says"),
     [
         ([], "at least 1 item"),
-        ([1.0, 2.0], "no list of messages"),
+        ([1.0, 2.0], "is not a list of messages"),
         ([{"role": "user"}], "0.content"),
         ([{"role": "boss", "content": "x"}], "0.role"),
     ],
