@@ -105,7 +105,7 @@ def command(save_to: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "scripts.grpo", "trajectories", "--save-to", str(save_to), *options]
 
 
-def test_a_run_that_is_killed_goes_on_without_a_double_or_a_gap(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_continues_without_a_double_or_a_gap(tmp_path: Path) -> None:
     options = ["--policies", f"lean={MINE}:slow_lean", "--episodes", "12", "--shard-episodes", "2", "--at-once", "2"]
     out = tmp_path / "killed"
     for shards in (1, 3):
@@ -359,7 +359,7 @@ def test_an_episode_that_cannot_begin_is_tried_again_and_then_left_out_with_its_
         ),
     ],
 )
-def test_mistakes_are_told_in_terms_of_the_options(
+def test_mistakes_are_reported_in_terms_of_the_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policies: str, options: dict[str, Any], says: str
 ) -> None:
     monkeypatch.setattr(arenas, "CONTACT_SECONDS", 0.5)
@@ -369,7 +369,7 @@ def test_mistakes_are_told_in_terms_of_the_options(
         run(tmp_path / "out", policies.format(here=tmp_path), **options)
 
 
-def test_an_action_that_never_fits_is_left_out_and_said(tmp_path: Path) -> None:
+def test_an_action_that_never_fits_is_left_out_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"no episode .* comes to its end: the action is 99"):
         run(tmp_path, f"a={MINE}:wrong")
 
