@@ -114,15 +114,15 @@ def _message(
     if calls:
         # The ids follow from the request, so that a call that is sampled again after a crash has the same.
         named = (
-            dataclasses.replace(found, id=f"call_{call.name[:20]}{call.name[32:]}_{len(call.turns)}_{number}")
-            for number, found in enumerate(calls)
+            dataclasses.replace(tool, id=f"call_{call.name[:20]}{call.name[32:]}_{len(call.turns)}_{number}")
+            for number, tool in enumerate(calls)
         )
-        message["tool_calls"] = [found.as_openai() for found in named]
+        message["tool_calls"] = [tool.as_openai() for tool in named]
     return message, unparsed
 
 
 def _matched_stop(completion: TokenSequence, request: ChatRequest, prompts: PromptMaker) -> str | None:
-    """Return the stop string that ended a completion, None if none did."""
+    """Return the stop string that ended a completion; None if it ended otherwise."""
     if not request.stop:
         return None
     text = prompts.text(completion, ())

@@ -14,12 +14,12 @@ import orjson
 from pydantic import BaseModel, Field, field_validator
 
 from services.gateway.chat_api import Api, named_event
-from services.gateway.requests import ChatRequest, as_float, check_tool_choice, must_be_absent, validated
+from services.gateway.requests import ChatRequest, as_float, check_tool_choice, refuse_if_set, validated
 from services.gateway.sessions import Session
 from services.http.problems import ProblemError
 
 _BILLING = "x-anthropic-billing-header:"
-"""Begins the line of the system prompt by which Claude Code tells Anthropic of itself. It has another hash in every
+"""Begins the line of the system prompt in which Claude Code describes itself to Anthropic. It has another hash in every
 request, so that no request would continue the conversation before it."""
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
 
@@ -119,7 +119,7 @@ class _ToolChoice(BaseModel):
 class _OutputConfig(BaseModel):
     format: Any = None
 
-    _is_absent = field_validator("format")(must_be_absent)
+    _is_absent = field_validator("format")(refuse_if_set)
 
 
 class _Request(BaseModel):
@@ -136,7 +136,7 @@ class _Request(BaseModel):
     compaction: Any = None
     stream: bool = False
 
-    _are_absent = field_validator("output_format", "mcp_servers", "compaction")(must_be_absent)
+    _are_absent = field_validator("output_format", "mcp_servers", "compaction")(refuse_if_set)
     _as_blocks = field_validator("system", mode="before")(_blocks)
 
     @field_validator("messages")

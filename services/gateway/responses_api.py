@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from services.gateway.chat_api import Api, named_event
-from services.gateway.requests import ChatRequest, check_tool_choice, must_be_absent, validated
+from services.gateway.requests import ChatRequest, check_tool_choice, refuse_if_set, validated
 from services.gateway.sessions import Session, refuse
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -112,17 +112,17 @@ class _Request(BaseModel):
     stream: bool = False
 
     _is_not_forced = field_validator("tool_choice", mode="before")(check_tool_choice)
-    _are_absent = field_validator("background", "conversation", "prompt", mode="before")(must_be_absent)
+    _are_absent = field_validator("background", "conversation", "prompt", mode="before")(refuse_if_set)
 
     @field_validator("input", mode="before")
     @classmethod
-    def _as_items(cls, given: Any) -> Any:
+    def _as_items(cls, value: Any) -> Any:
         """Return input that is text as a list of items, and items without a type as messages."""
-        if isinstance(given, str):
-            return [{"type": "message", "role": "user", "content": given}]
-        if isinstance(given, list):
-            return [{"type": "message", **item} if isinstance(item, dict) else item for item in given]
-        return given
+        if isinstance(value, str):
+            return [{"type": "message", "role": "user", "content": value}]
+        if isinstance(value, list):
+            return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
+        return value
 
 
 def _request(body: Mapping[str, Any], session: Session) -> ChatRequest:
@@ -144,7 +144,7 @@ def _request(body: Mapping[str, Any], session: Session) -> ChatRequest:
 
 
 def find(session: Session, response_id: str) -> dict[str, Any] | None:
-    """Return a response that the session gave, None if there is none of this id."""
+    """Return the response of an id that the session has given; None for any other id."""
     call = session.tree.calls.get(response_id.removeprefix("resp_"))
     return call.reply if call is not None and call.reply.get("id") == response_id else None
 
@@ -163,8 +163,8 @@ def _messages(session: Session, items: list[Any]) -> list[dict[str, Any]]:
     """Return input items as messages: a text and the calls after it are one message, as the model wrote it."""
     messages: list[dict[str, Any]] = []
     thoughts: dict[str, Any] = {}
-    for given in items:
-        item = _referred(session, given) if isinstance(given, _ItemReference) else given
+    for listed in items:
+        item = _referred(session, listed) if isinstance(listed, _ItemReference) else listed
         if isinstance(item, _Reasoning):
             text = "".join(thought.text for thought in item.content or item.summary)
             thoughts = {"reasoning_content": text} if text else {}
@@ -186,8 +186,8 @@ def _messages(session: Session, items: list[Any]) -> list[dict[str, Any]]:
 
 def _referred(session: Session, reference: _ItemReference) -> _Message | _FunctionCall:
     """Return the item of an earlier response that an item refers to."""
-    given = [item for call in session.tree.calls.values() for item in call.reply.get("output", ())]
-    item = next((item for item in given if item["id"] == reference.id), None)
+    earlier = [item for call in session.tree.calls.values() for item in call.reply.get("output", ())]
+    item = next((item for item in earlier if item["id"] == reference.id), None)
     if item is None:
         refuse(400, f"session {session.id} has no item {reference.id}; send the item itself", "item_not_found")
     return _Message.model_validate(item) if item["type"] == "message" else _FunctionCall.model_validate(item)
@@ -247,10 +247,10 @@ def _stream(reply: Mapping[str, Any], _request: ChatRequest) -> Iterator[bytes]:
     ]
     for index, item in enumerate(reply["output"]):
         where = {"item_id": item["id"], "output_index": index}
-        begun, told = _text_events(item, where) if item["type"] == "message" else _call_events(item, where)
+        begun, content = _text_events(item, where) if item["type"] == "message" else _call_events(item, where)
         added = {**item, **begun, "status": "in_progress"}
         events.append({"type": "response.output_item.added", "output_index": index, "item": added})
-        events += told
+        events += content
         events.append({"type": "response.output_item.done", "output_index": index, "item": item})
     events.append({"type": f"response.{reply['status']}", "response": reply})
     for number, event in enumerate(events):

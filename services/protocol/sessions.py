@@ -15,7 +15,7 @@ from services.protocol.groups import Tokens
 class CreateSessionRequest(StrictModel):
     """Body of POST /sessions. Creating a session again with the same body changes nothing.
 
-    Temperature, top_p and seed take the place of whatever the agent asks for; an agent may ask for shorter turns than
+    Temperature, top_p and seed take the place of those that the agent asks for; an agent may ask for shorter turns than
     ``max_turn_tokens``. The limits bound the whole episode: ``max_turns`` calls, ``max_tokens`` sampled tokens, and
     ``deadline_seconds`` from the creation on. ``lora_path`` names the LoRA adapter that samples; None: the model alone.
     """

@@ -76,20 +76,20 @@ def generalized_advantages(
         [N] in the dtype of ``rewards``, computed in float64; 0 at observations.
     """
     sampled = loss_mask.nonzero().squeeze(1)
-    own, value = sequence_ids[sampled], values[sampled].double()
-    goes_on, is_within = torch.zeros(2, len(sampled), dtype=torch.bool)
-    goes_on[:-1] = own[1:] == own[:-1]
+    ids, value = sequence_ids[sampled], values[sampled].double()
+    continues, is_within = torch.zeros(2, len(sampled), dtype=torch.bool)
+    continues[:-1] = ids[1:] == ids[:-1]
     if turn_ids is not None:
         is_within[:-1] = turn_ids[sampled[1:]] == turn_ids[sampled[:-1]]
 
     def once_a_step(factor: float) -> Tensor:
         factors = torch.full_like(value, factor)
         factors[is_within] = 1.0
-        factors[~goes_on] = 0.0
+        factors[~continues] = 0.0
         return factors
 
     decays = once_a_step(gamma * lam)
-    deltas = _credited(rewards.double(), sequence_ids, loss_mask, own) + once_a_step(gamma) * value.roll(-1) - value
+    deltas = _credited(rewards.double(), sequence_ids, loss_mask, ids) + once_a_step(gamma) * value.roll(-1) - value
     advantages = torch.zeros(len(rewards), dtype=torch.float64)
     advantages[sampled] = _backward_sums(deltas, decays)
     return advantages.to(rewards.dtype)
@@ -97,22 +97,22 @@ def generalized_advantages(
 
 def _backward_sums(terms: Tensor, decays: Tensor) -> Tensor:
     """Return the solution [M] of x_t = terms_t + decays_t x_(t+1)."""
-    found, following = [], 0.0
+    sums, following = [], 0.0
     for term, decay in zip(reversed(terms.tolist()), reversed(decays.tolist()), strict=True):
         following = term + decay * following
-        found.append(following)
-    return torch.tensor(found[::-1], dtype=torch.float64)
+        sums.append(following)
+    return torch.tensor(sums[::-1], dtype=torch.float64)
 
 
-def _credited(rewards: Tensor, sequence_ids: Tensor, loss_mask: Tensor, own: Tensor) -> Tensor:
+def _credited(rewards: Tensor, sequence_ids: Tensor, loss_mask: Tensor, sampled_ids: Tensor) -> Tensor:
     """Return the rewards [M] of the M sampled tokens, each with those of the observations that follow it.
 
     A reward before a completion's first sampled token is left out, because no token of the completion could earn it.
     """
     latest = loss_mask.cumsum(0) - 1
     has_earned = latest >= 0
-    has_earned[has_earned.clone()] = own[latest[has_earned]] == sequence_ids[has_earned]
-    return torch.zeros(len(own), dtype=rewards.dtype).index_add_(0, latest[has_earned], rewards[has_earned])
+    has_earned[has_earned.clone()] = sampled_ids[latest[has_earned]] == sequence_ids[has_earned]
+    return torch.zeros(len(sampled_ids), dtype=rewards.dtype).index_add_(0, latest[has_earned], rewards[has_earned])
 
 
 def value_targets(advantages: Tensor, values: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def with_critic_targets(
     sequences = [s for group in groups for s in group.sequences]
     if not any(s.trained_tokens for s in sequences):
         return list(groups)
-    value = [scatter(s, np.asarray(own)) for s, own in zip(sequences, chain(*values), strict=True)]
+    value = [scatter(s, np.asarray(numbers)) for s, numbers in zip(sequences, chain(*values), strict=True)]
     rewards = _rewards_less_kl(groups, reference, kl_coef)
     old_values = torch.from_numpy(np.concatenate(value))
     lengths = torch.tensor([s.tokens for s in sequences])

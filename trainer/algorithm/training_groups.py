@@ -1,4 +1,4 @@
-"""From scored groups to what the loss sees: rewards with their penalties, masks, advantages."""
+"""Scored groups in the form that the loss reads: rewards with their penalties, masks, advantages."""
 
 from __future__ import annotations
 
@@ -187,9 +187,9 @@ def with_advantages(
 
 def with_arrays(sequence: TokenSequence, advantages: Array, **arrays: Array) -> TokenSequence:
     """Return a sequence with advantages, unless it brings its own, and with further arrays by name."""
-    own = sequence.advantages
+    brought = sequence.advantages
     further = {"arrays": {**sequence.arrays, **arrays}} if arrays else {}
-    return sequence.model_copy(update={"advantages": advantages if own is None else own, **further})
+    return sequence.model_copy(update={"advantages": advantages if brought is None else brought, **further})
 
 
 def _outcomes(units: Sequence[CreditUnit], eps: float) -> Outcomes:
@@ -206,8 +206,8 @@ def _kl_to_go(units: Sequence[CreditUnit], terms: Mapping[int, Array]) -> torch.
     """Return the sum of the KL terms of each unit's tokens and of those of its episode's later units, float64."""
     to_go: list[float] = []
     for _, of_episode in groupby(units, lambda unit: unit.episode):
-        own = [sum(sum(terms[id(s)][start:end].tolist()) for s, start, end in unit.spans) for unit in of_episode]
-        to_go += [*accumulate(reversed(own))][::-1]
+        kl = [sum(sum(terms[id(s)][start:end].tolist()) for s, start, end in unit.spans) for unit in of_episode]
+        to_go += [*accumulate(reversed(kl))][::-1]
     return torch.tensor(to_go, dtype=torch.float64)
 
 
@@ -222,6 +222,6 @@ def kl_terms(groups: Sequence[TrainingGroup], reference: Sequence[PerToken]) -> 
     """Return log(pi_behaviour / pi_reference) of each sequence's L tokens, 0 outside the loss mask, by its ``id``."""
     sequences = [sequence for group in groups for sequence in group.sequences]
     return {
-        id(s): scatter(s, s.trained(s.logprobs) - np.asarray(own))
-        for s, own in zip(sequences, chain(*reference), strict=True)
+        id(s): scatter(s, s.trained(s.logprobs) - np.asarray(logprobs))
+        for s, logprobs in zip(sequences, chain(*reference), strict=True)
     }

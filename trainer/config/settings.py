@@ -63,7 +63,7 @@ class TrainerSettings(
         return self
 
     def total_steps(self, train_prompts: int) -> int:
-        """Return the steps of a run with so many training prompts.
+        """Return the number of steps of a run with ``train_prompts`` training prompts.
 
         Raises:
             ConfigurationError: they are too few for one step.
@@ -79,7 +79,7 @@ class TrainerSettings(
 
     @property
     def cautions(self) -> list[str]:
-        """Sentences on settings that are allowed, but have no effect or are hardly meant."""
+        """Sentences on settings that are allowed, but have no effect or probably not the intended one."""
         return cautions(self)
 
     @property
@@ -89,7 +89,7 @@ class TrainerSettings(
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """The functions of the user's own among AGENT, where agents play, LOSS and ADVANTAGE, by variable."""
+        """The user's functions among AGENT (where agents play), LOSS and ADVANTAGE, by variable."""
         named = {**self.way.own_functions, "LOSS": self.loss, "ADVANTAGE": self.advantage}
         return {variable: name for variable, name in named.items() if is_own_function(name)}
 
@@ -202,12 +202,12 @@ def episodes_fit(settings: TrainerSettings) -> None:
 
 def methods_exist(settings: TrainerSettings) -> None:
     """Check ADVANTAGE and LOSS, and that LOSS uses the bounds that are set."""
-    for variable, name, known in (
+    for variable, name, names in (
         ("ADVANTAGE", settings.advantage, ADVANTAGES),
         ("LOSS", settings.loss, tuple(LOSSES)),
     ):
-        if name not in known and not is_own_function(name):
-            raise ValueError(f"{variable} is {name!r}; allowed is {', '.join(known)}, or module:function")
+        if name not in names and not is_own_function(name):
+            raise ValueError(f"{variable} is {name!r}; allowed is {', '.join(names)}, or module:function")
     for option in LOSS_OPTIONS if settings.loss in LOSSES else ():
         if getattr(settings, option) is not None and option not in LOSSES[settings.loss].options:
             raise ValueError(f"{option.upper()} has no effect with LOSS={settings.loss}; unset it")
@@ -253,21 +253,21 @@ def importance_cap_has_an_effect(settings: TrainerSettings) -> None:
 
 
 def cautions(settings: TrainerSettings) -> list[str]:
-    """Return a sentence for each setting that is allowed but has no effect, or hardly the one that is meant."""
-    found = []
+    """Return a sentence for each setting that is allowed, but has no effect or probably not the intended one."""
+    sentences = []
     bounds = [name.upper() for name in LOSS_OPTIONS if getattr(settings, name) is not None]
     is_decoupled = settings.importance_correction is not ImportanceCorrection.NONE and not settings.loss_truncates
     if bounds and settings.loss in LOSSES and settings.updates_per_step == 1 and is_decoupled:
-        found.append(
+        sentences.append(
             f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the ratio "
             "of the policy to that at the start of the step is 1; IMPORTANCE_CAP bounds the weight of stale tokens"
         )
     if settings.lora_rank and "learning_rate" not in settings.model_fields_set:
-        found.append(
+        sentences.append(
             f"LORA_RANK is set, but LEARNING_RATE is the whole model's default, {settings.learning_rate:g}; adapters "
             "learn at 10 to 30 times the rate of the whole model, such as 3e-5"
         )
-    return found
+    return sentences
 
 
 CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (

@@ -38,7 +38,7 @@ class Way:
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """The functions of the user's own that answer prompts, by variable."""
+        """The user's functions that answer prompts, by variable."""
         return {}
 
     @property

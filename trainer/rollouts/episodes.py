@@ -67,17 +67,17 @@ class Episodes(Sampler):
 
     async def answer(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Answers:
         """Play a prompt ``n`` times, and return the sequences of the episodes."""
-        played = await self.play(prompt, n, partial(self._request, prompt, params, seed))
-        episodes = [episode for episode in played if isinstance(episode, Episode)]
+        outcomes = await self.play(prompt, n, partial(self._request, prompt, params, seed))
+        episodes = [episode for episode in outcomes if isinstance(episode, Episode)]
         prompt_ids, sequences = sequences_of(episodes)
         answers = Answers(prompt_ids, sequences, figures={e.trace.index: _figures(e) for e in episodes})
-        for outcome in played:
+        for outcome in outcomes:
             if (reason := why_failed(outcome)) is not None:
                 answers.failed[reason] += 1
                 text = outcome.result.reason if isinstance(outcome, Episode) else str(outcome)
                 answers.examples.setdefault(reason, str(text))
         if not sequences or not any(e.failure is None or e.is_over_limit for e in episodes):
-            answers.error = _why_all_failed(played)
+            answers.error = _why_all_failed(outcomes)
         return answers
 
     def _request(self, prompt: Prompt, params: SamplingParams, seed: int, index: int) -> CreateSessionRequest:
@@ -142,7 +142,7 @@ class Episodes(Sampler):
 
 
 class Agents(Episodes):
-    """An agent, a function of the user's own, plays the episodes."""
+    """An agent, a function of the user's, plays the episodes."""
 
     def __init__(self, settings: TrainerSettings, rewards: RewardClient, gateway: GatewayClient, agent: Agent) -> None:
         super().__init__(settings, rewards, gateway)
@@ -210,12 +210,12 @@ def why_failed(outcome: Outcome) -> str | None:
     return "no_reward" if outcome.result.reward is None else None
 
 
-def _why_all_failed(played: Sequence[Outcome]) -> Exception:
+def _why_all_failed(outcomes: Sequence[Outcome]) -> Exception:
     """Return the reason why no episode of a prompt is of use."""
-    episodes = [outcome for outcome in played if isinstance(outcome, Episode)]
+    episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
     failures = [episode.failure for episode in episodes if episode.failure]
     if not episodes:
-        return next(outcome.error for outcome in reversed(played) if isinstance(outcome, GatewayFailedError))
+        return next(outcome.error for outcome in reversed(outcomes) if isinstance(outcome, GatewayFailedError))
     if not failures:
         return AgentFailedError("the agent never called the model")
     # Where one episode failed by a limit or a lost service, the user's code is not all that failed.

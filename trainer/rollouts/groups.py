@@ -48,9 +48,9 @@ SCORING_TRIES = 2
 LEAST_FAILURES = 8
 """After this many prompts in a row whose every answer failed, the prompts are not at fault."""
 OWN_BATCHES = 2
-"""After this many batches of prompts in a row whose every answer failed by the user's own code, the run ends."""
+"""After this many batches of prompts in a row whose every answer failed by the user's code, the run ends."""
 OWN_REASONS = frozenset({"exception", "reward", "reward_error", "turn_rewards", "environment", "refused"})
-"""The reasons of failures of the user's own code: not of limits, and not of services that were lost."""
+"""The reasons of failures of the user's code, as opposed to limits and lost services."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Sampler(ABC):
         return results
 
     def report(self, reason: str, text: str) -> None:
-        """Log the run's first failure of the user's own code, and write it where terminal, page and status read it."""
+        """Log the run's first failure of the user's code, and write it where terminal, page and status read it."""
         if self._has_reported:
             return
         self._has_reported = True
@@ -198,7 +198,7 @@ class GroupMaker:
         self.settings = settings
         self.sampler = sampler
         self.last_generated = 0.0
-        """The time of the newest completions (time.perf_counter): what a step waits after it, it waits for rewards."""
+        """The time of the newest completions (time.perf_counter): a step that waits longer waits for rewards."""
         self.failed_in_a_row = 0
         """Prompts whose every answer failed since the last prompt with another answer."""
         self.last_failure: Exception | None = None
@@ -215,8 +215,8 @@ class GroupMaker:
         Raises:
             ConfigurationError, DependencyLostError: too many prompts in a row failed; see ``check``.
         """
-        made = await self.activity.gather(map(self.make_group, prompts), "prompts answered")
-        groups = [group for group in made if group is not None]
+        answered = await self.activity.gather(map(self.make_group, prompts), "prompts answered")
+        groups = [group for group in answered if group is not None]
         self.judge(groups)
         return groups
 
@@ -280,10 +280,10 @@ class GroupMaker:
     def check(self) -> None:
         """Pass until every answer of a batch of prompts in a row failed, and no fewer than LEAST_FAILURES.
 
-        Failures of the user's own code may be OWN_BATCHES batches.
+        Failures of the user's code may last OWN_BATCHES batches.
 
         Raises:
-            ConfigurationError: a restart would fail again: the user's own code failed, or the engine refuses them.
+            ConfigurationError: a restart would fail again: the user's code failed, or the engine refuses them.
             DependencyLostError: no engine answers.
         """
         is_own = isinstance(self.last_failure, AgentFailedError) and self.last_failure.reason in OWN_REASONS
