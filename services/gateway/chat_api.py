@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -35,6 +35,28 @@ class Api:
 def named_event(content: Mapping[str, Any]) -> bytes:
     """Return a server-sent event with the name that its content has as ``type``."""
     return f"event: {content['type']}\ndata: ".encode() + orjson.dumps(content) + b"\n\n"
+
+
+class HasText(Protocol):
+    """A part of a message's content."""
+
+    text: str
+
+
+def as_parts(content: Any) -> Any:
+    """Return content that is text as a list of parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+
+
+def joined_text(parts: Iterable[HasText]) -> str:
+    """Return the text of all parts."""
+    return "".join(part.text for part in parts)
+
+
+def offered_function(name: str, description: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as chat completions offer it."""
+    described = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
 
 
 def add_turns(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from services.gateway.chat_api import Api, named_event
+from services.gateway.chat_api import Api, as_parts, joined_text, named_event, offered_function
 from services.gateway.requests import ChatRequest, check_tool_choice, refuse_if_set, validated
 from services.gateway.sessions import Session, refuse
 
@@ -24,17 +24,12 @@ class _Text(BaseModel):
     text: str
 
 
-def _parts(content: Any) -> Any:
-    """Return content that is text as a list of parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-
-
 class _Message(BaseModel):
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
     content: list[_Text]
 
-    _as_parts = field_validator("content", mode="before")(_parts)
+    _as_parts = field_validator("content", mode="before")(as_parts)
 
 
 class _FunctionCall(BaseModel):
@@ -49,7 +44,7 @@ class _FunctionCallOutput(BaseModel):
     call_id: str
     output: list[_Text]
 
-    _as_parts = field_validator("output", mode="before")(_parts)
+    _as_parts = field_validator("output", mode="before")(as_parts)
 
 
 class _Thought(BaseModel):
@@ -135,7 +130,7 @@ def _request(body: Mapping[str, Any], session: Session) -> ChatRequest:
         "model": request.model,
         "messages": messages,
         "max_tokens": request.max_output_tokens,
-        "tools": [_function(tool) for tool in request.tools],
+        "tools": [offered_function(tool.name, tool.description, tool.parameters or {}) for tool in request.tools],
         "tool_choice": request.tool_choice,
         "logprobs": _LOGPROBS in request.include,
         "stream": request.stream,
@@ -169,9 +164,9 @@ def _messages(session: Session, items: list[Any]) -> list[dict[str, Any]]:
             text = "".join(thought.text for thought in item.content or item.summary)
             thoughts = {"reasoning_content": text} if text else {}
         elif isinstance(item, _FunctionCallOutput):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined_text(item.output)})
         elif isinstance(item, _Message):
-            message = {"role": item.role, "content": _joined(item.content)}
+            message = {"role": item.role, "content": joined_text(item.content)}
             messages.append(message | (thoughts if item.role == "assistant" else {}))
             thoughts = {}
         else:
@@ -281,12 +276,3 @@ def _call_events(item: dict[str, Any], where: dict[str, Any]) -> tuple[dict[str,
 
 
 RESPONSES = Api("/responses", _request, _reply, _stream)
-
-
-def _function(tool: _Tool) -> dict[str, Any]:
-    description = {} if tool.description is None else {"description": tool.description}
-    return {"type": "function", "function": {"name": tool.name, **description, "parameters": tool.parameters or {}}}
-
-
-def _joined(parts: list[_Text]) -> str:
-    return "".join(part.text for part in parts)

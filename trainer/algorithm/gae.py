@@ -77,22 +77,22 @@ def generalized_advantages(
     """
     sampled = loss_mask.nonzero().squeeze(1)
     ids, value = sequence_ids[sampled], values[sampled].double()
-    continues, is_within = torch.zeros(2, len(sampled), dtype=torch.bool)
-    continues[:-1] = ids[1:] == ids[:-1]
-    if turn_ids is not None:
-        is_within[:-1] = turn_ids[sampled[1:]] == turn_ids[sampled[:-1]]
-
-    def once_a_step(factor: float) -> Tensor:
-        factors = torch.full_like(value, factor)
-        factors[is_within] = 1.0
-        factors[~continues] = 0.0
-        return factors
-
-    decays = once_a_step(gamma * lam)
-    deltas = _credited(rewards.double(), sequence_ids, loss_mask, ids) + once_a_step(gamma) * value.roll(-1) - value
+    turns = None if turn_ids is None else turn_ids[sampled]
+    reward = _credited(rewards.double(), sequence_ids, loss_mask, ids)
+    deltas = reward + _once_a_step(gamma, ids, turns) * value.roll(-1) - value
     advantages = torch.zeros(len(rewards), dtype=torch.float64)
-    advantages[sampled] = _backward_sums(deltas, decays)
+    advantages[sampled] = _backward_sums(deltas, _once_a_step(gamma * lam, ids, turns))
     return advantages.to(rewards.dtype)
+
+
+def _once_a_step(factor: float, sequence_ids: Tensor, turn_ids: Tensor | None) -> Tensor:
+    """Return the weight [M] of each token's successor: ``factor``, 1 within a turn, 0 at a completion's end."""
+    factors = torch.full((len(sequence_ids),), factor, dtype=torch.float64)
+    if turn_ids is not None:
+        factors[:-1][turn_ids[1:] == turn_ids[:-1]] = 1.0
+    factors[:-1][sequence_ids[1:] != sequence_ids[:-1]] = 0.0
+    factors[-1:] = 0.0
+    return factors
 
 
 def _backward_sums(terms: Tensor, decays: Tensor) -> Tensor:
@@ -214,20 +214,13 @@ def with_critic_targets(
     value = [scatter(s, np.asarray(numbers)) for s, numbers in zip(sequences, chain(*values), strict=True)]
     rewards = _rewards_less_kl(groups, reference, kl_coef)
     old_values = torch.from_numpy(np.concatenate(value))
-    lengths = torch.tensor([s.tokens for s in sequences])
-    turn_ids = torch.from_numpy(np.concatenate([_turn_ids(s) for s in sequences]))
+    lengths = [s.tokens for s in sequences]
+    ids = torch.arange(len(sequences)).repeat_interleave(torch.tensor(lengths))
     loss_mask = torch.from_numpy(np.concatenate([s.mask for s in sequences]))
-    advantages = generalized_advantages(
-        rewards,
-        old_values,
-        torch.arange(len(sequences)).repeat_interleave(lengths),
-        loss_mask,
-        gamma,
-        lam,
-        turn_ids=turn_ids if is_per_turn else None,
-    )
-    returns = value_targets(advantages, old_values).split(lengths.tolist())
-    parts = zip(whitened(advantages, loss_mask).split(lengths.tolist()), returns, value, strict=True)
+    turn_ids = torch.from_numpy(np.concatenate([_turn_ids(s) for s in sequences])) if is_per_turn else None
+    advantages = generalized_advantages(rewards, old_values, ids, loss_mask, gamma, lam, turn_ids=turn_ids)
+    returns = value_targets(advantages, old_values).split(lengths)
+    parts = zip(whitened(advantages, loss_mask).split(lengths), returns, value, strict=True)
     updated = (
         with_arrays(s, advantages=a.numpy(), returns=r.numpy(), values=v)
         for s, (a, r, v) in zip(sequences, parts, strict=True)
