@@ -218,7 +218,7 @@ class TrainingLoop:
     def evaluate(self, *, is_last: bool = False) -> dict[str, float]:
         """Evaluate on held-out prompts, note the accuracy in the state, and return the metrics of it.
 
-        Where the prompts fail in the last evaluation, it has no metrics: that must not cost the model.
+        If every prompt fails in the last evaluation, return no metrics, so that the model is still saved.
         """
         if not self.settings.eval_prompts:
             return {}

@@ -99,7 +99,7 @@ class RunCheckpoints:
             elif self.state.step:
                 self.save(wait=True, snapshot_seconds=LEAVE_SNAPSHOT_SECONDS)
         except DiskFullError as full:
-            # Not raised: it would hide why the run ends. A full disk that ends the run is said once, by its own error.
+            # Not raised: it would hide why the run ends. A full disk that ends the run is reported by its own error.
             reason = None if isinstance(error, DiskFullError) else str(full)
             log.error("no checkpoint of the last completed step", step=self.state.step, reason=reason)
 

@@ -112,7 +112,7 @@ class Server:
         """
         reply = self._replies.get(request.request_id or "")
         if reply is None:
-            make = None if self.tasks is None or request.split is None else self.tasks.drawn_from(request.split)
+            make = None if self.tasks is None or request.split is None else self.tasks.maker(request.split)
             reply = asyncio.ensure_future(self.table.reset(request.episodes, request.seed, make))
             if request.request_id is not None:
                 self._replies[request.request_id] = reply

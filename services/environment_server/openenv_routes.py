@@ -313,7 +313,7 @@ def add_task_routes(app: FastAPI, sessions: Callable[[], Sessions]) -> None:
     @app.post("/{environment:path}/num_tasks", tags=["openenv tasks"])
     async def post_num_tasks(environment: str, request: SplitRequest) -> dict[str, Any]:
         """Return the number of tasks of a split."""
-        return {"num_tasks": _size(_tasks(sessions(), environment), request.split)}
+        return {"num_tasks": _tasks(sessions(), environment).size(request.split)}
 
     @app.post("/{environment:path}/tasks", tags=["openenv tasks"])
     async def post_tasks(environment: str, request: SplitRequest) -> dict[str, Any]:
@@ -331,8 +331,7 @@ def add_task_routes(app: FastAPI, sessions: Callable[[], Sessions]) -> None:
     async def post_task(environment: str, request: TaskRequest) -> dict[str, Any]:
         """Return one task."""
         tasks = _tasks(sessions(), environment)
-        if request.index >= (size := _size(tasks, request.split)):
-            raise ProblemError(400, f"index is {request.index}; {request.split} has {size} tasks")
+        tasks.maker(request.split, request.index)  # Refuses what there is not.
         return {"task": await in_background(lambda: tasks.describe(request.split, request.index))}
 
 
@@ -350,15 +349,8 @@ def _tasks(sessions: Sessions, environment: str) -> Tasks:
     return sessions.tasks
 
 
-def _size(tasks: Tasks, split: str) -> int:
-    if split not in tasks.splits:
-        raise ProblemError(400, f"split is {split[:60]!r}; there are {', '.join(tasks.splits)}")
-    return tasks.splits[split]
-
-
 async def _describe(tasks: Tasks, split: str, start: int, stop: int | None) -> list[dict[str, Any]]:
-    size = _size(tasks, split)
-    indices = range(size)[start:stop]
+    indices = range(tasks.size(split))[start:stop]
     if len(indices) > MAX_TASKS:
         raise ProblemError(400, f"{len(indices)} tasks; ask for {MAX_TASKS} at a time by task_range")
     return await in_background(lambda: [tasks.describe(split, index) for index in indices])

@@ -42,7 +42,7 @@ MAX_BODY_BYTES = 8 * 2**20
 def create_app(settings: GatewaySettings, *, own_process: bool = False) -> FastAPI:
     """Return the gateway's application; it loads tokenizer and sessions once it runs.
 
-    In a process of its ``own`` it loads transformers without torch.
+    With ``own_process`` nothing else runs in this process, so that it loads transformers without torch.
     """
     gateway = Gateway(settings, lambda error: app.state.lifecycle.fail(error), own_process=own_process)
 
@@ -165,7 +165,7 @@ class DirectCalls:
 
 
 class Reply(Response):
-    """A reply to an agent, which tells when the connection has taken it whole."""
+    """A reply to an agent; it calls ``on_taken`` once the connection has taken the whole reply."""
 
     def __init__(self, content: bytes, media_type: str, on_taken: Callable[[], None]) -> None:
         super().__init__(content, media_type=media_type)

@@ -49,7 +49,7 @@ class Asker:
 
 @dataclass(eq=False)
 class Handover:
-    """A call whose reply no connection has taken whole yet."""
+    """A call whose whole reply no connection has taken yet."""
 
     keys: list[str] = field(default_factory=list)
     """The keys of the requests for it."""
@@ -86,7 +86,7 @@ class Session:
     in_flight: dict[str, asyncio.Task[Call]] = field(default_factory=dict)
     """The calls that are being answered, by name."""
     handovers: dict[str, Handover] = field(default_factory=dict)
-    """Those, and calls whose reply may not have arrived, by name, the oldest first."""
+    """Calls in flight, and calls whose reply may not have arrived, by name, the oldest first."""
     delivered: list[str] = field(default_factory=list)
     """The calls whose replies were taken whole since the last record."""
     names: dict[tuple[str, str], str] = field(default_factory=dict)

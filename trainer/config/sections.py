@@ -79,7 +79,7 @@ class RunSection(ModelSettings):
     num_epochs: int = Field(3, ge=1)
     """Passes over the training prompts."""
     batch_size: int = Field(4, ge=1, le=4096)
-    """Prompts a step. The default is that of SkyPilot's example, which any machine bears; the published runs in
+    """Prompts a step. The default is that of SkyPilot's example, which runs on any machine; the published runs in
     recipes/ have 8 to 256."""
     max_steps: int = Field(0, ge=0)
     """Stop after this many steps even within an epoch; 0: no limit."""

@@ -37,7 +37,7 @@ from trainer.config.sections import (
     SamplingSection,
     Transport,
 )
-from trainer.config.ways import Way, check_way, way_of
+from trainer.config.ways import WAYS, Way, check_way
 
 LEAST_CONCURRENCY = 64
 """Prompts in flight at once if a batch has fewer, so that an evaluation keeps the engines busy."""
@@ -79,8 +79,22 @@ class TrainerSettings(
 
     @property
     def cautions(self) -> list[str]:
-        """Sentences on settings that are allowed, but have no effect or probably not the intended one."""
-        return cautions(self)
+        """A sentence for each setting that is allowed, but has no effect or probably not the intended one."""
+        sentences = []
+        bounds = [name.upper() for name in LOSS_OPTIONS if getattr(self, name) is not None]
+        is_decoupled = self.importance_correction is not ImportanceCorrection.NONE and not self.loss_truncates
+        if bounds and self.loss in LOSSES and self.updates_per_step == 1 and is_decoupled:
+            sentences.append(
+                f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the "
+                "ratio of the policy to that at the start of the step is 1; IMPORTANCE_CAP bounds the weight of stale "
+                "tokens"
+            )
+        if self.lora_rank and "learning_rate" not in self.model_fields_set:
+            sentences.append(
+                f"LORA_RANK is set, but LEARNING_RATE is the whole model's default, {self.learning_rate:g}; adapters "
+                "learn at 10 to 30 times the rate of the whole model, such as 3e-5"
+            )
+        return sentences
 
     @property
     def publishes_in_place(self) -> bool:
@@ -130,7 +144,7 @@ class TrainerSettings(
     @property
     def way(self) -> Way:
         """The way of rolling out that ROLLOUT names."""
-        return way_of(self)
+        return WAYS[self.rollout](self)
 
     @property
     def generation_concurrency(self) -> int:
@@ -250,24 +264,6 @@ def importance_cap_has_an_effect(settings: TrainerSettings) -> None:
             f"IMPORTANCE_CAP is set, but LOSS={settings.loss} truncates the weight of a token itself; "
             "set CLIP_HIGH instead"
         )
-
-
-def cautions(settings: TrainerSettings) -> list[str]:
-    """Return a sentence for each setting that is allowed, but has no effect or probably not the intended one."""
-    sentences = []
-    bounds = [name.upper() for name in LOSS_OPTIONS if getattr(settings, name) is not None]
-    is_decoupled = settings.importance_correction is not ImportanceCorrection.NONE and not settings.loss_truncates
-    if bounds and settings.loss in LOSSES and settings.updates_per_step == 1 and is_decoupled:
-        sentences.append(
-            f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the ratio "
-            "of the policy to that at the start of the step is 1; IMPORTANCE_CAP bounds the weight of stale tokens"
-        )
-    if settings.lora_rank and "learning_rate" not in settings.model_fields_set:
-        sentences.append(
-            f"LORA_RANK is set, but LEARNING_RATE is the whole model's default, {settings.learning_rate:g}; adapters "
-            "learn at 10 to 30 times the rate of the whole model, such as 3e-5"
-        )
-    return sentences
 
 
 CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
