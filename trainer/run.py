@@ -33,6 +33,7 @@ from trainer.model.policy import load_policy
 from trainer.model.ranks import PeerLostError, Ranks, join_ranks
 from trainer.model.saving import writing
 from trainer.preflight.check import preflight
+from trainer.preflight.sizes import VolumeRoom
 from trainer.publishing.publisher import VersionWriter
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, listen_for_status, log_activity, serve_status
@@ -116,7 +117,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         return
     for caution in settings.cautions if ranks.is_main else ():
         log.warning(caution)
-    settings, ranks = preflight(settings, ranks)
+    settings, ranks, room = preflight(settings, ranks)
     torch.manual_seed(settings.seed)
     with ExitStack() as stack:
         status = RunStatus()
@@ -146,7 +147,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             return
         status.step, status.state, status.total_steps = state.step, state, total_steps
         with team.leading():
-            _drive(settings, services, team, status, data)
+            _drive(settings, services, team, status, data, room)
 
 
 def _open_page(settings: TrainerSettings, ranks: Ranks, thread: ServiceThread | None, status: RunStatus) -> None:
@@ -181,7 +182,9 @@ def _connect(
     return services, data
 
 
-def _drive(settings: TrainerSettings, services: MainRank, team: Team, status: RunStatus, data: DataStats) -> None:
+def _drive(
+    settings: TrainerSettings, services: MainRank, team: Team, status: RunStatus, data: DataStats, room: VolumeRoom
+) -> None:
     """Drive the run from its state to its end, and write the summary; on rank 0."""
     policy, state = team.learner.policy, status.state
     assert state is not None
@@ -191,7 +194,8 @@ def _drive(settings: TrainerSettings, services: MainRank, team: Team, status: Ru
         services.restore_replay(state.replay_snapshot)
     services.start_collector()
     with writing(settings.run_dir):
-        files = RunFiles(settings, state.step, policy.description.decode, services.describe_components())
+        decode, components = policy.description.decode, services.describe_components()
+        files = RunFiles(settings, state.step, decode, components, room.holds)
     with closing(files):
         try:
             prompts = settings.num_epochs * data.train_prompts
