@@ -7,9 +7,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks.collectors import account
 from local_runner.processes import MARK
 from tests.e2e.system import System
+from tests.prompts_of_a_run import account
 from trainer.reporting.group_records import GroupRecords
 
 # The limit is for a hang; a run takes about a minute.
