@@ -33,7 +33,7 @@ OVER_LIMIT = ("timeout", "limit")
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 2.0
-_AWAY = frozenset({502, 503, 504})
+_UNREACHABLE = frozenset({502, 503, 504})
 _LOST = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 
 
@@ -135,7 +135,7 @@ class EpisodePlayer:
         Raises:
             DependencyLostError: the reward-server was lost.
         """
-        transport = PatientTransport(self._certificates, self._patience, example.waits)
+        transport = RetryingTransport(self._certificates, self._patience, example.waits)
 
         async def waited() -> float:
             try:
@@ -226,7 +226,7 @@ def as_failure(error: Exception) -> AgentFailedError:
     return AgentFailedError(own_error(error), "server" if is_server else "exception")
 
 
-class PatientTransport(httpx.AsyncHTTPTransport):
+class RetryingTransport(httpx.AsyncHTTPTransport):
     """A transport of agents' HTTP clients that sends a request again while the gateway is away.
 
     All attempts have the same mark, by which the gateway knows them from another request with the same body.
@@ -260,8 +260,8 @@ class PatientTransport(httpx.AsyncHTTPTransport):
                     self.is_lost = True
                     raise
             else:
-                if response.status_code not in _AWAY or not may_repeat:
-                    self.is_lost |= response.status_code in _AWAY
+                if response.status_code not in _UNREACHABLE or not may_repeat:
+                    self.is_lost |= response.status_code in _UNREACHABLE
                     return response
             request.headers[REQUEST_MARK] = mark + AGAIN
             await asyncio.sleep(pause)

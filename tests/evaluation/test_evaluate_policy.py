@@ -160,7 +160,7 @@ def test_the_head_and_a_worker_may_be_killed_and_a_signal_ends_all(tmp_path: Pat
     finally:
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM; the same command goes on from" in said
+    assert "stopped by SIGTERM; the same command continues from" in said
     assert not any(child.is_running() for child in children)
     assert not (tmp_path / "out" / RESULTS).exists()
     done = subprocess.run(

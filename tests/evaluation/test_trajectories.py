@@ -155,7 +155,7 @@ def test_a_signal_ends_a_run_in_order(tmp_path: Path, number: signal.Signals) ->
     finally:
         process.kill()
     assert process.returncode == 128 + number, said
-    assert f"stopped by {number.name}; the same command goes on from {out}" in said
+    assert f"stopped by {number.name}; the same command continues from {out}" in said
     assert "Traceback" not in said
 
 
