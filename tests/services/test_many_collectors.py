@@ -186,7 +186,9 @@ async def test_two_dozen_collectors_take_every_prompt_once_also_when_one_is_kill
 
 
 @pytest.mark.slow
-async def test_so_do_two_dozen_processes(started: tuple[dict[Task, Endpoint], Path, Path], engine: Engine) -> None:
+async def test_two_dozen_collector_processes_take_every_prompt_once(
+    started: tuple[dict[Task, Endpoint], Path, Path], engine: Engine
+) -> None:
     world = World(*started)
     try:
         await each_prompt_is_taken_once(world, engine)
