@@ -37,7 +37,7 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Syst
 
 
 @pytest.mark.slow
-def test_it_trains_to_the_end_and_leaves_no_process(finished: System) -> None:
+def test_the_asynchronous_job_trains_to_the_end_and_leaves_no_process(finished: System) -> None:
     assert finished.summary()["status"] == "succeeded"
     assert [record["step"] for record in finished.metrics()] == list(range(1, STEPS + 1))
     assert finished.processes() == []
