@@ -162,7 +162,7 @@ def test_variants_without_seeds_in_common_say_so() -> None:
     assert third[4] == "identical"
     assert third[7] == ""
     part = Part("methods", [])
-    sentence = page.provenance(part, [*base, *alone])
+    sentence = " ".join(page.provenance(part, [*base, *alone]).split())
     assert "seeds: 0, 1, 2 (variants with fewer: 1, the least has 1);" in sentence
     assert "seeds: 0, 1, 2;" in page.provenance(part, base)
 
