@@ -44,7 +44,7 @@ class Batches:
 
     @classmethod
     def load(cls, settings: DataSettings, *, own_process: bool = False) -> Batches:
-        """Load dataset and state. In a process of the data-server's ``own`` the state lies in the run directory.
+        """Load dataset and state. With ``own_process`` the state is in the run directory, else in memory.
 
         Raises:
             ConfigurationError: the dataset, the tokenizer or the state cannot be loaded.
@@ -52,7 +52,7 @@ class Batches:
         dataset = load(settings, own_process=own_process)
         train, test = dataset.catalogues[Split.TRAIN], dataset.catalogues[Split.TEST]
         seed, curriculum = settings.data_seed, settings.curriculum
-        # Each dataset and order that a run was ever given has its own state.
+        # A run that is resumed with another dataset or order has another state for it.
         identity = f"{settings.dataset} ({len(train)} prompts, DATA_SEED {seed}, {curriculum.value})"
         digest = hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
         state = ServerState(settings.run_dir / "data" / digest if own_process else None)
@@ -84,7 +84,7 @@ class Batches:
             cursor,
             batch_size,
             lambda place: catalogue.record(place) is not None,
-            # Held-out prompts are for evaluation, each once: a batch never runs on into a second round.
+            # Held-out prompts are for evaluation, each once: a batch never continues in a second round.
             ends_with_epoch=split is Split.TEST,
         )
         if not places and split is Split.TRAIN:
@@ -170,7 +170,7 @@ class ServerState:
         return {consumer: Cursor.model_validate_json(text).model_dump(exclude={"skip"}) for consumer, text in rows}
 
     def start_of(self, consumer: str, request_id: str) -> Cursor | None:
-        """Return the cursor from which a request was answered before, None for a new request."""
+        """Return the cursor at which the prompts of an earlier answer to a request began, None for a new request."""
         query = "SELECT cursor FROM answered WHERE consumer = ? AND request_id = ?"
         return self._find(query, consumer, request_id)
 

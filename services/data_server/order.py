@@ -36,7 +36,7 @@ class EpochOrder:
         """Make the order of ``size`` prompts.
 
         ``rates_at_start`` returns the success rates (NaN: unknown, shape [size]) at the beginning of an epoch, None
-        where nothing is known; it is called only with a curriculum that uses them, and must answer alike each time.
+        if all are unknown; it is called only with a curriculum that uses them, and must return the same each time.
         """
         self._size = size
         self._seed = seed

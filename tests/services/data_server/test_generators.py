@@ -152,7 +152,7 @@ def test_questions_are_the_same_on_every_day() -> None:
         ("", None, "write reasoning_gym:NAME"),
         ("chain_sum", "main", r"DATASET_CONFIG 'main'.*write JSON such as"),
         ("chain_sum", '{"size": "many"}', r"size: .*integer"),
-        ("chain_sum", '{"levels": [-1]}', "level -1; the easiest level is 0"),
+        ("chain_sum", '{"levels": [-1]}', r"levels\.0: .* greater than or equal to 0; write JSON such as"),
         ("chain_sum", '{"max_terms": 3}', r"max_terms"),
     ],
 )

@@ -710,7 +710,7 @@ def test_an_evaluation_counts_an_episode_over_a_limit_as_wrong_as_the_training_d
 
 @pytest.mark.parametrize(
     ("agent", "said"),
-    [("nowhere:solve", "AGENT is 'nowhere:solve', which cannot be imported"), ("json:loads", "is no `async def`")],
+    [("nowhere:solve", "AGENT is 'nowhere:solve', which cannot be imported"), ("json:loads", "is not an `async def`")],
 )
 def test_an_agent_that_cannot_be_had_ends_the_run_at_its_start(stage: Stage, agent: str, said: str) -> None:
     settings = stage.settings(one_turn, agent=agent)
