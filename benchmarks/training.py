@@ -197,7 +197,7 @@ def measure_here(work: Work) -> Rank:
 def _update(work: Work, ranks: Ranks) -> Callable[[int], Any]:
     settings = TrainerSettings.load()
     if ranks.device.type == "cuda":
-        settings, ranks = preflight(settings, ranks)
+        settings, ranks, _room = preflight(settings, ranks)
     policy = load_policy(settings, ranks)
     learner = Learner(settings, policy, ranks, reference=None, total_steps=work.rounds + 1)
     return lambda number: learner.update(work.groups(policy.config.vocab_size, number), number)

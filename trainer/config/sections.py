@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from services.core.machine import ComputeType
 from services.core.settings import AgentSettings, ModelSettings, Settings
@@ -67,6 +67,18 @@ class PublishedType(StrEnum):
     FLOAT32 = "float32"
 
 
+def _steps_to_record(value: object) -> object:
+    if value is None or value in ("off", "all"):
+        return value
+    if not (str(value).isdecimal() and int(str(value)) >= 1):
+        raise ValueError("give off, a number of steps from 1 on, or all")
+    return int(str(value))
+
+
+RecordGroups = Annotated[Literal["off", "all"] | int, BeforeValidator(_steps_to_record)]
+"""The steps whose groups are recorded."""
+
+
 class RunSection(ModelSettings):
     """The model, the length of the run, checkpoints and waits.
 
@@ -98,6 +110,10 @@ class RunSection(ModelSettings):
     checkpoints_kept: int = Field(2, ge=1)
     """Newest checkpoints that are kept, beside the best one: that with the highest greedy pass@1 on the EVAL_PROMPTS
     held-out prompts, a point estimate."""
+    record_groups: RecordGroups | None = None
+    """Record the groups that each step trains on, with their tokens, in the run directory: `off`, the last n steps
+    (`100`), or `all`. Unset: as many of the last 1000 as a tenth of the volume's free space holds, which the preflight
+    computes; `all` where MAX_STEPS fit into that tenth."""
     service_deadline_seconds: float = Field(300, gt=0)
     """Longest time that a service may be unreachable before the run ends as recoverable. [advanced]"""
     engine_start_seconds: float = Field(1800, gt=0)

@@ -45,6 +45,8 @@ class Batch:
         """The groups drawn from the replay buffer."""
         self.trained: list[TrainingGroup] = []
         """The groups, fresh and replayed, with their advantages, as the loss sees them."""
+        self.position = 0.0
+        """The step's position in the schedule of the learning rate, in steps."""
         self.counts: dict[str, float] = {}
         """Counts and other figures by metric name."""
         self.seconds_scoring = 0.0

@@ -650,7 +650,7 @@ def test_the_trained_adapter_is_that_of_the_sessions(stage: Stage, rank: int, na
     assert {session.request["lora_path"] for session in stage.gateway.sessions.values()} == {name}
 
 
-def test_so_many_episodes_are_played_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_agent_concurrency_episodes_are_played_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     now, most = 0, 0
 
     async def counting(example: Any, **endpoint: Any) -> float | None:
