@@ -75,7 +75,7 @@ class Episode:
 
 
 class EpisodePlayer:
-    """Plays episodes, each in a session of its own at the gateway."""
+    """Plays episodes, each in its own session at the gateway."""
 
     def __init__(self, gateway: GatewayClient, model: str, score: Score, *, seconds: float, patience: float) -> None:
         """Make a player.
@@ -92,7 +92,7 @@ class EpisodePlayer:
         self._score = score
         self._seconds = seconds
         self._patience = patience
-        # Each episode has an HTTP client of its own; loading the certificates takes longer than all the rest of it.
+        # Each episode has its own HTTP client, and most of the time to make one is loading the certificates.
         self._certificates = httpx.create_ssl_context()
 
     async def play(
@@ -142,7 +142,7 @@ class EpisodePlayer:
                 session = await _reply(self.gateway.session(request.id))
             except GatewayFailedError as error:
                 raise AgentFailedError(str(error), "server") from error
-            # An agent may ask the gateway by a client of its own.
+            # An agent may use its own client to ask the gateway.
             return max(example.waits.seconds, session.waited_seconds)
 
         try:
@@ -193,7 +193,7 @@ async def _reply(answer: Awaitable[T]) -> T:
     """Return the gateway's answer.
 
     Raises:
-        GatewayFailedError: there is none.
+        GatewayFailedError: the gateway gave none.
     """
     try:
         return await answer

@@ -37,10 +37,9 @@ from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, fake_service
 from tests.trainer.rollouts.fake_gateway import END, FakeGateway, ids
 from trainer.config import Rollout, TrainerSettings
-from trainer.rollouts.episodes import Agents, Programs
+from trainer.rollouts.episodes import Agents, Programs, sequences_of
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
-from trainer.rollouts.traces import sequences_of
 from trainer.service_calls import ServiceCalls
 
 PROMPT = Prompt(id="p/0", prompt="6*7=", ground_truth="42", prompt_ids=[1], epoch=0, position=3)
@@ -650,7 +649,7 @@ def test_the_trained_adapter_is_that_of_the_sessions(stage: Stage, rank: int, na
     assert {session.request["lora_path"] for session in stage.gateway.sessions.values()} == {name}
 
 
-def test_so_many_episodes_are_played_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_agent_concurrency_episodes_are_played_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     now, most = 0, 0
 
     async def counting(example: Any, **endpoint: Any) -> float | None:

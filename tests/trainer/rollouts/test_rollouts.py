@@ -293,7 +293,7 @@ def test_replayed_groups_are_at_most_as_stale_as_replay_max_staleness(
 # What the run waits for
 
 
-def test_it_says_how_many_workers_are_there_and_until_when_it_waits(
+def test_the_activity_says_how_many_workers_answer_and_until_when_the_trainer_waits(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, Any]] = []
@@ -318,7 +318,7 @@ def test_it_says_how_many_workers_are_there_and_until_when_it_waits(
     assert seen[0]["until"] == pytest.approx(seen[0]["since"] + main.settings.start_deadline_seconds)
 
 
-def test_it_says_how_many_prompts_are_answered(services: Services) -> None:
+def test_the_activity_says_how_many_prompts_are_answered(services: Services) -> None:
     main = services.main(services.settings(eval_prompts=10))
     told: list[str] = []
 
@@ -334,7 +334,7 @@ def test_it_says_how_many_prompts_are_answered(services: Services) -> None:
     assert main.activity.shown()["done"] == "4 of 4 prompts answered"
 
 
-def test_it_says_which_services_it_waits_for(services: Services) -> None:
+def test_the_activity_says_which_services_the_trainer_waits_for(services: Services) -> None:
     main = services.main(services.settings())
     for fake in (services.data, services.rewards):
         fake.routes["GET /health"] = lambda _: {}
@@ -579,7 +579,7 @@ def test_fewer_held_out_prompts_than_asked_for_are_said_once(services: Services,
     services.data.routes["GET /stats"] = lambda _: stats() | {"test_prompts": 1}
     with structlog.testing.capture_logs() as logged:
         services.main(services.settings(eval_prompts=asked)).describe_data()
-    said = "EVAL_PROMPTS: 4 asked, the data set holds out 1 (DATASET_HELD_OUT)"
+    said = "EVAL_PROMPTS is 4, but the data hold out 1 (DATASET_HELD_OUT)"
     assert [entry["event"] for entry in logged if entry["log_level"] == "warning"] == [said] * lines
 
 
