@@ -21,19 +21,19 @@ from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.admission import Fingerprint, check_same
 from trainer.checkpoints.checkpoint import FORMS, CheckpointStore, RunState, SavedCritic
 from trainer.config import Mode, TrainerSettings
-from trainer.main_rank import MainRank
 from trainer.model.learner import Learner
 from trainer.model.loading import tokenizer_digest
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
-from trainer.team import Team
+from trainer.rank_calls import RankCalls
+from trainer.service_calls import ServiceCalls
 
 log = get_logger(__name__)
 
 
 LEAVE_SNAPSHOT_SECONDS = 15.0
-"""Longest wait for the replay buffer's snapshot when the run ends: whoever asked it to stop may kill it before long."""
+"""Longest wait for the replay buffer's snapshot when the run ends: it may be killed soon after it was asked to stop."""
 
 
 @dataclass
@@ -41,8 +41,8 @@ class RunCheckpoints:
     """Saves the run's state; on rank 0."""
 
     settings: TrainerSettings
-    services: MainRank
-    team: Team
+    services: ServiceCalls
+    rank_calls: RankCalls
     state: RunState
     started: float = field(init=False)
     """The time at which the run would have begun without interruptions (time.monotonic)."""
@@ -67,7 +67,7 @@ class RunCheckpoints:
             state.replay_snapshot = None
         self.note_seconds()
         state.random_state = torch.get_rng_state().tolist()
-        self.team.save_checkpoint(state.model_copy(deep=True), wait=wait)
+        self.rank_calls.save_checkpoint(state.model_copy(deep=True), wait=wait)
         log.info("checkpoint", step=state.step, directory=str(self.settings.checkpoint_dir))
 
     def note_seconds(self) -> None:
@@ -76,8 +76,8 @@ class RunCheckpoints:
 
     def poll(self) -> None:
         """Put a checkpoint in place that has been written meanwhile, and delete the snapshots of removed ones."""
-        self.team.poll_checkpoint()
-        for label in self.team.checkpoints.take_removed_snapshots():
+        self.rank_calls.poll_checkpoint()
+        for label in self.rank_calls.checkpoints.take_removed_snapshots():
             try:
                 self.services.forget_replay(label)
             except DependencyLostError as error:
@@ -94,12 +94,12 @@ class RunCheckpoints:
         """
         is_full = isinstance(error, DiskFullError) or not is_recorded
         try:
-            if is_full or self.team.checkpoints.saved_step == self.state.step:
-                self.team.finish_checkpoint()
+            if is_full or self.rank_calls.checkpoints.saved_step == self.state.step:
+                self.rank_calls.finish_checkpoint()
             elif self.state.step:
                 self.save(wait=True, snapshot_seconds=LEAVE_SNAPSHOT_SECONDS)
         except DiskFullError as full:
-            # Not raised: it would hide why the run ends. A full disk that ends the run is said once, by its own error.
+            # Not raised: it would hide why the run ends. A full disk that ends the run is reported by its own error.
             reason = None if isinstance(error, DiskFullError) else str(full)
             log.error("no checkpoint of the last completed step", step=self.state.step, reason=reason)
 
@@ -127,12 +127,12 @@ def resume(
         forms=FORMS,
         job=job_id(),
     )
-    found = checkpoints.newest(fresh.model_type, fresh.parameters)
-    if found is None:
+    newest = checkpoints.newest(fresh.model_type, fresh.parameters)
+    if newest is None:
         # An earlier attempt may have published versions before its first checkpoint.
         fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
         return fresh
-    path, state = found
+    path, state = newest
     before = state.fingerprint
     ranks.on_main(partial(_check_resumed, settings, path, state, fresh), ConfigurationError)
     state.fingerprint, state.forms, state.job = before or fresh.fingerprint, FORMS, fresh.job
@@ -164,11 +164,13 @@ def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh
     check_same(settings, path, state.fingerprint, fresh.fingerprint)
     then = state.forms
     if changed := [f"{name}: {then.get(name)} then, {now} now" for name, now in FORMS.items() if then.get(name) != now]:
-        log.warning("this release goes on otherwise than the one that saved the checkpoint", changed="; ".join(changed))
+        log.warning(
+            "this release continues in another way than the one that saved the checkpoint", changed="; ".join(changed)
+        )
     if "run_id" not in settings.model_fields_set and state.job != fresh.job:
         log.warning(
             "another job, or one before a restart of the jobs controller, started this run; this job continues it. "
-            "Give another RUN_ID to start anew",
+            "Give another RUN_ID to begin a new run",
             run=settings.run_id,
             step=state.step,
             begun_by=state.job,

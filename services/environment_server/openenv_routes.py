@@ -1,8 +1,8 @@
 """OpenEnv's routes (its version 0.10): sockets that play episodes, the environment's description, its tools and tasks.
 
-Tools and kept sessions are asked for by JSON-RPC 2.0 (MCP). Environments without numbered tasks answer the task routes
-with 501. OpenEnv's HTTP routes ``/reset`` and ``/step`` are left out: they make a new environment at each request, so
-they can play no episode, and their paths are those of this server's own routes.
+Clients ask for tools and kept sessions by JSON-RPC 2.0 (MCP). Environments without numbered tasks answer the routes of
+tasks with 501. OpenEnv's HTTP routes ``/reset`` and ``/step`` are left out: they make a new environment at each
+request, so no episode can be played by them, and this server's routes have the same paths.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import FastAPI, Request, WebSocket, WebSocketDisconnect
-from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.core.tasks import in_background, run_until_first_ends
 from services.environment_server.environments import Tasks, Tool
 from services.environment_server.openenv_sessions import OpenEnvError, Session, Sessions, schemas
-from services.http.app import JsonResponse, version
-from services.http.json_body import MAX_DEPTH, json_depth
+from services.http.app import version
+from services.http.json_body import MAX_DEPTH, JsonResponse, json_depth
 from services.http.problems import ProblemError, problem_response
 from services.protocol.base import StrictModel
 
 NORMAL_CLOSURE = 1000
-"""The close code by which a client says that it is done. uvicorn gives 1005 for a socket that was lost."""
+"""The close code of a client that is done. uvicorn gives 1005 for a socket that was lost."""
 SEND_SECONDS = 30.0
 """Limit of sending one frame: a client that does not read has lost its socket."""
 
@@ -37,8 +36,8 @@ MAX_TASKS = 10_000
 
 PARSE_ERROR = -32700
 INVALID_REQUEST = -32600
-METHOD_NOT_FOUND = -32601
-INVALID_PARAMS = -32602
+RPC_CODES = {"METHOD_NOT_FOUND": -32601, "INVALID_PARAMS": -32602, "SESSION_ERROR": -32602}
+"""JSON-RPC's code for each code of an OpenEnvError; SERVER_ERROR for the others."""
 SERVER_ERROR = -32000
 
 
@@ -52,28 +51,28 @@ class _Message(BaseModel):
 def add_openenv_routes(app: FastAPI, token: str | None, sessions: Callable[[], Sessions]) -> None:
     """Add OpenEnv's routes to a service; ``sessions`` returns the server's sessions once it is ready."""
 
-    @app.get("/schema", tags=["openenv"], response_model=dict[str, Any])
-    async def get_schema() -> Response:
+    @app.get("/schema", tags=["openenv"])
+    async def get_schema() -> dict[str, Any]:
         """Return the JSON schemas of actions, observations and state."""
-        return JsonResponse(schemas(sessions().table.info))
+        return schemas(sessions().table.info)
 
-    @app.get("/metadata", tags=["openenv"], response_model=dict[str, Any])
-    async def get_metadata() -> Response:
+    @app.get("/metadata", tags=["openenv"])
+    async def get_metadata() -> dict[str, Any]:
         """Return the environment's name and the version of this server."""
         info = sessions().table.info
         description = f"{info.id}: states are {info.state.kind}, an action is {info.action.kind}"
         empty = dict.fromkeys(("readme_content", "author", "documentation_url"))
-        return JsonResponse({"name": info.id, "description": description, "version": version(), **empty})
+        return {"name": info.id, "description": description, "version": version(), **empty}
 
-    @app.get("/state", tags=["openenv"], response_model=dict[str, Any])
-    async def get_state() -> Response:
+    @app.get("/state", tags=["openenv"])
+    async def get_state() -> dict[str, Any]:
         """Return the state of a new environment; a session's is asked for at its socket."""
-        return JsonResponse({"episode_id": None, "step_count": 0})
+        return {"episode_id": None, "step_count": 0}
 
-    @app.post("/mcp", tags=["openenv"], response_model=dict[str, Any])
-    async def post_mcp(request: Request) -> Response:
+    @app.post("/mcp", tags=["openenv"])
+    async def post_mcp(request: Request) -> dict[str, Any]:
         """Answer a JSON-RPC request for the environment's tools, or for a session."""
-        return JsonResponse(await answer_rpc_text(sessions(), await request.body()))
+        return await answer_rpc_text(sessions(), await request.body())
 
     @app.websocket("/mcp")
     async def serve_mcp(socket: WebSocket) -> None:
@@ -92,8 +91,8 @@ def add_openenv_routes(app: FastAPI, token: str | None, sessions: Callable[[], S
 
 async def _accepted(app: FastAPI, socket: WebSocket, token: str | None) -> bool:
     """Accept a socket if the service is ready and the client has the token; otherwise refuse with the reason."""
-    given = socket.headers.get("authorization", "")
-    if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    authorization = socket.headers.get("authorization", "")
+    if token is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
         refusal = problem_response(401, "JOBGROUP_TOKEN is set here: send it as 'Authorization: Bearer <token>'")
     elif not app.state.lifecycle.is_serving:
         refusal = problem_response(503, "the server is starting or stopping; wait until GET /health answers 200")
@@ -121,8 +120,8 @@ async def _play(socket: WebSocket, sessions: Sessions) -> None:
         await run_until_first_ends(_talk(socket, answer), taken_over.wait())
         is_over = not taken_over.is_set()
         await socket.close(1008 if taken_over.is_set() else 1000, "the session ended, or another socket has taken it")
-    except WebSocketDisconnect as left:
-        is_over = left.code == NORMAL_CLOSURE
+    except WebSocketDisconnect as disconnect:
+        is_over = disconnect.code == NORMAL_CLOSURE
     except (TimeoutError, RuntimeError):
         pass  # the client does not read, or left while the socket was closed
     finally:
@@ -192,12 +191,6 @@ class _Request(BaseModel):
     id: Annotated[str | int | None, Field(union_mode="left_to_right")] = None
 
 
-class _RpcError(Exception):
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 def parse_json(text: str | bytes) -> Any:
     """Return a parsed frame or body.
 
@@ -228,10 +221,8 @@ async def answer_rpc(sessions: Sessions, data: Any) -> dict[str, Any]:
         return _error(None, INVALID_REQUEST, f"Invalid request: {'.'.join(map(str, first['loc']))}: {first['msg']}")
     try:
         result = await _result(sessions, request.method, request.params)
-    except _RpcError as error:
-        return _error(request.id, error.code, str(error))
     except OpenEnvError as error:
-        return _error(request.id, INVALID_PARAMS if error.code == "SESSION_ERROR" else SERVER_ERROR, str(error))
+        return _error(request.id, RPC_CODES.get(error.code, SERVER_ERROR), str(error))
     return {"jsonrpc": "2.0", "id": request.id, "result": result}
 
 
@@ -255,16 +246,16 @@ async def _result(sessions: Sessions, method: str, params: dict[str, Any]) -> di
         name = params.get("name")
         tool = sessions.tools.get(name) if isinstance(name, str) else None
         if tool is None:
-            raise _RpcError(INVALID_PARAMS, f"Tool not found: {name!r}; there are {sorted(sessions.tools)}")
+            raise OpenEnvError("INVALID_PARAMS", f"Tool not found: {name!r}; there are {sorted(sessions.tools)}")
         return _call(tool, params.get("arguments") or {})
-    raise _RpcError(METHOD_NOT_FOUND, f"Method not found: {method}")
+    raise OpenEnvError("METHOD_NOT_FOUND", f"Method not found: {method}")
 
 
 def _call(tool: Tool, arguments: Any) -> dict[str, Any]:
-    """Return the result of a tool; its refusal is a result, too, which the model reads."""
+    """Return the result of a tool. A refusal is a result, too, which the model reads."""
     names = tool.parameters["properties"].keys()
     if not isinstance(arguments, dict) or arguments.keys() != names:
-        raise _RpcError(INVALID_PARAMS, f"{tool.name} takes the arguments {sorted(names)}")
+        raise OpenEnvError("INVALID_PARAMS", f"{tool.name} takes the arguments {sorted(names)}")
     is_error = False
     try:
         text = tool.call(**arguments)
@@ -299,42 +290,41 @@ class TaskRangeRequest(SplitRequest):
 def add_task_routes(app: FastAPI, sessions: Callable[[], Sessions]) -> None:
     """Add the task routes to a service; ``sessions`` returns the server's sessions once it is ready."""
 
-    @app.get("/list_environments", tags=["openenv tasks"], response_model=list[str])
-    async def get_environments() -> Response:
+    @app.get("/list_environments", tags=["openenv tasks"])
+    async def get_environments() -> list[str]:
         """Return the name of the environment."""
-        return JsonResponse([sessions().table.info.id])
+        return [sessions().table.info.id]
 
-    @app.get("/{environment:path}/splits", tags=["openenv tasks"], response_model=list[dict[str, Any]])
-    async def get_splits(environment: str) -> Response:
+    @app.get("/{environment:path}/splits", tags=["openenv tasks"])
+    async def get_splits(environment: str) -> list[dict[str, Any]]:
         """Return the splits."""
         tasks = _tasks(sessions(), environment)
         kinds = ("train", "validation", "test")
-        return JsonResponse([{"name": s, "type": s if s in kinds else "validation"} for s in tasks.splits])
+        return [{"name": s, "type": s if s in kinds else "validation"} for s in tasks.splits]
 
-    @app.post("/{environment:path}/num_tasks", tags=["openenv tasks"], response_model=dict[str, Any])
-    async def post_num_tasks(environment: str, request: SplitRequest) -> Response:
+    @app.post("/{environment:path}/num_tasks", tags=["openenv tasks"])
+    async def post_num_tasks(environment: str, request: SplitRequest) -> dict[str, Any]:
         """Return the number of tasks of a split."""
-        return JsonResponse({"num_tasks": _size(_tasks(sessions(), environment), request.split)})
+        return {"num_tasks": _tasks(sessions(), environment).size(request.split)}
 
-    @app.post("/{environment:path}/tasks", tags=["openenv tasks"], response_model=dict[str, Any])
-    async def post_tasks(environment: str, request: SplitRequest) -> Response:
+    @app.post("/{environment:path}/tasks", tags=["openenv tasks"])
+    async def post_tasks(environment: str, request: SplitRequest) -> dict[str, Any]:
         """Return all tasks of a split, without their solutions."""
         tasks = await _describe(_tasks(sessions(), environment), request.split, 0, None)
-        return JsonResponse({"tasks": tasks, "env_name": sessions().table.info.id})
+        return {"tasks": tasks, "env_name": sessions().table.info.id}
 
-    @app.post("/{environment:path}/task_range", tags=["openenv tasks"], response_model=dict[str, Any])
-    async def post_task_range(environment: str, request: TaskRangeRequest) -> Response:
+    @app.post("/{environment:path}/task_range", tags=["openenv tasks"])
+    async def post_task_range(environment: str, request: TaskRangeRequest) -> dict[str, Any]:
         """Return a range of a split's tasks."""
         tasks = _tasks(sessions(), environment)
-        return JsonResponse({"tasks": await _describe(tasks, request.split, request.start or 0, request.stop)})
+        return {"tasks": await _describe(tasks, request.split, request.start or 0, request.stop)}
 
-    @app.post("/{environment:path}/task", tags=["openenv tasks"], response_model=dict[str, Any])
-    async def post_task(environment: str, request: TaskRequest) -> Response:
+    @app.post("/{environment:path}/task", tags=["openenv tasks"])
+    async def post_task(environment: str, request: TaskRequest) -> dict[str, Any]:
         """Return one task."""
         tasks = _tasks(sessions(), environment)
-        if request.index >= (size := _size(tasks, request.split)):
-            raise ProblemError(400, f"index is {request.index}; {request.split} has {size} tasks")
-        return JsonResponse({"task": await in_background(lambda: tasks.describe(request.split, request.index))})
+        tasks.maker(request.split, request.index)  # Refuses what there is not.
+        return {"task": await in_background(lambda: tasks.describe(request.split, request.index))}
 
 
 def _tasks(sessions: Sessions, environment: str) -> Tasks:
@@ -351,15 +341,8 @@ def _tasks(sessions: Sessions, environment: str) -> Tasks:
     return sessions.tasks
 
 
-def _size(tasks: Tasks, split: str) -> int:
-    if split not in tasks.splits:
-        raise ProblemError(400, f"split is {split[:60]!r}; there are {', '.join(tasks.splits)}")
-    return tasks.splits[split]
-
-
 async def _describe(tasks: Tasks, split: str, start: int, stop: int | None) -> list[dict[str, Any]]:
-    size = _size(tasks, split)
-    indices = range(size)[start:stop]
+    indices = range(tasks.size(split))[start:stop]
     if len(indices) > MAX_TASKS:
         raise ProblemError(400, f"{len(indices)} tasks; ask for {MAX_TASKS} at a time by task_range")
     return await in_background(lambda: [tasks.describe(split, index) for index in indices])

@@ -1,8 +1,8 @@
 """The evaluation head's routes, its dashboard, and the WebSocket that keeps the dashboard up to date.
 
 The states of POST /evaluate may be bytes: raw float32, or MessagePack with the fields of the JSON body. Both have the
-states as float32 in little-endian byte order and row-major (C) order, with their shape beside them. The readers return
-the request's other fields and the states, and refuse what the JSON route refuses.
+states as float32 in little-endian byte order and row-major (C) order, and their shape as another field. The readers
+return the request's other fields and the states, and refuse the same values as the JSON route.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from services.core.tasks import run_until_first_ends
 from services.evaluation_head.head import SERVICE, Head
 from services.evaluation_head.policy import StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
-from services.http.app import create_service_app, model_response
+from services.http.app import create_service_app
+from services.http.json_body import model_response
 from services.http.problems import ProblemError
 from services.protocol.evaluation import DiscoveryReply, EvaluateReply, EvaluateRequest
 from services.run_page.routes import HEADERS
@@ -79,25 +80,25 @@ def create_app(settings: HeadSettings) -> FastAPI:
 
     app.include_router(binary)
 
-    @app.post("/evaluate", response_model=EvaluateReply)
-    async def post_evaluate(request: EvaluateRequest) -> Response:
+    @app.post("/evaluate")
+    async def post_evaluate(request: EvaluateRequest) -> EvaluateReply:
         """Return actions for one state or many, in order; take reports of episodes that have ended.
 
         States may also be bytes: a body of raw float32 (application/octet-stream) with `shape` and the other fields in
         the query, or MessagePack (application/msgpack) of these fields with `states` as bytes and their `shape`.
         """
-        return model_response(await head.evaluate(request))
+        return await head.evaluate(request)
 
-    @app.get("/discovered", response_model=DiscoveryReply)
-    async def get_discovered() -> Response:
-        """Return the environment servers that the last look found."""
-        return model_response(head.discovery.reply())
+    @app.get("/discovered")
+    async def get_discovered() -> DiscoveryReply:
+        """Return the environment servers of the last search."""
+        return head.discovery.reply()
 
-    @app.post("/discover", response_model=DiscoveryReply)
-    async def post_discover() -> Response:
-        """Look for environment servers and return them."""
+    @app.post("/discover")
+    async def post_discover() -> DiscoveryReply:
+        """Search for environment servers and return them."""
         await head.discovery.look()
-        return model_response(head.discovery.reply())
+        return head.discovery.reply()
 
     return app
 
@@ -145,15 +146,15 @@ async def _has_token(socket: WebSocket, token: str | None) -> bool:
     """Return whether the client has the token, in its header or, as browsers cannot set one, in its first message."""
     if token is None:
         return True
-    given = socket.headers.get("authorization", "")
-    if not given:
+    authorization = socket.headers.get("authorization", "")
+    if not authorization:
         try:
             async with asyncio.timeout(TOKEN_SECONDS):
                 first = orjson.loads(await socket.receive_text())
         except (TimeoutError, WebSocketDisconnect, orjson.JSONDecodeError, KeyError):
             return False
-        given = f"Bearer {first.get('token')}" if isinstance(first, dict) else ""
-    return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
+        authorization = f"Bearer {first.get('token')}" if isinstance(first, dict) else ""
+    return hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode())
 
 
 async def _send(socket: WebSocket, head: Head) -> None:
@@ -185,8 +186,8 @@ class BinaryRoute(APIRoute):
 
 def media_type(scope: Scope) -> str:
     """Return the media type of a request's body without its parameters, "" where it has none."""
-    given = Headers(scope=scope).get("content-type", "") if scope["type"] == "http" else ""
-    return given.partition(";")[0].strip().lower()
+    header = Headers(scope=scope).get("content-type", "") if scope["type"] == "http" else ""
+    return header.partition(";")[0].strip().lower()
 
 
 class BinaryRequest(NamedTuple):
@@ -227,7 +228,9 @@ def _unpacked(body: bytes) -> dict[str, Any]:
     except (ValueError, msgpack.UnpackException) as error:
         raise ProblemError(400, f"the body is not valid MessagePack: {error!r}") from error
     if not isinstance(fields, dict):
-        raise ProblemError(422, "the body must be a map with the fields of the JSON body, and 'shape' beside 'states'")
+        raise ProblemError(
+            422, "the body must be a map with the fields of the JSON body, and 'shape' in addition to 'states'"
+        )
     return fields
 
 
@@ -258,5 +261,5 @@ def _check_form(content: object, shape: object) -> None:
         )
     needed = 4 * math.prod(shape)
     if not isinstance(content, bytes) or len(content) != needed:
-        given = f"{len(content)} bytes" if isinstance(content, bytes) else type(content).__name__
-        raise StatesRefusedError(f"states are {given}; {shape} of float32 are {needed} bytes")
+        actual = f"{len(content)} bytes" if isinstance(content, bytes) else type(content).__name__
+        raise StatesRefusedError(f"states are {actual}; {shape} of float32 are {needed} bytes")

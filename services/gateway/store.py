@@ -24,7 +24,6 @@ from services.core import files
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.http.problems import ProblemError
-from services.protocol.groups import FORMAT
 
 log = get_logger(__name__)
 
@@ -33,6 +32,8 @@ T = TypeVar("T")
 Statement = tuple[str, tuple[Any, ...]]
 
 
+FORMAT = 3
+"""The version of the tables and records."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
@@ -40,7 +41,8 @@ CREATE TABLE IF NOT EXISTS sessions (
     created REAL NOT NULL,      -- Unix seconds
     finished INTEGER NOT NULL DEFAULT 0,
     reward REAL,
-    reason TEXT
+    reason TEXT,
+    refused TEXT                -- of a finished session: the limit over which its last call was refused
 );
 CREATE TABLE IF NOT EXISTS calls (
     number INTEGER PRIMARY KEY AUTOINCREMENT,  -- in the order in which the calls were answered
@@ -59,7 +61,7 @@ LOCK_SECONDS = 20.0
 
 @dataclass
 class Write:
-    """Statements that wait to be written, and the future of whoever waits for them."""
+    """Statements that wait to be written, and the future that their writer awaits."""
 
     statements: Sequence[Statement]
     done: asyncio.Future[None]
@@ -160,7 +162,7 @@ class Store:
         def run() -> None:
             try:
                 result, error = work(), None
-            except Exception as raised:  # noqa: BLE001  # raised in whoever waits
+            except Exception as raised:  # noqa: BLE001  # raised where the result is awaited
                 result, error = None, raised
             loop.call_soon_threadsafe(then, result, error)
 
@@ -173,12 +175,12 @@ class Store:
 
     def _damage(self, error: Exception) -> ConfigurationError | None:
         """Return the error that ends the process, and report it, if ``error`` says that the file is damaged."""
-        found = files.database_damage(
-            error, self._file, "the open episodes are lost, and their prompts are played anew"
+        damage = files.database_damage(
+            error, self._file, "the open episodes are lost, and their prompts are played again"
         )
-        if found is not None:
-            self._on_damage(found)
-        return found
+        if damage is not None:
+            self._on_damage(damage)
+        return damage
 
     def _commit(self, batch: Sequence[Write]) -> None:
         """Execute the statements of a batch, and let the thread commit them."""
@@ -195,8 +197,8 @@ class Store:
                 error = OSError(f"another file took the place of {str(self._file)!r}")
             if self._db.in_transaction:  # SQLite rolls back by itself after some errors.
                 self._db.execute("ROLLBACK")
-        except (sqlite3.Error, OSError) as found:
-            error = error or found
+        except (sqlite3.Error, OSError) as failure:
+            error = error or failure
         self._is_in_use = False
         if error is not None and len(batch) > 1:
             self._waiting.extendleft(Write(write.statements, write.done, is_alone=True) for write in reversed(batch))
@@ -207,7 +209,7 @@ class Store:
         self._begin()
 
     def _refusal(self, error: Exception) -> ProblemError:
-        """Return how a write is refused that failed of ``error``."""
+        """Return the refusal of a write that failed with ``error``."""
         if isinstance(error, sqlite3.OperationalError | OSError):
             space = ""
             with contextlib.suppress(OSError):
@@ -231,9 +233,9 @@ class Store:
             files.require_database_format(self._db, self._file, FORMAT)
             self._db.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT")
             # Open sessions take some MB, which are read in no time.
-            [(found,)] = self._db.execute("PRAGMA integrity_check(1)")
-            if found != "ok":
-                raise sqlite3.DatabaseError(" ".join(found.split()))
+            [(verdict,)] = self._db.execute("PRAGMA integrity_check(1)")
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(" ".join(verdict.split()))
             self._inodes = self._find_inodes()
         except (OSError, sqlite3.Error) as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
@@ -247,7 +249,7 @@ class Store:
 
 
 def _settle(done: asyncio.Future[T], result: T, error: Exception | None) -> None:
-    """Give whoever waits for ``done`` its result or error, unless they have left."""
+    """Set the result or error of ``done``, unless nobody waits for it any more."""
     if done.cancelled():
         return
     if error is None:
@@ -265,7 +267,7 @@ _ADD = "INSERT INTO account VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET token
 _RECORDED, _TRACED, _LOST = "recorded", "traced", "lost:"
 
 LOST_WITH_SESSION = ("deleted", "expired", "abandoned")
-"""Reasons of losing tokens that were recorded: their session was removed before it was finished."""
+"""Loss reasons whose tokens were counted as recorded before, because their session was removed unfinished."""
 
 
 class Account:
@@ -299,7 +301,7 @@ class Account:
         TRACED.inc(tokens)
 
     async def lose(self, reason: str, tokens: int, *change: Statement) -> None:
-        """Write a change by which tokens are lost; raises as ``record`` does."""
+        """Write a change that loses tokens; raises as ``record`` does."""
         await self._enter(f"{_LOST}{reason}", tokens, change)
         LOST.labels(reason).inc(tokens)
 

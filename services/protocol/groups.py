@@ -10,7 +10,7 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, BinaryIO, Self
 
 import numpy as np
 import orjson
@@ -89,7 +89,7 @@ class Turn(WireModel):
     """A turn of an episode: completion tokens ``start`` to ``end`` (exclusive), and the reward that follows them.
 
     ``number`` counts the model's turns in the episode from 0 on, in the order in which they were taken. Calls with the
-    same prompt have the same number, as the choices of one call do: each samples the same turn anew. ``call`` is the
+    same prompt have the same number, as the choices of one call do: each samples the same turn again. ``call`` is the
     call of the episode that sampled it, from 0 on.
     ``reward`` is that of the turn and of those after it that other sequences have, up to this sequence's next turn. So
     the rewards of a sequence's turns from one on sum to what the episode earned from that turn on. It is None where no
@@ -302,7 +302,8 @@ class Group(WireModel):
 # --- groups as bytes --------------------------------------------------------------------------------------------------
 
 FORMAT = 2
-"""The version of the byte form: in its first byte, then the length of the header and a checksum of all that follows."""
+"""The version of the byte form: in its first byte, then the length of the header, and a checksum of that length and of
+all that follows."""
 _PREFIX = struct.Struct("<BII")
 
 
@@ -336,28 +337,28 @@ def pack_sequences(header: Mapping[str, Any], sequences: Sequence[TokenSequence]
     columns: list[list[Any]] = []
     parts: list[bytes] = []
     for name in dict.fromkeys(name for of_sequence in arrays for name in of_sequence):
-        found = [of_sequence.get(name) for of_sequence in arrays]
-        joined = np.concatenate([values for values in found if values is not None])
+        by_sequence = [of_sequence.get(name) for of_sequence in arrays]
+        joined = np.concatenate([values for values in by_sequence if values is not None])
         if joined.dtype.kind == "f":
             # A number beyond float32's range becomes infinite here, differs, and is kept as float64.
             with np.errstate(over="ignore"):
                 short = joined.astype(np.float32)
             joined = short if np.array_equal(short, joined) else joined
-        elif all(values is None or (values == values[:1]).all() for values in found):
-            constants = [None if values is None else values[:1].tolist() for values in found]
+        elif all(values is None or (values == values[:1]).all() for values in by_sequence):
+            constants = [None if values is None else values[:1].tolist() for values in by_sequence]
             columns.append([name, joined.dtype.str, constants])
             continue
-        columns.append([name, joined.dtype.str, [values is not None for values in found]])
+        columns.append([name, joined.dtype.str, [values is not None for values in by_sequence]])
         parts.append(joined.tobytes())
     dumps = (s.model_dump(mode="json", exclude=_ARRAYS) | {"tokens": s.tokens} for s in sequences)
     fields = [{name: value for name, value in dump.items() if value is not None} for dump in dumps]
     text = orjson.dumps({**header, "sequences": fields, "columns": columns})
     body = b"".join((text, *parts))
-    return _PREFIX.pack(FORMAT, len(text), zlib.crc32(body)) + body
+    return _PREFIX.pack(FORMAT, len(text), zlib.crc32(body, len(text))) + body
 
 
 def unpack_sequences(data: bytes | memoryview) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header and the sequences' fields, not checked but for the checksum.
+    """Return the header and the sequences' fields, of which only the checksum is checked.
 
     Raises:
         GroupFormatError: another version of this program packed them, or the bytes are damaged.
@@ -383,15 +384,16 @@ def unpack_sequences(data: bytes | memoryview) -> tuple[dict[str, Any], list[dic
 
 
 def check_format(data: bytes | memoryview) -> None:
-    """Pass if ``data`` are the whole bytes of a group in this version's form.
+    """Check that ``data`` are the whole bytes of a group in this version's form.
 
     Raises:
         GroupFormatError: they are not.
     """
     if len(data) < _PREFIX.size or data[0] != FORMAT:
-        found = f"format {data[0]}" if len(data) else "no bytes"
-        raise GroupFormatError(f"a group has {found}; this program reads format {FORMAT}, so begin a new run")
-    if zlib.crc32(memoryview(data)[_PREFIX.size :]) != _PREFIX.unpack_from(data)[2]:
+        actual = f"format {data[0]}" if len(data) else "no bytes"
+        raise GroupFormatError(f"a group has {actual}; this program reads format {FORMAT}, so begin a new run")
+    _, length, checksum = _PREFIX.unpack_from(data)
+    if zlib.crc32(memoryview(data)[_PREFIX.size :], length) != checksum:
         raise GroupFormatError("a group is damaged: its checksum differs")
 
 
@@ -406,6 +408,12 @@ def split(data: bytes | memoryview) -> Iterator[memoryview]:
             raise GroupFormatError("the last part is cut off")
         yield view[place : place + length]
         place += length
+
+
+def first_part(stream: BinaryIO) -> bytes:
+    """Return the first part of a file of ``joined`` bytes, without reading the others."""
+    (length,) = _LENGTH.unpack(stream.read(_LENGTH.size).ljust(_LENGTH.size, b"\0"))
+    return stream.read(length)
 
 
 _LENGTH = struct.Struct("<I")

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack
 from services.core import endpoints, logs, models
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, exit_code_of
-from services.core.processes import Command, end_leftovers
+from services.core.processes import Command, kill_stale_processes
 from services.core.supervisor import ChildRefusedError, SupervisedProcess
 from services.core.tasks import run_until_first_ends
 from services.engines.engine import RouterAdmin, WorkerAdmin
@@ -139,7 +139,7 @@ def main() -> None:
     given = parser.parse_args()
     settings = RolloutSettings.load()
     logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
-    end_leftovers()
+    kill_stale_processes()
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
     kind = commands.choose_engine(settings)
     models.download_model(settings.model_name)

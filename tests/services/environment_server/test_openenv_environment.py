@@ -59,12 +59,14 @@ async def test_an_environment_behind_openenv_plays_as_it_does_here(
                 await steps(client, reply["episodes"][0]["episode"], *actions)
                 for client, reply in zip((through, here), begun, strict=True)
             ]
-            told = [[{**r, "episode": None, "detail": None} for r in results] for results in played]
-            assert told[0] == told[1]
+            comparable = [[{**r, "episode": None, "detail": None} for r in results] for results in played]
+            assert comparable[0] == comparable[1]
 
 
 @asynccontextmanager
-async def scripted(*frames: dict[str, Any] | None, action: dict[str, Any] = SAY) -> AsyncIterator[OpenEnvEnvironment]:
+async def scripted(
+    *frames: dict[str, Any] | None, action: dict[str, Any] = SAY, forms: Forms | None = None
+) -> AsyncIterator[OpenEnvEnvironment]:
     """An environment whose server answers with ``frames``; None breaks the socket."""
     script = iter(frames)
     heard: list[dict[str, Any]] = []
@@ -80,7 +82,7 @@ async def scripted(*frames: dict[str, Any] | None, action: dict[str, Any] = SAY)
 
     async with serve(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        forms = Forms.of({"action": action, "observation": {}})
+        forms = forms or Forms.of({"action": action, "observation": {}})
         environment = OpenEnvEnvironment(f"http://127.0.0.1:{port}", forms)
         environment.heard = heard  # type: ignore[attr-defined]
         yield environment
@@ -112,8 +114,8 @@ async def test_an_action_of_several_fields_is_the_models_json() -> None:
         assert "JSON object alone" in first[0]["content"]
         assert json.loads(first[1]["content"]) == {"board": "empty"}
         odd = await step(environment, "to the left")
-        assert (odd.reward, odd.terminated, "no JSON" in odd.state[-1]["content"]) == (0.0, False, True)
-        assert "no JSON object" in (await step(environment, "[1]")).state[-1]["content"]
+        assert (odd.reward, odd.terminated, "not JSON" in odd.state[-1]["content"]) == (0.0, False, True)
+        assert "not a JSON object" in (await step(environment, "[1]")).state[-1]["content"]
         assert (await step(environment, '```json\n{"x": 1, "y": 2}\n```')).reward == 0.0
         refused = await step(environment, '{"x": "a"}')
         assert refused.state[-1]["content"] == 'VALIDATION_ERROR: not so: [{"loc":["x"]}]'
@@ -157,8 +159,7 @@ async def test_a_server_of_numbers_refuses_what_it_does_not_take() -> None:
         }
     )
     assert (forms.state_field, forms.state.shape, forms.action.start, forms.action.count) == ("s", [], 1, 3)
-    async with scripted(observed(s=0.5), error("VALIDATION_ERROR")) as environment:
-        environment._forms = forms
+    async with scripted(observed(s=0.5), error("VALIDATION_ERROR"), forms=forms) as environment:
         assert await environment.reset(1) == 0.5
         with pytest.raises(ActionRefusedError, match="not so"):
             await environment.step(9)
@@ -184,7 +185,7 @@ def test_an_observation_without_news_has_no_messages() -> None:
     assert messages_of({"metadata": {}}, is_first=False) == []
 
 
-def test_a_single_field_that_is_no_text_is_the_answers_json() -> None:
+def test_a_single_field_that_is_not_text_is_the_answers_json() -> None:
     forms = Forms.of({"action": {"properties": {"guess": {"type": "integer"}}}, "observation": {}})
     assert forms.encode("42") == {"guess": 42}
     assert forms.encode('{"guess": 3}') == {"guess": 3}
@@ -214,7 +215,7 @@ def test_a_server_that_never_starts_ends_the_start(start_service: Any) -> None:
     assert "start the server" in refused.log
 
 
-async def test_a_reason_that_the_server_gives_before_it_closes_is_told() -> None:
+async def test_a_reason_that_the_server_gives_before_it_closes_is_reported() -> None:
     reason = error("CAPACITY_REACHED")
     async with closing_at_once(json.dumps(reason).encode()) as url:
         environment = OpenEnvEnvironment(url, Forms.of({"action": SAY, "observation": {}}))
@@ -245,7 +246,7 @@ async def closing_at_once(message: bytes) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def test_an_answer_that_is_no_openenv_servers_ends_with_78(start_service: Any, app: Any) -> None:
+async def test_an_answer_that_is_not_an_openenv_servers_ends_with_78(start_service: Any, app: Any) -> None:
     data_server = start_service("services.data_server", DATASET="arithmetic")
     other = start_service("services.environment_server", ENVIRONMENT=f"openenv+{data_server.url}", healthy=False)
     assert other.process.wait(120) == EXIT_CONFIGURATION

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -46,8 +46,7 @@ from trainer.config.objective import Objective
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
-from trainer.rollouts.episodes import Games
-from trainer.rollouts.game import Opponent
+from trainer.rollouts.game import Games, Opponent, SelfPlay
 from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
 
 ODD = "tests.services.environment_server.odd_environments:"
@@ -62,7 +61,7 @@ class Stage:
     gateway_client: GatewayClient
     environments: EnvironmentClient
     thread: ServiceThread
-    opponent: Opponent | None = None
+    opponent: Opponent = field(default_factory=SelfPlay)
 
     def sampler(self, settings: TrainerSettings) -> Games:
         return Games(settings, self.rewards, self.gateway_client, self.environments, self.opponent)
@@ -243,7 +242,7 @@ def test_an_environment_of_numbers_is_refused(stage: Stage) -> None:
     assert isinstance(maker.all_failed(), ConfigurationError)
 
 
-def test_a_prompt_that_is_no_seed_names_the_setting(stage: Stage) -> None:
+def test_a_prompt_that_is_not_a_seed_names_the_setting(stage: Stage) -> None:
     maker = stage.maker()
     assert stage.thread.call(maker.make_group(PROMPT.model_copy(update={"ground_truth": "1/2"}))) is None
     assert "set DATASET=seeds" in str(maker.last_failure)
