@@ -164,7 +164,7 @@ def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh
     check_same(settings, path, state.fingerprint, fresh.fingerprint)
     then = state.forms
     if changed := [f"{name}: {then.get(name)} then, {now} now" for name, now in FORMS.items() if then.get(name) != now]:
-        log.warning("this release goes on otherwise than the one that saved the checkpoint", changed="; ".join(changed))
+        log.warning("this release computes otherwise than that of the checkpoint", changed="; ".join(changed))
     if "run_id" not in settings.model_fields_set and state.job != fresh.job:
         log.warning(
             "another job, or one before a restart of the jobs controller, started this run; this job continues it. "
