@@ -168,10 +168,10 @@ def test_a_hub_dataset_that_cannot_be_reached_is_an_error_and_never_something_el
 def test_a_hub_dataset_is_taken_by_splits_and_configuration(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    asked: list[tuple[Any, ...]] = []
+    requested: list[tuple[Any, ...]] = []
 
     def hub(name: str, config: str | None, **_: Any) -> Any:
-        asked.append((name, config))
+        requested.append((name, config))
         rows = {"question": ["a", "b"], "answer": ["1", "2"]}
         return datasets.DatasetDict(
             {"train": datasets.Dataset.from_dict(rows), "validation": datasets.Dataset.from_dict(rows)}
@@ -179,7 +179,7 @@ def test_a_hub_dataset_is_taken_by_splits_and_configuration(load: Any, monkeypat
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
     source = load("owner/name", dataset_config="hard", dataset_test_split="validation")
-    assert asked == [("owner/name", "hard")]
+    assert requested == [("owner/name", "hard")]
     assert (len(source.train), len(source.test)) == (2, 2)
     with pytest.raises(ConfigurationError, match=r"no split 'exam'; set DATASET_TEST_SPLIT to one of \['train'"):
         load("owner/name", dataset_test_split="exam")
