@@ -30,7 +30,7 @@ def test_gsm8k_ground_truths_stand_behind_the_last_hashes_without_separators(loa
     answers = ["It is 2.\n#### 2", "#### 1\nno\n#### 70,000", "####-3 ", "a\n#### $18.50"]
     test = write_rows(tmp_path / "test.jsonl", [{"question": "q", "answer": "#### 5"}])
     source = load([{"question": f"q{i}", "answer": a} for i, a in enumerate(answers)], dataset_test=test)
-    assert source.ground_truth_format is GroundTruthFormat.HASH
+    assert source.instruction == sources.INSTRUCTIONS[GroundTruthFormat.HASH]
     assert truths(source.train) == ["2", "70000", "-3", "$18.50"]
     assert truths(source.test) == ["5"]
 
@@ -66,7 +66,7 @@ def test_rows_without_question_or_ground_truth_are_left_out_and_counted(load: An
 def test_boxed_and_plain_ground_truths(load: Any) -> None:
     boxed = [{"problem": f"p{i}", "solution": rf"so \boxed{{\frac{{{i}}}{{2}}}}"} for i in range(3)]
     source = load(boxed)
-    assert source.ground_truth_format is GroundTruthFormat.BOXED
+    assert source.instruction == sources.INSTRUCTIONS[GroundTruthFormat.BOXED]
     assert sorted(truths(source.train) + truths(source.test)) == [rf"\frac{{{i}}}{{2}}" for i in range(3)]
     numbers = load([{"prompt": f"p{i}", "ground_truth": i} for i in range(3)])
     assert sorted(truths(numbers.train) + truths(numbers.test)) == ["0", "1", "2"]
