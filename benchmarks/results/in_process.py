@@ -18,7 +18,7 @@ from services.embedded_engine.compute.engine import Engine
 from services.embedded_engine.compute.loading import load
 from services.embedded_engine.compute.sequences import Sequence as Completion
 from services.embedded_engine.http.requests import SamplingParams, make_request
-from services.embedded_engine.settings import EngineSettings
+from services.engines.settings import EngineSettings
 from services.protocol.base import derive_seed
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Cursor, Prompt, Split

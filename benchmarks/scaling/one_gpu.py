@@ -12,7 +12,7 @@ from benchmarks.harness import ROOT
 from local_runner.spec import env_file
 from scripts.launch.models import CONFIGS, MEMORY, WEIGHT_BYTES, Model
 from scripts.launch.tables import table as lines
-from services.rollout_server.settings import RolloutSettings
+from services.engines.settings import RolloutSettings
 from trainer.config import TrainerSettings
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import ENGINE_ASLEEP, GIB, USABLE, Limits, Need, choose, needed, work_of

@@ -26,7 +26,7 @@ from benchmarks.results.comparisons import (
 from benchmarks.results.runs import Part, Result, Run, result_of
 from benchmarks.results.sweeps import Sweep
 from benchmarks.results.tasks import TINY, seeded, with_model
-from services.embedded_engine.settings import EngineSettings
+from services.engines.settings import EngineSettings
 from trainer.config import TrainerSettings
 
 PARTS = page.load_parts()
