@@ -9,7 +9,6 @@ without its weights.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shlex
@@ -79,18 +78,6 @@ class _Sizes:
     data: int
     splits_attention: bool
     """False with data-parallel attention, which splits the heads over fewer GPUs."""
-
-
-def number_of_gpus() -> int:
-    """Return the number of this node's GPUs: SkyPilot's figure, else torch's."""
-    promised = machine.promised_gpus()
-    if promised is not None:
-        return promised
-    if importlib.util.find_spec("torch") is None:
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def place_engines(split: Split, n_gpus: int) -> list[EnginePlace]:

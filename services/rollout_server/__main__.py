@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import math
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from services.core import endpoints, logs, models
+from services.core import endpoints, logs, machine, models
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, exit_code_of
 from services.core.processes import Command, end_leftovers
@@ -23,7 +24,7 @@ from services.core.supervisor import ChildRefusedError, SupervisedProcess
 from services.core.tasks import run_until_first_ends
 from services.engines.engine import Engine, listen_flags
 from services.engines.kinds import choose_engine
-from services.engines.placement import EnginePlace, number_of_gpus, place_engines, size_facts
+from services.engines.placement import EnginePlace, place_engines, size_facts
 from services.engines.router import RouterAdmin, check_router_installed, router_command
 from services.engines.settings import RolloutSettings
 from services.http import provenance
@@ -97,7 +98,7 @@ async def _run_router(settings: RolloutSettings, addresses: Addresses, public: R
     urls = sorted({worker.url for worker in (*addresses.own_workers, *addresses.first_workers)})
     log.info("the router starts once a rollout worker answers", workers=" ".join(urls))
     async with AsyncExitStack() as stack:
-        workers = [await stack.enter_async_context(HttpClient(url, service="worker")) for url in urls]
+        workers = [await stack.enter_async_context(HttpClient(url, settings.token, service="worker")) for url in urls]
         # If none ever answers, this node's engine ends the wait, because its supervisor gives up in the end.
         await run_until_first_ends(*(worker.wait_healthy(math.inf) for worker in workers))
     children = [router_command(settings, addresses.router, addresses.router_metrics)]
@@ -116,6 +117,18 @@ async def _run_router(settings: RolloutSettings, addresses: Addresses, public: R
             for command in children
         )
     )
+
+
+def number_of_gpus() -> int:
+    """Return the number of this node's GPUs: SkyPilot's figure, else torch's."""
+    promised = machine.promised_gpus()
+    if promised is not None:
+        return promised
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def main() -> None:
