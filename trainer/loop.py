@@ -1,6 +1,6 @@
 """The driver of a run: the seven steps of GRPO with replay, then publishing, evaluation and checkpoints.
 
-Rank 0 runs it. ``services`` is rank 0's side of the network, ``team`` the collective work of all ranks.
+Rank 0 runs it. ``services`` has its calls to the services, and ``rank_calls`` those that all ranks make together.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from trainer.algorithm.packing import TrainingGroup
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import Mode, TrainerSettings
 from trainer.config.objective import Objective
-from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.saving import DiskFullError, writing
 from trainer.publishing.probe import Probe
 from trainer.publishing.publisher import Publisher
+from trainer.rank_calls import ENDINGS, RankCalls, TrainingDivergedError
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.reporting.step_metrics import headline, step_metrics
 from trainer.rollouts.batch import Batch, within_kl
 from trainer.rollouts.evaluate import note_accuracy, reached_target
 from trainer.run_checkpoints import RunCheckpoints
-from trainer.team import ENDINGS, Team, TrainingDivergedError
+from trainer.service_calls import ServiceCalls
 
 log = get_logger(__name__)
 
@@ -45,8 +45,8 @@ class TrainingLoop:
     """A run on rank 0, from its first step or from a checkpoint to its end."""
 
     settings: TrainerSettings
-    services: MainRank
-    team: Team
+    services: ServiceCalls
+    rank_calls: RankCalls
     files: RunFiles
     status: RunStatus
     state: RunState
@@ -58,11 +58,11 @@ class TrainingLoop:
     """False once the metrics of a completed step could not be written."""
 
     def __post_init__(self) -> None:
-        team = self.team
+        rank_calls = self.rank_calls
         self.objective = Objective(self.settings)
-        self.publisher = Publisher(self.settings, self.services.thread, team.writer, team.write_policy)
-        self.probe = Probe(self.publisher, team.learner.policy, team.logprobs)
-        self.checkpoints = RunCheckpoints(self.settings, self.services, self.team, self.state)
+        self.publisher = Publisher(self.settings, self.services.thread, rank_calls.writer, rank_calls.write_policy)
+        self.probe = Probe(self.publisher, rank_calls.learner.policy, rank_calls.logprobs)
+        self.checkpoints = RunCheckpoints(self.settings, self.services, self.rank_calls, self.state)
 
     def run(self) -> None:
         """Train to the end.
@@ -77,7 +77,7 @@ class TrainingLoop:
         try:
             self.enter("publish", "writing the first policy version")
             # The version is written before the wait for workers, because an engine that starts may wait for it.
-            self.team.write_policy(self.state.policy_version)
+            self.rank_calls.write_policy(self.state.policy_version)
             self.services.wait_for_workers()
             self.publish(Batch(self.objective))
             if self.state.step == 0:
@@ -161,17 +161,17 @@ class TrainingLoop:
         if batch.replayed:
             make = self.objective.training_group
             replayed = [make(s.group, weight=s.weight, is_replayed=True) for s in batch.replayed]
-            kept = within_kl(replayed, self.team.logprobs(replayed), settings.replay_max_kl)
+            kept = within_kl(replayed, self.rank_calls.logprobs(replayed), settings.replay_max_kl)
             batch.counts |= {"replay_groups": len(kept), "replay_groups_left_out": len(replayed) - len(kept)}
             groups += kept
         self.enter("train", "computing advantages")
         reference = values = None
         if settings.kl_in_reward:
             self.enter("reference", "computing the reference's log-probabilities")
-            reference = self.team.reference_logprobs(groups)
+            reference = self.rank_calls.reference_logprobs(groups)
         if settings.has_critic:
             self.enter("values", "computing the critic's values")
-            values = self.team.values(groups)
+            values = self.rank_calls.values(groups)
         groups = self.objective.with_advantages(groups, reference, values)
         batch.counts |= critic_metrics(groups) if settings.has_critic else {}
         return groups
@@ -179,7 +179,7 @@ class TrainingLoop:
     def measure_entropy(self, batch: Batch) -> None:
         """Every ENTROPY_EVERY steps, measure the entropy over all groups made: the update skips some of them."""
         if self.state.step % ENTROPY_EVERY == 0:
-            entropy = self.team.mean_entropy(batch.prepared(batch.scored))
+            entropy = self.rank_calls.mean_entropy(batch.prepared(batch.scored))
             batch.counts |= {} if entropy is None else {"entropy_all": entropy}
 
     def update(self, groups: Sequence[TrainingGroup]) -> UpdateResult:
@@ -190,7 +190,7 @@ class TrainingLoop:
         """
         # Groups that were left out use up data, so that the last step comes before ``total_steps``.
         position = max(self.state.step, self.state.prompts_used * self.total_steps / self.total_prompts)
-        result = self.team.update(groups, self.state.step, position)
+        result = self.rank_calls.update(groups, self.state.step, position)
         if result.skipped:
             log.warning("update skipped: loss or gradient not finite", step=self.state.step + 1, **result.metrics)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.is_without_effect else 0
@@ -207,9 +207,9 @@ class TrainingLoop:
         """Make the rollout workers serve the policy, and return the metrics of it."""
         version = self.state.policy_version
         self.enter("publish", f"publishing policy version {version} to the rollout workers")
-        self.team.leave_gpu()  # for engines that wake for the version and take their memory back
+        self.rank_calls.leave_gpu()  # for engines that wake for the version and take their memory back
         metrics = self.publisher.publish(version) | self.probe.check(batch.prepared(batch.groups))
-        self.team.leave_gpu()  # the probe has gathered the parameters
+        self.rank_calls.leave_gpu()  # the probe has gathered the parameters
         self.status.policy_version = version
         return metrics
 

@@ -15,7 +15,7 @@ import transformers
 
 from services.core import logs, machine, models
 from services.core.endpoints import Task
-from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError, exit_code_of, own_error, say_error
+from services.core.errors import ConfigurationError, exit_code_of, own_error
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
 from services.core.tasks import InterruptedCallError, ServiceThread
@@ -26,18 +26,18 @@ from trainer.checkpoints.admission import has_succeeded
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.config import Mode, TrainerSettings, Transport
 from trainer.loop import TrainingLoop
-from trainer.main_rank import MainRank
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
-from trainer.model.ranks import PeerLostError, Ranks, join_ranks
+from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import writing
 from trainer.preflight.check import preflight
 from trainer.publishing.publisher import VersionWriter
+from trainer.rank_calls import ENDINGS, RankCalls
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, listen_for_status, log_activity, serve_status
 from trainer.run_checkpoints import count_parameters, resume
-from trainer.team import ENDINGS, Team, TrainingDivergedError
+from trainer.service_calls import ServiceCalls
 
 log = get_logger(__name__)
 
@@ -91,14 +91,7 @@ def run_rank() -> int:
         except InterruptedCallError:
             interrupted = True
 
-    try:
-        code = exit_code_of(body)
-    except TrainingDivergedError as error:
-        say_error(error)
-        return EXIT_FAILED
-    except PeerLostError as error:
-        say_error(error)
-        return EXIT_PEER_LOST
+    code = exit_code_of(body)
     return 128 + (stop.number or signal.SIGTERM) if interrupted else code
 
 
@@ -140,13 +133,13 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         writer = VersionWriter(settings, policy, ranks)
         stack.callback(writer.close)
         state = resume(settings, ranks, policy, data, learner, checkpoints, critic)
-        team = Team(settings, ranks, learner, writer, checkpoints, stop, critic)
+        rank_calls = RankCalls(settings, ranks, learner, writer, checkpoints, stop, critic)
         if services is None:
-            team.follow()
+            rank_calls.follow()
             return
         status.step, status.state, status.total_steps = state.step, state, total_steps
-        with team.leading():
-            _drive(settings, services, team, status, data)
+        with rank_calls.leading():
+            _drive(settings, services, rank_calls, status, data)
 
 
 def _open_page(settings: TrainerSettings, ranks: Ranks, thread: ServiceThread | None, status: RunStatus) -> None:
@@ -167,23 +160,25 @@ def _connect(
     vocab_size: int,
     stack: ExitStack,
     status: RunStatus,
-) -> tuple[MainRank | None, DataStats]:
+) -> tuple[ServiceCalls | None, DataStats]:
     """Connect rank 0 to the services until ``stack`` ends; return the connections, None elsewhere, and the data."""
-    services: MainRank | None = None
+    services: ServiceCalls | None = None
 
     def connect() -> dict[str, Any]:
         nonlocal services
         assert thread is not None, "only rank 0 connects"
-        services = stack.enter_context(MainRank.connected(settings, thread, vocab_size, status.activity))
+        services = stack.enter_context(ServiceCalls.connected(settings, thread, vocab_size, status.activity))
         return services.describe_data().model_dump()
 
     data = DataStats.model_validate(ranks.on_main(connect, *ENDINGS))
     return services, data
 
 
-def _drive(settings: TrainerSettings, services: MainRank, team: Team, status: RunStatus, data: DataStats) -> None:
+def _drive(
+    settings: TrainerSettings, services: ServiceCalls, rank_calls: RankCalls, status: RunStatus, data: DataStats
+) -> None:
     """Drive the run from its state to its end, and write the summary; on rank 0."""
-    policy, state = team.learner.policy, status.state
+    policy, state = rank_calls.learner.policy, status.state
     assert state is not None
     assert policy.description is not None, "rank 0 has it"
     if settings.mode is Mode.SYNC:
@@ -195,13 +190,15 @@ def _drive(settings: TrainerSettings, services: MainRank, team: Team, status: Ru
     with closing(files):
         try:
             prompts = settings.num_epochs * data.train_prompts
-            TrainingLoop(settings, services, team, files, status, state, team.learner.total_steps, prompts).run()
+            TrainingLoop(
+                settings, services, rank_calls, files, status, state, rank_calls.learner.total_steps, prompts
+            ).run()
             status.begin("save", "saving the model")
-            team.save_model()
+            rank_calls.save_model()
         except Exception as error:
-            _write_summary(files, _summary(settings, team, state, data, error))
+            _write_summary(files, _summary(settings, rank_calls, state, data, error))
             raise
-        _write_summary(files, _summary(settings, team, state, data, None))
+        _write_summary(files, _summary(settings, rank_calls, state, data, None))
     status.begin("finished", "finished")
     log.info("finished", steps=state.step, model=str(settings.run_dir / "model"))
 
@@ -222,10 +219,10 @@ def outcome_of(error: Exception | None) -> dict[str, str | None]:
 
 
 def _summary(
-    settings: TrainerSettings, team: Team, state: RunState, data: DataStats, error: Exception | None
+    settings: TrainerSettings, rank_calls: RankCalls, state: RunState, data: DataStats, error: Exception | None
 ) -> dict[str, Any]:
     """Return the content of summary.json; ``error`` ended the run."""
-    compute = team.learner.policy.compute
+    compute = rank_calls.learner.policy.compute
     assert compute is not None
     return {
         **outcome_of(error),
@@ -244,9 +241,9 @@ def _summary(
         "dataset": data.source,
         "rows": data.rows,
         "rows_left_out": {reason: count for reason, count in data.refused.items() if count} or None,
-        "device": team.ranks.device.type,
+        "device": rank_calls.ranks.device.type,
         "compute_type": compute.compute_type,
-        "ranks": team.ranks.world_size,
+        "ranks": rank_calls.ranks.world_size,
         "job": job_id(),
         "ended": time.time(),
     }

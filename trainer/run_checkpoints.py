@@ -21,13 +21,13 @@ from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.admission import Fingerprint, check_same
 from trainer.checkpoints.checkpoint import FORMS, CheckpointStore, RunState, SavedCritic
 from trainer.config import Mode, TrainerSettings
-from trainer.main_rank import MainRank
 from trainer.model.learner import Learner
 from trainer.model.loading import tokenizer_digest
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
-from trainer.team import Team
+from trainer.rank_calls import RankCalls
+from trainer.service_calls import ServiceCalls
 
 log = get_logger(__name__)
 
@@ -41,8 +41,8 @@ class RunCheckpoints:
     """Saves the run's state; on rank 0."""
 
     settings: TrainerSettings
-    services: MainRank
-    team: Team
+    services: ServiceCalls
+    rank_calls: RankCalls
     state: RunState
     started: float = field(init=False)
     """The time at which the run would have begun without interruptions (time.monotonic)."""
@@ -67,7 +67,7 @@ class RunCheckpoints:
             state.replay_snapshot = None
         self.note_seconds()
         state.random_state = torch.get_rng_state().tolist()
-        self.team.save_checkpoint(state.model_copy(deep=True), wait=wait)
+        self.rank_calls.save_checkpoint(state.model_copy(deep=True), wait=wait)
         log.info("checkpoint", step=state.step, directory=str(self.settings.checkpoint_dir))
 
     def note_seconds(self) -> None:
@@ -76,8 +76,8 @@ class RunCheckpoints:
 
     def poll(self) -> None:
         """Put a checkpoint in place that has been written meanwhile, and delete the snapshots of removed ones."""
-        self.team.poll_checkpoint()
-        for label in self.team.checkpoints.take_removed_snapshots():
+        self.rank_calls.poll_checkpoint()
+        for label in self.rank_calls.checkpoints.take_removed_snapshots():
             try:
                 self.services.forget_replay(label)
             except DependencyLostError as error:
@@ -94,8 +94,8 @@ class RunCheckpoints:
         """
         is_full = isinstance(error, DiskFullError) or not is_recorded
         try:
-            if is_full or self.team.checkpoints.saved_step == self.state.step:
-                self.team.finish_checkpoint()
+            if is_full or self.rank_calls.checkpoints.saved_step == self.state.step:
+                self.rank_calls.finish_checkpoint()
             elif self.state.step:
                 self.save(wait=True, snapshot_seconds=LEAVE_SNAPSHOT_SECONDS)
         except DiskFullError as full:

@@ -50,7 +50,7 @@ class LocalArena:
 
     async def _begin(self, seed: int) -> Episode:
         try:
-            environment = self._make()
+            environment = self._make(seed)
             try:
                 state = environment.reset(seed)
                 first = await state if inspect.isawaitable(state) else state

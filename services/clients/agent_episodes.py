@@ -28,8 +28,6 @@ T = TypeVar("T")
 log = get_logger(__name__)
 
 NO_ENGINE = "no engine answered the last call within twice AGENT_SECONDS"
-DELETE_SECONDS = 10.0
-"""Longest wait for the deletion of a session, which the gateway makes up for."""
 OVER_LIMIT = ("timeout", "limit")
 """Reasons of failure for which the model is at fault: the answer is wrong."""
 
@@ -123,20 +121,11 @@ class EpisodePlayer:
         result, failure = await self._run(agent, example, request)
         if result.status is RewardStatus.ERROR and any(result is one for one in scored):
             failure = AgentFailedError(str(result.reason), "reward_error")
-        session = await _reply(self.gateway.reward(request.id, result.reward, result.reason))
-        if session.refused == DEADLINE and failure is None:
+        trace = await _reply(self.gateway.finish(request.id, result.reward, result.reason))
+        if trace.refused == DEADLINE and failure is None:
             failure = AgentFailedError(f"{NO_ENGINE}; the agent caught that and returned {result.reward}", "server")
             result = RewardResult(reward=None, status=RewardStatus.ERROR, reason=str(failure))
-        trace = await _reply(self.gateway.finish(request.id))
-        await self._delete(request.id)
         return _checked(Episode(trace, result, failure, example.turn_rewards, example.figures, seat))
-
-    async def _delete(self, session_id: str) -> None:
-        """Delete a session whose trace was received; where that fails, the gateway does it after the deadline."""
-        try:
-            await self.gateway.delete(session_id, deadline=DELETE_SECONDS)
-        except (DependencyLostError, RequestRefusedError) as error:
-            log.warning("session not deleted", session=session_id, reason=str(error))
 
     async def _run(
         self, agent: Agent, example: Example, request: CreateSessionRequest

@@ -1,6 +1,8 @@
 """The client of the job group's environment-servers: episodes, each on one of the servers.
 
-An episode continues on another server when its server is lost.
+An episode whose server is lost continues on another server, or on the restarted one, if its environment declares that
+it is deterministic: it begins again with the same seed and takes the same actions. Any other episode can only wait for
+its server, which it does for WAIT_SECONDS; then it is lost. A healthy server may take until the client's deadline.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import socket
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -50,13 +52,15 @@ REPLAYED = Counter("client_episodes_replayed", "Episodes whose server was lost a
 
 
 CLOSE_SECONDS = 5.0
-"""Longest wait for the end of an episode, which the server ends by itself when nobody steps it."""
+"""Longest wait for the end of an episode. A server also ends by itself an episode that is not stepped for a while."""
 MOST_LOSSES = 3
-"""An action at which an episode was lost so often in a row is the cause."""
+"""An action at which an episode was lost this often in a row is the cause."""
 ANSWER_SECONDS = 10.0
-"""A server that has not answered a request for so long is asked for its health."""
+"""A server that has not answered a request after this time is asked for its health."""
+WAIT_SECONDS = 60.0
+"""The time that an episode which can continue on no other server waits for its own to be healthy again."""
 FAILED_SECONDS = 10.0
-"""A server that has failed is the last choice for so long."""
+"""A server that has failed is the last choice for this time."""
 SEARCH_SECONDS = 10.0
 """Time between two searches for servers."""
 PAUSE_SECONDS = 0.5
@@ -180,7 +184,7 @@ class EnvironmentClient:
             token: sent as ``Authorization: Bearer``.
             deadline: seconds that one request may take, the time included in which no server answers.
         """
-        self._given = None if servers is None else list(servers)
+        self._addresses = None if servers is None else list(servers)
         self._token = token
         self.deadline = deadline
         self._servers: dict[str, EnvironmentServer] = {}
@@ -205,7 +209,8 @@ class EnvironmentClient:
         """Return the known servers, after a search for new ones if the last search was a while ago."""
         if time.monotonic() - self._searched >= SEARCH_SECONDS:
             self._searched = time.monotonic()
-            for address in await find_servers(len(self._servers)) if self._given is None else self._given:
+            addresses = await find_servers(len(self._servers)) if self._addresses is None else self._addresses
+            for address in addresses:
                 await self.connect(address.url)
         return list(self._servers.values())
 
@@ -241,7 +246,7 @@ class EnvironmentClient:
         """
         servers = await self.servers()
         if not servers:
-            raise DependencyLostError(f"no environment-server tells its settings: {_none_found()}")
+            raise DependencyLostError(f"there are no settings of an environment-server: {_none_found()}")
         return await servers[0].settings()
 
     async def begin(self, seeds: Sequence[int], split: str | None = None) -> list[ServedEpisode]:
@@ -267,7 +272,7 @@ class EnvironmentClient:
         by_server: defaultdict[EnvironmentServer, dict[ServedEpisode, StepItem]] = defaultdict(dict)
         for episode, action in moves:
             by_server[episode.server][episode] = episode.step_with(action)
-        answers = await asyncio.gather(*(self._step_on(at, [*items.values()]) for at, items in by_server.items()))
+        answers = await asyncio.gather(*(self._step_on(at, items) for at, items in by_server.items()))
         results: dict[ServedEpisode, StepResult] = {}
         for items, answer in zip(by_server.values(), answers, strict=True):
             results |= zip(items, answer, strict=True)
@@ -287,7 +292,7 @@ class EnvironmentClient:
             if not episode.has_ended:
                 by_server[episode.server].append(episode.id)
         for server, ids in by_server.items():
-            # A server that is away ends an episode that nobody steps.
+            # A server that is away ends the episode later, when it has not been stepped for a while.
             with contextlib.suppress(DependencyLostError):
                 await server.end(ids, deadline=CLOSE_SECONDS)
 
@@ -332,25 +337,24 @@ class EnvironmentClient:
     def _count(self, server: EnvironmentServer, change: int) -> None:
         self._active[server.url] = self.active_on(server) + change
 
-    async def _step_on(self, server: EnvironmentServer, items: Sequence[StepItem]) -> list[StepResult]:
-        """Take actions on one server; a server that is well may take as long as the client's deadline."""
-        end = time.monotonic() + self.deadline
+    async def _step_on(self, server: EnvironmentServer, items: Mapping[ServedEpisode, StepItem]) -> list[StepResult]:
+        """Take an action in each of some episodes of one server, with the patience that the module's text describes."""
+        began = time.monotonic()
+        may_leave = all(episode.environment.deterministic for episode in items)
+        patience = 0.0 if may_leave else WAIT_SECONDS
         while True:
             try:
-                return await server.step(items, deadline=min(ANSWER_SECONDS, self.deadline))
+                return await server.step([*items.values()], deadline=min(ANSWER_SECONDS, self.deadline))
             except DependencyLostError as error:
-                if time.monotonic() > end or (self.may_leave(server) and not await server.is_healthy()):
+                waited = time.monotonic() - began
+                if waited > self.deadline or (waited > patience and not await server.is_healthy()):
                     self.note_failure(server)
-                    return [_lost(item.episode, str(error)) for item in items]
+                    return [_lost(item.episode, str(error)) for item in items.values()]
             await asyncio.sleep(PAUSE_SECONDS)
 
     def note_failure(self, server: EnvironmentServer) -> None:
         """Make a server the last choice for a while."""
         self._failed[server.url] = time.monotonic()
-
-    def may_leave(self, server: EnvironmentServer) -> bool:
-        """Return whether to leave a server at once when it is not healthy, instead of at the client's deadline."""
-        return True
 
     async def _recover(self, episode: ServedEpisode, action: Action, lost: StepResult) -> StepResult:
         """Return the result of an action at which an episode was lost, after further attempts elsewhere."""
@@ -361,7 +365,7 @@ class EnvironmentClient:
                 await self._begin_again(episode, str(lost.detail))
             except EpisodeLostError as error:
                 return _lost(episode.id, str(error))
-            [result] = await self._step_on(episode.server, [episode.step_with(action)])
+            [result] = await self._step_on(episode.server, {episode: episode.step_with(action)})
             if result.status is not StepStatus.LOST:
                 return result
             lost = result
@@ -406,7 +410,7 @@ class EnvironmentClient:
         episode.compare(start, 0, server.url)
         for step, action in enumerate(episode.actions):
             item = StepItem.model_construct(episode=start.episode, step=step, action=action)
-            [result] = await self._step_on(server, [item])
+            [result] = await self._step_on(server, {episode: item})
             if result.status is StepStatus.LOST:
                 return False
             episode.compare(result, step + 1, server.url)
@@ -424,9 +428,9 @@ def consecutive(seeds: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def differences(found: EnvironmentInfo, expected: EnvironmentInfo) -> str:
+def differences(actual: EnvironmentInfo, expected: EnvironmentInfo) -> str:
     """Return the fields in which an environment differs from the expected one, with both values."""
-    values = ((name, getattr(found, name), getattr(expected, name)) for name in EnvironmentInfo.model_fields)
+    values = ((name, getattr(actual, name), getattr(expected, name)) for name in EnvironmentInfo.model_fields)
     return ", ".join(f"its environment has {name} {a!r} instead of {b!r}" for name, a, b in values if a != b)
 
 
@@ -440,11 +444,11 @@ def _none_found() -> str:
     return f"no server's name resolves, {first} included; see whether the task {Task.ENVIRONMENT_SERVER.value} runs"
 
 
-async def find_servers(known: int) -> list[Endpoint]:
+async def find_servers(least: int) -> list[Endpoint]:
     """Return the nodes of the task environment-server, by rank.
 
-    Under SkyPilot those are the ranks whose names resolve, up to the first beyond ``known`` that does not. The local
-    runner lists all nodes in JOBGROUP_ENDPOINTS.
+    Under SkyPilot those are the ranks whose names resolve, up to the first beyond ``least`` nodes that does not. The
+    local runner lists all nodes in JOBGROUP_ENDPOINTS.
     """
     task = Task.ENVIRONMENT_SERVER
     if mapping := mapped_addresses():
@@ -452,13 +456,13 @@ async def find_servers(known: int) -> list[Endpoint]:
         return [endpoint(task, rank=rank) for rank in range(ranks)]
     if "SKYPILOT_JOBGROUP_NAME" not in os.environ:
         return [endpoint(task)]
-    found: list[Endpoint] = []
+    nodes: list[Endpoint] = []
     for rank in itertools.count():
         address = endpoint(task, rank=rank)
         try:
             await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         except OSError:
-            if rank >= known:
-                return found
-        found.append(address)
-    raise AssertionError("itertools.count has no end")
+            if rank >= least:
+                return nodes
+        nodes.append(address)
+    raise AssertionError("itertools.count never ends")

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from services.core.endpoints import Task
-from services.http.client import ServiceClient
-from services.protocol.sessions import CreateSessionRequest, GatewayStats, RewardRequest, SessionReply, Trace
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
+from services.http.client import RequestRefusedError, ServiceClient
+from services.protocol.sessions import CreateSessionRequest, FinishRequest, GatewayStats, SessionReply, Trace
+
+log = get_logger(__name__)
+
+DELETE_SECONDS = 10.0
+"""Longest wait for the deletion of a session, which the gateway makes up for."""
 
 
 class GatewayClient(ServiceClient):
-    """The gateway: one session an episode. Repeating any of these requests does no harm.
+    """The gateway: one session and two requests an episode. Repeating any of these requests does no harm.
 
-    Every method raises RequestRefusedError with status 404 for an unknown session.
+    Every method raises RequestRefusedError with status 404 for an unknown session. A session is deleted by the next
+    one's ``finish``, or when the client closes, because until then its trace may have to be sent again.
     """
 
     task = Task.GATEWAY
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._received: list[str] = []
+        """The finished sessions whose traces are here."""
+
+    async def __aexit__(self, *_: object) -> None:
+        received, self._received = self._received, []
+        try:
+            await asyncio.gather(*map(self._delete, received))
+        finally:
+            await super().__aexit__()
 
     def agent_url(self, session_id: str) -> str:
         """Return the base URL that the session's agent gives its OpenAI client; it ends with ``/v1``."""
@@ -31,30 +54,31 @@ class GatewayClient(ServiceClient):
         """Return the state of a session."""
         return await self.call("GET", f"/sessions/{session_id}", SessionReply)
 
-    async def reward(self, session_id: str, reward: float | None, reason: str | None = None) -> SessionReply:
-        """Set the episode's reward: a number, or None with the reason why there is none. The last call counts.
+    async def finish(self, session_id: str, reward: float | None, reason: str | None = None) -> Trace:
+        """End the session: it takes no more calls. Return its trace, which stays the same from now on.
+
+        The reward is the episode's: a number, or None with the reason why there is none.
 
         Raises:
             RequestRefusedError: 409, the session is finished with another reward.
         """
-        request = RewardRequest(reward=reward, reason=reason)
-        return await self.call("POST", f"/sessions/{session_id}/reward", SessionReply, request)
-
-    async def finish(self, session_id: str) -> Trace:
-        """End the session: it takes no more calls. Return its trace, which stays the same from now on."""
-        return await self.call("POST", f"/sessions/{session_id}/finish", Trace)
-
-    async def trace(self, session_id: str) -> Trace:
-        """Return the trace of the calls so far."""
-        return await self.call("GET", f"/sessions/{session_id}/trace", Trace)
-
-    async def delete(self, session_id: str, *, deadline: float | None = None) -> None:
-        """Delete a session and everything stored of it; an unknown session is no error.
-
-        ``deadline`` is in seconds, instead of the client's own.
-        """
-        await self.request("DELETE", f"/sessions/{session_id}", deadline=deadline)
+        received, self._received = self._received, []
+        request = FinishRequest(reward=reward, reason=reason, received=received)
+        try:
+            trace = await self.call("POST", f"/sessions/{session_id}/finish", Trace, request)
+        except BaseException:
+            self._received += received
+            raise
+        self._received.append(session_id)
+        return trace
 
     async def stats(self, *, deadline: float | None = None) -> GatewayStats:
         """Return the account of sampled tokens; ``deadline`` seconds instead of the client's own."""
         return await self.call("GET", "/stats", GatewayStats, deadline=deadline)
+
+    async def _delete(self, session_id: str) -> None:
+        """Delete a session; where that fails, the gateway does it after the deadline."""
+        try:
+            await self.request("DELETE", f"/sessions/{session_id}", deadline=DELETE_SECONDS)
+        except (DependencyLostError, RequestRefusedError) as error:
+            log.warning("session not deleted", session=session_id, reason=str(error))

@@ -7,6 +7,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Callable
+from typing import ClassVar
 
 EXIT_FAILED = 1
 """An unexpected error, or a dependency that never came up. ``services.core.restarts`` bounds the restarts."""
@@ -29,15 +30,25 @@ _INSTALLED = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdli
 _COMPONENTS = ("services.", "trainer.", "evaluation.")
 
 
-class ConfigurationError(Exception):
+class ComponentError(Exception):
+    """An error that ends a component: the user gets its message in one line, and SkyPilot its exit code."""
+
+    exit_code: ClassVar[int] = EXIT_FAILED
+
+
+class ConfigurationError(ComponentError):
     """A wrong setting, or a dataset or model that cannot be loaded. The message says what, where and what to do."""
 
+    exit_code = EXIT_CONFIGURATION
 
-class DependencyLostError(Exception):
+
+class DependencyLostError(ComponentError):
     """A service did not answer within its deadline, retries included. The message names it and the last error."""
 
+    exit_code = EXIT_RECOVERABLE
 
-class NeverReadyError(Exception):
+
+class NeverReadyError(ComponentError):
     """A dependency was missing when a component started, and did not come up within the deadline of the start."""
 
 
@@ -67,15 +78,9 @@ def exit_code_of(main: Callable[[], object]) -> int:
     """Run ``main`` and return the exit code for SkyPilot's ``job_recovery``; write an error's line to stderr."""
     try:
         main()
-    except ConfigurationError as error:
+    except ComponentError as error:
         say_error(error)
-        return EXIT_CONFIGURATION
-    except DependencyLostError as error:
-        say_error(error)
-        return EXIT_RECOVERABLE
-    except NeverReadyError as error:
-        say_error(error)
-        return EXIT_FAILED
+        return error.exit_code
     return 0
 
 

@@ -12,8 +12,8 @@ from fastapi.responses import Response
 from services.core.tasks import in_background
 from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings
-from services.http.app import JsonResponse, create_service_app, model_response
-from services.http.json_body import JsonRoute
+from services.http.app import create_service_app
+from services.http.json_body import JsonResponse, JsonRoute
 from services.protocol.prompts import (
     Cursor,
     CursorRequest,
@@ -86,32 +86,32 @@ async def post_prompts(request: PromptsRequest, batches: Loaded) -> Response:
     return _reply(batches, request.split, *batches.batch(request.split, request.cursor, request.batch_size))
 
 
-@router.get("/cursor", response_model=Cursor)
+@router.get("/cursor")
 async def get_cursor(
     batches: Loaded,
     consumer: Annotated[str, Query(min_length=1, max_length=200)] = "default",
     split: Split = Split.TRAIN,
-) -> Response:
+) -> Cursor:
     """Return the server's own cursor of a consumer."""
-    return model_response(batches.state.cursor(_cursor_key(consumer, split)))
+    return batches.state.cursor(_cursor_key(consumer, split))
 
 
-@router.put("/cursor", response_model=Cursor)
-async def put_cursor(request: CursorRequest, batches: Loaded) -> Response:
+@router.put("/cursor")
+async def put_cursor(request: CursorRequest, batches: Loaded) -> Cursor:
     """Set the server's own cursor of a consumer."""
     batches.check(request.split, request.cursor)
     await batches.state.set_cursor(_cursor_key(request.consumer, request.split), request.cursor)
-    return model_response(request.cursor)
+    return request.cursor
 
 
-@router.post("/success_rates", response_model=SuccessRatesReply)
-async def post_success_rates(request: SuccessRatesRequest, batches: Loaded) -> Response:
+@router.post("/success_rates")
+async def post_success_rates(request: SuccessRatesRequest, batches: Loaded) -> SuccessRatesReply:
     """Record success rates, by which some values of CURRICULUM order the next epoch."""
     catalogue = batches.dataset.catalogues[Split.TRAIN]
     rates = {catalogue.place_of(prompt_id): rate for prompt_id, rate in request.success_rates.items()}
     known = {place: rate for place, rate in rates.items() if place is not None}
     await batches.state.record_rates(known)
-    return model_response(SuccessRatesReply(recorded=len(known), unknown=len(request.success_rates) - len(known)))
+    return SuccessRatesReply(recorded=len(known), unknown=len(request.success_rates) - len(known))
 
 
 def _cursor_key(consumer: str, split: Split) -> str:

@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import Response
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
@@ -20,7 +19,7 @@ from services.environment_server.openenv_routes import add_openenv_routes, add_t
 from services.environment_server.openenv_sessions import Sessions
 from services.environment_server.player import Player, UsageMeter
 from services.environment_server.settings import EnvironmentSettings
-from services.http.app import create_service_app, model_response
+from services.http.app import create_service_app
 from services.http.problems import ProblemError
 from services.protocol.base import Health
 from services.protocol.evaluation import (
@@ -113,7 +112,7 @@ class Server:
         """
         reply = self._replies.get(request.request_id or "")
         if reply is None:
-            make = None if self.tasks is None or request.split is None else self.tasks.drawn_from(request.split)
+            make = None if self.tasks is None or request.split is None else self.tasks.maker(request.split)
             reply = asyncio.ensure_future(self.table.reset(request.episodes, request.seed, make))
             if request.request_id is not None:
                 self._replies[request.request_id] = reply
@@ -153,21 +152,21 @@ def create_app(settings: EnvironmentSettings) -> FastAPI:
         max_body_bytes=MAX_BODY_BYTES,
     )
 
-    @app.post("/reset", response_model=ResetReply)
-    async def post_reset(request: ResetRequest) -> Response:
+    @app.post("/reset")
+    async def post_reset(request: ResetRequest) -> ResetReply:
         """Begin episodes."""
-        return model_response(await server.reset(request))
+        return await server.reset(request)
 
-    @app.post("/step", response_model=StepReply)
-    async def post_step(request: StepRequest) -> Response:
+    @app.post("/step")
+    async def post_step(request: StepRequest) -> StepReply:
         """Take one action in each of some episodes; a failure of one does not affect the others."""
-        return model_response(StepReply.model_construct(results=await server.table.step(request.steps)))
+        return StepReply.model_construct(results=await server.table.step(request.steps))
 
-    @app.post("/close", response_model=CloseReply)
-    async def post_close(request: CloseRequest) -> Response:
+    @app.post("/close")
+    async def post_close(request: CloseRequest) -> CloseReply:
         """End episodes early."""
         closed = await server.table.close(request.episodes)
-        return model_response(CloseReply(closed=closed, unknown=len(set(request.episodes)) - closed))
+        return CloseReply(closed=closed, unknown=len(set(request.episodes)) - closed)
 
     add_openenv_routes(app, settings.token, lambda: server.sessions)
     add_task_routes(app, lambda: server.sessions)

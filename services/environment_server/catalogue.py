@@ -8,7 +8,6 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +27,7 @@ from services.environment_server.environments import (
     why_failed,
 )
 from services.environment_server.games import GuessingGame, Nim
-from services.environment_server.openenv_environment import PREFIX, OpenEnvEnvironment, open_server
+from services.environment_server.openenv_environment import PREFIX, OpenEnvEnvironment, ask_for_forms
 from services.environment_server.settings import EnvironmentSettings
 from services.protocol.evaluation import Action, ActionKind, ActionSpec, EnvironmentInfo, State, StateKind, StateSpec
 
@@ -146,39 +145,41 @@ def _encoded(observation: Any) -> State:
 
 
 Environment = GymnasiumEnvironment | Conversation | OpenEnvEnvironment
-MakeEnvironment = Callable[[], Environment]
+MakeEnvironment = Callable[[int], Environment]
+"""Makes the environment of one episode, which has the given seed."""
 
 
 @asynccontextmanager
 async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[MakeEnvironment]:
-    """Load the data of an environment, and yield a function that makes it for one episode, in any thread.
+    """Load the data of an environment, and yield the function that makes it, in any thread.
 
     Raises:
         ImportError: there is no such module.
-        ConfigurationError: the environment's data cannot be loaded, its server is none of OpenEnv, or the module has no
-            such class.
+        ConfigurationError: the environment's data cannot be loaded, its server does not speak OpenEnv, or the module
+            has no such class.
         NeverReadyError: its server does not answer.
     """
     name, turns = settings.environment, settings.environment_text_turns
     if name == "guessing":
-        yield partial(GuessingGame, turns)
+        yield lambda _seed: GuessingGame(turns)
     elif name == "nim":
-        yield Nim
+        yield lambda _seed: Nim()
     elif name.startswith(PREFIX):
-        yield await open_server(name, settings.service_deadline_seconds)
+        url, forms = await ask_for_forms(name, settings.service_deadline_seconds)
+        yield lambda _seed: OpenEnvEnvironment(url, forms)
     elif name == "gsm8k":
         # Needs the packages of data-server and reward-server, which the other environments do without.
         from services.environment_server import gsm8k
 
-        async with gsm8k.open_questions() as questions:
-            yield gsm8k.QuestionTasks(questions, turns)
+        async with gsm8k.open_questions(turns) as questions:
+            yield questions
     else:
         module, _, attribute = name.partition(":")
         if name.isidentifier() and importlib.util.find_spec(name) is not None:
             classes = _names_in(importlib.import_module(name)) or ["MyEnvironment"]
             raise ConfigurationError(f"{name} is a module; name its class, too, as in {name}:{classes[0]}")
-        found = _conversation_of(importlib.import_module(module), attribute) if attribute else None
-        yield found or partial(GymnasiumEnvironment, name)
+        conversation = _conversation_of(importlib.import_module(module), attribute) if attribute else None
+        yield lambda _seed: conversation() if conversation else GymnasiumEnvironment(name)
 
 
 def _conversation_of(module: ModuleType, attribute: str) -> type[Conversation] | None:
@@ -187,15 +188,15 @@ def _conversation_of(module: ModuleType, attribute: str) -> type[Conversation] |
     Raises:
         ConfigurationError: it has neither.
     """
-    found = getattr(module, attribute, None)
-    if inspect.isclass(found) and issubclass(found, Conversation):
-        return found
+    member = getattr(module, attribute, None)
+    if inspect.isclass(member) and issubclass(member, Conversation):
+        return member
     registered = {spec.id: spec.entry_point for spec in gymnasium.registry.values()}
     if attribute in registered or attribute in (spec_id.rpartition("-v")[0] for spec_id in registered):
         return None
-    if found is not None:
+    if member is not None:
         raise ConfigurationError(
-            f"{module.__name__}:{attribute} is no subclass of Conversation, and no id registered with gymnasium"
+            f"{module.__name__}:{attribute} is neither a subclass of Conversation nor an id registered with gymnasium"
         )
     names = ", ".join(_names_in(module)) or "none"
     raise ConfigurationError(f"module {module.__name__} has no class {attribute}; it has {names}")
@@ -216,7 +217,7 @@ def _names_in(module: ModuleType) -> list[str]:
 async def open_with_trial(
     settings: EnvironmentSettings, stack: AsyncExitStack, variable: str = "ENVIRONMENT"
 ) -> tuple[MakeEnvironment, Environment]:
-    """Load an environment until ``stack`` closes, and return a function that makes it, and one that it made.
+    """Load an environment until ``stack`` closes; return a factory and one trial instance.
 
     ``variable`` is the setting or option that names it, for messages.
 
@@ -226,7 +227,7 @@ async def open_with_trial(
     """
     try:
         make = await stack.enter_async_context(open_environment(settings))
-        return make, await in_background(make)
+        return make, await in_background(lambda: make(0))
     except NeverReadyError:
         raise
     # Environments are other people's code and may raise anything when they are made, SystemExit included.

@@ -7,7 +7,6 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 from services.core.errors import ConfigurationError, DependencyLostError, own_error
@@ -151,10 +150,10 @@ class Conversation(ABC):
 
 
 class Tasks(ABC):
-    """A maker of environments whose episodes can play a numbered task: ``splits`` has the number of tasks by name.
+    """Environments of numbered tasks: ``splits`` has the number of tasks by name.
 
-    ``deterministic`` and ``version`` are those of Conversation, for all tasks together.
-    Called without a task, it makes an environment whose seed draws a task of the first split.
+    ``deterministic`` and ``version`` are those of Conversation, for all tasks together. Called with a seed, it makes an
+    environment of the task that the seed draws from the first split that has tasks.
     """
 
     splits: Mapping[str, int]
@@ -162,52 +161,41 @@ class Tasks(ABC):
     deterministic: bool = False
     version: str = ""
 
-    def __call__(self) -> Conversation:
-        """Return the environment for an episode of any task of the first split."""
-        return _DrawnTask(self, next(iter(self.splits)))
+    def __call__(self, seed: int) -> Conversation:
+        """Return the environment for the episode of a seed."""
+        return self.maker()(seed)
 
-    @abstractmethod
-    def make(self, split: str, index: int) -> Conversation:
-        """Return the environment for an episode of one task; ``index`` is below ``splits[split]``."""
+    def maker(self, split: str | None = None, index: int | None = None) -> Callable[[int], Conversation]:
+        """Return a function from seeds to environments: of one task, or of the tasks that the seeds draw from a split.
 
-    def drawn_from(self, split: str) -> Callable[[], Conversation]:
-        """Return a function that makes environments for episodes whose seeds draw a task of ``split``.
+        Raises:
+            ProblemError: there is no such split or task.
+        """
+        name = next((name for name, size in self.splits.items() if size), "") if split is None else split
+        size = self.size(name)
+        if index is None:
+            return lambda seed: self.make(name, random.Random(seed).randrange(size))
+        if index >= size:
+            raise ProblemError(400, f"index is {index}; {name} has {size} tasks")
+        return lambda _seed: self.make(name, index)
+
+    def size(self, split: str) -> int:
+        """Return the number of tasks of a split.
 
         Raises:
             ProblemError: there is no such split.
         """
         if split not in self.splits:
             raise ProblemError(400, f"split is {split[:60]!r}; there are {', '.join(self.splits)}")
-        return partial(_DrawnTask, self, split)
+        return self.splits[split]
+
+    @abstractmethod
+    def make(self, split: str, index: int) -> Conversation:
+        """Return the environment for an episode of one task; ``index`` is below ``splits[split]``."""
 
     @abstractmethod
     def describe(self, split: str, index: int) -> dict[str, Any]:
         """Return a task without its solution, as JSON has it."""
-
-
-class _DrawnTask(Conversation):
-    """An episode of a task that the seed draws."""
-
-    def __init__(self, tasks: Tasks, split: str) -> None:
-        self._tasks = tasks
-        self._split = split
-        self._drawn: Conversation | None = None
-
-    async def reset(self, seed: int) -> State:
-        """Draw the task and begin its episode."""
-        index = random.Random(seed).randrange(self._tasks.splits[self._split])
-        self._drawn = self._tasks.make(self._split, index)
-        return await self._drawn.reset(seed)
-
-    async def step(self, action: Action) -> Transition:
-        """Take the policy's answer."""
-        assert self._drawn is not None
-        return await self._drawn.step(action)
-
-    def close(self) -> None:
-        """Close the task's environment."""
-        if self._drawn is not None:
-            self._drawn.close()
 
 
 def text_of(action: Action) -> str:

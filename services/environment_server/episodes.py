@@ -79,8 +79,8 @@ class EpisodeTable:
     """All episodes of a server.
 
     Args:
-        info: the environment of all episodes.
-        make: makes the environment for one episode.
+        info: the description of the environment.
+        make: makes the environment for the episode of a seed.
         step_seconds: the limit of one reset or step.
     """
 
@@ -126,20 +126,20 @@ class EpisodeTable:
         return ResetReply.model_construct(environment=self.info, episodes=starts, instance=self.instance)
 
     async def _begin(self, seeds: Sequence[int], make: MakeEnvironment) -> list[EpisodeStart]:
-        made: dict[int, Environment] = {}
+        environments: dict[int, Environment] = {}
 
         def begin(seed: int) -> State | Awaitable[State]:
-            made[seed] = make()
-            return made[seed].reset(seed)
+            environments[seed] = make(seed)
+            return environments[seed].reset(seed)
 
         states = await self._runner.run([partial(begin, seed) for seed in seeds])
-        found = [self._start_of(seed, state) for seed, state in zip(seeds, states, strict=True)]
-        starts = [start for start in found if isinstance(start, EpisodeStart)]
+        outcomes = [self._start_of(seed, state) for seed, state in zip(seeds, states, strict=True)]
+        starts = [outcome for outcome in outcomes if isinstance(outcome, EpisodeStart)]
         if len(starts) < len(seeds):
-            for seed, start in zip(seeds, found, strict=True):
-                if seed in made and not isinstance(start, EnvironmentHungError):
-                    self.release(made[seed])
-            error = next(start for start in found if isinstance(start, Exception))
+            for seed, outcome in zip(seeds, outcomes, strict=True):
+                if seed in environments and not isinstance(outcome, EnvironmentHungError):
+                    self.release(environments[seed])
+            error = next(outcome for outcome in outcomes if isinstance(outcome, Exception))
             is_away = isinstance(error, DependencyLostError)
             raise ProblemError(
                 503 if is_away else 422,
@@ -147,7 +147,7 @@ class EpisodeTable:
                 {"Retry-After": "5"} if is_away else None,
             )
         for start in starts:
-            self.active[start.episode] = HeldEpisode(start.episode, made[start.seed], time.monotonic())
+            self.active[start.episode] = HeldEpisode(start.episode, environments[start.seed], time.monotonic())
             self._count("begun")
         return starts
 
@@ -172,13 +172,13 @@ class EpisodeTable:
             for episode_id in sorted(item.episode for item in items):
                 if episode_id in self.active:
                     await stack.enter_async_context(self.active[episode_id].lock)
-            known = {item.episode: self._result_without_step(item) for item in items}
-            steps = [(self.active[item.episode], item.action) for item in items if known[item.episode] is None]
+            without_step = {item.episode: self._result_without_step(item) for item in items}
+            steps = [(self.active[item.episode], item.action) for item in items if without_step[item.episode] is None]
             outcomes = await self._runner.run([partial(episode.environment.step, action) for episode, action in steps])
-            found = [self._result_of(e, outcome) for (e, _), outcome in zip(steps, outcomes, strict=True)]
-            self._count("steps", sum(isinstance(result, StepResult) for result in found))
-            taken = {e.id: self._settle(e, result) for (e, _), result in zip(steps, found, strict=True)}
-            return [known[item.episode] or taken[item.episode] for item in items]
+            results = [self._result_of(e, outcome) for (e, _), outcome in zip(steps, outcomes, strict=True)]
+            self._count("steps", sum(isinstance(result, StepResult) for result in results))
+            stepped = {e.id: self._settle(e, result) for (e, _), result in zip(steps, results, strict=True)}
+            return [without_step[item.episode] or stepped[item.episode] for item in items]
 
     def _result_without_step(self, item: StepItem) -> StepResult | None:
         """Return the result of a step that was taken or cannot be taken; None for a step to take."""
@@ -215,22 +215,22 @@ class EpisodeTable:
             reason = " ".join(str(error).split())[:300]
             return EnvironmentBrokenError(f"the environment returned an invalid step result: {reason}")
 
-    def _settle(self, episode: HeldEpisode, found: StepResult | Exception) -> StepResult:
+    def _settle(self, episode: HeldEpisode, outcome: StepResult | Exception) -> StepResult:
         """Record a step's result or error in its episode."""
         episode.used = time.monotonic()
-        if isinstance(found, ActionRefusedError):
-            return episode.result(StepStatus.REFUSED, detail=why_failed(found))
-        if isinstance(found, Exception):
-            told, has_failed = why_failed(found), not isinstance(found, DependencyLostError)
-            log.warning("episode lost", steps=episode.steps, error=told)
-            result = episode.result(StepStatus.LOST, detail=told, environment_failed=has_failed)
+        if isinstance(outcome, ActionRefusedError):
+            return episode.result(StepStatus.REFUSED, detail=why_failed(outcome))
+        if isinstance(outcome, Exception):
+            reason, has_failed = why_failed(outcome), not isinstance(outcome, DependencyLostError)
+            log.warning("episode lost", steps=episode.steps, error=reason)
+            result = episode.result(StepStatus.LOST, detail=reason, environment_failed=has_failed)
             # A hung environment is still in use by its thread.
-            self._end(episode, result, release=not isinstance(found, EnvironmentHungError))
+            self._end(episode, result, release=not isinstance(outcome, EnvironmentHungError))
             return result
-        episode.steps, episode.episode_return, episode.last = found.steps, found.episode_return, found
-        if found.status is not StepStatus.RUNNING:
-            self._end(episode, found)
-        return found
+        episode.steps, episode.episode_return, episode.last = outcome.steps, outcome.episode_return, outcome
+        if outcome.status is not StepStatus.RUNNING:
+            self._end(episode, outcome)
+        return outcome
 
     def _end(self, episode: HeldEpisode, result: StepResult, *, release: bool = True) -> None:
         """Drop an episode, but keep ``result`` for clients that ask for the last step again."""
@@ -251,21 +251,21 @@ class EpisodeTable:
             self._runner.release(environment.close)
 
     async def end(self) -> None:
-        """Drop all episodes that nobody steps, and stop what they run on."""
+        """Drop all episodes except those that are being stepped, and stop the runner."""
         self.drop_idle(0.0)
         await self._runner.stop()
 
     async def close(self, episode_ids: Sequence[str]) -> int:
-        """End episodes early and return how many there were. An episode that is being stepped ends after the step."""
-        found = [self.active[i] for i in dict.fromkeys(episode_ids) if i in self.active]
-        for episode in found:
+        """End episodes early and return their number. An episode that is being stepped ends after the step."""
+        episodes = [self.active[i] for i in dict.fromkeys(episode_ids) if i in self.active]
+        for episode in episodes:
             async with episode.lock:
                 if episode.id in self.active:
                     self._drop(episode, "closed")
-        return len(found)
+        return len(episodes)
 
     def drop_idle(self, seconds: float) -> int:
-        """Drop the episodes that nobody stepped for ``seconds`` and return how many there were."""
+        """Drop the episodes that were not stepped for ``seconds`` and return their number."""
         oldest = time.monotonic() - seconds
         idle = [e for e in self.active.values() if e.used < oldest and not e.lock.locked()]
         for episode in idle:
@@ -273,7 +273,7 @@ class EpisodeTable:
         return len(idle)
 
     def touch(self, episode_ids: Sequence[str]) -> None:
-        """Mark episodes as in use although nobody steps them."""
+        """Mark episodes as in use, although they are not being stepped."""
         for episode_id in episode_ids:
             if episode_id in self.active:
                 self.active[episode_id].used = time.monotonic()
@@ -288,6 +288,6 @@ Written = TypeVar("Written", bound=BaseModel)
 
 
 def _written(model: Written) -> Written:
-    """Return ``model``; raise ValueError if a text in it is no UTF-8, or a value is of no type of JSON's."""
+    """Return ``model``; raise ValueError if it cannot be written as JSON in UTF-8."""
     model.__pydantic_serializer__.to_json(model)
     return model

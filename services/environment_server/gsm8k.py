@@ -6,9 +6,8 @@ import ast
 import asyncio
 import operator
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -51,23 +50,44 @@ _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "%": "*
 _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Questions:
-    """The questions by split, the held-out ones first, and the scorer of their answers with its event loop."""
+class Questions(Tasks):
+    """The questions as numbered tasks of the splits ``test`` and ``train``, and the scorer of their answers.
 
-    rows: Mapping[str, sources.Rows]
-    scorer: Scorer
-    loop: asyncio.AbstractEventLoop
+    Scores are computed on the event loop on which it was made.
+    """
+
+    tools = (CALCULATOR,)
+    deterministic = True
+
+    def __init__(self, rows: Mapping[str, sources.Rows], scorer: Scorer, turns: int) -> None:
+        digests = " ".join(split.digest() for split in rows.values())
+        self.version = f"2, {turns} turns, questions {digests}"
+        self.splits = {name: len(split) for name, split in rows.items()}
+        self._rows = rows
+        self._scorer = scorer
+        self._loop = asyncio.get_running_loop()
+        self._turns = turns
+
+    def make(self, split: str, index: int) -> QuestionWithCalculator:
+        """See Tasks."""
+        return QuestionWithCalculator(self._row(split, index), self.score, self._turns)
+
+    def describe(self, split: str, index: int) -> dict[str, Any]:
+        """See Tasks."""
+        return {"split": split, "index": index, "question": self._row(split, index).question}
 
     async def score(self, item: RewardItem) -> RewardResult:
         """Return the score of an answer, on any event loop."""
-        scoring = asyncio.run_coroutine_threadsafe(self.scorer.score([item]), self.loop)
+        scoring = asyncio.run_coroutine_threadsafe(self._scorer.score([item]), self._loop)
         return (await asyncio.wrap_future(scoring))[0]
+
+    def _row(self, split: str, index: int) -> sources.Row:
+        return self._rows[split].take([index])[0]
 
 
 @asynccontextmanager
-async def open_questions() -> AsyncIterator[Questions]:
-    """Load the questions and start the verifiers.
+async def open_questions(turns: int) -> AsyncIterator[Questions]:
+    """Load the questions and start the verifiers; ``turns`` is the number of answers that an episode allows.
 
     Raises:
         ConfigurationError: DATASET cannot be loaded, or a setting of the reward is not allowed.
@@ -77,8 +97,8 @@ async def open_questions() -> AsyncIterator[Questions]:
     pool = WorkerPool(rewards)
     await pool.start()
     try:
-        rows = {"test": source.test, "train": source.train}
-        yield Questions(rows, Scorer(rewards, pool), asyncio.get_running_loop())
+        # The held-out questions come first, so that they are the ones of a reset without a split.
+        yield Questions({"test": source.test, "train": source.train}, Scorer(rewards, pool), turns)
     finally:
         await pool.stop()
 
@@ -86,16 +106,15 @@ async def open_questions() -> AsyncIterator[Questions]:
 class QuestionWithCalculator(Conversation):
     """One question. The first message without a call of the calculator is the answer, which ends the episode."""
 
-    def __init__(self, questions: Questions, split: str, index: int, turns: int) -> None:
-        self._question = questions.rows[split].take([index])[0]
-        self._questions = questions
+    def __init__(self, row: sources.Row, score: Callable[[RewardItem], Awaitable[RewardResult]], turns: int) -> None:
+        self._row = row
+        self._score_answer = score
         self._left = turns
         self._messages: list[dict[str, str]] = []
 
     async def reset(self, seed: int) -> State:
         """Ask the question."""
-        question = self._question.question
-        self._messages = [{"role": "system", "content": RULES}, {"role": "user", "content": question}]
+        self._messages = [{"role": "system", "content": RULES}, {"role": "user", "content": self._row.question}]
         return list(self._messages)
 
     async def step(self, action: Action) -> Transition:
@@ -111,35 +130,13 @@ class QuestionWithCalculator(Conversation):
         return Transition(list(self._messages), 0.0, truncated=self._left == 0)
 
     async def _score(self, text: str) -> float:
-        question = self._question
-        item = RewardItem(prompt=question.question, response=text, ground_truth=question.ground_truth)
-        result = await self._questions.score(item)
+        row = self._row
+        item = RewardItem(prompt=row.question, response=text, ground_truth=row.ground_truth)
+        result = await self._score_answer(item)
         if result.reward is None:
             # Never 0, because an answer that could not be scored may be right.
             raise EnvironmentBrokenError(f"the answer could not be scored: {result.reason}")
         return result.reward
-
-
-class QuestionTasks(Tasks):
-    """The questions as numbered tasks of the splits ``test`` and ``train``."""
-
-    tools = (CALCULATOR,)
-    deterministic = True
-
-    def __init__(self, questions: Questions, turns: int) -> None:
-        digests = " ".join(rows.digest() for rows in questions.rows.values())
-        self.version = f"2, {turns} turns, questions {digests}"
-        self._questions = questions
-        self._turns = turns
-        self.splits = {split: len(rows) for split, rows in questions.rows.items()}
-
-    def make(self, split: str, index: int) -> QuestionWithCalculator:
-        """See Tasks."""
-        return QuestionWithCalculator(self._questions, split, index, self._turns)
-
-    def describe(self, split: str, index: int) -> dict[str, Any]:
-        """See Tasks."""
-        return {"split": split, "index": index, "question": self._questions.rows[split].take([index])[0].question}
 
 
 def _answer(expression: str) -> str:

@@ -12,12 +12,10 @@ import asyncio
 import contextlib
 import math
 import re
-import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
 import orjson
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
@@ -25,6 +23,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
 from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError, Transition
+from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
 
 TEXT_FIELDS = ("messages", "message", "text", "result", "prompt")
@@ -41,12 +40,10 @@ PREFIX = "openenv+"
 CONNECT_SECONDS = 10.0
 MAX_FRAME_BYTES = 100 * 2**20
 """As OpenEnv's own client allows."""
-RETRY_SECONDS = 5.0
-"""Pause before a server that has not answered is asked again."""
 
 
 class OpenEnvEnvironment:
-    """One episode on an OpenEnv server, over a WebSocket of its own.
+    """One episode on an OpenEnv server, over its own WebSocket.
 
     Nothing is sent twice, because OpenEnv's requests have no numbers: an episode whose socket breaks is lost.
     """
@@ -89,7 +86,7 @@ class OpenEnvEnvironment:
     async def step(self, action: Action) -> Transition:
         """Send an action and return the state after it.
 
-        An answer that is no action of the server's form is a turn without a reward, in which the model reads why.
+        An answer that is not an action of the server's form is a turn without a reward, in which the model reads why.
 
         Raises:
             ActionRefusedError: a number that the server does not take.
@@ -143,7 +140,7 @@ class OpenEnvEnvironment:
                 raise EnvironmentBrokenError(f"{self._url} gave the reward {reward!r}")
             self._is_rewarded = True
         if is_done and not self._is_rewarded:
-            # Never 0, because nobody has judged the episode.
+            # Never 0, because the episode has not been judged.
             raise EnvironmentBrokenError(f"{self._url} ended the episode without any reward")
         metadata = result.get("metadata")
         is_truncated = is_done and isinstance(metadata, dict) and metadata.get("truncated") is True
@@ -166,52 +163,42 @@ class OpenEnvEnvironment:
         except WebSocketException as error:
             raise DependencyLostError(f"the socket to {self._url} broke: {error}") from error
         except orjson.JSONDecodeError as error:
-            raise EnvironmentBrokenError(f"{self._url} sent what is no JSON: {error}") from error
+            raise EnvironmentBrokenError(f"{self._url} sent something else than JSON: {error}") from error
         if not isinstance(frame, dict) or not isinstance(frame.get("data"), dict) or "type" not in frame:
             raise EnvironmentBrokenError(f"{self._url} speaks another protocol: {str(frame)[:100]}")
         return frame
 
 
-async def open_server(name: str, seconds: float) -> partial[OpenEnvEnvironment]:
-    """Return a function that makes an environment on the server ``openenv+http://host:port``.
+async def ask_for_forms(name: str, seconds: float) -> tuple[str, Forms]:
+    """Return the URL of the server ``openenv+http://host:port`` and the forms of its states and actions.
 
     Raises:
         NeverReadyError: nothing answers there within ``seconds``.
-        ConfigurationError: the answer is no OpenEnv server's; the message has it.
+        ConfigurationError: the answer is not an OpenEnv server's; the message has it.
     """
     url = name.removeprefix(PREFIX).rstrip("/")
-    response = await _ask_for_schema(url, seconds)
-    try:
-        if response.status_code != 200:
-            raise ValueError(f"status {response.status_code}")
-        forms = Forms.of(orjson.loads(response.content))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{url}/schema is no OpenEnv server's: {error!r}: {response.text[:200]}") from error
-    return partial(OpenEnvEnvironment, url, forms)
-
-
-async def _ask_for_schema(url: str, seconds: float) -> httpx.Response:
-    """Return the answer to GET ``url``/schema, and wait for a server that has not started yet."""
-    end = time.monotonic() + seconds
-    async with httpx.AsyncClient(timeout=CONNECT_SECONDS, trust_env=False) as client:
-        while True:
-            try:
-                response = await client.get(f"{url}/schema")
-                if response.status_code < 500:
-                    return response
-                answer = f"status {response.status_code}"
-            except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-                raise ConfigurationError(f"{url} is no address of a server: {error}") from error
-            except httpx.HTTPError as error:
-                answer = repr(error)
-            left = end - time.monotonic()
-            if left <= 0:
-                raise NeverReadyError(
-                    f"{url}/schema did not answer within SERVICE_DEADLINE_SECONDS={seconds:g}: {answer}; start the "
-                    "server, or correct the address"
-                )
-            log.info("waiting for an OpenEnv server to start", url=url, seconds_left=round(left), answer=answer)
-            await asyncio.sleep(min(RETRY_SECONDS, left))
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigurationError(f"{url} is not the address of a server")
+    async with HttpClient(url, service="an OpenEnv server", timeout=CONNECT_SECONDS, deadline=seconds) as client:
+        if not await client.is_healthy():
+            log.info("waiting for an OpenEnv server to start", url=url, seconds=seconds)
+        try:
+            response = await client.request("GET", "/schema")
+            return url, Forms.of(orjson.loads(response.content))
+        except DependencyLostError as error:
+            raise NeverReadyError(
+                f"{url}/schema did not answer within SERVICE_DEADLINE_SECONDS={seconds:g}: {error}; start the server, "
+                "or correct the address"
+            ) from error
+        except RequestRefusedError as error:
+            raise ConfigurationError(
+                f"{url}/schema is not an OpenEnv server's: {error.status} {error.detail}"
+            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"{url}/schema is not an OpenEnv server's: {error!r}: {response.text[:200]}"
+            ) from error
 
 
 def _observation_of(result: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +215,7 @@ def _error_of(frame: dict[str, Any]) -> str:
 
 
 class NotAnActionError(ValueError):
-    """An answer that is no action of the server's form; the message says which form it has."""
+    """An answer that is not an action of the server's form; the message says which form it has."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +237,7 @@ class Forms:
         """Return the forms that the reply of GET /schema describes.
 
         Raises:
-            KeyError, TypeError: it is no such reply.
+            KeyError, TypeError: it is another reply.
         """
         action_schema, observation = schemas["action"], schemas["observation"]
         field = _only_field(action_schema)
@@ -287,11 +274,11 @@ class Forms:
         try:
             value = orjson.loads(fenced.group(1) if fenced else str(action))
         except orjson.JSONDecodeError as error:
-            raise NotAnActionError(f"Your answer is no JSON ({error}). {self.rules()[0]['content']}") from error
+            raise NotAnActionError(f"Your answer is not JSON ({error}). {self.rules()[0]['content']}") from error
         if isinstance(value, dict):
             return value
         if self.action_field is None:
-            raise NotAnActionError(f"Your answer is no JSON object. {self.rules()[0]['content']}")
+            raise NotAnActionError(f"Your answer is not a JSON object. {self.rules()[0]['content']}")
         return {self.action_field: value}
 
 

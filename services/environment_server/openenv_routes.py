@@ -15,14 +15,13 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import FastAPI, Request, WebSocket, WebSocketDisconnect
-from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.core.tasks import in_background, run_until_first_ends
 from services.environment_server.environments import Tasks, Tool
 from services.environment_server.openenv_sessions import OpenEnvError, Session, Sessions, schemas
-from services.http.app import JsonResponse, version
-from services.http.json_body import MAX_DEPTH, json_depth
+from services.http.app import version
+from services.http.json_body import MAX_DEPTH, JsonResponse, json_depth
 from services.http.problems import ProblemError, problem_response
 from services.protocol.base import StrictModel
 
@@ -52,28 +51,28 @@ class _Message(BaseModel):
 def add_openenv_routes(app: FastAPI, token: str | None, sessions: Callable[[], Sessions]) -> None:
     """Add OpenEnv's routes to a service; ``sessions`` returns the server's sessions once it is ready."""
 
-    @app.get("/schema", tags=["openenv"], response_model=dict[str, Any])
-    async def get_schema() -> Response:
+    @app.get("/schema", tags=["openenv"])
+    async def get_schema() -> dict[str, Any]:
         """Return the JSON schemas of actions, observations and state."""
-        return JsonResponse(schemas(sessions().table.info))
+        return schemas(sessions().table.info)
 
-    @app.get("/metadata", tags=["openenv"], response_model=dict[str, Any])
-    async def get_metadata() -> Response:
+    @app.get("/metadata", tags=["openenv"])
+    async def get_metadata() -> dict[str, Any]:
         """Return the environment's name and the version of this server."""
         info = sessions().table.info
         description = f"{info.id}: states are {info.state.kind}, an action is {info.action.kind}"
         empty = dict.fromkeys(("readme_content", "author", "documentation_url"))
-        return JsonResponse({"name": info.id, "description": description, "version": version(), **empty})
+        return {"name": info.id, "description": description, "version": version(), **empty}
 
-    @app.get("/state", tags=["openenv"], response_model=dict[str, Any])
-    async def get_state() -> Response:
+    @app.get("/state", tags=["openenv"])
+    async def get_state() -> dict[str, Any]:
         """Return the state of a new environment; a session's is asked for at its socket."""
-        return JsonResponse({"episode_id": None, "step_count": 0})
+        return {"episode_id": None, "step_count": 0}
 
-    @app.post("/mcp", tags=["openenv"], response_model=dict[str, Any])
-    async def post_mcp(request: Request) -> Response:
+    @app.post("/mcp", tags=["openenv"])
+    async def post_mcp(request: Request) -> dict[str, Any]:
         """Answer a JSON-RPC request for the environment's tools, or for a session."""
-        return JsonResponse(await answer_rpc_text(sessions(), await request.body()))
+        return await answer_rpc_text(sessions(), await request.body())
 
     @app.websocket("/mcp")
     async def serve_mcp(socket: WebSocket) -> None:
@@ -299,42 +298,41 @@ class TaskRangeRequest(SplitRequest):
 def add_task_routes(app: FastAPI, sessions: Callable[[], Sessions]) -> None:
     """Add the task routes to a service; ``sessions`` returns the server's sessions once it is ready."""
 
-    @app.get("/list_environments", tags=["openenv tasks"], response_model=list[str])
-    async def get_environments() -> Response:
+    @app.get("/list_environments", tags=["openenv tasks"])
+    async def get_environments() -> list[str]:
         """Return the name of the environment."""
-        return JsonResponse([sessions().table.info.id])
+        return [sessions().table.info.id]
 
-    @app.get("/{environment:path}/splits", tags=["openenv tasks"], response_model=list[dict[str, Any]])
-    async def get_splits(environment: str) -> Response:
+    @app.get("/{environment:path}/splits", tags=["openenv tasks"])
+    async def get_splits(environment: str) -> list[dict[str, Any]]:
         """Return the splits."""
         tasks = _tasks(sessions(), environment)
         kinds = ("train", "validation", "test")
-        return JsonResponse([{"name": s, "type": s if s in kinds else "validation"} for s in tasks.splits])
+        return [{"name": s, "type": s if s in kinds else "validation"} for s in tasks.splits]
 
-    @app.post("/{environment:path}/num_tasks", tags=["openenv tasks"], response_model=dict[str, Any])
-    async def post_num_tasks(environment: str, request: SplitRequest) -> Response:
+    @app.post("/{environment:path}/num_tasks", tags=["openenv tasks"])
+    async def post_num_tasks(environment: str, request: SplitRequest) -> dict[str, Any]:
         """Return the number of tasks of a split."""
-        return JsonResponse({"num_tasks": _size(_tasks(sessions(), environment), request.split)})
+        return {"num_tasks": _tasks(sessions(), environment).size(request.split)}
 
-    @app.post("/{environment:path}/tasks", tags=["openenv tasks"], response_model=dict[str, Any])
-    async def post_tasks(environment: str, request: SplitRequest) -> Response:
+    @app.post("/{environment:path}/tasks", tags=["openenv tasks"])
+    async def post_tasks(environment: str, request: SplitRequest) -> dict[str, Any]:
         """Return all tasks of a split, without their solutions."""
         tasks = await _describe(_tasks(sessions(), environment), request.split, 0, None)
-        return JsonResponse({"tasks": tasks, "env_name": sessions().table.info.id})
+        return {"tasks": tasks, "env_name": sessions().table.info.id}
 
-    @app.post("/{environment:path}/task_range", tags=["openenv tasks"], response_model=dict[str, Any])
-    async def post_task_range(environment: str, request: TaskRangeRequest) -> Response:
+    @app.post("/{environment:path}/task_range", tags=["openenv tasks"])
+    async def post_task_range(environment: str, request: TaskRangeRequest) -> dict[str, Any]:
         """Return a range of a split's tasks."""
         tasks = _tasks(sessions(), environment)
-        return JsonResponse({"tasks": await _describe(tasks, request.split, request.start or 0, request.stop)})
+        return {"tasks": await _describe(tasks, request.split, request.start or 0, request.stop)}
 
-    @app.post("/{environment:path}/task", tags=["openenv tasks"], response_model=dict[str, Any])
-    async def post_task(environment: str, request: TaskRequest) -> Response:
+    @app.post("/{environment:path}/task", tags=["openenv tasks"])
+    async def post_task(environment: str, request: TaskRequest) -> dict[str, Any]:
         """Return one task."""
         tasks = _tasks(sessions(), environment)
-        if request.index >= (size := _size(tasks, request.split)):
-            raise ProblemError(400, f"index is {request.index}; {request.split} has {size} tasks")
-        return JsonResponse({"task": await in_background(lambda: tasks.describe(request.split, request.index))})
+        tasks.maker(request.split, request.index)  # Refuses what there is not.
+        return {"task": await in_background(lambda: tasks.describe(request.split, request.index))}
 
 
 def _tasks(sessions: Sessions, environment: str) -> Tasks:
@@ -351,15 +349,8 @@ def _tasks(sessions: Sessions, environment: str) -> Tasks:
     return sessions.tasks
 
 
-def _size(tasks: Tasks, split: str) -> int:
-    if split not in tasks.splits:
-        raise ProblemError(400, f"split is {split[:60]!r}; there are {', '.join(tasks.splits)}")
-    return tasks.splits[split]
-
-
 async def _describe(tasks: Tasks, split: str, start: int, stop: int | None) -> list[dict[str, Any]]:
-    size = _size(tasks, split)
-    indices = range(size)[start:stop]
+    indices = range(tasks.size(split))[start:stop]
     if len(indices) > MAX_TASKS:
         raise ProblemError(400, f"{len(indices)} tasks; ask for {MAX_TASKS} at a time by task_range")
     return await in_background(lambda: [tasks.describe(split, index) for index in indices])

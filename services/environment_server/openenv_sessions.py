@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from functools import partial
 from typing import Annotated, Any
 
 import orjson
@@ -197,17 +196,10 @@ class Session:
             return None
         if self._tasks is None:
             raise OpenEnvError("VALIDATION_ERROR", f"{self._table.info.id} has no tasks: leave out split and index")
-        splits = self._tasks.splits
-        split = next(iter(splits)) if request.split is None else request.split
         try:
-            drawn = self._tasks.drawn_from(split)
+            return self._tasks.maker(request.split, request.index)
         except ProblemError as error:
             raise OpenEnvError("VALIDATION_ERROR", error.detail) from error
-        if request.index is None:
-            return drawn
-        if request.index >= splits[split]:
-            raise OpenEnvError("VALIDATION_ERROR", f"index is {request.index}; {split} has {splits[split]} tasks")
-        return partial(self._tasks.make, split, request.index)
 
 
 class Sessions:

@@ -32,7 +32,8 @@ from services.core.tasks import run_until_first_ends
 from services.evaluation_head.head import SERVICE, Head
 from services.evaluation_head.policy import StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
-from services.http.app import create_service_app, model_response
+from services.http.app import create_service_app
+from services.http.json_body import model_response
 from services.http.problems import ProblemError
 from services.protocol.evaluation import DiscoveryReply, EvaluateReply, EvaluateRequest
 from services.run_page.routes import HEADERS
@@ -79,25 +80,25 @@ def create_app(settings: HeadSettings) -> FastAPI:
 
     app.include_router(binary)
 
-    @app.post("/evaluate", response_model=EvaluateReply)
-    async def post_evaluate(request: EvaluateRequest) -> Response:
+    @app.post("/evaluate")
+    async def post_evaluate(request: EvaluateRequest) -> EvaluateReply:
         """Return actions for one state or many, in order; take reports of episodes that have ended.
 
         States may also be bytes: a body of raw float32 (application/octet-stream) with `shape` and the other fields in
         the query, or MessagePack (application/msgpack) of these fields with `states` as bytes and their `shape`.
         """
-        return model_response(await head.evaluate(request))
+        return await head.evaluate(request)
 
-    @app.get("/discovered", response_model=DiscoveryReply)
-    async def get_discovered() -> Response:
+    @app.get("/discovered")
+    async def get_discovered() -> DiscoveryReply:
         """Return the environment servers that the last look found."""
-        return model_response(head.discovery.reply())
+        return head.discovery.reply()
 
-    @app.post("/discover", response_model=DiscoveryReply)
-    async def post_discover() -> Response:
+    @app.post("/discover")
+    async def post_discover() -> DiscoveryReply:
         """Look for environment servers and return them."""
         await head.discovery.look()
-        return model_response(head.discovery.reply())
+        return head.discovery.reply()
 
     return app
 

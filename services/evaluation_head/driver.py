@@ -46,7 +46,7 @@ PROBE_INTERVAL_SECONDS = 5.0
 PROBE_SECONDS = 5.0
 """Limit of an answer to a question for health, and to closing episodes."""
 REQUEST_SECONDS = 60.0
-"""Limit of one request with its retries: a server that is away for less keeps its episodes."""
+"""Limit of one request with its retries, and of the search for a server that takes the episodes of a lost one."""
 ENTRANCE_SECONDS = 5.0
 """Limit of one request to a load balancer with its retries."""
 ENTRANCE_CLOSED_SECONDS = 30.0
@@ -168,11 +168,6 @@ class Link(EnvironmentClient):
     def _equal_links(self) -> list[Link]:
         """The links to servers with this one's environment that can be played on."""
         return [link for link in self._driver.links if link._is_well and link.environment == self.environment]
-
-    def may_leave(self, server: EnvironmentServer) -> bool:
-        """Return whether the episodes of a server can continue elsewhere. If not, it may be away for a while."""
-        is_deterministic = self.environment is not None and self.environment.deterministic
-        return is_deterministic and any(link.url != server.url for link in self._equal_links)
 
     def active_on(self, server: EnvironmentServer) -> int:
         """Return the number of the head's episodes on a server."""

@@ -31,6 +31,7 @@ from services.core.tasks import in_background
 from services.evaluation_head.settings import HeadSettings
 from services.http.client import HttpClient, RequestRefusedError
 from services.http.problems import ProblemError
+from services.protocol.chat import ChatReply
 from services.protocol.evaluation import MAX_STATES, Action, ActionKind, EnvironmentInfo, State, StateKind
 
 MAX_WAITING = 4096
@@ -117,28 +118,6 @@ class _Turn(BaseModel):
 
 
 _CONVERSATION = TypeAdapter(Annotated[list[_Turn], Field(min_length=1)])
-
-
-class _Message(BaseModel):
-    content: str | None = None
-
-
-class _Token(BaseModel):
-    logprob: float
-
-
-class _Logprobs(BaseModel):
-    content: list[_Token] | None = None
-
-
-class _Choice(BaseModel):
-    message: _Message
-    finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _ChatReply(BaseModel):
-    choices: list[_Choice] = Field(min_length=1)
 
 
 class _ModelInfo(BaseModel):
@@ -228,7 +207,7 @@ class LanguagePolicy(Policy):
         async with self._places:
             version = self._version
             try:
-                reply = await self._http.call("POST", "/v1/chat/completions", _ChatReply, payload)
+                reply = await self._http.call("POST", "/v1/chat/completions", ChatReply, payload)
             except RequestRefusedError as error:
                 raise StatesRefusedError(f"the rollout server refuses the conversation: {error.detail}") from error
             except DependencyLostError as error:

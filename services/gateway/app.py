@@ -29,11 +29,11 @@ from services.gateway.requests import unforced
 from services.gateway.responses_api import RESPONSES
 from services.gateway.sessions import Asker, Session, refuse
 from services.gateway.settings import GatewaySettings
-from services.http.app import JsonResponse, create_service_app, model_response
-from services.http.json_body import JsonRequest, JsonRoute, is_json
+from services.http.app import create_service_app
+from services.http.json_body import JsonRequest, JsonResponse, JsonRoute, is_json
 from services.http.problems import ProblemError
 from services.http.server import has_left
-from services.protocol.sessions import CreateSessionRequest, RewardRequest, SessionReply, Trace
+from services.protocol.sessions import CreateSessionRequest, FinishRequest, RewardRequest, SessionReply, Trace
 
 MAX_BODY_BYTES = 8 * 2**20
 """More than the text of a million tokens. Encoding a text takes time and memory in proportion to its length."""
@@ -66,30 +66,34 @@ def create_app(settings: GatewaySettings, *, own_process: bool = False) -> FastA
 
 
 def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
-    @app.post("/sessions", response_model=SessionReply, tags=["sessions"])
-    async def post_session(request: CreateSessionRequest) -> Response:
+    @app.post("/sessions", tags=["sessions"])
+    async def post_session(request: CreateSessionRequest) -> SessionReply:
         """Open a session. The same request again changes nothing; another request with the same id is refused, 409."""
-        return model_response(await gateway.create(request))
+        return await gateway.create(request)
 
-    @app.get("/sessions/{session_id}", response_model=SessionReply, tags=["sessions"])
-    async def get_session(session_id: str) -> Response:
+    @app.get("/sessions/{session_id}", tags=["sessions"])
+    async def get_session(session_id: str) -> SessionReply:
         """Return a session's state."""
-        return model_response((await gateway.find(session_id)).reply())
+        return (await gateway.find(session_id)).reply()
 
-    @app.post("/sessions/{session_id}/reward", response_model=SessionReply, tags=["sessions"])
-    async def post_reward(session_id: str, request: RewardRequest) -> Response:
+    @app.post("/sessions/{session_id}/reward", tags=["sessions"])
+    async def post_reward(session_id: str, request: RewardRequest) -> SessionReply:
         """Set the episode's reward, or the reason why it has none. Refused, 409, once the session is finished."""
-        return model_response(await gateway.set_reward(session_id, request))
+        return await gateway.set_reward(session_id, request)
 
-    @app.post("/sessions/{session_id}/finish", response_model=Trace, tags=["sessions"])
-    async def post_finish(session_id: str) -> Response:
-        """End the session and return its trace; the same trace again if it has ended already."""
-        return model_response(await gateway.finish(session_id))
+    @app.post("/sessions/{session_id}/finish", tags=["sessions"])
+    async def post_finish(session_id: str, request: FinishRequest | None = None) -> Trace:
+        """End the session and return its trace; the same trace again if it has ended already.
 
-    @app.get("/sessions/{session_id}/trace", response_model=Trace, tags=["sessions"])
-    async def get_trace(session_id: str) -> Response:
+        A body sets the reward, refused with 409 if the session has ended with another one, and names sessions to delete
+        because their traces have arrived.
+        """
+        return await gateway.finish(session_id, request)
+
+    @app.get("/sessions/{session_id}/trace", tags=["sessions"])
+    async def get_trace(session_id: str) -> Trace:
         """Return the trace of the calls so far."""
-        return model_response((await gateway.find(session_id)).trace())
+        return (await gateway.find(session_id)).trace()
 
     @app.delete("/sessions/{session_id}", status_code=204, tags=["sessions"])
     async def delete_session(session_id: str) -> Response:

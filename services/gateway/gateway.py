@@ -19,7 +19,14 @@ from services.gateway.sessions import Session, refuse
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import Account, Store
 from services.http.problems import ProblemError
-from services.protocol.sessions import CreateSessionRequest, GatewayStats, RewardRequest, SessionReply, Trace
+from services.protocol.sessions import (
+    CreateSessionRequest,
+    FinishRequest,
+    GatewayStats,
+    RewardRequest,
+    SessionReply,
+    Trace,
+)
 
 log = get_logger(__name__)
 
@@ -32,10 +39,10 @@ GRACE_SECONDS = 3600.0
 them is restarted in between."""
 
 _OPEN = "SELECT id FROM sessions WHERE NOT finished ORDER BY created"
-_SESSION = "SELECT request, created, finished, reward, reason FROM sessions WHERE id = ?"
+_SESSION = "SELECT request, created, finished, reward, reason, refused FROM sessions WHERE id = ?"
 _INSERT_SESSION = "INSERT INTO sessions (id, request, created) VALUES (?, ?, ?)"
 _SET_REWARD = "UPDATE sessions SET reward = ?, reason = ? WHERE id = ?"
-_FINISH = "UPDATE sessions SET finished = 1 WHERE id = ?"
+_FINISH = "UPDATE sessions SET finished = 1, reward = ?, reason = ?, refused = ? WHERE id = ?"
 _RECORDS = "SELECT record FROM calls WHERE session = ? ORDER BY number"
 _LOST = "SELECT reason, tokens FROM lost WHERE session = ?"
 # A session whose request is damaged stays until its owner deletes it.
@@ -111,11 +118,11 @@ class Gateway:
         rows = await self._store.read(_SESSION, session_id)
         if not rows:
             return None
-        request, created, finished, reward, reason = rows[0]
+        request, created, finished, reward, reason, refused = rows[0]
         records = await self._store.read(_RECORDS, session_id)
         try:
             asked = CreateSessionRequest.model_validate_json(request)
-            session = Session(asked, created, bool(finished), reward, reason)
+            session = Session(asked, created, bool(finished), reward, reason, refused=refused)
             for (record,) in records:
                 session.restore(orjson.loads(record))
         except (ValueError, TypeError, LookupError) as error:  # among them what orjson and pydantic raise
@@ -202,30 +209,37 @@ class Gateway:
         """
         session = await self.find(session_id)
         async with session.lock:
-            if (session.reward, session.reason) != (request.reward, request.reason):
-                if session.is_finished:
-                    raise ProblemError(409, f"session {session_id} is finished; its reward can no longer change")
+            session.check_reward(request)
+            if not session.is_finished:
                 await self._store.write((_SET_REWARD, (request.reward, request.reason, session_id)))
                 session.reward, session.reason = request.reward, request.reason
         return session.reply()
 
-    async def finish(self, session_id: str) -> Trace:
+    async def finish(self, session_id: str, request: FinishRequest | None = None) -> Trace:
         """End a session and return its trace. What its calls in flight sample from now on is lost.
 
+        The request sets the reward, unless POST /reward has set it, and deletes the sessions whose traces have arrived.
+
         Raises:
-            ProblemError: 404, unknown session.
+            ProblemError: 404, unknown session; 409, the session is finished with another reward.
         """
         session = await self.find(session_id)
         async with session.lock:
-            trace = session.trace()
-            if not session.is_finished:
-                await self._account.trace(
-                    sum(sequence.trained_tokens for sequence in trace.sequences), (_FINISH, (session_id,))
-                )
-                session.is_finished = True
+            if request is None:
+                request = FinishRequest(reward=session.reward, reason=session.reason)
+            session.check_reward(request)
+            # All open sessions are in memory.
+            received = [other for other in request.received if other not in self._sessions]
+            deletions = [(statement, (other,)) for other in received for statement in _DELETE]
+            if session.is_finished:
+                await self._store.write(*deletions)
+            else:
+                finish = (_FINISH, (request.reward, request.reason, session.refused, session_id))
+                await self._account.trace(session.sampled_tokens, finish, *deletions)
+                session.reward, session.reason, session.is_finished = request.reward, request.reason, True
                 self._sessions.pop(session_id, None)
                 SESSIONS.set(len(self._sessions))
-        return trace
+        return session.trace()
 
     async def delete(self, session_id: str, reason: str = "deleted") -> None:
         """Delete a session and everything on disk of it; ``reason`` is that of losing the tokens of an open one."""

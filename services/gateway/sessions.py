@@ -23,6 +23,7 @@ from services.protocol.sessions import (
     END_BEFORE,
     REQUEST_MARK,
     CreateSessionRequest,
+    RewardRequest,
     SessionReply,
     SessionStatus,
     Trace,
@@ -76,7 +77,7 @@ class Session:
     called: bool = False
     """True once the agent has made a call; a gateway that restarts forgets it."""
     refused: str | None = None
-    """The limit over which the newest call was refused."""
+    """The limit over which the newest call was refused; a gateway that restarts knows it of finished sessions only."""
     waits: Stopwatch = field(default_factory=Stopwatch)
     """Runs while a call is being answered."""
     tree: Tree = field(default_factory=Tree)
@@ -116,6 +117,11 @@ class Session:
         """Raise ProblemError, 409, once the session is finished."""
         if self.is_finished:
             refuse(409, f"session {self.id} is finished and takes no more calls", "session_finished")
+
+    def check_reward(self, request: RewardRequest) -> None:
+        """Raise ProblemError, 409, if the session is finished with another reward than that of ``request``."""
+        if self.is_finished and (self.reward, self.reason) != (request.reward, request.reason):
+            raise ProblemError(409, f"session {self.id} is finished; its reward can no longer change")
 
     def admit(self, call: ChatRequest) -> int:
         """Return the most tokens that each choice of a new call may have.
@@ -234,6 +240,7 @@ class Session:
             unparsed_tool_calls=sum(turn.unparsed_calls for turn in turns),
             branches=self.tree.branches,
             calls_repeated=self.repeated,
+            refused=self.refused,
             lost_tokens=dict(self.lost),
         )
 

@@ -24,7 +24,6 @@ from services.core import files
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.http.problems import ProblemError
-from services.protocol.groups import FORMAT
 
 log = get_logger(__name__)
 
@@ -33,6 +32,8 @@ T = TypeVar("T")
 Statement = tuple[str, tuple[Any, ...]]
 
 
+FORMAT = 3
+"""The version of the tables and records."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
@@ -40,7 +41,8 @@ CREATE TABLE IF NOT EXISTS sessions (
     created REAL NOT NULL,      -- Unix seconds
     finished INTEGER NOT NULL DEFAULT 0,
     reward REAL,
-    reason TEXT
+    reason TEXT,
+    refused TEXT                -- of a finished session: the limit over which its last call was refused
 );
 CREATE TABLE IF NOT EXISTS calls (
     number INTEGER PRIMARY KEY AUTOINCREMENT,  -- in the order in which the calls were answered

@@ -18,16 +18,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import metadata
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, disable_created_metrics, generate_latest
-from pydantic import BaseModel
 
 from services.core import logs
 from services.core.settings import Settings
 from services.http import problems, provenance
-from services.http.json_body import JsonRoute
+from services.http.json_body import JsonRoute, model_response
 from services.http.middleware import MAX_BODY_BYTES, ServiceMiddleware
 from services.protocol.base import ComponentRecord, Health
 
@@ -42,21 +40,6 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no
 def version() -> str:
     """Return this project's installed version."""
     return metadata.version("skypilot-grpo")
-
-
-class JsonResponse(Response):
-    """A reply written by orjson, numpy arrays included. orjson writes NaN as null, so ``content`` must have none."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        """Return ``content`` as JSON."""
-        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-
-
-def model_response(model: BaseModel, status: int = 200) -> Response:
-    """Return a reply from a valid model: serialised once, and not validated again as FastAPI would."""
-    return Response(model.__pydantic_serializer__.to_json(model), status, media_type="application/json")
 
 
 def create_service_app(
@@ -143,16 +126,16 @@ def _add_common_routes(
         """Return the metrics in Prometheus' text format."""
         return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/stats", tags=["common"], response_model=dict[str, Any])
-    async def get_stats() -> Response:
+    @app.get("/stats", tags=["common"])
+    async def get_stats() -> dict[str, Any]:
         """Return the service's statistics."""
         content = stats() if stats is not None else {}
-        return JsonResponse({"service": service, **(await content if inspect.isawaitable(content) else content)})
+        return {"service": service, **(await content if inspect.isawaitable(content) else content)}
 
-    @app.get("/settings", tags=["common"], response_model=ComponentRecord)
-    async def get_settings() -> Response:
+    @app.get("/settings", tags=["common"])
+    async def get_settings() -> ComponentRecord:
         """Return the service's settings without secrets, the code's commit, and the versions of packages."""
-        return model_response(await asyncio.to_thread(provenance.describe, settings))
+        return await asyncio.to_thread(provenance.describe, settings)
 
 
 def _complete_openapi(app: FastAPI, *, asks_token: bool) -> None:

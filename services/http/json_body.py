@@ -1,9 +1,10 @@
-"""JSON bodies of requests, parsed by orjson within a limit of depth."""
+"""JSON bodies: of requests, parsed by orjson within a limit of depth, and of replies."""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from itertools import accumulate
 from typing import Any
 
@@ -11,6 +12,7 @@ import orjson
 from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from services.http.problems import ProblemError
 
@@ -52,17 +54,47 @@ def is_json(request: Request) -> bool:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
 
 
+class JsonResponse(Response):
+    """A reply written by orjson, numpy arrays included. orjson writes NaN as null, so ``content`` must have none."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Return ``content`` as JSON."""
+        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def model_response(model: BaseModel, status: int = 200) -> Response:
+    """Return a reply from a valid model: serialised once, and not validated again as FastAPI would."""
+    return Response(model.__pydantic_serializer__.to_json(model), status, media_type="application/json")
+
+
 class JsonRoute(APIRoute):
-    """A route that takes JSON bodies only, as JsonRequest parses them."""
+    """A route that takes JSON bodies only, as JsonRequest parses them, and whose endpoint returns its reply as a value.
+
+    The endpoint's annotation describes the reply on the OpenAPI page. An endpoint may also return a Response.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Awaitable[Any]], **options: Any) -> None:
+        @functools.wraps(endpoint)
+        async def respond(*positional: Any, **named: Any) -> Response:
+            reply = await endpoint(*positional, **named)
+            if isinstance(reply, Response):
+                return reply
+            return model_response(reply) if isinstance(reply, BaseModel) else JsonResponse(reply)
+
+        super().__init__(path, respond, **options)
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         """Return the handler that FastAPI calls."""
         handle = super().get_route_handler()
 
-        async def handler(request: Request) -> Response:
-            if self.body_field is not None and not is_json(request):
+        async def handler(http: Request) -> Response:
+            request = JsonRequest(http.scope, http.receive)
+            field = self.body_field
+            if field is not None and not is_json(request) and (field.field_info.is_required() or await request.body()):
                 raise ProblemError(415, "send the body as JSON, with the header 'Content-Type: application/json'")
-            response: Response = await handle(JsonRequest(request.scope, request.receive))
+            response: Response = await handle(request)
             return response
 
         return handler

@@ -66,6 +66,16 @@ class RewardRequest(StrictModel):
     reason: str | None = None
 
 
+class FinishRequest(RewardRequest):
+    """Body of POST /sessions/{id}/finish: the episode's reward.
+
+    ``received`` lists finished sessions whose traces have arrived; the gateway deletes them. A trace can be asked for
+    again until then, so that a lost reply costs nothing.
+    """
+
+    received: list[str] = Field(default_factory=list)
+
+
 DEADLINE = "deadline_seconds"
 """The limit over which a call is refused when no engine answers until the session's deadline, and after it. No agent is
 at fault, because the trainer ends an episode before whose own time is over."""
@@ -93,7 +103,8 @@ class TraceSequence(Tokens):
 class Trace(EpisodeFigures):
     """Reply of POST /sessions/{id}/finish and GET /sessions/{id}/trace: the whole episode.
 
-    ``lost_tokens`` counts, by reason, tokens that an engine sampled and no sequence has.
+    ``refused`` names the limit over which the newest call was refused, as in SessionReply. ``lost_tokens`` counts, by
+    reason, tokens that an engine sampled and no sequence has.
     """
 
     id: str
@@ -103,6 +114,7 @@ class Trace(EpisodeFigures):
     reason: str | None
     sequences: list[TraceSequence]
     sampled_tokens: int
+    refused: str | None = None
     lost_tokens: dict[str, int] = Field(default_factory=dict)
 
 

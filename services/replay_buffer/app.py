@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from services.core.logs import get_logger
 from services.core.tasks import in_background, run_until_first_ends
-from services.http.app import create_service_app, model_response
+from services.http.app import create_service_app
 from services.http.json_body import is_json
 from services.http.problems import ProblemError
 from services.protocol.groups import GroupFormatError
@@ -216,25 +216,25 @@ def create_app(settings: ReplaySettings, *, clock: Callable[[], float] = time.ti
 
 
 def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
-    @app.post("/groups", response_model=AddGroupsReply, tags=["store"], openapi_extra=_GROUPS_BODY)
-    async def post_groups(request: Annotated[AddGroupsRequest, Depends(_added)]) -> Response:
+    @app.post("/groups", tags=["store"], openapi_extra=_GROUPS_BODY)
+    async def post_groups(request: Annotated[AddGroupsRequest, Depends(_added)]) -> AddGroupsReply:
         """Store groups; groups whose id is known already are left as they are."""
-        return model_response(await buffer.run(lambda: buffer.store.add(request.groups, request.priorities)))
+        return await buffer.run(lambda: buffer.store.add(request.groups, request.priorities))
 
     @app.post("/groups/sample", response_model=SampleGroupsReply, tags=["store"])
     async def post_sample_groups(http: Request, request: SampleGroupsRequest) -> Response:
         """Draw groups without replacement."""
         return _groups(http, await buffer.run(lambda: buffer.store.sample(request)))
 
-    @app.post("/groups/priorities", response_model=UpdatePrioritiesReply, tags=["store"])
-    async def post_priorities(request: UpdatePrioritiesRequest) -> Response:
+    @app.post("/groups/priorities", tags=["store"])
+    async def post_priorities(request: UpdatePrioritiesRequest) -> UpdatePrioritiesReply:
         """Set the priorities of groups by id."""
-        return model_response(await buffer.run(lambda: buffer.store.update_priorities(request.priorities)))
+        return await buffer.run(lambda: buffer.store.update_priorities(request.priorities))
 
-    @app.post("/add", response_model=AddExperiencesReply, tags=["experiences without tokens"])
-    async def post_add(request: AddExperiencesRequest) -> Response:
+    @app.post("/add", tags=["experiences without tokens"])
+    async def post_add(request: AddExperiencesRequest) -> AddExperiencesReply:
         """Store experiences without tokens, for clients that know no groups."""
-        return model_response(await buffer.run(lambda: buffer.store.add_experiences(request.experiences)))
+        return await buffer.run(lambda: buffer.store.add_experiences(request.experiences))
 
     @app.post("/sample", response_model=SampleExperiencesReply, tags=["experiences without tokens"])
     async def post_sample(request: SampleExperiencesRequest) -> Response:
@@ -244,8 +244,10 @@ def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
 
 
 def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
-    @app.post("/queue", response_model=AddGroupsReply, tags=["queue"], openapi_extra=_GROUPS_BODY)
-    async def post_queue(request: Annotated[AddGroupsRequest, Depends(_added)], collector: Collector = "") -> Response:
+    @app.post("/queue", tags=["queue"], openapi_extra=_GROUPS_BODY)
+    async def post_queue(
+        request: Annotated[AddGroupsRequest, Depends(_added)], collector: Collector = ""
+    ) -> AddGroupsReply:
         """Queue fresh groups; groups whose id is known already are left as they are.
 
         Those that were not known are no longer in flight at the ``collector`` that sends them.
@@ -254,7 +256,7 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
         buffer.wake()
         buffer.admission.finish(collector, reply.added)
         await buffer.admit()
-        return model_response(reply)
+        return reply
 
     @app.post("/queue/lease", response_model=LeaseReply, tags=["queue"])
     async def post_lease(http: Request, request: LeaseRequest) -> Response:
@@ -272,15 +274,15 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
             seconds = min(left, await buffer.run(buffer.seconds_to_expiry))
             await run_until_first_ends(changed.wait(), draining.wait(), asyncio.sleep(seconds))
 
-    @app.post("/queue/acknowledge", response_model=AcknowledgeReply, tags=["queue"])
-    async def post_acknowledge(request: AcknowledgeRequest) -> Response:
+    @app.post("/queue/acknowledge", tags=["queue"])
+    async def post_acknowledge(request: AcknowledgeRequest) -> AcknowledgeReply:
         """Take a lease's groups, which were trained on, off the queue."""
         reply = await buffer.run(lambda: buffer.queue.acknowledge(request))
         await buffer.admit()
-        return model_response(reply)
+        return reply
 
-    @app.post("/queue/admission", response_model=AdmissionReply, tags=["queue"])
-    async def post_admission(request: AdmissionRequest) -> Response:
+    @app.post("/queue/admission", tags=["queue"])
+    async def post_admission(request: AdmissionRequest) -> AdmissionReply:
         """Return how many more prompts a collector may take, waiting for room if asked to."""
         asking = buffer.admission.ask(request)
         draining: asyncio.Event = app.state.lifecycle.draining
@@ -289,26 +291,26 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
             await run_until_first_ends(asking.admitted.wait(), draining.wait(), asyncio.sleep(request.wait_seconds))
         finally:
             buffer.admission.withdraw(asking)
-        return model_response(AdmissionReply(places=asking.places))
+        return AdmissionReply(places=asking.places)
 
 
 def _add_snapshot_routes(app: FastAPI, buffer: Buffer) -> None:
-    @app.post("/snapshots", response_model=SnapshotReply, tags=["snapshots"])
-    async def post_snapshot(request: SnapshotRequest) -> Response:
+    @app.post("/snapshots", tags=["snapshots"])
+    async def post_snapshot(request: SnapshotRequest) -> SnapshotReply:
         """Save store and queue as they are now under a label."""
-        return model_response(await buffer.run(lambda: buffer.snapshots.save(request.label)))
+        return await buffer.run(lambda: buffer.snapshots.save(request.label))
 
-    @app.post("/snapshots/restore", response_model=SnapshotReply, tags=["snapshots"])
-    async def post_restore(request: SnapshotRequest) -> Response:
+    @app.post("/snapshots/restore", tags=["snapshots"])
+    async def post_restore(request: SnapshotRequest) -> SnapshotReply:
         """Take store and queue back to exactly what they were."""
         reply = await buffer.run(lambda: buffer.snapshots.restore(request.label))
         buffer.wake()
-        return model_response(reply)
+        return reply
 
-    @app.delete("/snapshots/{label}", response_model=SnapshotReply, tags=["snapshots"])
-    async def delete_snapshot(label: Label) -> Response:
+    @app.delete("/snapshots/{label}", tags=["snapshots"])
+    async def delete_snapshot(label: Label) -> SnapshotReply:
         """Drop a snapshot; a label without a snapshot has 0 groups."""
-        return model_response(await buffer.run(lambda: buffer.snapshots.drop(label)))
+        return await buffer.run(lambda: buffer.snapshots.drop(label))
 
 
 async def _added(http: Request) -> AddGroupsRequest:

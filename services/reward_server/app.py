@@ -8,13 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import Response
 
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.http.app import create_service_app, model_response
+from services.http.app import create_service_app
 from services.protocol.base import Health
 from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult
 from services.reward_server.pool import WorkerPool
@@ -57,15 +56,15 @@ def create_app(settings: RewardSettings) -> FastAPI:
         "reward-server", settings=settings, lifespan=lifespan, health=health, stats=stats, description=__doc__ or ""
     )
 
-    @app.post("/reward", response_model=RewardResult)
-    async def post_reward(item: RewardItem) -> Response:
+    @app.post("/reward")
+    async def post_reward(item: RewardItem) -> RewardResult:
         """Score one answer; ``reward`` is null where it could not be scored, and ``status`` says why."""
-        return model_response((await scorer.score([item]))[0])
+        return (await scorer.score([item]))[0]
 
-    @app.post("/batch_reward", response_model=BatchRewardReply)
-    async def post_batch_reward(request: BatchRewardRequest) -> Response:
+    @app.post("/batch_reward")
+    async def post_batch_reward(request: BatchRewardRequest) -> BatchRewardReply:
         """Score answers: one result an item, in order."""
-        return model_response(BatchRewardReply.model_construct(rewards=await scorer.score(request.items)))
+        return BatchRewardReply.model_construct(rewards=await scorer.score(request.items))
 
     return app
 

@@ -12,7 +12,6 @@ from fastapi import FastAPI, Query
 from fastapi.responses import FileResponse, Response
 from starlette.middleware.gzip import GZipMiddleware
 
-from services.http.app import JsonResponse
 from services.http.problems import ProblemError
 from services.run_page.directory import Metrics, RunDirectory, RunOverview
 from services.run_page.records import GroupsFound, GroupsQuery, Position
@@ -96,15 +95,15 @@ def _add_runs(
             RunWithState(**vars(run.overview()), state=state_of(run.path), error=error_of(run.path)) for run in runs()
         ]
 
-    @app.get("/api/runs", response_model=RunsReply, tags=["run page"])
-    async def get_runs() -> Response:
+    @app.get("/api/runs", tags=["run page"])
+    async def get_runs() -> RunsReply:
         """Return the runs to show."""
-        return JsonResponse(RunsReply(now is not None, await asyncio.to_thread(overviews)))
+        return RunsReply(now is not None, await asyncio.to_thread(overviews))
 
-    @app.get("/api/now", tags=["run page"], response_model=dict[str, Any])
-    async def get_now() -> Response:
+    @app.get("/api/now", tags=["run page"])
+    async def get_now() -> dict[str, Any] | None:
         """Return the state of the live run and its components; null without a live run."""
-        return JsonResponse(now() if now is not None else None)
+        return now() if now is not None else None
 
 
 def _add_steps(app: FastAPI, runs: Callable[[], list[RunDirectory]]) -> None:
@@ -114,17 +113,17 @@ def _add_steps(app: FastAPI, runs: Callable[[], list[RunDirectory]]) -> None:
             raise ProblemError(404, f"no run {name!r} here; there are {[run.name for run in runs()]}")
         return run
 
-    @app.get("/api/metrics", response_model=Metrics, tags=["run page"])
-    async def get_metrics(run: str, file: str = "", offset: Annotated[int, Query(ge=0)] = 0) -> Response:
+    @app.get("/api/metrics", tags=["run page"])
+    async def get_metrics(run: str, file: str = "", offset: Annotated[int, Query(ge=0)] = 0) -> Metrics:
         """Return the metrics of the steps after a position in metrics.jsonl, by column."""
-        return JsonResponse(await asyncio.to_thread(find(run).metrics, Position(file, offset)))
+        return await asyncio.to_thread(find(run).metrics, Position(file, offset))
 
-    @app.get("/api/groups", response_model=GroupsFound, tags=["run page"])
-    async def get_groups(query: Annotated[RunGroupsQuery, Query()]) -> Response:
+    @app.get("/api/groups", tags=["run page"])
+    async def get_groups(query: Annotated[RunGroupsQuery, Query()]) -> GroupsFound:
         """Return groups of samples.jsonl or evaluations.jsonl with their completions, the newest first."""
         directory = find(query.run)
         index = directory.samples if query.source == "training" else directory.evaluations
-        return JsonResponse(await asyncio.to_thread(index.search, query))
+        return await asyncio.to_thread(index.search, query)
 
 
 def _add_page(app: FastAPI, *, asks_token: bool) -> None:

@@ -26,7 +26,7 @@ from trainer.model.optimizer import make_optimizer
 from trainer.model.sharding import leave_gpu
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import needed, work_of
-from trainer.team import Team
+from trainer.rank_calls import RankCalls
 
 pytestmark = pytest.mark.cuda
 
@@ -86,7 +86,7 @@ def test_nothing_that_policy_reference_or_critic_gathered_stays_while_the_engine
         unused: Any = None
         learner: Any = SimpleNamespace(policy=trained, reference=reference)
         critic_learner: Any = SimpleNamespace(module=critic)
-        team = Team(settings, ranks, learner, unused, unused, lambda: False, critic_learner)
+        rank_calls = RankCalls(settings, ranks, learner, unused, unused, lambda: False, critic_learner)
         batch = batch.to(ranks.device)
         tracker: Any = MemTracker()
         tracker.track_external(*models)
@@ -96,7 +96,7 @@ def test_nothing_that_policy_reference_or_critic_gathered_stays_while_the_engine
                 model(batch)
             gathered = 2 * config.vocab_size * config.hidden_size
             assert _on_device(tracker, "current") - before > len(models) * gathered
-            team.leave_gpu()
+            rank_calls.leave_gpu()
             # The batch keeps its mask.
             assert _on_device(tracker, "current") == pytest.approx(before, abs=1 << 20)
 

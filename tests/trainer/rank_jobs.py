@@ -30,7 +30,7 @@ from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import DiskFullError, save_pretrained, write_adapter
-from trainer.team import Team
+from trainer.rank_calls import RankCalls
 
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
 
@@ -272,18 +272,18 @@ def hear_groups(ranks: Ranks, groups: list[TrainingGroup]) -> list[list[Training
     """Have rank 0 call ``values`` with groups and with none, and return what it is called with on this rank."""
     heard: list[list[TrainingGroup]] = []
 
-    class Hearing(Team):
+    class Hearing(RankCalls):
         def values(self, groups: Sequence[TrainingGroup]) -> list[PerToken]:
-            self._tell("values", groups=groups)
+            self._send_call("values", groups=groups)
             heard.append(list(groups))
             return []
 
     unused: Any = None
-    team = Hearing(unused, ranks, unused, unused, unused, unused)
+    rank_calls = Hearing(unused, ranks, unused, unused, unused, unused)
     if ranks.is_main:
-        with team.leading():
-            team.values(groups)
-            team.values([])
+        with rank_calls.leading():
+            rank_calls.values(groups)
+            rank_calls.values([])
     else:
-        team.follow()
+        rank_calls.follow()
     return heard

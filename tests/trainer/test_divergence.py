@@ -18,8 +18,8 @@ from tests.trainer.tiny import FAMILIES, random_groups, save_model
 from trainer.algorithm.packing import TrainingGroup
 from trainer.loop import TrainingLoop
 from trainer.model.ranks import Ranks, join_ranks
+from trainer.rank_calls import RankCalls, TrainingDivergedError
 from trainer.reporting.run_files import RunFiles
-from trainer.team import Team, TrainingDivergedError
 
 GOOD = random_groups(seed=1)
 BOUND = 2
@@ -44,17 +44,19 @@ def make_loop(ranks: Ranks, model: Path, directory: Path, **settings: Any) -> Tr
     learner = make_learner(ranks, model, shared_dir=directory, run_id="r", **settings)
     files = RunFiles(learner.settings, 0, str)
     unused: Any = MagicMock()
-    team = Team(learner.settings, ranks, learner, unused, unused, lambda: False)
-    return TrainingLoop(learner.settings, unused, team, files, unused, run_state(learner, 4), learner.total_steps, 40)
+    rank_calls = RankCalls(learner.settings, ranks, learner, unused, unused, lambda: False)
+    return TrainingLoop(
+        learner.settings, unused, rank_calls, files, unused, run_state(learner, 4), learner.total_steps, 40
+    )
 
 
 def test_a_run_goes_on_after_updates_that_were_skipped(loop: TrainingLoop) -> None:
-    before = weights_of(loop.team.learner.policy)
+    before = weights_of(loop.rank_calls.learner.policy)
     for _ in range(3):
         for _ in range(BOUND):
             assert loop.update(broken(GOOD)).skipped == 1
         assert loop.update(GOOD).skipped == 0
-    after = weights_of(loop.team.learner.policy)
+    after = weights_of(loop.rank_calls.learner.policy)
     assert any((after[name] != before[name]).any() for name in before)
 
 

@@ -33,16 +33,16 @@ from tests.trainer.tiny import FAMILIES, save_model
 from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.config.objective import Objective
 from trainer.loop import TrainingLoop
-from trainer.main_rank import MainRank
 from trainer.model import saving
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
+from trainer.rank_calls import RankCalls
 from trainer.reporting import run_files
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.rollouts.batch import Batch
 from trainer.run_checkpoints import LEAVE_SNAPSHOT_SECONDS
-from trainer.team import Team
+from trainer.service_calls import ServiceCalls
 
 LAST = 2
 """The step in which a service is lost."""
@@ -176,11 +176,11 @@ def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> T
     checkpoints = CheckpointStore(learner.settings.checkpoint_dir, learner.settings.checkpoints_kept, ranks)
     state = run_state(learner, 0).model_copy(update={"cursor": Cursor()})
     files = RunFiles(learner.settings, 0, str)
-    team = Team(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False)
-    loop = TrainingLoop(learner.settings, cast(MainRank, outside), team, files, RunStatus(), state, 4, 16)
+    rank_calls = RankCalls(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False)
+    loop = TrainingLoop(learner.settings, cast(ServiceCalls, outside), rank_calls, files, RunStatus(), state, 4, 16)
     loop.publisher.publish = outside.publish  # type: ignore[method-assign]
     try:
-        with team.leading():
+        with rank_calls.leading():
             loop.run()
     except (DependencyLostError, ConfigurationError) as error:
         outside.error = error
@@ -201,7 +201,7 @@ def test_weights_prompts_and_records_are_of_one_step(
     undisturbed = train(alone, tmp_path / "undisturbed", nothing_lost)
     assert nothing_lost.error is None
     assert nothing_lost.first == ["write 0", "workers", "publish 0"], "workers may wait for a version"
-    found = broken.team.checkpoints.newest(broken.state.model_type, broken.state.parameters)
+    found = broken.rank_calls.checkpoints.newest(broken.state.model_type, broken.state.parameters)
     assert found is not None
     path, state = found
     assert (state.step, state.cursor.position, len(state.rewards)) == (completed, completed, completed)
@@ -209,11 +209,11 @@ def test_weights_prompts_and_records_are_of_one_step(
     assert [orjson.loads(line)["step"] for line in metrics] == list(range(1, completed + 1))
 
     learner = make_learner(alone, tmp_path / "broken" / "model", 4)
-    broken.team.checkpoints.load(path, learner.policy, learner.optimizer)
+    broken.rank_calls.checkpoints.load(path, learner.policy, learner.optimizer)
     for step in range(completed + 1, 5):
         trained = [Objective(broken.settings).training_group(group(f"g{step}", step - 1))]
         learner.update(Objective(broken.settings).with_advantages(trained), step - 1)
-    expected = weights_of(undisturbed.team.learner.policy)
+    expected = weights_of(undisturbed.rank_calls.learner.policy)
     assert all(np.array_equal(value, expected[name]) for name, value in weights_of(learner.policy).items())
 
 
@@ -327,7 +327,7 @@ class FullStream(io.RawIOBase):
 
 
 def newest_step(loop: TrainingLoop) -> int:
-    found = loop.team.checkpoints.newest(loop.state.model_type, loop.state.parameters)
+    found = loop.rank_calls.checkpoints.newest(loop.state.model_type, loop.state.parameters)
     assert found is not None
     return found[1].step
 

@@ -17,13 +17,13 @@ from tests.trainer.rank_jobs import Arrays, make_learner, weights_of
 from tests.trainer.test_lost_services import Outside
 from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.loop import TrainingLoop
-from trainer.main_rank import MainRank
 from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
+from trainer.rank_calls import RankCalls
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.run_checkpoints import resume
-from trainer.team import Team
+from trainer.service_calls import ServiceCalls
 
 STEPS, PROMPTS = 4, 3
 """A run of more steps than prompts, of which each step takes one: the schedule follows the prompts."""
@@ -52,20 +52,22 @@ def train(ranks: Ranks, model: Path, directory: Path, kind: str, lost: str = "",
     state = resume(learner.settings, ranks, learner.policy, data, learner, checkpoints, critic)
     outside = Outside(lost)
     outside.steps = state.step
-    team = Team(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False, critic)
+    rank_calls = RankCalls(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False, critic)
     if ranks.is_main:
         files = RunFiles(learner.settings, state.step, str)
-        loop = TrainingLoop(learner.settings, cast(MainRank, outside), team, files, RunStatus(), state, STEPS, PROMPTS)
+        loop = TrainingLoop(
+            learner.settings, cast(ServiceCalls, outside), rank_calls, files, RunStatus(), state, STEPS, PROMPTS
+        )
         loop.publisher.publish = outside.publish  # type: ignore[method-assign]
         try:
-            with team.leading():
+            with rank_calls.leading():
                 loop.run()
-                team.save_model()
+                rank_calls.save_model()
         except DependencyLostError:
             assert lost
         files.close()
     else:
-        team.follow()
+        rank_calls.follow()
     return weights_of(learner.policy) | {f"critic.{n}": w for n, w in weights_of(critic.module).items()}
 
 

@@ -125,7 +125,7 @@ class Programs(Episodes):
 class Games(Episodes):
     """The model plays episodes of an environment, each of which begins with the seed that a prompt is."""
 
-    sampler = "trainer.rollouts.episodes:Games"
+    sampler = "trainer.rollouts.game:Games"
     services = (Task.GATEWAY, Task.ENVIRONMENT_SERVER)
     variable = "OPPONENT"
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from services.core import machine
-from services.core.errors import ConfigurationError
+from services.core.errors import EXIT_PEER_LOST, ComponentError, ConfigurationError
 from services.core.logs import get_logger
 
 log = get_logger(__name__)
@@ -105,8 +105,10 @@ MAIN_SECONDS = 6 * 3600.0
 """Longest wait for rank 0 between collectives, while it waits for services, loads or evaluates."""
 
 
-class PeerLostError(Exception):
+class PeerLostError(ComponentError):
     """The loss of another rank in the middle of a collective."""
+
+    exit_code = EXIT_PEER_LOST
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class SampleRecords:
     def of_step(
         self, step: int, groups: Sequence[Group], trained: Sequence[TrainingGroup] = ()
     ) -> Iterator[dict[str, Any]]:
-        """Yield the records of the first LOGGED_GROUPS groups of a step; docs/architecture.md explains the fields.
+        """Yield the records of the first LOGGED_GROUPS groups of a step; docs/guides/operating.md explains the fields.
 
         Args:
             step: number of the step.

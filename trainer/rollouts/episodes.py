@@ -1,11 +1,11 @@
-"""The ways of rolling out whose answers are episodes: agents, programs and games, played through the gateway."""
+"""The ways of rolling out whose answers are episodes, played through the gateway: agents and programs."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Self
@@ -14,12 +14,10 @@ from prometheus_client import Counter
 
 from services.agents import EPISODES_AT_ONCE, Agent, AgentFailedError, load_agent
 from services.clients.agent_episodes import Episode, EpisodePlayer, GatewayFailedError
-from services.clients.environment import EnvironmentClient
 from services.clients.gateway import GatewayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.http.client import RequestRefusedError
 from services.programs import Program, programs_at_once
 from services.protocol.base import derive_seed
 from services.protocol.episodes import EpisodeFigures
@@ -27,8 +25,7 @@ from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardStatus
 from services.protocol.sessions import CreateSessionRequest
 from services.weights.policy_store import ADAPTER_NAME
-from trainer.config import SELF, TrainerSettings
-from trainer.rollouts.game import EnvironmentPlayer, Opponent
+from trainer.config import TrainerSettings
 from trainer.rollouts.groups import OWN_REASONS, Answers, Sampler, group_id
 from trainer.rollouts.traces import LOST_TOKENS, sequences_of
 
@@ -154,7 +151,7 @@ class Agents(Episodes):
     @classmethod
     def of(cls, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> Self:
         """Import the agent, and make the gateway's client."""
-        return cls(settings, rewards, _gateway(settings), load_agent("AGENT", settings.agent))
+        return cls(settings, rewards, gateway_client(settings), load_agent("AGENT", settings.agent))
 
     async def play(self, prompt: Prompt, n: int, request: Callable[[int], CreateSessionRequest]) -> list[Outcome]:
         """Let the agent answer a prompt ``n`` times."""
@@ -181,7 +178,7 @@ class Programs(Agents):
         # A collector that needs no web server is smaller by its modules.
         from services.relay import Relay
 
-        return cls(settings, rewards, _gateway(settings), Relay(Program(settings.agent_command)))
+        return cls(settings, rewards, gateway_client(settings), Relay(Program(settings.agent_command)))
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Open the clients, and start the relay."""
@@ -197,80 +194,8 @@ class Programs(Agents):
         return programs_at_once()
 
 
-class Games(Episodes):
-    """The model plays games of an environment; each seat that is trained is an episode with a session of its own."""
-
-    def __init__(
-        self,
-        settings: TrainerSettings,
-        rewards: RewardClient,
-        gateway: GatewayClient,
-        environments: EnvironmentClient,
-        opponent: Opponent | None = None,
-    ) -> None:
-        """Make the way; without an ``opponent`` the model in training plays every seat."""
-        super().__init__(settings, rewards, gateway)
-        self.services = [gateway, environments]
-        self._opponent = opponent
-        self._environment = EnvironmentPlayer(environments, opponent)
-
-    @classmethod
-    def of(cls, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> Self:
-        """Make the clients of gateway, environment-servers and opponent."""
-        environments = EnvironmentClient(token=settings.token, deadline=settings.service_deadline_seconds)
-        opponent = None if settings.opponent == SELF else Opponent(settings)
-        return cls(settings, rewards, _gateway(settings), environments, opponent)
-
-    async def open(self, stack: AsyncExitStack) -> None:
-        """Open the clients."""
-        await super().open(stack)
-        if self._opponent:
-            await stack.enter_async_context(self._opponent)
-
-    def awaited(self) -> dict[str, Callable[[float], Awaitable[None]]]:
-        """Return the waits for the services and for the opponent."""
-        return super().awaited() | ({"opponent": self._opponent.wait_healthy} if self._opponent else {})
-
-    async def answer(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Answers:
-        """Play ``n`` games of a prompt's seed; none if the prompt is not a seed or no environment-server answers."""
-        try:
-            await self._environment.trained_seats(prompt)
-        except RequestRefusedError as error:
-            return Answers(error=AgentFailedError(str(error), "refused"))
-        except (AgentFailedError, DependencyLostError) as error:
-            return Answers(error=error)
-        return await super().answer(prompt, params, n, seed)
-
-    async def play(self, prompt: Prompt, n: int, request: Callable[[int], CreateSessionRequest]) -> list[Outcome]:
-        """Play ``n`` games of a prompt's seed."""
-        seats = await self._environment.trained_seats(prompt)
-
-        async def one(game: int) -> list[Outcome]:
-            requests = [request(game * len(seats) + number) for number in range(len(seats))]
-            return await self._game(prompt, requests, seats)
-
-        return [episode for episodes in await asyncio.gather(*map(one, range(n))) for episode in episodes]
-
-    async def _game(
-        self, prompt: Prompt, requests: Sequence[CreateSessionRequest], seats: Sequence[int]
-    ) -> list[Outcome]:
-        """Play a game, of which ``seats`` are trained."""
-        has_others = await self._environment.seats() > 1
-        async with self._places, self._environment.game(prompt, seats) as game:
-            return await asyncio.gather(
-                *(
-                    self._episode(partial(game.answer, seat), prompt, request, seat if has_others else None)
-                    for request, seat in zip(requests, seats, strict=True)
-                )
-            )
-
-    @property
-    def advice(self) -> str:
-        """The logs to look at."""
-        return "see the logs of environment-server and gateway"
-
-
-def _gateway(settings: TrainerSettings) -> GatewayClient:
+def gateway_client(settings: TrainerSettings) -> GatewayClient:
+    """Return a client of the job group's gateway."""
     return GatewayClient(token=settings.token, deadline=settings.service_deadline_seconds)
 
 

@@ -1,15 +1,17 @@
-"""Games of ROLLOUT=environment, with the model in training at one seat or at all; most environments have one seat.
+"""ROLLOUT=environment: games with the model in training at one seat or at all; most environments have one seat.
 
-A game is an episode on an environment-server whose seats are played at the same time. The model of OPPONENT=http://...
-plays the seats that are not trained.
+A game is an episode on an environment-server whose seats are played at the same time. The opponent plays the seats that
+are not trained.
 """
 
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from statistics import fmean
 from typing import Any, Self
 
@@ -18,13 +20,19 @@ from pydantic import BaseModel, Field
 
 from services.agents import AgentFailedError, Example
 from services.clients.environment import EnvironmentClient, ServedEpisode
+from services.clients.gateway import GatewayClient
+from services.clients.reward import RewardClient
+from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import Stopwatch
 from services.http.client import HttpClient, RequestRefusedError, problem_detail
+from services.protocol.chat import ChatReply
 from services.protocol.evaluation import ActionKind, EnvironmentInfo, State, StateKind, StepStatus
 from services.protocol.prompts import Prompt
-from services.protocol.sessions import END_BEFORE
-from trainer.config import TrainerSettings
+from services.protocol.sessions import END_BEFORE, CreateSessionRequest
+from trainer.config import SELF, TrainerSettings
+from trainer.rollouts.episodes import Episodes, Outcome, gateway_client
+from trainer.rollouts.groups import Answers
 
 Ask = Callable[[list[dict[str, Any]]], Awaitable[str]]
 """Returns a model's answer to a conversation."""
@@ -189,6 +197,41 @@ def _check(info: EnvironmentInfo) -> None:
         )
 
 
+class Opponent(AbstractAsyncContextManager["Opponent", None]):
+    """The player of the seats that are not trained."""
+
+    def awaited(self) -> dict[str, Callable[[float], Awaitable[None]]]:
+        """Return the waits, each for a number of seconds, for what must answer before the first game, by name."""
+        return {}
+
+    @abstractmethod
+    def trained_seats(self, seats: int, prompt: Prompt) -> list[int]:
+        """Return those of ``seats`` seats that are trained in the games of a prompt.
+
+        Raises:
+            AgentFailedError: the prompt is not a seed.
+            ConfigurationError: the environment has no seat for the opponent.
+        """
+
+    @abstractmethod
+    def join(self, game: Game, seats: Iterable[int]) -> None:
+        """Play ``seats`` of a game, those that are not trained."""
+
+
+class SelfPlay(Opponent):
+    """OPPONENT=self: the model in training plays every seat, and each is trained."""
+
+    async def __aexit__(self, *_: object) -> None:
+        """Hold nothing."""
+
+    def trained_seats(self, seats: int, prompt: Prompt) -> list[int]:
+        """Return all seats."""
+        return list(range(seats))
+
+    def join(self, game: Game, seats: Iterable[int]) -> None:
+        """Do nothing, because there are no such seats."""
+
+
 class _Model(BaseModel):
     id: str
 
@@ -197,20 +240,8 @@ class _Models(BaseModel):
     data: list[_Model] = Field(min_length=1)
 
 
-class _Message(BaseModel):
-    content: str | None = None
-
-
-class _Choice(BaseModel):
-    message: _Message
-
-
-class _Reply(BaseModel):
-    choices: list[_Choice] = Field(min_length=1)
-
-
-class Opponent:
-    """The first model of an OpenAI endpoint. An async context manager.
+class FixedModel(Opponent):
+    """The first model of the OpenAI endpoint that OPPONENT names.
 
     It gets no key: JOBGROUP_TOKEN must not leave the job group. Its answers have the trained policy's temperature and
     length limit.
@@ -231,8 +262,12 @@ class Opponent:
     async def __aexit__(self, *_: object) -> None:
         await self._http.__aexit__()
 
+    def awaited(self) -> dict[str, Callable[[float], Awaitable[None]]]:
+        """Return the wait for the endpoint."""
+        return {"opponent": self.wait_healthy}
+
     async def wait_healthy(self, deadline_seconds: float) -> None:
-        """Wait until the endpoint tells its models.
+        """Wait until the endpoint lists its models.
 
         Raises:
             ConfigurationError: it refuses to.
@@ -245,6 +280,17 @@ class Opponent:
                 f"OPPONENT: {error}; it must be an OpenAI endpoint that asks for no key"
             ) from error
 
+    def trained_seats(self, seats: int, prompt: Prompt) -> list[int]:
+        """Return one seat, which the seed chooses."""
+        if seats == 1:
+            raise ConfigurationError("OPPONENT is set, but the environment has one seat; unset OPPONENT")
+        return [_seed_of(prompt) % seats]
+
+    def join(self, game: Game, seats: Iterable[int]) -> None:
+        """Play the seats."""
+        for seat in seats:
+            game.seat_opponent(seat, self.ask)
+
     async def ask(self, messages: list[dict[str, Any]]) -> str:
         """Return the model's answer.
 
@@ -253,7 +299,7 @@ class Opponent:
             RequestRefusedError: it refuses the conversation, or asks for a key.
         """
         body = {"model": await self._name(), "messages": messages, **self._sampling}
-        reply = await self._http.call("POST", "/v1/chat/completions", _Reply, body)
+        reply = await self._http.call("POST", "/v1/chat/completions", ChatReply, body)
         return reply.choices[0].message.content or ""
 
     async def _name(self, deadline: float | None = None) -> str:
@@ -263,51 +309,96 @@ class Opponent:
         return self._model
 
 
-class EnvironmentPlayer:
-    """A player of games by seeds. ``opponent`` is a fixed model; without it the model in training plays every seat."""
+class Games(Episodes):
+    """The model plays games of an environment; each seat that is trained is an episode with a session of its own."""
 
-    def __init__(self, environments: EnvironmentClient, opponent: Opponent | None = None) -> None:
+    advice = "see the logs of environment-server and gateway"
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        rewards: RewardClient,
+        gateway: GatewayClient,
+        environments: EnvironmentClient,
+        opponent: Opponent,
+    ) -> None:
+        super().__init__(settings, rewards, gateway)
+        self.services = [gateway, environments]
         self._environments = environments
         self._opponent = opponent
         self._counting = asyncio.Lock()
-        self._count: int | None = None
+        self._seats: int | None = None
 
-    async def trained_seats(self, prompt: Prompt) -> list[int]:
-        """Return the seats of a prompt's games that are trained: all, or with an opponent one, which the seed chooses.
+    @classmethod
+    def of(cls, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> Self:
+        """Make the clients of gateway, environment-servers and opponent."""
+        environments = EnvironmentClient(token=settings.token, deadline=settings.service_deadline_seconds)
+        opponent = SelfPlay() if settings.opponent == SELF else FixedModel(settings)
+        return cls(settings, rewards, gateway_client(settings), environments, opponent)
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Open the clients."""
+        await super().open(stack)
+        await stack.enter_async_context(self._opponent)
+
+    def awaited(self) -> dict[str, Callable[[float], Awaitable[None]]]:
+        """Return the waits for the services and for the opponent."""
+        return super().awaited() | self._opponent.awaited()
+
+    async def answer(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Answers:
+        """Play ``n`` games of a prompt's seed; none if the prompt is not a seed or no environment-server answers."""
+        try:
+            await self._trained_seats(prompt)
+        except RequestRefusedError as error:
+            return Answers(error=AgentFailedError(str(error), "refused"))
+        except (AgentFailedError, DependencyLostError) as error:
+            return Answers(error=error)
+        return await super().answer(prompt, params, n, seed)
+
+    async def play(self, prompt: Prompt, n: int, request: Callable[[int], CreateSessionRequest]) -> list[Outcome]:
+        """Play ``n`` games of a prompt's seed."""
+        trained = await self._trained_seats(prompt)
+
+        async def one(number: int) -> list[Outcome]:
+            requests = [request(number * len(trained) + place) for place in range(len(trained))]
+            return await self._game(prompt, dict(zip(trained, requests, strict=True)))
+
+        return [episode for episodes in await asyncio.gather(*map(one, range(n))) for episode in episodes]
+
+    async def _game(self, prompt: Prompt, requests: Mapping[int, CreateSessionRequest]) -> list[Outcome]:
+        """Play a game; ``requests`` has the session of each trained seat."""
+        seats = await self._count_seats()
+        async with self._places, Game(self._environments, prompt) as game:
+            self._opponent.join(game, set(range(seats)) - set(requests))
+            return await asyncio.gather(
+                *(
+                    self._episode(partial(game.answer, seat), prompt, request, seat if seats > 1 else None)
+                    for seat, request in requests.items()
+                )
+            )
+
+    async def _trained_seats(self, prompt: Prompt) -> list[int]:
+        """Return the seats of a prompt's games that are trained.
 
         Raises:
-            AgentFailedError: the prompt is no seed.
-            ConfigurationError: there is an opponent, and the environment has one seat.
+            AgentFailedError: the prompt is not a seed.
+            ConfigurationError: the environment has no seat for the opponent.
             DependencyLostError: no environment-server answered.
         """
-        seats = await self.seats()
-        if self._opponent is None:
-            return list(range(seats))
-        if seats == 1:
-            raise ConfigurationError("OPPONENT is set, but the environment has one seat; unset OPPONENT")
-        return [_seed_of(prompt) % seats]
+        return self._opponent.trained_seats(await self._count_seats(), prompt)
 
-    async def seats(self) -> int:
+    async def _count_seats(self) -> int:
         """Return the number of the environment's seats, from an episode that is begun and ended.
 
         Raises:
             DependencyLostError: no environment-server answered.
         """
         async with self._counting:
-            if self._count is None:
+            if self._seats is None:
                 episodes = await self._environments.begin([0])
                 await self._environments.end(episodes)
-                self._count = episodes[0].environment.seats
-        return self._count
-
-    @asynccontextmanager
-    async def game(self, prompt: Prompt, trained: Sequence[int]) -> AsyncIterator[Game]:
-        """Yield the game of a prompt's seed, for agents at the ``trained`` seats; the opponent has the others."""
-        async with Game(self._environments, prompt) as game:
-            if self._opponent is not None:
-                for seat in set(range(await self.seats())) - set(trained):
-                    game.seat_opponent(seat, self._opponent.ask)
-            yield game
+                self._seats = episodes[0].environment.seats
+        return self._seats
 
 
 def _seed_of(prompt: Prompt) -> int:

@@ -21,7 +21,7 @@ from services.embedded_engine.compute.sequences import Request, Sequence
 from services.embedded_engine.http.requests import ChatRequest, CompletionRequest, OpenAIRequest, make_request
 from services.embedded_engine.http.sglang_routes import completion_text
 from services.embedded_engine.http.state import EngineState, state_of
-from services.http.app import JsonResponse
+from services.http.json_body import JsonResponse
 
 log = get_logger(__name__)
 

@@ -15,7 +15,8 @@ from services.embedded_engine.compute.loading import Loaded
 from services.embedded_engine.compute.sequences import Request, Sequence
 from services.embedded_engine.http.requests import RequestBody, SamplingParams, make_request, unsupported
 from services.embedded_engine.http.state import state_of, wait_for
-from services.http.app import JsonResponse, version
+from services.http.app import version
+from services.http.json_body import JsonResponse
 from services.http.problems import ProblemError
 
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {})

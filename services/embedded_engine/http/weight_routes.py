@@ -26,7 +26,7 @@ from services.embedded_engine.compute.engine import NotIdleError, PauseMode
 from services.embedded_engine.compute.model import Weights
 from services.embedded_engine.compute.weights import WeightsError
 from services.embedded_engine.http.state import EngineState, state_of, wait_for
-from services.http.app import JsonResponse
+from services.http.json_body import JsonResponse
 from services.http.problems import ProblemError
 from services.protocol.base import StrictModel
 

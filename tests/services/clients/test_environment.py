@@ -106,7 +106,10 @@ async def test_a_split_is_that_of_the_environments_tasks(monkeypatch: pytest.Mon
     assert questions[None] == questions["test"], "without a split, an episode is that of a held-out question"
 
 
-async def test_a_slow_server_that_is_well_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("health", [{}, 503], ids=["healthy", "away"])
+async def test_the_client_waits_for_the_only_server_that_can_continue_an_episode(
+    monkeypatch: pytest.MonkeyPatch, health: Any
+) -> None:
     monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.2)
     info = {"id": "e", "state": {"kind": "messages"}, "action": {"kind": "text"}, "max_steps": 9}
     start = {"environment": info, "episodes": [{"episode": "x", "seed": 1, "state": []}]}
@@ -117,7 +120,9 @@ async def test_a_slow_server_that_is_well_is_waited_for(monkeypatch: pytest.Monk
         asked.append(1)
         return 503 if len(asked) < 6 else {"results": [result]}
 
-    with fake_service({"POST /reset": lambda _: start, "POST /step": answer, "GET /health": lambda _: {}}) as server:
+    with fake_service(
+        {"POST /reset": lambda _: start, "POST /step": answer, "GET /health": lambda _: health}
+    ) as server:
         async with EnvironmentClient([server.endpoint]) as client, begun(client, 1) as episode:
             assert (await step(client, episode, "1")).reward == 1.0
 

@@ -112,8 +112,8 @@ async def test_an_action_of_several_fields_is_the_models_json() -> None:
         assert "JSON object alone" in first[0]["content"]
         assert json.loads(first[1]["content"]) == {"board": "empty"}
         odd = await step(environment, "to the left")
-        assert (odd.reward, odd.terminated, "no JSON" in odd.state[-1]["content"]) == (0.0, False, True)
-        assert "no JSON object" in (await step(environment, "[1]")).state[-1]["content"]
+        assert (odd.reward, odd.terminated, "not JSON" in odd.state[-1]["content"]) == (0.0, False, True)
+        assert "not a JSON object" in (await step(environment, "[1]")).state[-1]["content"]
         assert (await step(environment, '```json\n{"x": 1, "y": 2}\n```')).reward == 0.0
         refused = await step(environment, '{"x": "a"}')
         assert refused.state[-1]["content"] == 'VALIDATION_ERROR: not so: [{"loc":["x"]}]'
@@ -184,7 +184,7 @@ def test_an_observation_without_news_has_no_messages() -> None:
     assert messages_of({"metadata": {}}, is_first=False) == []
 
 
-def test_a_single_field_that_is_no_text_is_the_answers_json() -> None:
+def test_a_single_field_that_is_not_text_is_the_answers_json() -> None:
     forms = Forms.of({"action": {"properties": {"guess": {"type": "integer"}}}, "observation": {}})
     assert forms.encode("42") == {"guess": 42}
     assert forms.encode('{"guess": 3}') == {"guess": 3}
@@ -245,7 +245,7 @@ async def closing_at_once(message: bytes) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def test_an_answer_that_is_no_openenv_servers_ends_with_78(start_service: Any, app: Any) -> None:
+async def test_an_answer_that_is_not_an_openenv_servers_ends_with_78(start_service: Any, app: Any) -> None:
     data_server = start_service("services.data_server", DATASET="arithmetic")
     other = start_service("services.environment_server", ENVIRONMENT=f"openenv+{data_server.url}", healthy=False)
     assert other.process.wait(120) == EXIT_CONFIGURATION

@@ -61,7 +61,7 @@ async def play(http: httpx.AsyncClient, client: GatewayClient, name: str, traces
         messages.append({"role": "user", "content": f"{turn}+{len(traces) % 10}="})
         reply = await http.post(f"{client.agent_url(name)}/chat/completions", json={"messages": messages})
         messages.append(reply.raise_for_status().json()["choices"][0]["message"])
-    traces.append(await client.finish(name))
+    traces.append(await client.finish(name, 1.0))
 
 
 async def change_weights(http: httpx.AsyncClient, engine: str, version: int, pause: str, model: Path) -> bool:

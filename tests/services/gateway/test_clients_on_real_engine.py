@@ -59,7 +59,7 @@ async def _by_anthropic(client: GatewayClient, url: str) -> Trace:
         messages.append({"role": "user", "content": question})
         async with agent.messages.stream(model="m", max_tokens=100, messages=messages) as stream:
             messages.append((await stream.get_final_message()).to_param())
-    return await client.finish("messages")
+    return await client.finish("messages", 1.0)
 
 
 async def _by_responses(client: GatewayClient, url: str) -> Trace:
@@ -70,4 +70,4 @@ async def _by_responses(client: GatewayClient, url: str) -> Trace:
     previous: Any = openai.omit
     for question in QUESTIONS:
         previous = (await agent.responses.create(model="m", input=question, previous_response_id=previous)).id
-    return await client.finish("responses")
+    return await client.finish("responses", 1.0)

@@ -106,5 +106,5 @@ async def test_damage_that_shows_while_it_runs_makes_the_gateway_unhealthy(
 async def test_sessions_of_an_earlier_format_are_refused(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "gateway.sqlite")) as database:
         database.execute("CREATE TABLE sessions (id TEXT PRIMARY KEY)")
-    with pytest.raises(ConfigurationError, match=r"its format is 0, this program reads 2.*begin a new run"):
+    with pytest.raises(ConfigurationError, match=r"its format is 0, this program reads 3.*begin a new run"):
         await Store(tmp_path).open()

@@ -159,7 +159,7 @@ async def test_an_adapter_that_changes_in_mid_episode_has_the_tokens_that_it_sam
             messages.append({"role": "user", "content": question})
             reply = await http.post(f"{client.agent_url(request.id)}/chat/completions", json={"messages": messages})
             messages.append(reply.raise_for_status().json()["choices"][0]["message"])
-        [sequence] = (await client.finish(request.id)).sequences
+        [sequence] = (await client.finish(request.id, 1.0)).sequences
     versions = sequence.policy_versions.tolist()
     ids = sequence.prompt_ids + sequence.completion_ids.tolist()
     wanted = {v: adapted_logprobs(tiny_model, path, ids)[-len(versions) :] for v, path in adapters.items()}

@@ -70,7 +70,7 @@ async def episodes(client: GatewayClient, http: httpx.AsyncClient, names: list[s
     for number, name in enumerate(names):
         await client.create(CreateSessionRequest(id=name, seed=number))
     await asyncio.gather(*(play(http, name) for name in names))
-    return [await client.finish(name) for name in names]
+    return [await client.finish(name, 1.0) for name in names]
 
 
 async def test_kill_9_in_mid_run_changes_no_trace(models: Any, start_service: Any, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ async def test_kill_9_in_mid_run_changes_no_trace(models: Any, start_service: An
         ):
             wanted = await episodes(client, http, names)
             with pytest.raises(RequestRefusedError, match="404"):
-                await client.trace("nobody")
+                await client.finish("nobody", 1.0)
         service.end()
 
         service = start(start_service, directory, engine, tmp_path / "killed")
@@ -126,7 +126,7 @@ async def test_64_sessions_at_once(
             started = time.perf_counter()
             await asyncio.gather(*(play(http, name, times, turns=8) for name in names))
             seconds = time.perf_counter() - started
-            traces = await asyncio.gather(*map(client.finish, names))
+            traces = await asyncio.gather(*(client.finish(name, 1.0) for name in names))
     with capsys.disabled():
         print(
             f"\n{len(times)} calls of 64 sessions: {len(times) / seconds:.0f} a second, "

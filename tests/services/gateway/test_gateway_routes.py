@@ -328,3 +328,27 @@ async def test_a_full_disk_refuses_the_call_and_loses_nothing_that_was_answered(
             reply = await running.client.post(path, json={"messages": [*HELLO, *HELLO]})
             assert error_of(reply)[0] == 507
         assert (await running.finish())["turns"] == 1
+
+
+async def test_an_episode_ends_with_one_request_that_can_be_repeated(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        for name in ("first", "second", "open"):
+            await running.chat(await running.open(name, max_turns=1), HELLO)
+            refused = await running.client.post(f"/sessions/{name}/v1/chat/completions", json={"messages": HELLO * 3})
+            assert error_of(refused) == (429, "max_turns")
+        replies = [
+            await running.client.post("/sessions/first/finish", json={"reward": 0.5, "received": []}) for _ in range(2)
+        ]
+        assert replies[0].json() == replies[1].json(), "the reply that was lost"
+        assert [replies[0].json()[name] for name in ("reward", "turns", "refused")] == [0.5, 1, "max_turns"]
+        other = await running.client.post("/sessions/first/finish", json={"reward": 0.25})
+        assert other.status_code == 409
+        for received in ([], ["first", "second", "open", "nobody"]):
+            body = {"reward": None, "reason": "a bug", "received": received}
+            last = await running.client.post("/sessions/second/finish", json=body)
+            assert (last.status_code, last.json()["reason"]) == (200, "a bug")
+        codes = [(await running.client.get(f"/sessions/{name}")).status_code for name in ("first", "second", "open")]
+        assert codes == [404, 404, 200], "an open session has no trace that could have arrived"
+        stats = (await running.client.get("/stats")).json()
+        turn = running.engine.completion_tokens // 3
+        assert (stats["trace_tokens"], stats["open_tokens"], stats["lost_tokens"]) == (2 * turn, turn, {})

@@ -58,8 +58,7 @@ class Episode:
         return await self._http.post(url, json=body, headers={"Authorization": f"Bearer {self._name}"})
 
     async def trace(self) -> Trace:
-        await self._client.reward(self._name, 1.0)
-        return await self._client.finish(self._name)
+        return await self._client.finish(self._name, 1.0)
 
 
 @asynccontextmanager
@@ -70,7 +69,6 @@ async def episode(gateway: Endpoint, name: str, **limits: Any) -> AsyncIterator[
     ):
         await client.create(CreateSessionRequest(id=name, **{"seed": 1, "max_turn_tokens": 4, **limits}))
         yield Episode(client, http, name)
-        await client.delete(name)
 
 
 def generate(server: Nodes, ids: list[int], **fields: Any) -> dict[str, Any]:

@@ -121,8 +121,8 @@ async def test_a_damaged_record_costs_its_session_alone(gateway: StartGateway, t
         database.execute("UPDATE calls SET record = substr(record, 1, 40) WHERE session = 'bad'")
     async with gateway(answers=["Hi."]) as running:
         assert (await running.finish("good"))["turns"] == 1
-        for path in ("/sessions/bad/finish", "/sessions/bad/v1/chat/completions"):
-            status, detail = await post(running, path, said(1))
+        for path, body in (("finish", {"reward": 1.0}), ("v1/chat/completions", said(1))):
+            status, detail = await post(running, f"/sessions/bad/{path}", body)
             assert (status, "session bad is damaged" in detail) == (500, True)
         assert (await running.client.delete("/sessions/bad")).status_code == 204
         assert (await running.client.get("/sessions/bad")).status_code == 404

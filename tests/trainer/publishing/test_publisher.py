@@ -36,7 +36,7 @@ from trainer.model.rounding import Rounding
 from trainer.model.saving import DiskFullError
 from trainer.publishing import publisher as module
 from trainer.publishing.publisher import WRITES, Publisher, VersionGoneError, VersionWriter, write_version
-from trainer.team import Team
+from trainer.rank_calls import RankCalls
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def test_the_saved_model_is_the_last_published_version_byte_for_byte(
     change(learner.policy, 1e-4)
     writer.write(1)
     checkpoints = CheckpointStore(tmp_path / "checkpoints", 2, alone[0])
-    Team(learner.settings, alone[0], learner, writer, checkpoints, lambda: False).save_model()
+    RankCalls(learner.settings, alone[0], learner, writer, checkpoints, lambda: False).save_model()
     saved = (learner.settings.run_dir / "model" / "model.safetensors").read_bytes()
     assert (saved == (writer.store.path(1) / "model.safetensors").read_bytes()) is (save_type is None)
     if save_type is not None:

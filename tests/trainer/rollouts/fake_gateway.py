@@ -58,14 +58,13 @@ class FakeGateway(dict[str, Route]):
             return self[name]
         if name == "POST /sessions":
             return self.create
-        found = re.fullmatch(r"(\w+) /sessions/([\w.-]+)(?:/(reward|finish|v1/chat/completions))?", name)
+        found = re.fullmatch(r"(\w+) /sessions/([\w.-]+)(?:/(finish|v1/chat/completions))?", name)
         if found is None or found[2] not in self.sessions:
             return default
         session = self.sessions[found[2]]
         routes = {
             ("GET", None): self.state,
             ("DELETE", None): self.delete,
-            ("POST", "reward"): self.set_reward,
             ("POST", "finish"): self.finish,
         }
         route = routes.get((found[1], found[3]), self.complete)
@@ -83,10 +82,6 @@ class FakeGateway(dict[str, Route]):
     def create(self, request: dict[str, Any]) -> dict[str, Any]:
         session = self.sessions.setdefault(request["id"], Session(request, self.version))
         return {"id": session.request["id"], "status": "open"}
-
-    def set_reward(self, session: Session, request: dict[str, Any]) -> dict[str, Any]:
-        session.reward = request
-        return self.state(session, {})
 
     def complete(self, session: Session, request: dict[str, Any]) -> dict[str, Any] | int:
         messages = request["messages"]
@@ -123,10 +118,12 @@ class FakeGateway(dict[str, Route]):
         # Nor does its version.
         sequence["policy_versions"] += [self.version if is_sampled else 0] * len(text)
 
-    def finish(self, session: Session, _: dict[str, Any]) -> dict[str, Any]:
+    def finish(self, session: Session, request: dict[str, Any]) -> dict[str, Any]:
+        self.deleted += request.pop("received")
+        session.reward = request
         sampled = sum(sum(sequence["loss_mask"]) for sequence in session.sequences)
         named = {name: session.request[name] for name in ("id", "group_id", "index")}
         counts = {"turns": session.turns, "sampled_tokens": sampled, "tool_calls": 0, "unparsed_tool_calls": 0}
-        trace = named | (session.reward or {"reward": None, "reason": None}) | counts
+        trace = named | request | counts | {"refused": session.refused}
         trace |= {"sequences": session.sequences, "branches": max(len(session.sequences) - 1, 0)}
         return json.loads(json.dumps(trace))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 import sys
 import time
 from collections import Counter
@@ -36,11 +37,11 @@ from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, fake_service
 from tests.trainer.rollouts.fake_gateway import END, FakeGateway, ids
 from trainer.config import Rollout, TrainerSettings
-from trainer.main_rank import MainRank
 from trainer.rollouts.episodes import Agents, Programs
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
 from trainer.rollouts.traces import sequences_of
+from trainer.service_calls import ServiceCalls
 
 PROMPT = Prompt(id="p/0", prompt="6*7=", ground_truth="42", prompt_ids=[1], epoch=0, position=3)
 
@@ -175,6 +176,8 @@ class Stage:
     """The fakes and the clients that speak to them."""
 
     gateway: FakeGateway
+    served: FakeService
+    """The gateway's service, with its requests."""
     rewards: FakeService
     data: FakeService
     data_client: DataClient
@@ -224,7 +227,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
         for client in (data_client, reward_client, gateway_client):
             thread.call(client.__aenter__())
             stack.callback(lambda client=client: thread.call(client.__aexit__(None, None, None)))
-        yield Stage(gateway, rewards, data, data_client, reward_client, gateway_client, thread, stack)
+        yield Stage(gateway, served, rewards, data, data_client, reward_client, gateway_client, thread, stack)
 
 
 def test_an_episode_is_one_sequence_of_which_the_models_tokens_are_trained(stage: Stage) -> None:
@@ -620,11 +623,25 @@ def test_a_program_that_cannot_be_run_ends_the_run_with_its_output(stage: Stage)
         stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
 
 
+def test_an_episode_takes_two_requests_besides_the_agents(stage: Stage) -> None:
+    assert stage.group(two_turns, group_size=4) is not None
+    asked = Counter(re.sub(r"/sessions/[\w.-]+", "/sessions/ID", route) for route, _ in stage.served.requests)
+    assert asked == {"POST /sessions": 4, "POST /sessions/ID/finish": 4, "POST /sessions/ID/v1/chat/completions": 8}
+
+
 def test_sessions_are_deleted_once_their_traces_are_here(stage: Stage) -> None:
     assert stage.group(two_turns) is not None
-    assert sorted(stage.gateway.deleted) == sorted(stage.gateway.sessions)
+    first = set(stage.gateway.sessions)
+    assert stage.group(two_turns) is not None
+    assert set(stage.gateway.deleted) >= first, "with the requests that finish the next ones"
+    stage.thread.call(stage.gateway_client.__aexit__(None, None, None))
+    assert sorted(stage.gateway.deleted) == sorted(stage.gateway.sessions), "the last ones when the client closes"
+
+
+def test_a_client_closes_although_the_last_sessions_cannot_be_deleted(stage: Stage) -> None:
     stage.gateway.delete = lambda *_: 404  # type: ignore[method-assign, assignment]
-    assert stage.group(two_turns) is not None, "the gateway deletes it after its deadline"
+    assert stage.group(two_turns) is not None
+    stage.thread.call(stage.gateway_client.__aexit__(None, None, None))
 
 
 @pytest.mark.parametrize(("rank", "name"), [(0, None), (8, "policy")])
@@ -698,7 +715,7 @@ def test_an_evaluation_counts_an_episode_over_a_limit_as_wrong_as_the_training_d
 def test_an_agent_that_cannot_be_had_ends_the_run_at_its_start(stage: Stage, agent: str, said: str) -> None:
     settings = stage.settings(one_turn, agent=agent)
     # Before it waits for any service; none runs here.
-    with pytest.raises(ConfigurationError, match=said), MainRank.connected(settings, stage.thread, vocab_size=1000):
+    with pytest.raises(ConfigurationError, match=said), ServiceCalls.connected(settings, stage.thread, vocab_size=1000):
         pytest.fail("connected")
 
 

@@ -33,7 +33,6 @@ from trainer.collector import Collector, collector_name
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.loop import TrainingLoop
-from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
 from trainer.reporting.status import RunStatus
 from trainer.rollouts import batch, groups
@@ -41,6 +40,7 @@ from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
 from trainer.rollouts.groups import LEAST_FAILURES, Completions, GroupMaker
+from trainer.service_calls import ServiceCalls
 
 VOCAB_SIZE = 1000
 BAD = 7
@@ -82,16 +82,16 @@ def added(request: dict[str, Any]) -> dict[str, Any]:
 class Steps:
     """A training loop whose learner learns nothing: its steps only fetch, generate, score and store."""
 
-    def __init__(self, main: MainRank) -> None:
+    def __init__(self, main: ServiceCalls) -> None:
         self.main = main
         self.batch = Batch(Objective(main.settings))
-        team = MagicMock()
-        team.update.return_value = UpdateResult()
-        team.mean_entropy.return_value = 1.5
-        self.team = team
+        rank_calls = MagicMock()
+        rank_calls.update.return_value = UpdateResult()
+        rank_calls.mean_entropy.return_value = 1.5
+        self.rank_calls = rank_calls
         self.files = MagicMock()
         state = RunState(model_type="test", parameters=0, cursor=Cursor(), policy_version=1)
-        self.loop = TrainingLoop(main.settings, main, team, self.files, RunStatus(), state, 100, 400)
+        self.loop = TrainingLoop(main.settings, main, rank_calls, self.files, RunStatus(), state, 100, 400)
         self.loop.publisher = MagicMock(**{"publish.return_value": {}})
 
     def next(self) -> list[int]:
@@ -127,8 +127,8 @@ class Services:
     def sampler(self, settings: TrainerSettings) -> Completions:
         return Completions(settings, self.clients.rollouts, self.clients.rewards)
 
-    def main(self, settings: TrainerSettings) -> MainRank:
-        return MainRank(settings, self.thread, replace(self.clients, sampler=self.sampler(settings)))
+    def main(self, settings: TrainerSettings) -> ServiceCalls:
+        return ServiceCalls(settings, self.thread, replace(self.clients, sampler=self.sampler(settings)))
 
     def steps(self, position: int = 0, **fields: Any) -> Steps:
         main = self.main(self.settings(**fields))
@@ -222,7 +222,7 @@ def test_the_learning_rate_decays_with_the_data_where_they_are_used_up_sooner_th
     assert steps.next() == [6, 9, 10, 11]
     steps.next()
     # A hundred steps, four hundred prompts; each of the first two steps used six prompts.
-    assert [call.args[1:] for call in steps.team.update.call_args_list] == [(0, 0), (1, 6 / 4), (2, 12 / 4)]
+    assert [call.args[1:] for call in steps.rank_calls.update.call_args_list] == [(0, 0), (1, 6 / 4), (2, 12 / 4)]
     assert steps.loop.state.prompts_used == 16
 
 
@@ -230,7 +230,7 @@ def test_without_groups_left_out_the_learning_rate_decays_with_the_steps(service
     steps = services.steps()
     for _ in range(3):
         steps.next()
-    assert [call.args[1:] for call in steps.team.update.call_args_list] == [(0, 0), (1, 1), (2, 2)]
+    assert [call.args[1:] for call in steps.rank_calls.update.call_args_list] == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_groups_of_the_queue_that_are_stale_or_without_a_signal_count_as_data_used(services: Services) -> None:
@@ -242,7 +242,7 @@ def test_groups_of_the_queue_that_are_stale_or_without_a_signal_count_as_data_us
     assert steps.loop.state.prompts_used == 12
     services.replay.routes["POST /queue/lease"] = leases(*([position] for position in range(12, 24)))
     steps.next()
-    assert steps.team.update.call_args.args[1:] == (1, 3)
+    assert steps.rank_calls.update.call_args.args[1:] == (1, 3)
 
 
 def test_every_tenth_step_has_the_entropy_over_all_groups_made(services: Services) -> None:
@@ -254,13 +254,13 @@ def test_every_tenth_step_has_the_entropy_over_all_groups_made(services: Service
         steps.next()
         found.append(steps.metrics.get("entropy_all"))
     assert found == [1.5, *[None] * 9, 1.5]
-    first, _ = (call.args[0] for call in steps.team.mean_entropy.call_args_list)
+    first, _ = (call.args[0] for call in steps.rank_calls.mean_entropy.call_args_list)
     assert [group.group_id.rsplit("-", 1)[1] for group in first] == ["0", "1", "2", "3", "4"]
     services.replay.routes["POST /queue/lease"] = leases(*([position] for position in range(8)))
     services.replay.routes["POST /queue/acknowledge"] = acknowledged
     steps = services.steps(mode="async", collector_in_process=False, dynamic_sampling_tries=1)
     assert steps.next() == [4, 5, 6, 7]
-    assert [group.group_id for group in steps.team.mean_entropy.call_args.args[0]] == [f"g{i}" for i in range(8)]
+    assert [group.group_id for group in steps.rank_calls.mean_entropy.call_args.args[0]] == [f"g{i}" for i in range(8)]
 
 
 # How old groups may be
@@ -297,7 +297,7 @@ def test_it_says_how_many_workers_are_there_and_until_when_it_waits(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, Any]] = []
-    main = MainRank(
+    main = ServiceCalls(
         services.settings(min_workers=2, service_deadline_seconds=60, engine_start_seconds=60),
         services.thread,
         services.clients,

@@ -1,8 +1,8 @@
-"""The ranks as one: rank 0 drives, and every other rank follows it into the same collective calls.
+"""Calls that rank 0 makes on all ranks at once, so that collectives meet.
 
-Rank 0 calls a method of Team. The method first tells the others its name and arguments, as JSON and arrays, and they
-call the same method. So the driver is an ordinary program that only rank 0 runs, and no other rank knows of services
-and run files.
+Rank 0 calls a method of RankCalls. The method first sends the others its name and arguments, as JSON and arrays, and
+they call the same method. So the driver is an ordinary program that only rank 0 runs, and no other rank knows of
+services and run files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
+from services.core.errors import ComponentError, ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
 from services.core.tasks import InterruptedCallError
 from services.protocol.groups import joined, split
@@ -35,7 +35,7 @@ from trainer.publishing.publisher import VersionWriter
 log = get_logger(__name__)
 
 
-class TrainingDivergedError(Exception):
+class TrainingDivergedError(ComponentError):
     """In more steps in a row than MAX_SKIPPED_STEPS no update had a finite loss and gradient."""
 
 
@@ -51,8 +51,8 @@ ENDINGS = (
 
 
 @dataclass
-class Team:
-    """The collective calls of the ranks: update, write a version, checkpoint, save."""
+class RankCalls:
+    """The calls that all ranks make together: update, write a version, checkpoint, save."""
 
     settings: TrainerSettings
     ranks: Ranks
@@ -71,9 +71,9 @@ class Team:
         try:
             yield
         except ENDINGS as error:
-            self._tell("end", error=self.ranks.describe_error(error, ENDINGS))
+            self._send_call("end", error=self.ranks.describe_error(error, ENDINGS))
             raise
-        self._tell("end", error=None)
+        self._send_call("end", error=None)
 
     def follow(self) -> None:
         """Make the calls that rank 0 makes, until it ends the run; for every other rank.
@@ -82,7 +82,7 @@ class Team:
             Exception: the error of ENDINGS by which rank 0 ended the run.
         """
         while True:
-            name, arguments = self._heard()
+            name, arguments = self._receive_call()
             if name == "end":
                 if arguments["error"] is not None:
                     raise error_of(arguments["error"], ENDINGS)
@@ -98,7 +98,7 @@ class Team:
 
         The update stops when asked to before its first optimizer step. During CRITIC_WARMUP_STEPS the policy stays.
         """
-        self._tell("update", groups=groups, step=step, position=position)
+        self._send_call("update", groups=groups, step=step, position=position)
         critic, result = self.critic, UpdateResult()
         if critic is None or step >= self.settings.critic_warmup_steps:
             result = self.learner.update(groups, step, position=position, should_stop=self.should_stop)
@@ -109,7 +109,7 @@ class Team:
 
     def values(self, groups: Sequence[TrainingGroup]) -> list[PerToken]:
         """Return the critic's values before the groups' trained tokens; see CriticLearner.values."""
-        self._tell("values", groups=groups)
+        self._send_call("values", groups=groups)
         assert self.critic is not None, "only ADVANTAGE=gae has values"
         return self.critic.values(groups)
 
@@ -117,45 +117,45 @@ class Team:
         self, groups: Sequence[TrainingGroup], temperature: float | None = None, *, use_adapters: bool = True
     ) -> list[PerToken]:
         """Return the policy's log-probabilities of the groups' trained tokens; see Learner.logprobs."""
-        self._tell("logprobs", groups=groups, temperature=temperature, use_adapters=use_adapters)
+        self._send_call("logprobs", groups=groups, temperature=temperature, use_adapters=use_adapters)
         return self.learner.logprobs(groups, temperature, use_adapters=use_adapters)
 
     def mean_entropy(self, groups: Sequence[TrainingGroup]) -> float | None:
         """Return the policy's mean entropy at the groups' trained tokens; see Learner.mean_entropy."""
-        self._tell("mean_entropy", groups=groups)
+        self._send_call("mean_entropy", groups=groups)
         return self.learner.mean_entropy(groups)
 
     def reference_logprobs(self, groups: Sequence[TrainingGroup]) -> list[PerToken]:
         """Return the reference's log-probabilities of the groups' trained tokens; see Learner.reference_logprobs."""
-        self._tell("reference_logprobs", groups=groups)
+        self._send_call("reference_logprobs", groups=groups)
         return self.learner.reference_logprobs(groups)
 
     def write_policy(self, version: int) -> None:
         """Write the policy to the shared volume as ``version``, where workers that start find it."""
-        self._tell("write_policy", version=version)
+        self._send_call("write_policy", version=version)
         self.writer.write(version)
 
     def leave_gpu(self) -> None:
         """With ENGINE_SLEEPS, free GPU memory that the next step does not need; engines on the same GPUs take it."""
         if not self.settings.engine_sleeps:
             return
-        self._tell("leave_gpu")
+        self._send_call("leave_gpu")
         critic = None if self.critic is None else self.critic.module
         leave_gpu(model for model in (self.learner.policy, self.learner.reference, critic) if model is not None)
 
     def save_checkpoint(self, state: RunState, *, wait: bool) -> None:
         """Start a checkpoint of ``state``; see CheckpointStore.save."""
-        self._tell("save_checkpoint", state=state.model_dump(mode="json"), wait=wait)
+        self._send_call("save_checkpoint", state=state.model_dump(mode="json"), wait=wait)
         self.checkpoints.save(self.learner.policy, self.learner.optimizer, state, critic=self.critic, wait=wait)
 
     def poll_checkpoint(self) -> None:
         """Put a checkpoint in place that has been written meanwhile."""
-        self._tell("poll_checkpoint")
+        self._send_call("poll_checkpoint")
         self.checkpoints.poll()
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint that is being written is in place."""
-        self._tell("finish_checkpoint")
+        self._send_call("finish_checkpoint")
         self.checkpoints.finish()
 
     def save_model(self) -> None:
@@ -163,14 +163,14 @@ class Team:
 
         In the published type the model is the last published version, byte for byte.
         """
-        self._tell("save_model")
+        self._send_call("save_model")
         is_short = self.settings.saved_type is PublishedType.BFLOAT16
         rounding = UnbiasedRounding() if is_short else Rounding(torch.float32)
         save_pretrained(self.learner.policy, self.ranks, self.settings.run_dir / "model", rounding)
         if self.critic is not None:
             self.critic.save(self.settings.run_dir / "critic")
 
-    def _tell(self, name: str, *, groups: Sequence[TrainingGroup] | None = None, **arguments: Any) -> None:
+    def _send_call(self, name: str, *, groups: Sequence[TrainingGroup] | None = None, **arguments: Any) -> None:
         if not self.ranks.is_main or self.ranks.world_size == 1:
             return
         packed = b"" if groups is None else joined([pack_group(group) for group in groups])
@@ -180,7 +180,7 @@ class Team:
         if packed:
             self.ranks.broadcast_array(np.frombuffer(packed, np.uint8).copy())
 
-    def _heard(self) -> tuple[str, dict[str, Any]]:
+    def _receive_call(self) -> tuple[str, dict[str, Any]]:
         """Return the name and arguments of rank 0's next call."""
         call = self.ranks.broadcast_json()
         arguments = call["arguments"]

@@ -1,6 +1,6 @@
-"""Rank 0's dealings with the services: the parts of a step that happen over the network.
+"""Blocking calls of rank 0 to the services: the parts of a step that happen over the network.
 
-The methods block. Their coroutines run on the event loop of a ServiceThread, where the clients, the collector of the
+Their coroutines run on the event loop of a ServiceThread, where the clients, the collector of the
 asynchronous mode and the status page live.
 """
 
@@ -39,8 +39,8 @@ STATS_SECONDS = 10.0
 """Longest wait for figures that are recorded and nothing more."""
 
 
-class MainRank:
-    """The services of a run as its driver calls them."""
+class ServiceCalls:
+    """The calls of a run's driver to its services; each blocks until the service has answered."""
 
     def __init__(
         self, settings: TrainerSettings, thread: ServiceThread, clients: Clients, activity: Activity | None = None
