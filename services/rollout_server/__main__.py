@@ -98,7 +98,9 @@ async def _run_router(settings: RolloutSettings, addresses: Addresses, public: R
     urls = sorted({worker.url for worker in (*addresses.own_workers, *addresses.first_workers)})
     log.info("the router starts once a rollout worker answers", workers=" ".join(urls))
     async with AsyncExitStack() as stack:
-        workers = [await stack.enter_async_context(HttpClient(url, settings.token, service="worker")) for url in urls]
+        workers = [
+            await stack.enter_async_context(HttpClient(url, token=settings.token, service="worker")) for url in urls
+        ]
         # If none ever answers, this node's engine ends the wait, because its supervisor gives up in the end.
         await run_until_first_ends(*(worker.wait_healthy(math.inf) for worker in workers))
     children = [router_command(settings, addresses.router, addresses.router_metrics)]
