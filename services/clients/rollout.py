@@ -77,7 +77,7 @@ REQUESTS = Counter("rollout_requests", "Generation requests sent.")
 COMPLETIONS = Counter("rollout_completions", "Completions received, by finish reason.", ["finish_reason"])
 RESUBMITTED = Counter("rollout_resubmitted", "Completions asked for again, by reason.", ["reason"])
 LOST = Counter("rollout_requests_lost", "Requests that no worker answered well, retries of router and client included.")
-MISSING = Counter("rollout_missing", "Completions that could not be had within deadline and tries.")
+MISSING = Counter("rollout_missing", "Completions that could not be generated within deadline and tries.")
 TOKENS = Counter("rollout_tokens", "Completion tokens received.")
 IN_FLIGHT = Gauge("rollout_requests_in_flight", "Generation requests waiting for their answer.")
 
@@ -279,8 +279,8 @@ class RolloutClient(HttpClient):
         except DependencyLostError as error:
             LOST.inc()
             # Under a new key, so that another worker continues it.
-            kept = [_Begun(secrets.token_hex(8), begun.so_far)] if begun.tokens else []
-            return _Reply([], kept, error)
+            again = [_Begun(secrets.token_hex(8), begun.so_far)] if begun.tokens else []
+            return _Reply([], again, error)
         TOKENS.inc(sum(completion.tokens for completion in completions))
         RESUBMITTED.labels("missing").inc(max(n - len(completions), 0))
         sorted_by_end = _sorted_by_end(begun, completions[:n], piece, params.max_new_tokens)
@@ -291,7 +291,7 @@ class RolloutClient(HttpClient):
 
 
 def _sorted_by_end(begun: _Begun, received: Sequence[TokenSequence], piece: int, most: int) -> _Reply:
-    """Return the completions that begin with ``begun`` and go on with what was ``received``; count them.
+    """Return the completions that begin with ``begun`` and continue with the ``received`` tokens; count them.
 
     Args:
         begun: the beginning of all of them.

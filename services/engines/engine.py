@@ -86,7 +86,7 @@ class Engine(HttpClient, ABC):
 
     @abstractmethod
     async def scheduler_answers(self, seconds: float) -> bool:
-        """Return whether the engine can generate, or is paused, beyond what its /health says.
+        """Return whether the scheduler behind /health can generate, or is paused.
 
         An engine that loads weights need not answer within ``seconds``.
         """
@@ -132,7 +132,7 @@ class Engine(HttpClient, ABC):
 
     @abstractmethod
     async def version(self) -> int | None:
-        """Return the policy version that the engine serves, or will serve once it wakes; None if it is none of ours.
+        """Return the policy version that the engine serves, or will serve once it wakes; None for other names.
 
         The version changes together with the weights, so that each token is of the version that the engine reports.
         """

@@ -232,7 +232,7 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def read_config(model: str) -> Config | None:
-    """Return the language model's part of a model's config.json; None if the file cannot be had."""
+    """Return the language model's part of a model's config.json; None if there is no such file."""
     config = _read_json(model, "config.json")
     return None if config is None else {**config, **config.get("text_config", {})}
 

@@ -20,7 +20,7 @@ from services.http.client import HttpClient, RequestRefusedError
 ROUTER_SECONDS = 30.0
 
 ENGINE_LABEL = "engine"
-"""The label that tells a worker's kind of engine: the router keeps a worker's labels, and lists them as metadata."""
+"""The label with a worker's kind of engine: the router keeps a worker's labels, and lists them as metadata."""
 
 ROUTER_FLAGS = (
     # Requests of one X-SMG-Routing-Key go to one worker, which has the session in its cache; those of a new key to the

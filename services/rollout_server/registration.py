@@ -275,8 +275,7 @@ class WorkerRegistration:
             DependencyLostError: it fails, or takes too long; the message names the action.
         """
         try:
-            # A volume whose server is gone may block for ever, so the thread must not be one that the launcher's end
-            # waits for.
+            # A volume whose server is gone may block for ever, so the launcher must not wait for its thread at the end.
             async with asyncio.timeout(VOLUME_SECONDS):
                 return await in_background(work)
         except (OSError, TimeoutError) as error:

@@ -229,11 +229,11 @@ class Broadcaster:
         sizes = [await engine.tensor_parallel_size() for engine in engines]
         world_size = 1 + sum(sizes)
         if self.backend == "nccl":
-            own = ".".join(map(str, torch.cuda.nccl.version()))
+            trainers = ".".join(map(str, torch.cuda.nccl.version()))
             others = [await engine.nccl_version() for engine in engines]
-            log.info("forming a group for the broadcast", nccl=own, nccl_of_workers=others)
-            if any(other not in (None, own) for other in others):
-                log.warning("trainer and workers have different versions of NCCL", trainer=own, workers=others)
+            log.info("forming a group for the broadcast", nccl=trainers, nccl_of_workers=others)
+            if any(other not in (None, trainers) for other in others):
+                log.warning("trainer and workers have different versions of NCCL", trainer=trainers, workers=others)
         meeting = endpoint(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
         listen = bind_address(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
         join = partial(

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass
 class EngineState:
-    """The engine, its model, and what the routes remember between requests."""
+    """The engine, its model, and the routes' memory between requests."""
 
     settings: EngineSettings
     loaded: Loaded
