@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import sys
 
-_MOVED = {"asynchronous": "async"} | {
-    name: name.replace("_", "-")
-    for name in (
-        *("step", "reward", "agent", "environment", "rollouts", "conversations", "trainer", "trees", "collectors"),
-        *("services", "gateway", "start", "threads", "recovery", "environment_server", "trajectories"),
-        *("evaluate_bodies", "policy", "gpu"),
-    )
+_MOVED = {"asynchronous": "async", "environment_server": "services --only environment-server"} | {
+    name: name for name in ("step", "reward", "rollouts", "trainer", "trees", "services", "gateway", "policy", "gpu")
 }
 
 if sys.argv[:1] == ["-m"]:

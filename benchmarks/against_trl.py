@@ -2,107 +2,62 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import orjson
 from rich.table import Table
 
-from benchmarks import harness
-from benchmarks.harness import DTYPE, MODEL, ROOT, Benchmark, Given, Option, Side, spread
-from benchmarks.job import DEMO, JOB_GROUP, QUESTIONS, RUN_SECONDS, Steps, run_job
+from benchmarks import harness, trl
+from benchmarks.harness import DTYPE, MODEL, Benchmark, Given, Option, Side, spread
+from benchmarks.job import DEMO, JOB_GROUP, QUESTIONS, Steps, run_job
 from services.core.machine import cores
-from services.data_server.generators import arithmetic_questions
 
 STEP_TARGET, REWARD_TARGET = 0.2, 0.25
 """The aims, as shares of TRL's seconds."""
 AVERAGED_STEPS = 3
 MOST_STEPS = 60
-SETTINGS = DEMO | {"EVAL_PROMPTS": "0", "NUM_EPOCHS": "100", "KEEP_MEMORY": "true"}
-"""The settings of our side in the time to a mean reward."""
+REWARD_SETTINGS = DEMO | {
+    "EVAL_PROMPTS": "0",
+    "NUM_EPOCHS": "100",
+    "KEEP_MEMORY": "true",
+    "MAX_STEPS": str(MOST_STEPS),
+    "COMPUTE_TYPE": "float32",
+    "ENGINE_DTYPE": "float32",
+    "PUBLISH_TYPE": "float32",
+    "MIN_WORKERS": "1",
+}
+"""The settings of both sides in the time to a mean reward."""
 TRL_PYTHON = Option(None, "an interpreter with TRL; `make bench` installs one", is_required=True)
 
 Measured = dict[str, list[float]]
 """The ``seconds`` and the mean ``rewards`` of the steps of a run."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """The training that both sides do."""
+def both_sides(
+    settings: Mapping[str, str],
+    python: str,
+    is_enough: Callable[[Measured], bool] = lambda _: False,
+    *,
+    target: float | None = None,
+    limit_seconds: float | None = None,
+) -> list[Side]:
+    """Return this project's side, a job group with one rollout and one trainer node, and TRL's; rounds are seeds."""
 
-    model: str
-    prompts: int
-    group_size: int
-    completion_tokens: int
-    steps: int
-    learning_rate: float = 1e-5
-    target: float | None = None
-    """Training stops when the mean reward of three steps is at least this."""
-    limit_seconds: float | None = None
-    """Training stops after the step in which it exceeds this time."""
-    dtype: str = "float32"
-    """``float32`` or ``bfloat16``: what both sides compute in. Their weights are float32."""
+    def ours(seed: int) -> Measured:
+        nodes = {"rollout-server": 1, "ppo-trainer": 1}
+        return measured(run_job(JOB_GROUP, {**settings, "SEED": str(seed)}, nodes, lambda s: is_enough(measured(s))))
 
+    def theirs(seed: int) -> Measured:
+        seeded = {**settings, "SEED": str(seed)}
+        steps = trl.train(seeded, python, threads=cores(), target=target, limit_seconds=limit_seconds)
+        return {"seconds": [step["seconds"] for step in steps], "rewards": [step["reward"] for step in steps]}
 
-def train_job_group(
-    base: Mapping[str, object], work: Work, seed: int, is_enough: Callable[[Measured], bool] = lambda _: False
-) -> Measured:
-    """Train with the job group, one rollout and one trainer node, by the settings ``base`` and those of the work."""
-    settings = {
-        **base,
-        "MODEL_NAME": work.model,
-        "BATCH_SIZE": work.prompts,
-        "GROUP_SIZE": work.group_size,
-        "MAX_NEW_TOKENS": work.completion_tokens,
-        "LEARNING_RATE": work.learning_rate,
-        "COMPUTE_TYPE": work.dtype,
-        "ENGINE_DTYPE": work.dtype,
-        "PUBLISH_TYPE": work.dtype,
-        "MAX_STEPS": work.steps,
-        "MIN_WORKERS": 1,
-        "SEED": seed,
-    }
-    nodes = {"rollout-server": 1, "ppo-trainer": 1}
-    return measured(run_job(JOB_GROUP, settings, nodes, lambda steps: is_enough(measured(steps))))
+    return [Side("ours", ours), Side("TRL", theirs)]
 
 
 def measured(steps: Steps) -> Measured:
     """Return the seconds and the rewards in a run's metrics.jsonl."""
     return {"seconds": [step["seconds_step"] for step in steps], "rewards": [step["reward_mean"] for step in steps]}
-
-
-def train_trl(work: Work, seed: int, python: str) -> Measured:
-    """Run TRL's GRPOTrainer on the demo's questions by the interpreter ``python``, which must have TRL."""
-    with tempfile.TemporaryDirectory() as directory:
-        rows, _ = arithmetic_questions(
-            digits=[int(QUESTIONS["ARITHMETIC_DIGITS"])],
-            operations=QUESTIONS["ARITHMETIC_OPERATIONS"],
-            template=QUESTIONS["ARITHMETIC_TEMPLATE"],
-            seed=0,
-        )
-        file = Path(directory) / "questions.jsonl"
-        file.write_bytes(b"".join(orjson.dumps({"prompt": q.question, "answer": q.answer}) + b"\n" for q in rows))
-        # TRL would look for a relative path on the hub.
-        model = str(Path(work.model).resolve()) if Path(work.model).is_dir() else work.model
-        given = {
-            **asdict(work),
-            "seed": seed,
-            "threads": cores(),
-            "model": model,
-            "questions": str(file),
-            "directory": directory,
-        }
-        command = [python, str(ROOT / "benchmarks/trl_grpo.py"), json.dumps(given)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(cores())}
-        with harness.programs([command], [environment], RUN_SECONDS) as [process]:
-            output = harness.output_of(process, "TRL")
-    steps = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
-    return {"seconds": [step["seconds"] for step in steps], "rewards": [step["reward"] for step in steps]}
 
 
 def measure_steps(given: Given) -> list[Side]:
@@ -114,12 +69,19 @@ def measure_steps(given: Given) -> list[Side]:
     system. The seconds of a step include everything, from prompts until the new weights serve. The first step of each
     round warms up and is left out.
     """
-    work = harness.made_of(Work, given)
-    sides = [
-        Side("ours", lambda seed: train_job_group(QUESTIONS, work, seed)),
-        Side("TRL", lambda seed: train_trl(work, seed, given.trl_python)),
-    ]
-    return harness.in_turn(sides, given.rounds)
+    settings = QUESTIONS | {
+        "MODEL_NAME": given.model,
+        "BATCH_SIZE": str(given.prompts),
+        "GROUP_SIZE": str(given.group_size),
+        "MAX_NEW_TOKENS": str(given.completion_tokens),
+        "LEARNING_RATE": "1e-5",
+        "COMPUTE_TYPE": given.dtype,
+        "ENGINE_DTYPE": given.dtype,
+        "PUBLISH_TYPE": given.dtype,
+        "MAX_STEPS": str(given.steps),
+        "MIN_WORKERS": "1",
+    }
+    return harness.in_turn(both_sides(settings, given.trl_python), given.rounds)
 
 
 def step_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
@@ -164,20 +126,6 @@ def reached(rewards: Sequence[float], target: float) -> int | None:
     return None
 
 
-def work_of_the_demo(target: float, limit_seconds: float) -> Work:
-    """Return the settings of examples/demo.env as TRL needs them."""
-    return Work(
-        model=DEMO["MODEL_NAME"],
-        prompts=int(DEMO["BATCH_SIZE"]),
-        group_size=int(DEMO["GROUP_SIZE"]),
-        completion_tokens=int(DEMO["MAX_NEW_TOKENS"]),
-        learning_rate=float(DEMO["LEARNING_RATE"]),
-        steps=MOST_STEPS,
-        target=target,
-        limit_seconds=limit_seconds,
-    )
-
-
 def measure_reward(given: Given) -> list[Side]:
     """Measure how long the demo's task takes to a mean reward of 0.9, for the job group and for TRL's GRPOTrainer.
 
@@ -187,15 +135,12 @@ def measure_reward(given: Given) -> list[Side]:
     reached when the mean of three steps reaches it. The seconds are those of the steps until then, without the start.
     Neither side trains longer than --minutes. Every round has its own seed, because luck decides over some steps.
     """
-    work = work_of_the_demo(given.reward, 60 * given.minutes)
+    most = 60 * given.minutes
 
     def is_enough(run: Measured) -> bool:
-        return reached(run["rewards"], given.reward) is not None or sum(run["seconds"]) > 60 * given.minutes
+        return reached(run["rewards"], given.reward) is not None or sum(run["seconds"]) > most
 
-    sides = [
-        Side("ours", lambda seed: train_job_group(SETTINGS, work, seed, is_enough)),
-        Side("TRL", lambda seed: train_trl(work, seed, given.trl_python)),
-    ]
+    sides = both_sides(REWARD_SETTINGS, given.trl_python, is_enough, target=given.reward, limit_seconds=most)
     return harness.in_turn(sides, given.rounds)
 
 

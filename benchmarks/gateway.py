@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import psutil
 import uvloop
 
 from benchmarks import harness, service
@@ -159,14 +158,13 @@ def figures(model: Path, directory: str | None, waves: int) -> Iterator[Figure]:
     """Measure the gateway saturated, then at RATES."""
     with gateway(model, directory, 0.0) as process:
         uvloop.run(Load("first", process.port, None).run(1))  # Templates are compiled, connections opened.
-        load, before = Load("next", process.port, None), psutil.Process(process.pid).cpu_times()
+        load, before = Load("next", process.port, None), process.cpu_seconds()
         uvloop.run(load.run(waves))
-        after = psutil.Process(process.pid).cpu_times()
+        used = process.cpu_seconds() - before
     calls = len(load.milliseconds)
     yield Figure("saturated, calls", calls / load.seconds, "1/s", at_least=200)
     yield percentile("saturated, latency", 50, load.milliseconds)
     yield percentile("saturated, latency", 99, load.milliseconds)
-    used = after.user + after.system - before.user - before.system
     yield Figure("saturated, gateway's CPU a call, sessions included", 1e3 * used / calls, "ms")
     for rate in RATES:
         with gateway(model, directory, ENGINE_SECONDS) as process:

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import psutil
 from rich.table import Table
 
 from benchmarks import harness, own_model_worker
@@ -83,11 +82,10 @@ def play_with_head(options: Given, policy: Path) -> dict[str, Any]:
         "JOBGROUP_TOKEN": "",
     }
     with running("evaluation_head", **variables) as service:
-        process = psutil.Process(service.pid)
-        cpu_before = sum(process.cpu_times()[:2])
+        cpu_before = service.cpu_seconds()
         work = Work("", options.environment, f"http://127.0.0.1:{service.port}")
         played = play(options, work, MODULE)
-        cpu = sum(process.cpu_times()[:2]) - cpu_before
+        cpu = service.cpu_seconds() - cpu_before
         stats = httpx.get(f"http://127.0.0.1:{service.port}/stats", trust_env=False).json()
         memory = service.memory_mb()
     side = summary(played, 1, service.start_seconds + played.ready_seconds)

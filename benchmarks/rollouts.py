@@ -1,13 +1,12 @@
-"""Tokens a second of the rollout workers, and what their prefix cache saves in episodes of several turns."""
+"""Tokens a second of the rollout workers."""
 
 from __future__ import annotations
 
 import os
-import random
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,8 +28,6 @@ ONE_BY_ONE = 4
 """Prompts of a round that are computed one after the other."""
 BATCHES = 4
 """Batches of a round that a server computes."""
-EPISODE_TARGET = 1.3
-"""The most that an episode may take, in times of the completion."""
 
 
 def prompts(count: int) -> list[str]:
@@ -162,120 +159,5 @@ SPEED = Benchmark(
         "new-tokens": Option(32, "tokens of each completion"),
         "dtype": DTYPE,
         "skip-baselines": Option(False, "measure the server alone"),
-    },
-)
-
-
-def made_up_tokens(seed: str, count: int) -> list[int]:
-    """Return token ids that no other seed begins with."""
-    draw = random.Random(seed)
-    return [draw.randrange(1000, 10_000) for _ in range(count)]
-
-
-class Player:
-    """Sessions that play at once, and each time with other tokens."""
-
-    def __init__(self, http: httpx.Client, given: Given) -> None:
-        self._http, self._given = http, given
-        self._plays = 0
-
-    def complete(self) -> None:
-        """Have each session sample everything in one completion."""
-        given = self._given
-        count = given.turns * given.turn_tokens + (given.turns - 1) * given.tool_tokens
-        self._turn(self._begin(), count)
-
-    def converse(self, *, flushes: bool) -> None:
-        """Have each session play its episode; ``flushes`` empties the cache before every turn."""
-        given = self._given
-        conversations = self._begin()
-        for turn in range(given.turns):
-            if flushes:
-                self._http.post("/flush_cache").raise_for_status()
-            sampled = self._turn(conversations, given.turn_tokens)
-            for session, ids in enumerate(conversations):
-                ids += sampled[session] + made_up_tokens(f"tool {turn} {session}", given.tool_tokens)
-
-    def _begin(self) -> list[list[int]]:
-        """Return a new prompt for each session."""
-        self._plays += 1
-        names = [f"{self._plays} {session}" for session in range(self._given.sessions)]
-        return [made_up_tokens(name, self._given.prompt_tokens) for name in names]
-
-    def _turn(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """Return ``count`` tokens after each prompt, sampled at once."""
-        sampling = {"max_new_tokens": count, "temperature": 1.0, "ignore_eos": True}
-
-        def sample(session: int) -> list[int]:
-            body: dict[str, Any] = {"input_ids": prompts[session], "sampling_params": sampling, "return_logprob": True}
-            headers = {ROUTING_KEY: f"{self._plays} {session}"}
-            reply = self._http.post("/generate", json=body, headers=headers).raise_for_status()
-            ids: list[int] = reply.json()["output_ids"]
-            return ids
-
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(sample, range(len(prompts))))
-
-
-def timed(name: str, play: Callable[[], None]) -> Side:
-    """Return a side whose rounds are the seconds of ``play``."""
-
-    def measure(_round: int) -> Mapping[str, float]:
-        started = time.perf_counter()
-        play()
-        return {"seconds": time.perf_counter() - started}
-
-    return Side(name, measure)
-
-
-def measure_conversations(given: Given) -> list[Side]:
-    """Measure an episode of several turns against one completion as long: what the engine's prefix cache saves.
-
-    Sessions play at once. An episode samples --turn-tokens in each turn and appends --tool-tokens after each turn but
-    the last; the completion as long samples as many tokens as both have together. Without the cache, it is flushed
-    before every turn. All are measured in turn on one rollout node with the real router in front.
-    """
-    limits = httpx.Limits(max_connections=given.sessions)
-    with (
-        rollout_nodes(given.model, given.dtype, 1) as url,
-        httpx.Client(base_url=url, timeout=REQUEST_SECONDS, limits=limits, trust_env=False) as http,
-    ):
-        player = Player(http, given)
-        sides = [
-            timed("one completion as long", player.complete),
-            timed(f"an episode of {given.turns} turns", lambda: player.converse(flushes=False)),
-            timed("the same without the cache", lambda: player.converse(flushes=True)),
-        ]
-        harness.say("warming up")
-        player.converse(flushes=False)
-        return harness.in_turn(sides, given.rounds)
-
-
-def conversation_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
-    """Return seconds, and the ratio to the completion, the first side."""
-    title = (
-        f"{given.sessions} session(s) at once: prompts of {given.prompt_tokens} tokens, {given.turn_tokens} a turn, "
-        f"{given.tool_tokens} after it; {given.dtype}, {cores()} cores; to reach: at most {EPISODE_TARGET}"
-    )
-    columns: harness.Columns = {
-        "": harness.name_of,
-        "seconds": lambda side: side.spread("seconds"),
-        "of the completion": lambda side: f"{side.median('seconds') / sides[0].median('seconds'):.2f}",
-    }
-    return [harness.table(title, sides, columns)]
-
-
-CONVERSATIONS = Benchmark(
-    measure=measure_conversations,
-    tables=conversation_tables,
-    rounds=3,
-    options={
-        "model": MODEL,
-        "sessions": Option(8, "that play at once"),
-        "turns": Option(4, "of an episode"),
-        "prompt-tokens": Option(256, "of a session's first prompt"),
-        "turn-tokens": Option(32, "sampled in a turn"),
-        "tool-tokens": Option(16, "appended after a turn"),
-        "dtype": DTYPE,
     },
 )

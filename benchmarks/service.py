@@ -49,6 +49,11 @@ class Service:
     start_seconds: float
     """Seconds until it was healthy."""
 
+    def cpu_seconds(self) -> float:
+        """Return the processor time of the process, without that of its children."""
+        used = psutil.Process(self.pid).cpu_times()
+        return used.user + used.system
+
     def memory_mb(self) -> float:
         """Return the resident memory of the process and its children; shared pages count once a process."""
         root = psutil.Process(self.pid)

@@ -1,4 +1,4 @@
-"""The data-server, the reward-server and the replay-buffer under the loads for which they are built."""
+"""The services under the loads for which they are built."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import numpy as np
 import orjson
+import torch
 
 from benchmarks.harness import Benchmark, Given, Option, Side
 from benchmarks.service import (
     NO_FAIL,
+    Connection,
     Figure,
     connect,
     figure_table,
@@ -26,9 +30,14 @@ from benchmarks.service import (
     running,
     send_all,
 )
+from services.evaluation_head import checkpoint
+from services.evaluation_head.app import MSGPACK, RAW
+from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
 
 ITEMS = 500
-"""Completions of a request."""
+"""Completions of a request to the reward-server."""
+WARM_UP = 20
+"""Requests to the evaluation head that are not measured."""
 
 
 def reward_figures(*, quick: bool) -> Iterator[Figure]:
@@ -220,11 +229,165 @@ async def _sample(port: int, strategy: str, requests: int) -> list[float]:
     return latencies
 
 
-SERVICES = {"reward-server": reward_figures, "data-server": data_figures, "replay-buffer": replay_figures}
+EPISODES = 256
+"""Episodes that an environment-server plays at once."""
+
+
+def lean(state: list[float]) -> int:
+    """Return the action for a state of CartPole; the pole falls after about forty steps."""
+    return int(state[2] > 0)
+
+
+def bisect(state: list[dict[str, str]]) -> str:
+    """Return the guess for a conversation of the guessing game."""
+    low, high = 1, 100
+    for guess, answer in zip(state[1::2], state[2::2], strict=True):
+        if answer["content"] == "Higher.":
+            low = int(guess["content"]) + 1
+        else:
+            high = int(guess["content"]) - 1
+    return str((low + high) // 2)
+
+
+ENVIRONMENTS: dict[str, Callable[[Any], Any]] = {"CartPole-v1": lean, "guessing": bisect}
+"""Each environment's name, and the action for a state."""
+
+
+class Load:
+    """The episodes to play, and the milliseconds of each step."""
+
+    def __init__(self, act: Callable[[Any], Any], episodes: int) -> None:
+        self._act = act
+        self._left = episodes
+        self.steps = 0
+        self.milliseconds: list[float] = []
+
+    async def play(self, connection: Connection, at_once: int) -> None:
+        """Play episodes, ``at_once`` in each request, until there are none left."""
+        live: list[dict[str, Any]] = []
+        while True:
+            if (count := min(at_once - len(live), self._left)) > 0:
+                self._left -= count
+                body = orjson.dumps({"episodes": count, "seed": self._left})
+                begun = orjson.loads(await connection.request("POST", "/reset", body))["episodes"]
+                live += [{"episode": one["episode"], "state": one["state"], "steps": 0} for one in begun]
+            if not live:
+                return
+            live = await self._step(connection, live)
+
+    async def _step(self, connection: Connection, live: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        steps = [{"episode": o["episode"], "step": o["steps"], "action": self._act(o["state"])} for o in live]
+        body = orjson.dumps({"steps": steps})
+        started = time.perf_counter()
+        reply = await connection.request("POST", "/step", body)
+        self.milliseconds.append(1e3 * (time.perf_counter() - started))
+        self.steps += len(live)
+        return [result for result in orjson.loads(reply)["results"] if result["status"] == "running"]
+
+
+async def play(port: int, act: Callable[[Any], Any], clients: int, episodes: int) -> tuple[Load, float]:
+    """Play ``episodes`` by a number of clients; return the load and the seconds."""
+    load = Load(act, episodes)
+
+    async def client() -> None:
+        async with connect(port) as connection:
+            await load.play(connection, EPISODES // clients)
+
+    started = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return load, time.perf_counter() - started
+
+
+def environment_figures(*, quick: bool) -> Iterator[Figure]:
+    """Measure each environment with one client that steps all episodes, and with a client for each episode.
+
+    The clients push the cart to the side where the pole leans, and find the number by bisection.
+    """
+    episodes = EPISODES * (1 if quick else 4)
+    for environment, act in ENVIRONMENTS.items():
+        with running("environment_server", ENVIRONMENT=environment, JOBGROUP_TOKEN="") as server:
+            for clients in (1, EPISODES):
+                before = server.cpu_seconds()
+                load, seconds = asyncio.run(play(server.port, act, clients, episodes))
+                cpu = server.cpu_seconds() - before
+                name = f"{environment}, {clients} client{'s' * (clients > 1)}"
+                yield Figure(f"{name}, episodes", episodes / seconds, "1/s")
+                yield Figure(f"{name}, steps", load.steps / seconds, "1/s")
+                yield Figure(f"{name}, processor time of a step", 1e6 * cpu / load.steps, "us")
+                yield percentile(f"{name}, step", 50, load.milliseconds)
+                yield percentile(f"{name}, step", 99, load.milliseconds)
+            yield Figure(f"{environment}, memory", server.memory_mb(), "MB")
+
+
+STATES, NUMBERS, ACTIONS = 64, 512, 4
+"""States of a request to the evaluation head, numbers of a state, and actions of the policy."""
+
+
+def head_figures(*, quick: bool) -> Iterator[Figure]:
+    """Measure POST /evaluate with a batch of states as JSON, as MessagePack and as raw float32.
+
+    One client sends request after request. The policy is a linear layer, so that reading the body is most of the work.
+    A request's time is from its numpy array to the reply's bytes.
+    """
+    states = np.random.default_rng(0).normal(size=(STATES, NUMBERS)).astype(np.float32)
+    bodies: dict[str, tuple[str, str, Callable[[], bytes]]] = {
+        "JSON": (
+            "/evaluate",
+            "application/json",
+            lambda: orjson.dumps({"states": states}, option=orjson.OPT_SERIALIZE_NUMPY),
+        ),
+        "MessagePack": (
+            "/evaluate",
+            MSGPACK,
+            lambda: msgpack.packb({"states": states.tobytes(), "shape": states.shape}),
+        ),
+        "raw float32": (f"/evaluate?shape={STATES},{NUMBERS}", RAW, states.tobytes),
+    }
+    count = 100 if quick else 500
+    replies = []
+    with tempfile.TemporaryDirectory() as directory:
+        policy = Path(directory) / "policy.pt2"
+        torch.manual_seed(0)
+        state = StateSpec(kind=StateKind.NUMBERS, shape=[NUMBERS])
+        action = ActionSpec(kind=ActionKind.INDEX, count=ACTIONS)
+        checkpoint.save_policy(torch.nn.Linear(NUMBERS, ACTIONS), policy, state, action)
+        variables = {"HEAD_POLICIES": f"linear={policy}", "HEAD_BATCH_SIZE": str(STATES), "JOBGROUP_TOKEN": ""}
+        with running("evaluation_head", **variables) as head:
+            for name, body in bodies.items():
+                asyncio.run(_evaluate(head.port, *body, requests=WARM_UP))
+                before = head.cpu_seconds()
+                latencies, reply = asyncio.run(_evaluate(head.port, *body, requests=count))
+                cpu = head.cpu_seconds() - before
+                replies.append(orjson.loads(reply)["actions"])
+                yield percentile(f"{STATES} states as {name}, {len(body[2]())} bytes", 50, latencies)
+                yield Figure(f"{STATES} states as {name}, head's processor time", 1e3 * cpu / count, "ms")
+    assert all(actions == replies[0] for actions in replies), "a body got other actions"
+
+
+async def _evaluate(
+    port: int, path: str, media_type: str, body: Callable[[], bytes], *, requests: int
+) -> tuple[list[float], bytes]:
+    """Return the milliseconds of each request, and the last reply."""
+    latencies, reply = [], b""
+    async with connect(port) as connection:
+        for _ in range(requests):
+            started = time.perf_counter()
+            reply = await connection.request("POST", path, body(), media_type)
+            latencies.append(1e3 * (time.perf_counter() - started))
+    return latencies, reply
+
+
+SERVICES = {
+    "reward-server": reward_figures,
+    "data-server": data_figures,
+    "replay-buffer": replay_figures,
+    "environment-server": environment_figures,
+    "evaluation-head": head_figures,
+}
 
 
 def measure(given: Given) -> list[Side]:
-    """Measure data-server, reward-server and replay-buffer under the loads for which they are built.
+    """Measure services under the loads for which they are built.
 
     Each service runs as a process of its own, as in a job group, and gets its load over HTTP. Latencies are measured at
     the client; memory is resident in the service and its children. The load comes from the same machine, so its cost is

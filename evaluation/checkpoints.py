@@ -23,7 +23,7 @@ _PIECE_APART = 1 << 18
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model, its name in reports, and its training step, by which it is placed on a curve."""
+    """A model, its name in reports, and its training step, its place on a curve."""
 
     name: str
     model: str
@@ -69,7 +69,7 @@ def _tensors(path: Path) -> list[int]:
     """Return where in a file of safetensors each tensor begins.
 
     Raises:
-        ConfigurationError: the file is none.
+        ConfigurationError: the file has another form.
     """
     try:
         with path.open("rb") as file:
@@ -80,7 +80,7 @@ def _tensors(path: Path) -> list[int]:
         tensors.pop("__metadata__", None)
         return sorted(8 + length + tensor["data_offsets"][0] for tensor in tensors.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(f"{path} holds no safetensors ({error!r}); copy the model again") from error
+        raise ConfigurationError(f"{path} is not a file of safetensors ({error!r}); copy the model again") from error
 
 
 def resolve(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:

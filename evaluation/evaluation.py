@@ -76,7 +76,7 @@ class SingleTurn:
     """The most samples of a prompt that are one piece of work."""
 
     async def sample(self, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages = ()) -> list[Sample]:
-        """Return the completions that a server gave; there is no ``history``."""
+        """Return the completions that a server gave; ``history`` is empty."""
         settings = self.settings
         params = SamplingParams(settings.max_new_tokens, *sampling(settings, kind), stop=settings.eval_stop)
         seed = seed_of(settings.seed, prompt, kind, indices[0])
@@ -155,8 +155,8 @@ def _check_answered(episode: Episode) -> None:
     """Check that an episode has an answer, which may be wrong because of a limit, or lack a reward of the verifier.
 
     Raises:
-        AgentFailedError: it has none.
-        DependencyLostError: it has none because no engine or gateway answered.
+        AgentFailedError: it has no answer.
+        DependencyLostError: it has no answer because no engine or gateway answered.
     """
     failure = episode.failure
     if failure is not None and failure.reason == "server":

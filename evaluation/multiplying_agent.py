@@ -43,7 +43,7 @@ async def solve(example: Any, *, base_url: str, api_key: str, http_client: httpx
 
 
 def multiply(arguments: str) -> str:
-    """Return the tool's result for the arguments that the model wrote, or the reason why there is none."""
+    """Return the tool's result for the arguments that the model wrote, or the error."""
     try:
         numbers = json.loads(arguments)
         return str(int(numbers["a"]) * int(numbers["b"]))

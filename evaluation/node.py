@@ -101,13 +101,13 @@ def parse_allocation(text: str) -> Allocation:
     """Return the allocation of ``d12p1t2``: letters in any order, each at most once; a letter left out is 1.
 
     Raises:
-        ConfigurationError: ``text`` is not an allocation.
+        ConfigurationError: ``text`` has another form.
     """
     parts = re.findall(r"([dpt])([1-9]\d{0,3})", text)
     letters = [letter for letter, _ in parts]
     if not parts or "".join(letter + number for letter, number in parts) != text or len(set(letters)) < len(letters):
         raise ConfigurationError(
-            f"--allocation {text!r} is none; give data, pipeline and tensor parallelism such as d12p1t2"
+            f"--allocation {text!r} is not an allocation; give data, pipeline and tensor parallelism such as d12p1t2"
         )
     return Allocation(**{_DIMENSIONS[letter]: int(number) for letter, number in parts})
 

@@ -35,7 +35,7 @@ class Examples:
 
     prompts: list[Prompt]
     available: int
-    """Rows of the split, of which ``prompts`` are the first that are wanted."""
+    """Rows of the split; ``prompts`` are the first of them."""
     too_long: int
     """Further prompts, which have more than MAX_PROMPT_TOKENS tokens."""
     recipe: dict[str, Any]
@@ -81,7 +81,7 @@ class ServerOptions:
     endpoints: Sequence[str] = ()
     """Servers of any make that speak OpenAI's API."""
     api: Api | None = None
-    """Their route; None: chat for given servers, completions for vLLM of our own, which gets the prompts' token ids."""
+    """Their route; None: chat for --endpoint, completions of token ids for a vLLM that this command starts."""
     api_key_env: str = ""
     """The variable with their key."""
     reward_url: str | None = None
@@ -135,7 +135,7 @@ class ServerOptions:
         """Return the key for foreign servers.
 
         Raises:
-            ConfigurationError: the variable that is to have it is not set.
+            ConfigurationError: the variable of the key is not set.
         """
         if not self.api_key_env:
             return None
@@ -145,7 +145,7 @@ class ServerOptions:
 
 
 class Plan:
-    """The checkpoints to evaluate, with which settings and servers, and the directory of the results."""
+    """The checkpoints to evaluate, the settings, the servers, and the directory of the results."""
 
     def __init__(
         self,

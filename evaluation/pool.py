@@ -68,7 +68,7 @@ class ServerPool:
         self.deaths = 0
         """Number of times that a live server was found dead."""
         self.moved = 0
-        """How often work was begun anew on another server."""
+        """How often work was repeated on another server."""
         self._urls = urls
         self._connect = connect
         self._places = places
@@ -170,7 +170,7 @@ class ServerPool:
 
     @contextlib.asynccontextmanager
     async def engine(self, token: str | None) -> AsyncIterator[str]:
-        """Serve /generate, for who knows the token, as one engine made of all servers; yield its URL."""
+        """Serve /generate, for callers with the token, as one engine made of all servers; yield its URL."""
 
         async def generate(request: Request) -> Response:
             if token and not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {token}"):

@@ -29,7 +29,7 @@ RESULTS = "results.json"
 CURVE = "curve.json"
 CURVE_IMAGE = "curve.png"
 LINE_SECONDS = 10.0
-"""The time between two lines of progress where there is no terminal."""
+"""The time between two lines of progress outside a terminal."""
 
 
 class View:

@@ -45,7 +45,7 @@ async def evaluate(plan: Plan) -> None:
     """Evaluate each model of the plan, and show and write the results.
 
     Raises:
-        ConfigurationError: a model, dataset or server cannot be had.
+        ConfigurationError: a model or dataset cannot be loaded, or a server refuses requests.
         DependencyLostError: servers do not answer. Finished samples are kept.
         ScoringLostError: the reward-server does not answer. Finished samples are kept.
     """
@@ -96,7 +96,7 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
         uploads,
         console.print,
     )
-    # Not asyncio.to_thread, with which Ctrl-C would wait for the end of the job.
+    # Not asyncio.to_thread, because Ctrl-C would then wait for the end of the job.
     content = await in_background(launch)
     identified = {"model": checkpoint.model, "name": checkpoint.name, "step": checkpoint.step}
     return report.Results.model_validate(content | identified)
@@ -115,8 +115,8 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
     say = console.print
     options = plan.servers
     needs_ids = not options.is_foreign or options.openai_api is Api.COMPLETIONS
-    found = load_examples(settings.eval_split, checkpoint.model if needs_ids else None, settings.eval_prompts)
-    identity = plan.identity(checkpoint, found)
+    examples = load_examples(settings.eval_split, checkpoint.model if needs_ids else None, settings.eval_prompts)
+    identity = plan.identity(checkpoint, examples)
     with open_store(directory, identity) as store:
         if store.samples:
             say(f"{directory} has {len(store.samples)} samples already")
@@ -136,7 +136,7 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
             scorer: Score = partial(score, rewards)
             questions = settings.eval_session_questions
             async with _workflow(plan, checkpoint, pool, scorer, directory, say) as (workflow, watch):
-                evaluation = Evaluation(found.prompts, settings.eval_samples, workflow, scorer, store, questions)
+                evaluation = Evaluation(examples.prompts, settings.eval_samples, workflow, scorer, store, questions)
                 with View(console, checkpoint.name, pool) as view:
                     await run_until_first_ends(evaluation.run(view.show), started.watch(), pool.watch(), watch())
             progress = evaluation.progress
@@ -144,12 +144,12 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
                 say(f"left out ({reason}), for example {detail}")
             return report.results_of(
                 checkpoint,
-                found.prompts,
+                examples.prompts,
                 store.samples,
                 settings,
-                left_out={**progress.left_out, **({"prompt too long": found.too_long} if found.too_long else {})},
+                left_out={**progress.left_out, **({"prompt too long": examples.too_long} if examples.too_long else {})},
                 dataset=plan.dataset,
-                available=found.available,
+                available=examples.available,
                 throughput=progress.throughput,
                 servers={"urls": list(pool.servers), "deaths": pool.deaths, "work_moved": pool.moved},
                 not_given=sorted({name for server in pool.servers.values() for name in server.shortcomings}),

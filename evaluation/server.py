@@ -33,7 +33,7 @@ ADMISSION_SECONDS = 30.0
 LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of a completion's length limit in OpenAI's API: of most servers, and of OpenAI's newer models."""
 ADMISSION_TRIES = 3
-"""Requests by which a server may be found to need another name of the limit, and no seed."""
+"""Requests that show whether a server needs another name of the limit, and refuses seeds."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Server(ABC):
     """One server and its work. An async context manager."""
 
     probe_path: ClassVar[str]
-    """The route, below ``url``, by whose answers the server lives."""
+    """The route, below ``url``, whose answers show that the server lives."""
     probe_seconds: ClassVar[float] = 0.0
-    """A server that answered so recently is not probed again; 0: at every look."""
+    """A server that answered within this time is not probed again; 0: it is probed each time."""
 
     def __init__(self, client: HttpClient) -> None:
         """Make a server that ``client`` reaches, and that is not asked yet."""
@@ -356,7 +356,7 @@ class OpenAIServer(Server):
         """Return a reply, and note whether it counts tokens.
 
         Raises:
-            ConfigurationError: the reply is none of OpenAI's.
+            ConfigurationError: the reply has another form than OpenAI's.
         """
         try:
             reply = _Reply.model_validate_json(response.content)

@@ -33,7 +33,7 @@ class Backend(StrEnum):
     """The program that serves a model where servers are started on this machine."""
 
     ROLLOUT = "rollout"
-    """A rollout node: SGLang, or the embedded engine where there is no GPU."""
+    """A rollout node: SGLang, or the embedded engine without GPUs."""
     VLLM = "vllm"
 
 
@@ -81,7 +81,7 @@ class EvaluationSettings(ModelSettings, TemplateSettings, AgentSettings):
     eval_stop: JsonTexts = Field(default_factory=list)
     """Texts that end a completion, as a JSON list such as `["Question:"]`; an agent gives its own."""
     eval_concurrency: int = Field(64, ge=1)
-    """Prompts, or an agent's calls, in flight at one server (or router), for each of which as many episodes run."""
+    """Prompts, or an agent's calls, in flight at one server (or router); as many episodes run for each server."""
 
     @model_validator(mode="after")
     def _values_fit(self) -> Self:

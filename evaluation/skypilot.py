@@ -96,8 +96,8 @@ def launch(
         code = jobs.tail_logs(job_id=job_id, task=EVALUATE_TASK, follow=True, output_stream=log)
     except Exception as error:
         raise DependencyLostError(
-            f"the log of job {job_id} broke off ({first_line(error)}), and the job may go on: see sky jobs queue; end "
-            f"it by sky jobs cancel {job_id} before another evaluation writes to its directory"
+            f"the log of job {job_id} broke off ({first_line(error)}), and the job may still run: see sky jobs queue; "
+            f"end it by sky jobs cancel {job_id} before another evaluation writes to its directory"
         ) from error
     if log.results is None:
         raise DependencyLostError(f"job {job_id} ended with {code} and no results; see sky jobs logs {job_id}")
@@ -111,13 +111,13 @@ def find(prefix: str) -> list[str]:
         DependencyLostError: SkyPilot cannot tell.
     """
     try:
-        found = find_clusters((prefix,), ROUTER_PORT) + find_replicas((prefix,))
+        servers = find_clusters((prefix,), ROUTER_PORT) + find_replicas((prefix,))
     # SkyPilot raises a dozen kinds of errors, among them those of its HTTP library.
     except Exception as error:
         raise DependencyLostError(
             f"SkyPilot cannot tell its servers: {first_line(error)}; try `sky api info`"
         ) from error
-    return sorted({server.url for server in found if server.url is not None})
+    return sorted({server.url for server in servers if server.url is not None})
 
 
 class _Log(io.TextIOBase):

@@ -12,7 +12,7 @@ from services.engines.settings import EngineSettings
 from services.http.problems import ProblemError
 
 CONTEXT_TOKENS = 8192
-"""Tokens of a conversation, for which each engine keeps keys and values."""
+"""The most tokens of a conversation; each engine has a cache of this size."""
 
 
 class ChatModel:

@@ -17,10 +17,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from local_runner.nodes import Run, gpus_of, node_environment
 from local_runner.spec import JobGroup, TaskSpec, nearest
@@ -44,8 +44,8 @@ class Reader:
 
     def settings_class(self) -> type[Settings]:
         """Import and return the class."""
-        found: type[Settings] = getattr(importlib.import_module(self.module), self.name)
-        return found
+        settings: type[Settings] = getattr(importlib.import_module(self.module), self.name)
+        return settings
 
 
 READERS = (
@@ -64,6 +64,15 @@ READERS = (
 """In the order of docs/configuration.md."""
 
 S = TypeVar("S", bound=Settings)
+
+
+class Loaded(NamedTuple):
+    """The settings of a task, as its first node will load them."""
+
+    task: TaskSpec
+    reader: Reader
+    settings: Settings
+
 
 LIBRARIES = (
     *("AWS_", "AZURE_", "CUBLAS_", "CUDA_", "DNNL_", "DYLD_", "FI_", "FLASHINFER_", "GIT_", "GLIBC_", "GLOO_"),
@@ -94,10 +103,7 @@ def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str,
     Raises:
         ConfigurationError: no component reads a variable; the message has the nearest name.
     """
-    readers: dict[str, list[str]] = {}
-    for reader in READERS:
-        for field in reader.settings_class().model_fields:
-            readers.setdefault(field.upper(), []).extend(reader.tasks)
+    readers = tasks_by_variable()
     tasks = {task.name for task in group.tasks}
     declared = {name for task in group.tasks for name in task.declared}
     problems = []
@@ -117,23 +123,41 @@ def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str,
         raise ConfigurationError("; ".join(problems))
 
 
-def check_values(run: Run) -> None:
-    """Check the settings of every task by loading them as its first node will.
+def tasks_by_variable() -> dict[str, list[str]]:
+    """Return the tasks whose components read a variable, by the variable's name."""
+    tasks: dict[str, list[str]] = {}
+    for reader in READERS:
+        for field in reader.settings_class().model_fields:
+            tasks.setdefault(field.upper(), []).extend(reader.tasks)
+    return tasks
+
+
+def load_all(run: Run) -> list[Loaded]:
+    """Load and return the settings of every task.
 
     Raises:
         ConfigurationError: a value is not allowed; the message names the tasks that refuse it.
     """
-    problems: dict[str, list[str]] = {}
+    loaded = []
+    problems: list[tuple[str, str]] = []
     for task in run.group.tasks:
         for reader in READERS:
-            if task.name not in reader.tasks:
-                continue
-            try:
-                load_settings(run, task, reader.settings_class())
-            except ConfigurationError as error:
-                problems.setdefault(str(error), []).append(task.name)
-    if problems:
-        raise ConfigurationError("; ".join(f"{', '.join(tasks)}: {problem}" for problem, tasks in problems.items()))
+            if task.name in reader.tasks:
+                try:
+                    loaded.append(Loaded(task, reader, load_settings(run, task, reader.settings_class())))
+                except ConfigurationError as error:
+                    problems.append((task.name, str(error)))
+    _refuse(problems)
+    return loaded
+
+
+def _refuse(problems: Iterable[tuple[str, str]]) -> None:
+    """Raise a ConfigurationError that names each problem once, with its tasks, if there are problems."""
+    tasks: dict[str, list[str]] = {}
+    for task, problem in problems:
+        tasks.setdefault(problem, []).append(task)
+    if tasks:
+        raise ConfigurationError("; ".join(f"{', '.join(names)}: {problem}" for problem, names in tasks.items()))
 
 
 def load_settings(run: Run, task: TaskSpec, settings_class: type[S]) -> S:
@@ -146,22 +170,10 @@ def load_settings(run: Run, task: TaskSpec, settings_class: type[S]) -> S:
         return settings_class.load()
 
 
-def all_settings(run: Run) -> Iterator[tuple[TaskSpec, Reader, Settings]]:
-    """Yield the settings of each task of a run, by the component that reads them.
-
-    Raises:
-        ConfigurationError: a value is not allowed.
-    """
-    for task in run.group.tasks:
-        for reader in READERS:
-            if task.name in reader.tasks:
-                yield task, reader, load_settings(run, task, reader.settings_class())
-
-
-def as_keywords(message: str, given: Iterable[str]) -> str:
-    """Return ``message`` with the names of settings and those of ``given`` as keywords of ``train``: in lower case."""
-    names = {field.upper() for reader in READERS for field in reader.settings_class().model_fields} | set(given)
-    return re.sub(r"\b[A-Z][A-Z0-9_]*\b", lambda found: found[0].lower() if found[0] in names else found[0], message)
+def as_keywords(message: str, others: Iterable[str]) -> str:
+    """Return ``message`` with the names of settings and the ``others`` as keywords of ``train``: in lower case."""
+    names = {*tasks_by_variable(), *others}
+    return re.sub(r"\b[A-Z][A-Z0-9_]*\b", lambda word: word[0].lower() if word[0] in names else word[0], message)
 
 
 def _is_foreign(name: str, settings: Iterable[str]) -> bool:
@@ -177,9 +189,10 @@ def _is_foreign(name: str, settings: Iterable[str]) -> bool:
 def setting_like(name: str) -> str | None:
     """Return the setting that has a name or begins or ends with it, as MAX_STEPS for ``steps``; None without one."""
     name = name.upper()
-    settings = {field.upper() for reader in READERS for field in reader.settings_class().model_fields}
     like = [
-        one for one in sorted(settings) if f"_{name}_" in f"_{one}_" and (one.startswith(name) or one.endswith(name))
+        one
+        for one in sorted(tasks_by_variable())
+        if f"_{name}_" in f"_{one}_" and (one.startswith(name) or one.endswith(name))
     ]
     return next(iter(difflib.get_close_matches(name, like, 1, 0.0)), None)
 
@@ -197,7 +210,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def check_engines(run: Run) -> None:
+def check_engines(run: Run, loaded: Sequence[Loaded]) -> None:
     """Check that there are MIN_WORKERS engines, whose given sizes fit a node's GPUs and a model on this machine.
 
     Where this machine has no GPUs, those that the job group asks for count, because the same settings go to a cluster.
@@ -206,13 +219,13 @@ def check_engines(run: Run) -> None:
         ConfigurationError: there are fewer engines than MIN_WORKERS, or a size does not divide the GPUs of a node or
             the attention heads of the model.
     """
-    for task in run.group.tasks:
-        if task.name != Task.ROLLOUT_SERVER:
+    min_workers = max((getattr(settings, "min_workers", 1) for _, _, settings in loaded), default=1)
+    for task, _, settings in loaded:
+        if not isinstance(settings, RolloutSettings):
             continue
-        settings = load_settings(run, task, RolloutSettings)
         n_gpus = len(gpus_of(run, task, 0)) or task.gpus_per_node
         if not n_gpus:
-            _check_number(run, task, 1)
+            _check_number(task, 1, min_workers)
             continue
         # Only now: most runs on one machine have no GPUs, and begin the sooner without these imports.
         from services.engines.kinds import choose_engine
@@ -224,42 +237,39 @@ def check_engines(run: Run) -> None:
             most = choose_engine(settings, n_gpus).check_sizes(settings, n_gpus, config)
         except ConfigurationError as error:
             raise ConfigurationError(f"{task.name}: {error}") from error
-        _check_number(run, task, most)
+        _check_number(task, most, min_workers)
 
 
-def _check_number(run: Run, task: TaskSpec, each: int) -> None:
+def _check_number(task: TaskSpec, each: int, min_workers: int) -> None:
     """Check that nodes of ``each`` engines at most are enough for MIN_WORKERS."""
     engines, nodes = task.num_nodes * each, f"{task.num_nodes} node{'s'[: task.num_nodes > 1]}"
-    wanted = max(getattr(settings, "min_workers", 1) for _, _, settings in all_settings(run))
-    if wanted > engines:
+    if min_workers > engines:
         raise ConfigurationError(
-            f"MIN_WORKERS is {wanted}, but {task.name} has {nodes} for {engines} engine{'s'[: engines > 1]} here; give "
-            f"--env MIN_WORKERS={engines}, or --num-nodes {task.name}={math.ceil(wanted / each)}"
+            f"MIN_WORKERS is {min_workers}, but {task.name} has {nodes} for {engines} engine{'s'[: engines > 1]} here; "
+            f"give --env MIN_WORKERS={engines}, or --num-nodes {task.name}={math.ceil(min_workers / each)}"
         )
 
 
-def check_own_code(run: Run) -> None:
+def check_own_code(run: Run, loaded: Sequence[Loaded]) -> None:
     """Check that the files exist and the functions can be imported that the settings of the run's tasks name.
 
     Raises:
         ConfigurationError: one does not exist or cannot be used; the message names the tasks that need it.
     """
-    problems: dict[str, list[str]] = {}
-    for task, reader, settings in all_settings(run):
-        package = reader.module.rpartition(".")[0]
-        for problem in (*_missing_files(settings), *_failed_imports(run, task, settings, package)):
-            problems.setdefault(problem, []).append(task.name)
-    if problems:
-        raise ConfigurationError("; ".join(f"{', '.join(tasks)}: {problem}" for problem, tasks in problems.items()))
+    _refuse(
+        (one.task.name, problem)
+        for one in loaded
+        for problem in (*_missing_files(one.settings), *_failed_import(run, one))
+    )
 
 
-def unchecked_models(run: Run) -> list[str]:
+def unchecked_models(run: Run, loaded: Sequence[Loaded]) -> list[str]:
     """Return the models that are neither directories nor known to the Hugging Face hub, because it does not answer.
 
     Raises:
         ConfigurationError: the hub answers that it has no such model.
     """
-    named = ((getattr(settings, "model_name", None), task) for task, _, settings in all_settings(run))
+    named = ((getattr(settings, "model_name", None), task) for task, _, settings in loaded)
     tasks = {model: task for model, task in named if model and not Path(model).expanduser().exists()}
     if importlib.util.find_spec("huggingface_hub") is None:
         return list(tasks)
@@ -283,8 +293,8 @@ def ask(run: Run, task: TaskSpec, module: str, *arguments: str, seconds: float =
         raise TimeoutError(f"{module} takes more than {seconds:.0f} s") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"{' '.join(command)} ended with exit code {done.returncode}"]
-        said = next((line.removeprefix(ERROR) for line in reversed(lines) if line.startswith(ERROR)), lines[-1])
-        raise ConfigurationError(said)
+        errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
+        raise ConfigurationError((errors or lines)[-1])
     return done.stdout
 
 
@@ -303,13 +313,14 @@ def _missing_files(settings: Settings) -> Iterator[str]:
             yield str(error)
 
 
-def _failed_imports(run: Run, task: TaskSpec, settings: Settings, package: str) -> Iterator[str]:
-    if not settings.own_functions:
+def _failed_import(run: Run, loaded: Loaded) -> Iterator[str]:
+    functions = loaded.settings.own_functions
+    if not functions:
         return
     try:
-        ask(run, task, f"{package}.own_code")
+        ask(run, loaded.task, f"{loaded.reader.module.rpartition('.')[0]}.own_code")
     except TimeoutError:
-        given = ", ".join(f"{variable}={value}" for variable, value in settings.own_functions.items())
-        yield f"{given}: the import takes more than {IMPORT_SECONDS:.0f} s; load what is large at the first call"
+        named = ", ".join(f"{variable}={value}" for variable, value in functions.items())
+        yield f"{named}: the import takes more than {IMPORT_SECONDS:.0f} s; load what is large at the first call"
     except ConfigurationError as error:
         yield str(error)

@@ -32,9 +32,11 @@ def main(
     runs: Annotated[
         list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs to remove, by id or directory.")
     ] = None,
-    keep: Annotated[int | None, typer.Option(min=0, help="Remove all but so many of the newest runs.")] = None,
+    keep: Annotated[
+        int | None, typer.Option(min=0, help="Keep this many of the newest runs, and remove the others.")
+    ] = None,
     older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Remove runs not written to for that long: 12h, 7d, 2w.")
+        str | None, typer.Option(metavar="AGE", help="Remove runs not written to for this long: 12h, 7d, 2w.")
     ] = None,
     keep_model: Annotated[
         bool,
@@ -83,7 +85,7 @@ def select(runs: list[Path], keep: int | None, older_than: str | None) -> list[L
     """Return the ``runs``, the newest first, that are not among the newest ``keep`` and are older than the given age.
 
     Raises:
-        ConfigurationError: ``older_than`` is no age.
+        ConfigurationError: ``older_than`` is not an age.
     """
     try:
         limit = time.time() - seconds(older_than) if older_than else float("inf")
@@ -100,8 +102,8 @@ def _list_runs(console: Console, below: Path) -> None:
         return
     _table(console, runs)
     command = " ".join([grpo_command(), "clean", *(["--runs", str(below)] if below != RUNS else [])])
-    told = f"Remove some: {command} RUN..., or --keep 3, or --older-than 7d; --keep-model leaves model and records"
-    console.print(told, highlight=False, soft_wrap=True)
+    hint = f"Remove some: {command} RUN..., or --keep 3, or --older-than 7d; --keep-model leaves model and records"
+    console.print(hint, highlight=False, soft_wrap=True)
 
 
 def remove(

@@ -28,7 +28,7 @@ FILE = "nodes.json"
 LOCK = "runner.lock"
 RUNS = Path("runs")
 OUTCOME = "runner.json"
-"""The file in which a local runner records how the run ended; there is none while it runs."""
+"""The file in which a local runner records how the run ended; it does not exist while the run runs."""
 RUNNING = "running"
 MAYBE = "may be under way"
 """The state of a run without a local runner, such as a cluster's, that wrote something not long ago."""
@@ -126,10 +126,10 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def runner_of(run_dir: Path, nodes: Nodes | None) -> str | None:
-    """Return how the run's local runner shows that it lives; None if there is none.
+    """Return the evidence that the run's local runner is alive; None without any.
 
-    The runner has the lock as long as it lives, in another container, too. A file system may be without locks; then the
-    runner's process alone says it.
+    The runner holds the lock as long as it lives, also in another container. On a file system without locks only its
+    process shows it.
     """
     if nodes is not None and nodes.is_running():
         return f"its runner is process {nodes.pid} of this machine"
@@ -153,37 +153,36 @@ def usage(run_dir: Path) -> tuple[int, float]:
     written = 0.0
     for parent, _, names in os.walk(run_dir):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile by a run that goes on
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile by a running run
                 status = os.lstat(os.path.join(parent, name))
                 sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
                 written = max(written, status.st_mtime)
     return sum(sizes.values()), written or run_dir.stat().st_mtime
 
 
-def find_run(given: str | None, runs: Path = RUNS) -> Path:
+def find_run(name: str | None, runs: Path = RUNS) -> Path:
     """Return the directory of a run, given by its id (a directory in ``runs``) or its directory; by default the newest.
 
     Raises:
         ConfigurationError: there is no such run.
     """
-    found = next(iter(all_runs(runs)), None) if given is None else named_run(given, runs)
-    if found is not None:
-        return found
-    if given is None:
+    run = next(iter(all_runs(runs)), None) if name is None else named_run(name, runs)
+    if run is not None:
+        return run
+    if name is None:
         raise ConfigurationError(f"there is no run below {runs}/ here; name the run's directory")
     raise ConfigurationError(
-        f"{given} is neither a run below {runs}/ here nor the directory of one; the newest below {runs}/: "
-        f"{newest(runs)}"
+        f"{name} is neither a run below {runs}/ here nor the directory of one; the newest below {runs}/: {newest(runs)}"
     )
 
 
-def find_directory(given: str) -> Path:
+def find_directory(name: str) -> Path:
     """Return the directory of a run, as find_run does, or another directory that there is, such as one of runs.
 
     Raises:
         ConfigurationError: there is no such run or directory.
     """
-    return Path(given) if named_run(given) is None and Path(given).is_dir() else find_run(given)
+    return Path(name) if named_run(name) is None and Path(name).is_dir() else find_run(name)
 
 
 def newest(runs: Path = RUNS) -> str:
@@ -191,9 +190,9 @@ def newest(runs: Path = RUNS) -> str:
     return ", ".join(path.name for path in all_runs(runs)[:5]) or "none"
 
 
-def named_run(given: str, runs: Path = RUNS) -> Path | None:
-    """Return the directory of the run with the id or directory ``given``; None if there is none."""
-    return next((path for path in (runs / given, Path(given)) if is_run(path)), None)
+def named_run(name: str, runs: Path = RUNS) -> Path | None:
+    """Return the directory of the run with the id or directory ``name``; None if it does not exist."""
+    return next((path for path in (runs / name, Path(name)) if is_run(path)), None)
 
 
 def all_runs(runs: Path = RUNS) -> list[Path]:
@@ -221,10 +220,10 @@ def state_of(run_dir: Path) -> str:
             return "succeeded" if outcome["exit_code"] == 0 else ended
         if status := read_object(run_dir / "summary.json").get("status"):
             return str(status)
-        may_go_on = under_way(run_dir, last_written(run_dir)) is not None
+        may_run = under_way(run_dir, last_written(run_dir)) is not None
     except (ValueError, TypeError, OSError) as error:  # damaged files, or a run that is being removed
         return f"unknown: {error}"
-    return MAYBE if may_go_on else WITHOUT_SUMMARY
+    return MAYBE if may_run else WITHOUT_SUMMARY
 
 
 def error_of(run_dir: Path) -> str | None:
@@ -279,7 +278,7 @@ def under_way(run_dir: Path, written: float) -> str | None:
         return None
     where = f"machine {nodes.machine}" if nodes is not None else "a cluster or another machine"
     return (
-        f"it may go on in {where}, since it was last written {ago / 60:.0f} minutes ago; "
+        f"it may still run in {where}, since it was last written {ago / 60:.0f} minutes ago; "
         f"if it is over, remove it by hand: rm -r {run_dir}"
     )
 

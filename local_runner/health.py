@@ -29,7 +29,7 @@ class TrainerStatus:
 
 
 def client(token: str | None = None) -> httpx.AsyncClient:
-    """Return a client of a run's components, which connects anew for each request, as components may restart."""
+    """Return a client of a run's components with a connection for each request, because components may restart."""
     headers = {"Authorization": f"Bearer {token}"} if token else None
     limits = httpx.Limits(max_keepalive_connections=0)
     return httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=limits, trust_env=False, headers=headers)
@@ -38,8 +38,8 @@ def client(token: str | None = None) -> httpx.AsyncClient:
 async def state(http: httpx.AsyncClient, address: str) -> str:
     """Return ``up``, or the status that a component's /health gives if it answers another code than 200.
 
-    A component that listens and does not answer within REQUEST_SECONDS is ``busy``, such as the trainer may be in a
-    step; one that cannot be reached is ``silent``.
+    A component that listens and does not answer within REQUEST_SECONDS is ``busy``, as the trainer may be during a
+    step. A component that cannot be reached is ``silent``.
     """
     try:
         response = await http.get(f"http://{address}/health")

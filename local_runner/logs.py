@@ -38,8 +38,8 @@ Names = Annotated[
 
 def main(
     names: Names = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
-    lines: Annotated[int | None, typer.Option("-n", "--lines", min=0, help="Only so many of the last lines.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Continue until the run ends.")] = False,
+    lines: Annotated[int | None, typer.Option("-n", "--lines", min=0, help="Only this many of the last lines.")] = None,
 ) -> None:
     """Show the logs of a run's components, in the order of time."""
 
@@ -70,8 +70,8 @@ def choose_run(names: list[str]) -> tuple[Path, list[str]]:
     Raises:
         ConfigurationError: there is no run.
     """
-    if names and (found := named_run(names[0])) is not None:
-        return found, names[1:]
+    if names and (run := named_run(names[0])) is not None:
+        return run, names[1:]
     return find_run(None), names
 
 
@@ -82,8 +82,8 @@ def show(console: Console, run_dir: Path, tasks: list[str], *, last: int | None,
         console: colours appear on a terminal only.
         run_dir: the run.
         tasks: names of tasks, or of nodes such as ``ppo-trainer-1``; empty for all.
-        last: print only so many of the present lines, the last ones; None: all.
-        follow: go on until the run ends.
+        last: print only this many of the present lines, the last ones; None: all.
+        follow: continue until the run ends.
 
     Raises:
         ConfigurationError: a task has no log.
@@ -113,14 +113,14 @@ def show(console: Console, run_dir: Path, tasks: list[str], *, last: int | None,
 
 def _find_logs(run_dir: Path, tasks: list[str]) -> list[Path]:
     paths = sorted((run_dir / "logs").glob("*.log"))
-    found: set[Path] = set()
+    chosen: set[Path] = set()
     for task in tasks:
-        own = [path for path in paths if task in (path.stem, path.stem.rpartition("-")[0])]
-        if not own:
+        of_task = [path for path in paths if task in (path.stem, path.stem.rpartition("-")[0])]
+        if not of_task:
             names = ", ".join(path.stem for path in paths) or "none"
             raise ConfigurationError(
                 f"{task} is not a run, and there is no log of it in {run_dir / 'logs'}: {names}; "
                 f"the newest runs: {newest()}"
             )
-        found.update(own)
-    return [path for path in paths if path in found or not tasks]
+        chosen.update(of_task)
+    return [path for path in paths if path in chosen or not tasks]

@@ -182,8 +182,8 @@ def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
         # the core from the thread that it waits for: docs/benchmarks/record.md has the figures. macOS was not measured.
         defaults["OMP_WAIT_POLICY"] = "passive"
     share = {VISIBLE_GPUS_VARIABLE: ",".join(gpus)} if run.gpus else {}
-    own = _with_local_mounts(task.environment, task.mounts, run.shared_dir)
-    threads = (inherited | own).get(THREADS_VARIABLE)
+    variables = _with_local_mounts(task.environment, task.mounts, run.shared_dir)
+    threads = (inherited | variables).get(THREADS_VARIABLE)
     fixed = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "RUN_ID": run.run_id,
@@ -198,7 +198,7 @@ def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
         ENDPOINTS_VARIABLE: run.addresses.variable,
         MARK: run.node_mark(task, rank),
     }
-    return defaults | inherited | share | own | fixed
+    return defaults | inherited | share | variables | fixed
 
 
 def check_mounts(group: JobGroup) -> None:
@@ -221,11 +221,11 @@ def check_gpus(run: Run) -> None:
         ConfigurationError: this machine has too few.
     """
     for task in run.group.tasks:
-        given = [gpu for rank in range(task.num_nodes) for gpu in gpus_of(run, task, rank)]
-        if task.name == Task.TRAINER and len(set(given)) < len(given):
+        gpus = [gpu for rank in range(task.num_nodes) for gpu in gpus_of(run, task, rank)]
+        if task.name == Task.TRAINER and len(set(gpus)) < len(gpus):
             raise ConfigurationError(
                 f"the {task.num_nodes} nodes of {task.name} cannot share GPUs and ask for {task.gpus_per_node} each; "
-                f"they may use {', '.join(sorted(set(given)))} here. Give --num-nodes {task.name}=1, or "
+                f"they may use {', '.join(sorted(set(gpus)))} here. Give --num-nodes {task.name}=1, or "
                 f"--env {VISIBLE_GPUS_VARIABLE}= to compute on the processor"
             )
 

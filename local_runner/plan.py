@@ -1,4 +1,4 @@
-"""The plan of a run: what it will train on, for how many steps, with which memory and disk, and what looks wrong."""
+"""The plan of a run: its model, data, steps, memory, disk and nodes, and cautions about its settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from local_runner.checks import all_settings, ask
+from local_runner.checks import Loaded, ask
 from local_runner.directory import shown_path
 from local_runner.nodes import Run, gpus_of
 from local_runner.progress import counted
@@ -27,30 +27,31 @@ _SHOWN_ELSEWHERE = {*Settings.model_fields, "model_name", "dataset", "reward_fn"
 
 
 class Plan:
-    """The settings of a run's tasks, with what is known of its rows and needs."""
+    """The settings of a run's tasks, with the numbers of its rows and the estimates of memory and disk."""
 
-    def __init__(self, run: Run, *, is_dry_run: bool) -> None:
+    def __init__(self, run: Run, loaded: Sequence[Loaded], *, is_dry_run: bool) -> None:
         """Read the rows of files; in a dry run read any rows, render the prompts, and estimate memory and disk.
 
         Raises:
             ConfigurationError: the data-server would refuse the rows, or they are too few for one step.
         """
         self._run = run
-        found = {type(settings).__name__: (task, settings) for task, _, settings in all_settings(run)}
-        self._settings: dict[str, Any] = {name: settings for name, (_, settings) in found.items()}
+        tasks = {reader.name: task for task, reader, _ in loaded}
+        self._settings: dict[str, Any] = {reader.name: settings for _, reader, settings in loaded}
         self._trainer, self._data = (self._settings.get(name) for name in ("TrainerSettings", "DataSettings"))
         self._rows: dict[str, Any] = {}
         self._needs: dict[str, Any] = {}
 
         def answer(name: str, package: str, module: str, *arguments: str) -> dict[str, Any]:
-            task = found[name][0]
+            """Return the facts that a module prints in the environment of these settings' task; empty without any."""
+            if find_spec(package) is None:
+                return {}
             try:
-                told = ask(run, task, module, *arguments, seconds=READ_SECONDS) if find_spec(package) else ""
+                return dict(json.loads(ask(run, tasks[name], module, *arguments, seconds=READ_SECONDS) or "{}"))
             except TimeoutError:
-                told = ""
+                return {}
             except ConfigurationError as error:
-                raise ConfigurationError(f"{task.name}: {error}") from error
-            return dict(json.loads(told or "{}"))
+                raise ConfigurationError(f"{tasks[name].name}: {error}") from error
 
         if self._data is not None and (is_dry_run or is_path(self._data.dataset)):
             only_rows = [] if is_dry_run else ["--rows"]
@@ -61,7 +62,7 @@ class Plan:
             self._needs = answer("TrainerSettings", "torch", "trainer.preflight")
 
     def cautions(self) -> Iterator[str]:
-        """Yield what is allowed but hardly meant."""
+        """Yield sentences on settings that are allowed but probably a mistake."""
         if (reward := self._settings.get("RewardSettings")) is not None and reward.caution:
             yield reward.caution
         if self._trainer is not None:

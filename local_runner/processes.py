@@ -36,8 +36,8 @@ GRACE_SECONDS = 5.0
 def marked(*prefixes: str) -> list[psutil.Process]:
     """Return the live processes marked with a prefix or below one, and their descendants, without this process."""
     below = tuple(f"{prefix}/" for prefix in prefixes)
-    found: dict[int, psutil.Process] = {}
-    without: list[psutil.Process] = []
+    processes: dict[int, psutil.Process] = {}
+    without_environment: list[psutil.Process] = []
     for process in psutil.process_iter():
         if process.pid == os.getpid():
             continue
@@ -46,19 +46,19 @@ def marked(*prefixes: str) -> list[psutil.Process]:
                 continue
             environment = process.environ()
             if not environment:
-                without.append(process)
+                without_environment.append(process)
             elif _is_below(environment, below):
-                found.update(_with_descendants(process))
+                processes.update(_with_descendants(process))
         except (psutil.Error, OSError):  # gone meanwhile, or another user's
             continue
-    if without:
+    if without_environment:
         # A process has no environment for a moment in the middle of an exec.
         time.sleep(EXEC_SECONDS)
-    for process in without:
+    for process in without_environment:
         with contextlib.suppress(psutil.Error, OSError):
             if _is_below(process.environ(), below):
-                found.update(_with_descendants(process))
-    return list(found.values())
+                processes.update(_with_descendants(process))
+    return list(processes.values())
 
 
 def _is_below(environment: Mapping[str, str], below: tuple[str, ...]) -> bool:

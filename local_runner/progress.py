@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 EARLY_STEPS = 3
-"""The number of steps after which a run that goes on is told its advice."""
+"""The number of steps after which a run prints its first advice."""
 LOOK = "Look at the completions and their rewards (Samples on the run page)"
 
 OVER_LIMIT = frozenset({"limit", "timeout", "reward_over_limit"})
@@ -84,7 +84,7 @@ class Step:
             loss=record.get("loss"),
             trained_tokens=record.get("trained_tokens"),
             reward_counts=[(reward, count) for reward, count in record.get("reward_counts", ())],
-            failures=[(reason, count, said) for reason, count, said in record.get("failures", ())],
+            failures=[(reason, count, message) for reason, count, message in record.get("failures", ())],
             seconds={
                 name.removeprefix("seconds_"): float(value)
                 for name, value in record.items()
@@ -148,10 +148,10 @@ def _most_frequent_failure(steps: Sequence[Step]) -> str | None:
     if not reasons:
         return None
     [(most, _)] = reasons.most_common(1)
-    said = next(said for step in steps for reason, _, said in step.failures if reason == most)
+    message = next(message for step in steps for reason, _, message in step.failures if reason == most)
     remedy = REMEDIES.get(most, f"{LOOK}.")
     what = "have no reward, except that those over a limit are wrong"
-    return f"Failed completions {what}: {failed(steps)}. The most frequent failure: {said}. {remedy}".rstrip()
+    return f"Failed completions {what}: {failed(steps)}. The most frequent failure: {message}. {remedy}".rstrip()
 
 
 def _rewards(steps: Sequence[Step]) -> Counter[float]:

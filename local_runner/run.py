@@ -78,21 +78,21 @@ _LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
 class Command(TyperCommand):
-    """The command line, which tells somebody who gives a setting as an option how to give it."""
+    """The command line, which refuses a setting given as an option with the right way to give it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line."""
-        known = {"--help", *(option for one in self.params for option in (*one.opts, *one.secondary_opts))}
+        options = {"--help", *(option for one in self.params for option in (*one.opts, *one.secondary_opts))}
         for word, following in pairwise([*args, "-"]):
             name, _, value = word.partition("=")
             setting = checks.setting_like(name[2:].replace("-", "_")) if re.match(r"--[a-z]", name) else None
-            if setting is not None and name not in known:
+            if setting is not None and name not in options:
                 value = value or ("VALUE" if following.startswith("-") else following)
                 ctx.fail(f"No such option: {name}; give the setting as --env {setting}={value}")
         # A name alone takes the value of the environment, and only a job group's file may stand behind it.
         for word, name, value in zip(args, args[1:], [*args[2:], "-"], strict=False):
             if word == "--env" and "=" not in name and not value.startswith("-") and not Path(value).suffix:
-                ctx.fail(f"{value} is no job group's file; write --env {name}={value} if it is a value")
+                ctx.fail(f"{value} is not a job group's file; write --env {name}={value} if it is a value")
         return super().parse_args(ctx, args)
 
 
@@ -147,11 +147,11 @@ def main(
 def _check_and_show(planned: Run, console: Console, *, dry_run: bool, commands: bool) -> None:
     """Check the run, and print its plan if this is a dry run, its commands if asked for, and its cautions."""
     nodes.check_gpus(planned)
-    checks.check_values(planned)
-    checks.check_engines(planned)
-    checks.check_own_code(planned)
-    unchecked = checks.unchecked_models(planned)
-    plan = Plan(planned, is_dry_run=dry_run)
+    loaded = checks.load_all(planned)
+    checks.check_engines(planned, loaded)
+    checks.check_own_code(planned, loaded)
+    unchecked = checks.unchecked_models(planned, loaded)
+    plan = Plan(planned, loaded, is_dry_run=dry_run)
     if dry_run:
         plan.show(console, unchecked)
     if dry_run and commands:
@@ -189,7 +189,7 @@ def _show_if_finished(run: Run, launch: Launch | None, console: Console) -> bool
     try:
         result = read_object(run.run_dir / "summary.json")
         components = read_object(run.run_dir / "config.json").get("components", {})
-    except (ValueError, OSError):  # the run's start says what cannot be read; the trainer writes damaged files anew
+    except (ValueError, OSError):  # the run's start says what cannot be read; the trainer replaces damaged files
         return False
     before = components.get(Task.TRAINER.value)
     if result.get("status") != "succeeded" or before is None or not (run.run_dir / "model").exists():
@@ -198,9 +198,9 @@ def _show_if_finished(run: Run, launch: Launch | None, console: Console) -> bool
     if any(settings[name] != before["settings"].get(name) for name in LAST_STEP):
         return False
     summary.show(console, run, launch, read_object(run.run_dir / directory.OUTCOME), result)
-    told = f"nothing is left to do: run {run.run_id} has ended after step {result['steps']}; to train on, raise "
-    told += "MAX_STEPS or NUM_EPOCHS" if launch is not None else "max_steps or num_epochs"
-    console.print(Text(told, "yellow"), soft_wrap=not console.is_terminal)
+    hint = f"nothing is left to do: run {run.run_id} has ended after step {result['steps']}; to train on, raise "
+    hint += "MAX_STEPS or NUM_EPOCHS" if launch is not None else "max_steps or num_epochs"
+    console.print(Text(hint, "yellow"), soft_wrap=not console.is_terminal)
     return True
 
 

@@ -73,22 +73,22 @@ class Overrides:
 
 
 def find(path: Path) -> Path:
-    """Return ``path``, or this project's own file of that name where there is none here.
+    """Return ``path``, or this project's file of that name if there is no file ``path``.
 
     Raises:
-        ConfigurationError: there is neither.
+        ConfigurationError: neither exists.
     """
-    found = _file(path)
-    if found is None:
-        told = f"cannot read the job group: there is no file {path}; this project has {', '.join(JOB_GROUPS)}"
+    file = _file(path)
+    if file is None:
+        problem = f"cannot read the job group: there is no file {path}; this project has {', '.join(JOB_GROUPS)}"
         # Such as the 3 of `--env MAX_STEPS 3`.
         hint = "" if path.suffix in (".yaml", ".yml") else "; a setting is given as --env NAME=VALUE"
-        raise ConfigurationError(told + hint)
-    return found
+        raise ConfigurationError(problem + hint)
+    return file
 
 
 def _file(path: Path) -> Path | None:
-    """Return ``path``, or this project's own file of that name or former name where there is none here."""
+    """Return ``path``, or this project's file of that name or former name; None if neither exists."""
     present = FORMER.get(str(path), "") if not path.exists() else ""
     if present:
         print(f"note: {path} is now {present}", file=sys.stderr)
@@ -115,12 +115,11 @@ def load(path: Path, overrides: Overrides | None = None) -> JobGroup:
     tasks = [_task(path, document, overrides) for document in documents]
     names = [task.name for task in tasks]
     if not tasks or len(set(names)) != len(names):
-        raise ConfigurationError(f"{path}: the tasks need names of their own, got {names}")
+        raise ConfigurationError(f"{path}: the tasks need different names, got {names}")
     if unknown := set(overrides.num_nodes) - set(names):
         near = "".join(nearest(name, names) for name in sorted(unknown))
-        given = ", ".join(sorted(unknown))
         raise ConfigurationError(
-            f"node counts were given for {given}{near}; the tasks of {path} are {', '.join(names)}"
+            f"--num-nodes names {', '.join(sorted(unknown))}{near}; the tasks of {path} are {', '.join(names)}"
         )
     primary = header.get("primary_tasks") or names
     if unknown := set(primary) - set(names):
@@ -134,10 +133,10 @@ def load(path: Path, overrides: Overrides | None = None) -> JobGroup:
     )
 
 
-def nearest(name: str, known: Iterable[str], which: str = "nearest") -> str:
-    """Return words that name the nearest of the ``known`` names; empty if none is near."""
-    found = difflib.get_close_matches(name, list(known), 1)
-    return f"; the {which} is {found[0]}" if found else ""
+def nearest(name: str, names: Iterable[str], which: str = "nearest") -> str:
+    """Return words that name the nearest of ``names``; empty if none is near."""
+    matches = difflib.get_close_matches(name, list(names), 1)
+    return f"; the {which} is {matches[0]}" if matches else ""
 
 
 def assignments(pairs: Sequence[str], option: str) -> dict[str, str]:
@@ -162,15 +161,15 @@ def assignments(pairs: Sequence[str], option: str) -> dict[str, str]:
 def env_file(path: Path) -> dict[str, str]:
     """Return the variables of a file with a ``NAME=VALUE`` a line, read by dotenv as SkyPilot reads it.
 
-    Where there is no such file here, this project's own file of that name is read.
+    If the file does not exist, this project's file of that name is read.
 
     Raises:
         ConfigurationError: the file does not exist, or a line has no value.
     """
     file = _file(path)
     if file is None:
-        found = [one for folder in (Path(), ROOT) for one in (*folder.glob("*.env"), *folder.glob("examples/*.env"))]
-        names = [str(one.relative_to(ROOT) if one.is_relative_to(ROOT) else one) for one in found]
+        files = [one for folder in (Path(), ROOT) for one in (*folder.glob("*.env"), *folder.glob("examples/*.env"))]
+        names = [str(one.relative_to(ROOT) if one.is_relative_to(ROOT) else one) for one in files]
         raise ConfigurationError(f"there is no --env-file {path}{nearest(str(path), names)}")
     values = dotenv_values(file)
     result = {name: value for name, value in values.items() if value is not None}
@@ -248,8 +247,8 @@ def _task(path: Path, document: dict[str, Any], overrides: Overrides) -> TaskSpe
     num_nodes = overrides.num_nodes.get(name, overrides.other_nodes or int(document.get("num_nodes", 1)))
     if num_nodes < 1:
         raise ConfigurationError(f"task {name} has {num_nodes} nodes; allowed are 1 and more")
-    variables = _given(path, name, document.get("envs") or {}, overrides.environment, "--env")
-    secrets = _given(path, name, document.get("secrets") or {}, overrides.secrets, "--secret")
+    variables = _with_values(path, name, document.get("envs") or {}, overrides.environment, "--env")
+    secrets = _with_values(path, name, document.get("secrets") or {}, overrides.secrets, "--secret")
     return TaskSpec(
         name=name,
         run=document["run"],
@@ -263,11 +262,13 @@ def _task(path: Path, document: dict[str, Any], overrides: Overrides) -> TaskSpe
     )
 
 
-def _given(path: Path, task: str, declared: Mapping[str, Any], given: Mapping[str, str], option: str) -> dict[str, str]:
-    missing = sorted(name for name, value in declared.items() if value is None and name not in given)
+def _with_values(
+    path: Path, task: str, declared: Mapping[str, Any], values: Mapping[str, str], option: str
+) -> dict[str, str]:
+    missing = sorted(name for name, value in declared.items() if value is None and name not in values)
     if missing:
         raise ConfigurationError(f"{path}: task {task} needs {missing}; give {option} {missing[0]}=VALUE")
-    return {name: str(value) for name, value in declared.items() if name not in given} | dict(given)
+    return {name: str(value) for name, value in declared.items() if name not in values} | dict(values)
 
 
 def _gpus(accelerators: Any) -> int:
@@ -282,11 +283,11 @@ def _gpus(accelerators: Any) -> int:
 
 def _delays(path: Path, value: Any, names: Sequence[str]) -> dict[str, float]:
     """Return the termination delay of every task, in seconds."""
-    given = value if isinstance(value, dict) else {"default": value if value is not None else 0}
-    if unknown := set(given) - set(names) - {"default"}:
+    delays = value if isinstance(value, dict) else {"default": value if value is not None else 0}
+    if unknown := set(delays) - set(names) - {"default"}:
         raise ConfigurationError(f"{path}: termination_delay names {sorted(unknown)}; the tasks are {list(names)}")
     try:
-        parsed = {name: seconds(duration) for name, duration in given.items()}
+        parsed = {name: seconds(duration) for name, duration in delays.items()}
     except ValueError as error:
         raise ConfigurationError(f"{path}: termination_delay: {error}") from error
     return {name: parsed.get(name, parsed.get("default", 0.0)) for name in names}

@@ -122,6 +122,6 @@ def _figures(run_dir: Path, trainer: TrainerStatus | None, *, is_running: bool) 
         rows += outcome_rows(read_object(run_dir / OUTCOME), read_object(run_dir / "summary.json"))
     if failure := first_failure(run_dir):
         rows.append(("first failed answer", failure))
-    if said := advice(steps):
-        rows.append(("advice", said))
+    if hint := advice(steps):
+        rows.append(("advice", hint))
     return rows

@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from local_runner.checks import READERS, load_settings
+from local_runner.checks import READERS, load_settings, tasks_by_variable
 from local_runner.directory import all_runs, grpo_command, shown_path, usage
 from local_runner.nodes import Run, node_environment
 from local_runner.progress import GrowingFile, advice, counted, failed, new_steps
@@ -33,7 +33,7 @@ _EVALUATED_AS: dict[str, Task] = {
 }
 """The task of a run whose variables an evaluation takes over, by the first task of the settings' reader."""
 _OWN = {*Settings.model_fields, "model_name"}
-"""The settings of an evaluation that are never those of a run."""
+"""The settings that an evaluation never takes from a run."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def show(console: Console, run: Run, launch: Launch | None, outcome: dict[str, A
     table.add_row("directory", shown_path(run.run_dir))
     table.add_row("disk space", decimal(usage(run.run_dir)[0]))
     console.print(table)
-    if said := advice(steps):
-        console.print(Text(said, "yellow"), soft_wrap=not console.is_terminal)
+    if hint := advice(steps):
+        console.print(Text(hint, "yellow"), soft_wrap=not console.is_terminal)
     if launch is None:
         return
     runs = all_runs(run.run_dir.parent)
@@ -170,7 +170,9 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any], exit_code: 
         if Task.ENVIRONMENT_SERVER not in settings.way.services:
             evaluate = [grpo_command(), "evaluate", "--model", model, *_evaluated_as(run, launch)]
             commands.append(("evaluate", shlex.join(evaluate)))
-        commands.append(("chat with it, beside the model it began as", shlex.join([grpo_command(), "chat", directory])))
+        commands.append(
+            ("chat with it and with the model it began as", shlex.join([grpo_command(), "chat", directory]))
+        )
         if has_checkpoint:
             commands.append(
                 ("train on", shlex.join(launch.again(run.run_id, *_twice(settings, int(summary["steps"])))))
@@ -198,9 +200,9 @@ def _evaluated_as(run: Run, launch: Launch) -> list[str]:
     The --env-file options stay as they are. --env gives what the command line or the job group's own file has in place
     of their values and of the defaults.
     """
-    given = {assignment.partition("=")[0]: assignment for assignment in launch.env}
-    settings = {name for reader in READERS for name in reader.settings_class().model_fields}
-    env = {name: assignment for name, assignment in given.items() if name.lower() not in settings}
+    assignments = {assignment.partition("=")[0]: assignment for assignment in launch.env}
+    settings = tasks_by_variable()
+    env = {name: assignment for name, assignment in assignments.items() if name.upper() not in settings}
     tasks = {task.name: task for task in run.group.tasks}
     for reader in READERS:
         task = tasks.get(_EVALUATED_AS.get(reader.tasks[0], ""))
@@ -212,12 +214,12 @@ def _evaluated_as(run: Run, launch: Launch) -> list[str]:
             if setting in _OWN or name in launch.secrets or name not in task.environment:
                 continue
             if variables[name] != launch.in_files.get(name, str(info.default)):
-                env[name] = given.get(name, f"{name}={variables[name]}")
+                env[name] = assignments.get(name, f"{name}={variables[name]}")
     return [*_repeated("--env-file", launch.env_files), *_repeated("--env", list(env.values()))]
 
 
 def _twice(settings: TrainerSettings, steps: int) -> list[str]:
-    """Return the variables with which a run of ``steps`` steps continues to twice as many, with prompts for all."""
+    """Return the variables that let a run of ``steps`` steps continue to twice as many, with prompts for all."""
     limit = [f"MAX_STEPS={2 * steps}"] if settings.max_steps else []
     return [*limit, f"NUM_EPOCHS={2 * settings.num_epochs}"]
 

@@ -6,9 +6,10 @@
 - The run ends with its primary tasks. Auxiliaries outlive them by their ``termination_delay``, or not at all when a
   primary failed.
 
-In two cases a restart would only fail again; the run then stops with the reason, although SkyPilot would go on. A task
-exits with 78, because a setting, dataset or model cannot be had or an engine never came up. Or a primary fails after an
-auxiliary has failed for good.
+In two cases a restart would only fail again, so the run stops with the reason, although SkyPilot would continue:
+
+- A task exits with 78, because a setting, dataset or model cannot be loaded or an engine never came up.
+- A primary fails after an auxiliary has failed for good.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Supervisor:
         self._impatient = threading.Event()
         self._ending = False
         self._has_succeeded = False
-        self._told_of_logs = False
+        self._has_reported_logs = False
 
     async def run(self) -> Outcome:
         """Run the group to its end, and return when none of its processes is left."""
@@ -268,9 +269,9 @@ class Supervisor:
         with log:
             leader = await self._start_node(task, rank, log)
         why = f"pid {leader.pid}"
-        if failure is not None and not self._told_of_logs:
-            self._told_of_logs = True
-            why += f"; the run goes on, but its logs cannot be written: {path}: {failure.strerror}"
+        if failure is not None and not self._has_reported_logs:
+            self._has_reported_logs = True
+            why += f"; the run continues, but its logs cannot be written: {path}: {failure.strerror}"
         self._report(task, rank, State.RUNNING, why)
         return leader
 

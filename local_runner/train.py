@@ -155,8 +155,8 @@ def _write_rows(setting: str, rows: Iterable[Any], inputs: Path) -> Path:
         ValueError: there are no rows, or a row has a number that JSON does not have, such as NaN.
     """
     rows = _records(rows)
-    given = getattr(getattr(rows, "info", None), "dataset_name", None) or "rows"
-    path = inputs / setting / f"{re.sub(r'[^A-Za-z0-9._-]', '-', given)}.jsonl"
+    name = getattr(getattr(rows, "info", None), "dataset_name", None) or "rows"
+    path = inputs / setting / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}.jsonl"
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
         for number, row in enumerate(rows):
@@ -177,8 +177,8 @@ def _records(rows: Any) -> Iterable[Any]:
         rows = rows.to_dicts()
     elif hasattr(rows, "notna"):  # pandas
         rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
-    found: Iterable[Any] = rows
-    return found
+    records: Iterable[Any] = rows
+    return records
 
 
 def _write_function(setting: str, function: Callable[..., Any], inputs: Path) -> str:

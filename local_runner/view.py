@@ -18,7 +18,7 @@ from local_runner.progress import EARLY_STEPS, Step, advice, failed
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import State
 from services.core.endpoints import Task
-from services.run_page.activity import Teller, in_words
+from services.run_page.activity import ReportTimer, in_words
 
 if TYPE_CHECKING:
     from local_runner.health import TrainerStatus
@@ -27,7 +27,7 @@ TAIL_LINES = 15
 PACE_SECONDS = 86_400
 """The time left is estimated from the steps within this time."""
 SHOWN_SHARE = 0.01
-"""Smallest share of a step's seconds with which a phase is in the step's line."""
+"""A step's line names the phases that take more than this share of its seconds."""
 
 STARTING = (State.WAITING, State.RUNNING, State.RESTARTING)
 """The states of a node that has not answered since its start."""
@@ -57,7 +57,7 @@ class View:
         self._changed = time.time()
         """When a node last changed its state."""
         self._doing = ""
-        self._teller = Teller()
+        self._report_timer = ReportTimer()
         columns = (
             BarColumn(),
             MofNCompleteColumn(),
@@ -113,12 +113,12 @@ class View:
             self._console.print(line, soft_wrap=True)
         if len(self._first_steps) < EARLY_STEPS:
             self._first_steps.append(step)
-            said = advice(self._first_steps)
-            if said is not None and len(self._first_steps) == EARLY_STEPS:
-                self._say(said, "yellow")
+            hint = advice(self._first_steps)
+            if hint is not None and len(self._first_steps) == EARLY_STEPS:
+                self._say(hint, "yellow")
 
     def failure(self, text: str) -> None:
-        """Show the first answer that failed by the user's own code, once; nothing while there is none."""
+        """Show the first answer that failed because of the user's own code, once; nothing for an empty text."""
         if text and text != self._failure:
             self._say(f"an answer failed: {text}", "red")
         self._failure = text or self._failure
@@ -142,7 +142,7 @@ class View:
             self._doing, since = in_words(activity), self._changed
         else:
             return  # a trainer at work may be too busy to answer
-        if self._live is None and self._teller.is_due(since, is_early=not self._first_steps):
+        if self._live is None and self._report_timer.is_due(since, is_early=not self._first_steps):
             self._say(self._doing, "dim")
 
     def _is_asked(self, node: str) -> bool:
@@ -151,7 +151,7 @@ class View:
     def lost_watcher(self, watcher: asyncio.Task[None]) -> None:
         """Say that a task which watched the run for this view ended with an error."""
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
-            self._say(f"steps and health are shown no more, the run is not affected: {error!r}", "yellow")
+            self._say(f"steps and health are no longer shown, the run is not affected: {error!r}", "yellow")
 
     def _say(self, text: str, style: str = "") -> None:
         # A terminal would break long lines within words; elsewhere programs read them, so they stay whole.
@@ -199,8 +199,8 @@ def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
     if seconds_left:
         parts.append(f"{duration(seconds_left)} left")
     if step.failures:
-        reason, _, said = step.failures[0]
-        parts.append(f"{reason}: {said}")
+        reason, _, message = step.failures[0]
+        parts.append(f"{reason}: {message}")
     return "  ".join(parts)
 
 

@@ -17,9 +17,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="default 64; a wider one costs as much as yours")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    policy = CartPolePolicy(given.width, given.layers, given.seed)
-    print(publish_policy(policy, given.directory, given.version, STATE, ACTION))
+    options = parser.parse_args()
+    policy = CartPolePolicy(options.width, options.layers, options.seed)
+    print(publish_policy(policy, options.directory, options.version, STATE, ACTION))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """``grpo evaluate``: the accuracy of checkpoints on a data set, over many inference servers.
 
 Prompts, rollout client and reward code are those of training. The inference servers are started here, run already, or
-are started by SkyPilot. A killed evaluation continues when the same command is given again; see docs/evaluation.md.
+are started by SkyPilot. A killed evaluation continues when the command is repeated; see docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +26,7 @@ from evaluation.settings import MATH_AGENT, Api, Backend, EvaluationSettings, Sc
 from local_runner import spec
 from local_runner.directory import find_directory, find_run
 from services.core import logs
-from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import run_until_signal
 
 Models = Annotated[
@@ -50,7 +50,7 @@ Samples = Annotated[int | None, Option(help="Samples of each prompt, for avg@k, 
 Ks = Annotated[str | None, Option(help="Each k, with commas; default powers of two up to --samples.")]
 Temperature = Annotated[float | None, Option(help="Of the samples; default 1.")]
 MaxNewTokens = Annotated[int | None, Option(help="Longest completion; default 512.")]
-Workflow = Annotated[WorkflowName | None, Option(help="How an answer comes about.")]
+Workflow = Annotated[WorkflowName | None, Option(help="One completion, or an agent's episode.")]
 AgentName = Annotated[
     str | None, Option(help="The agent, as module:function; default AGENT of the settings, else a math agent.")
 ]
@@ -83,7 +83,7 @@ ApiOption = Annotated[
 ]
 ApiKeyEnv = Annotated[str | None, Option(help="The variable that has the key of --endpoint.")]
 Discover = Annotated[str | None, Option(help="Use servers of SkyPilot whose name begins so.")]
-RewardUrl = Annotated[str | None, Option(help="A running reward-server; default one of our own.")]
+RewardUrl = Annotated[str | None, Option(help="A running reward-server; by default this command starts one.")]
 Stop = Annotated[
     list[str] | None, Option(help="A text that ends a completion, such as Question: after examples. Repeatable.")
 ]
@@ -94,7 +94,23 @@ Env = Annotated[list[str] | None, Option(help="NAME=VALUE for us and the servers
 EnvFiles = Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines, such as a training run's. Repeatable.")]
 
 
+SETTINGS = {
+    "split": "eval_split",
+    "limit": "eval_prompts",
+    "samples": "eval_samples",
+    "k": "eval_k",
+    "temperature": "temperature",
+    "max_new_tokens": "max_new_tokens",
+    "stop": "eval_stop",
+    "session_questions": "eval_session_questions",
+    "concurrency": "eval_concurrency",
+    "seed": "seed",
+}
+"""The setting that an option of the command line overrides."""
+
+
 def main(
+    context: typer.Context,
     run: RunName = None,
     model: Models = None,
     dataset: Dataset = None,
@@ -128,57 +144,67 @@ def main(
     env_file: EnvFiles = None,
 ) -> None:
     """Evaluate checkpoints over many inference servers. Writes results.json and samples.jsonl."""
-
-    def work() -> int:
-        dataset_variable = {} if dataset is None else {"DATASET": dataset}
-        variables = spec.env_files(env_file or []) | spec.assignments(env or [], "--env") | dataset_variable
-        os.environ.update(variables)
-        overrides: dict[str, Any] = {"eval_split": split, "eval_prompts": limit, "eval_samples": samples, "eval_k": k}
-        overrides |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "eval_stop": stop, "seed": seed}
-        overrides |= {"eval_session_questions": session_questions, "eval_concurrency": concurrency}
-        overrides |= _agent(workflow, agent, agent_command)
-        overrides |= {"eval_prompts": 1, "eval_samples": 0} if check else {}
-        settings = EvaluationSettings.load(**overrides)
-        logs.configure("evaluate", "warning")
-        plan = Plan(
-            settings,
-            models=model or [],
-            run_dir=run_directory(run, is_named=bool(model or url or endpoint or discover)),
-            servers=ServerOptions(
-                scheduler=scheduler,
-                backend=backend,
-                allocation=_allocation(num_servers, allocation),
-                urls=url or (),
-                discover=discover,
-                endpoints=endpoint or (),
-                api=api,
-                api_key_env=api_key_env or "",
-                reward_url=reward_url,
-                is_dry_run=dry_run,
-            ),
-            output=scratch if check else output,
-            variables=variables,
-        )
-        if settings.workflow is WorkflowName.AGENT and (workflow, agent, agent_command) == (None, None, None):
-            name = f"AGENT={settings.agent}" if settings.agent else f"AGENT_COMMAND={settings.agent_command}"
-            print(f"evaluate: {name} is set and answers; --workflow single-turn leaves it out", file=sys.stderr)
-        return _run(plan, show_samples=check)
-
-    with tempfile.TemporaryDirectory(prefix="check-") as directory:
-        scratch = Path(directory)
-        code = _exit_code(work)
+    variables = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
+    variables |= {} if dataset is None else {"DATASET": dataset}
+    os.environ.update(variables)
+    settings, servers = _settings(context.params), _servers(context.params)
+    logs.configure("evaluate", "warning")
+    run_dir = run_directory(run, is_named=bool(model or url or endpoint or discover))
+    with tempfile.TemporaryDirectory(prefix="check-") as scratch:
+        output = Path(scratch) if check else output
+        plan = Plan(settings, models=model or [], run_dir=run_dir, servers=servers, output=output, variables=variables)
+        code = _run(plan, show_samples=check)
     raise typer.Exit(code)
 
 
+def _settings(options: Mapping[str, Any]) -> EvaluationSettings:
+    """Return the settings: those of the environment, over which the options of the command line win.
+
+    Raises:
+        ConfigurationError: the options contradict each other, or a value is not allowed.
+    """
+    workflow, agent, command = (options[name] for name in ("workflow", "agent", "agent_command"))
+    overrides = {setting: options[option] for option, setting in SETTINGS.items()}
+    overrides |= _agent(workflow, agent, command)
+    overrides |= {"eval_prompts": 1, "eval_samples": 0} if options["check"] else {}
+    settings = EvaluationSettings.load(**overrides)
+    if settings.workflow is WorkflowName.AGENT and (workflow, agent, command) == (None, None, None):
+        name = f"AGENT={settings.agent}" if settings.agent else f"AGENT_COMMAND={settings.agent_command}"
+        print(f"evaluate: {name} is set and answers; --workflow single-turn leaves it out", file=sys.stderr)
+    return settings
+
+
+def _servers(options: Mapping[str, Any]) -> ServerOptions:
+    return ServerOptions(
+        scheduler=options["scheduler"],
+        backend=options["backend"],
+        allocation=_allocation(options["num_servers"], options["allocation"]),
+        urls=options["url"] or (),
+        discover=options["discover"],
+        endpoints=options["endpoint"] or (),
+        api=options["api"],
+        api_key_env=options["api_key_env"] or "",
+        reward_url=options["reward_url"],
+        is_dry_run=options["dry_run"],
+    )
+
+
 def _run(plan: Plan, *, show_samples: bool) -> int:
-    """Run a planned evaluation, or print its batch file for a dry run; return the exit code."""
+    """Run a planned evaluation, or print its batch file for a dry run; return the exit code.
+
+    Raises:
+        DependencyLostError: servers do not answer; the message says how to continue.
+    """
     if plan.servers.is_dry_run:
         print(launchers.slurm_script(plan, plan.checkpoints[0].model, plan.output), end="")
         return 0
     continues = f"the same command continues from {plan.output}"
     if plan.scheduler is SchedulerName.SKYPILOT:
         continues = "a job that was launched continues; see sky jobs queue"
-    code = asyncio.run(run_until_signal(evaluate(plan), f"evaluate: stopped by {{}}; {continues}"))
+    try:
+        code = asyncio.run(run_until_signal(evaluate(plan), f"evaluate: stopped by {{}}; {continues}"))
+    except DependencyLostError as error:
+        raise DependencyLostError(f"{error}; the same command continues from what is done") from error
     if show_samples and not code:
         _show_samples(plan.output)
     return code
@@ -231,14 +257,3 @@ def _agent(workflow: WorkflowName | None, agent: str | None, command: str | None
     elif workflow is WorkflowName.AGENT and not (os.environ.get("AGENT") or os.environ.get("AGENT_COMMAND")):
         agent = MATH_AGENT
     return {"agent": agent, "agent_command": command}
-
-
-def _exit_code(work: Callable[[], int]) -> int:
-    try:
-        return work()
-    except ConfigurationError as error:
-        print(f"evaluate: {error}", file=sys.stderr)
-        return EXIT_CONFIGURATION
-    except DependencyLostError as error:
-        print(f"evaluate: {error}; the same command continues from what is done", file=sys.stderr)
-        return EXIT_RECOVERABLE

@@ -2,7 +2,7 @@
 
 Worker processes play one episode for each seed with the head's actions. The head runs already (``--eval-head-url``) or
 is started and ended by this command (``--policies``). A worker that dies is started again and loses only its open
-episodes, which are played again. A killed command continues when it is given again; see docs/evaluation_head.md.
+episodes, which are played again. A killed command continues when it is repeated; see docs/evaluation_head.md.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def main(
     async def work() -> None:
         _show(await evaluate(options, lambda line: print(line, file=sys.stderr, flush=True)), save_to)
 
-    told = f"evaluate-policy: stopped by {{}}; the same command goes on from {save_to}"
-    raise typer.Exit(asyncio.run(run_until_signal(work(), told)))
+    stopped = f"evaluate-policy: stopped by {{}}; the same command continues from {save_to}"
+    raise typer.Exit(asyncio.run(run_until_signal(work(), stopped)))
 
 
 def _show(results: dict[str, Any], save_to: Path) -> None:

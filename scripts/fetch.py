@@ -3,8 +3,8 @@
 The run is on the volume of a cluster, and a small pod that mounts the volume sends the files by rsync. For a run of the
 local runner, whose volume is ``runs/`` here, ``--to`` says where to copy to.
 
-Files arrive in a hidden directory. It gets its name once the SHA-256 of every file equals the one on the volume. The
-command given again goes on after an interruption.
+Files arrive in a hidden directory. It gets its name once the SHA-256 of every file equals the one on the volume.
+After an interruption the same command continues.
 """
 
 from __future__ import annotations
@@ -112,11 +112,11 @@ def remote_digests(host: str, run_dir: str, what: str) -> Digests:
 
 def local_digests(folder: Path) -> Digests:
     """Return the digests of all files below a directory of this machine."""
-    found = {}
+    digests = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
         with path.open("rb") as file:
-            found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            digests[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def check(folder: Path, expected: Digests) -> None:
@@ -125,12 +125,12 @@ def check(folder: Path, expected: Digests) -> None:
     Raises:
         DependencyLostError: there are none, or some differ or are missing.
     """
-    found = local_digests(folder)
-    wrong = sorted(path for path in expected.keys() | found.keys() if expected.get(path) != found.get(path))
+    arrived = local_digests(folder)
+    wrong = sorted(path for path in expected.keys() | arrived.keys() if expected.get(path) != arrived.get(path))
     if wrong or not expected:
         raise DependencyLostError(
-            f"{folder}: {', '.join(wrong[:5]) or 'nothing'} arrived otherwise than on the volume; a run under way may "
-            "have changed it. Give the command again"
+            f"{folder}: {', '.join(wrong[:5]) or 'nothing'} differ from the volume; a run under way may have "
+            "changed them. Repeat the command"
         )
 
 
@@ -142,6 +142,4 @@ def run(*command: str) -> None:
     """
     done = subprocess.run(command, check=False)
     if done.returncode:
-        raise DependencyLostError(
-            f"{shlex.join(command)} ended with {done.returncode}; give the command again to go on"
-        )
+        raise DependencyLostError(f"{shlex.join(command)} ended with {done.returncode}; repeat the command to continue")

@@ -2,7 +2,7 @@
 
 Policies are named as the evaluation head names them, and environments as an environment server does. Each policy plays
 the same seeds; in a game, policies play each other in every order of seats. A killed run continues when the same
-command is given again. docs/evaluation_head.md describes the columns of the files.
+command is repeated. docs/evaluation_head.md describes the columns of the files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typer import Option
 
 from evaluation.trajectories.run import RESULTS, Options, generate
 from services.core import logs
-from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import run_until_signal
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
@@ -60,16 +60,14 @@ def main(
     async def work() -> None:
         results.update(await generate(options, lambda line: print(line, file=sys.stderr, flush=True)))
 
-    told = f"generate_trajectories: stopped by {{}}; the same command goes on from {save_to}"
+    stopped = f"trajectories: stopped by {{}}; the same command continues from {save_to}"
     try:
-        code = asyncio.run(run_until_signal(work(), told))
-    except (ConfigurationError, RequestRefusedError) as error:
-        print(f"generate_trajectories: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_CONFIGURATION) from error
+        code = asyncio.run(run_until_signal(work(), stopped))
+    except RequestRefusedError as error:
+        raise ConfigurationError(str(error)) from error
     except (DependencyLostError, ProblemError) as error:
         reason = error.detail if isinstance(error, ProblemError) else str(error)
-        print(f"generate_trajectories: {reason}; the same command goes on from what is done", file=sys.stderr)
-        raise typer.Exit(EXIT_RECOVERABLE) from error
+        raise DependencyLostError(f"{reason}; the same command continues from what is done") from error
     if code:
         raise typer.Exit(code)
     Console().print(_table(results))

@@ -1,7 +1,7 @@
 """Release the version on top of CHANGELOG.md: ``python -m scripts.release``.
 
 It dates the version's section, writes the version to pyproject.toml, commits, tags the commit with the section as its
-message, and builds the distributions in dist/. Pushing and publishing are left to whoever calls it.
+message, and builds the distributions in dist/. It does not push or publish.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Example(Prompt):
         if self.result is not None and self.result.reward == reward:
             return self.result
         if reward is None:
-            return RewardResult(reward=None, status=RewardStatus.ERROR, reason="the agent gave no reward")
+            return RewardResult(reward=None, status=RewardStatus.ERROR, reason="the agent returned no reward")
         return RewardResult(reward=reward, extracted=self.result.extracted if self.result else None)
 
 
@@ -99,7 +99,7 @@ async def play(
     Its time is that by the clock, less the time that it waited: ``example.waits``, or what ``waited`` returns.
 
     Raises:
-        AgentFailedError: it took more than ``seconds``, or returned anything but None and a number up to
+        AgentFailedError: it took more than ``seconds``, or returned neither None nor a number up to
             LARGEST_REWARD.
         Exception: the error that the agent or ``waited`` raised.
     """
@@ -132,7 +132,7 @@ def load_agent(variable: str, name: str) -> Agent:
         name: ``module:function``.
 
     Raises:
-        ConfigurationError: the module or its function does not exist, or the function is no ``async def``.
+        ConfigurationError: the module or its function does not exist, or the function is not an ``async def``.
     """
     here = str(Path.cwd())
     if here not in sys.path:
@@ -147,5 +147,7 @@ def load_agent(variable: str, name: str) -> Agent:
         install = install_command("evaluation")
         raise ConfigurationError(f"{error}; if {missing} is a library that agents use, run: {install}") from error
     if not inspect.iscoroutinefunction(agent):
-        raise ConfigurationError(f"{variable} {name!r} is no `async def`; it must be, since many episodes run at once")
+        raise ConfigurationError(
+            f"{variable} {name!r} is not an `async def`; make it one, because many episodes run at once"
+        )
     return agent

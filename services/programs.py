@@ -36,8 +36,8 @@ OUTPUT_BYTES = 2**18
 """The end of each of a program's two outputs that is kept."""
 REWARD_BYTES = 2**16
 """The end of the text written to GRPO_REWARD_FD that is kept; its last line is the reward."""
-SAID_CHARACTERS = 1000
-"""The end of the output that a failure's reason has."""
+SHOWN_CHARACTERS = 1000
+"""Characters of the output's end that a failure's reason shows."""
 
 PROGRAMS_A_CORE = 8
 """Programs mostly wait for the model."""
@@ -174,7 +174,7 @@ def _result_of(rewards: str) -> RewardResult:
     if isinstance(reward, bool | float) and math.isfinite(reward):
         return RewardResult(reward=float(reward), reason=reason_text)
     raise AgentFailedError(
-        f"the program's last line in GRPO_REWARD_FD is {_last_line(rewards)[-SAID_CHARACTERS:]!r}; write one such as "
+        f"the program's last line in GRPO_REWARD_FD is {_last_line(rewards)[-SHOWN_CHARACTERS:]!r}; write one such as "
         '{"reward": 0.5}, with a finite number, or null',
         "reward",
     )
@@ -234,7 +234,7 @@ async def _open_output(stack: contextlib.AsyncExitStack, size: int) -> tuple[_Ou
 
 def _ending(output: str) -> str:
     """Return the end of an output as the end of a message."""
-    ending = output.strip()[-SAID_CHARACTERS:]
+    ending = output.strip()[-SHOWN_CHARACTERS:]
     return f"; its output ends with {ending!r}" if ending else ""
 
 

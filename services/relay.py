@@ -1,4 +1,4 @@
-"""A relay for programs: their requests to a URL of this machine go on through the HTTP client of their episode.
+"""A relay for programs: it forwards their requests to a URL of this machine through the HTTP client of their episode.
 
 That client waits for a gateway that restarts.
 """
@@ -70,7 +70,7 @@ class Relay:
                 request.cancel()
 
     async def _pass_on(self, key: str, path: str, request: Request) -> Response:
-        """Send a request on, and return the reply as it comes; 404 for a key of no episode, 502 if no reply comes."""
+        """Send a request on, and return the reply as it comes; 404 for an unknown key, 502 if no reply comes."""
         target = self._targets.get(key)
         if target is None:
             return Response(status_code=404)

@@ -27,6 +27,15 @@ def name(page: Path) -> str:
 def test_links_have_targets(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^):#\s]*)#([^)\s]+)\)", page.read_text()):
+        assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

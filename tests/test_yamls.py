@@ -67,6 +67,6 @@ def test_only_tasks_that_load_models_or_datasets_of_the_hub_declare_its_token(lo
     assert declaring == set(loaded[file]["tasks"]) & USES_THE_HUB
 
 
-def test_there_are_files():
+def test_the_job_groups_are_among_the_tested_files():
     assert "jobgroup.yaml" in FILES
     assert len(FILES) >= 5

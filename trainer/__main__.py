@@ -26,7 +26,7 @@ from services.core.errors import (
     say_error,
 )
 from services.core.imports import pause_collection
-from services.core.processes import end_all, end_leftovers, shell_code
+from services.core.processes import end_all, kill_stale_processes, shell_code
 from trainer.config import TrainerSettings
 
 POLL_SECONDS = 0.2
@@ -46,7 +46,7 @@ def main() -> int:
     set_allocator()
     if "RANK" not in os.environ:
         try:
-            end_leftovers()
+            kill_stale_processes()
             n_ranks = num_nodes() * ranks_per_node()
         except ConfigurationError as error:
             say_error(error)

@@ -22,7 +22,7 @@ from services.core.errors import ConfigurationError, DependencyLostError, exit_c
 from services.core.files import atomic_write
 from services.core.logs import get_logger
 from services.core.models import vocabulary_size
-from services.core.processes import end_leftovers
+from services.core.processes import kill_stale_processes
 from services.http import provenance
 from services.protocol.prompts import COLLECTOR_PREFIX, COLLECTORS, Cursor, Prompt
 from services.protocol.replay import AdmissionRequest
@@ -141,7 +141,7 @@ def main() -> None:
     """Run one collector."""
     settings = TrainerSettings.load()
     logs.configure(Task.COLLECTOR.value, settings.log_level)
-    end_leftovers()
+    kill_stale_processes()
     if has_succeeded(settings):
         return
     provenance.write_record(settings, Task.COLLECTOR)

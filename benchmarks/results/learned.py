@@ -6,12 +6,16 @@ import json
 import os
 import random
 import statistics
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks import demos
+import orjson
+
+from benchmarks.harness import ROOT
 from benchmarks.job import Job
 from benchmarks.results import job_runs
 from benchmarks.results.comparisons import paragraph, table
@@ -19,6 +23,8 @@ from benchmarks.results.job_runs import AFTER, Figures
 from benchmarks.results.plots import curves
 from benchmarks.results.runs import Part, Result, Results, Run, Settings
 from benchmarks.results.tasks import DEMO_TASK, seeded
+from evaluation.metrics import GREEDY as GREEDY_ACCURACY
+from local_runner.spec import env_file
 from services.core.errors import ConfigurationError
 from services.environment_server.games import draw_heaps, is_optimal
 
@@ -112,9 +118,13 @@ TASK_PART = Part("tasks", "Tasks of one completion", TASK_RUNS, tasks_show, task
 
 
 EPISODE_SEEDS = range(3)
+AGENT_SETTINGS = env_file(ROOT / "examples/demo-agent.env")
+ENVIRONMENT_SETTINGS = env_file(ROOT / "examples/demo-environment.env")
+WITHOUT_TOKENS = 64
+"""Longest answer without the tool: room to reason before it."""
 EPISODE_VARIANT = "GRPO"
 EPISODE_SHARED: Settings = {"COMPUTE_TYPE": "float32", "MIN_WORKERS": "1", "KEEP_MEMORY": "true"}
-PLAYED = demos.ENVIRONMENT_SETTINGS | EPISODE_SHARED | {"ROLLOUT": "environment"}
+PLAYED = ENVIRONMENT_SETTINGS | EPISODE_SHARED | {"ROLLOUT": "environment"}
 
 AGENT, ENVIRONMENT, SELF_PLAY = "tool agent", "guessing game", "Nim against itself"
 LEGAL, OPTIMAL = "environment_legal_moves", "environment_optimal_moves"
@@ -125,25 +135,34 @@ CALLS, PARSED = "tool_calls_mean", "tool_calls_parsed"
 
 def train_agent(run: Run) -> Result:
     """Run the agent's job group, and evaluate the trained model without agent and tool, too."""
-    return job_runs.train_with_figures(run, job_group=demos.AGENT_JOB_GROUP, columns=(CALLS, PARSED), more=without_tool)
+    return job_runs.train_with_figures(
+        run, job_group=ROOT / "jobgroups/agent.yaml", columns=(CALLS, PARSED), more=without_tool
+    )
 
 
 def without_tool(job: Job) -> Figures:
-    """Return the trained model's greedy accuracy on the held-out questions without the tool."""
+    """Return the trained model's greedy accuracy on the held-out questions, each answered without the tool."""
     with TemporaryDirectory() as directory:
-        return {f"without_tool{AFTER}": demos.without_tool(job.run_dir / "model", Path(directory))}
+        command = [sys.executable, "-m", "scripts.grpo", "evaluate", "--model", str(job.run_dir / "model")]
+        command += ["--workflow", "single-turn", "--limit", AGENT_SETTINGS["EVAL_PROMPTS"], "--output", directory]
+        command += ["--env-file", "examples/demo-agent.env", "--max-new-tokens", str(WITHOUT_TOKENS)]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"{done.stdout[-3000:]}\nerror: the evaluation ended with {done.returncode}")
+        [results] = Path(directory).rglob("results.json")
+        return {f"without_tool{AFTER}": orjson.loads(results.read_bytes())["metrics"][GREEDY_ACCURACY]["value"]}
 
 
 train_environment = partial(
     job_runs.train_with_figures,
-    job_group=demos.ENVIRONMENT_JOB_GROUP,
+    job_group=ROOT / "jobgroups/environment.yaml",
     nodes={"environment-server": 1},
     columns=(LEGAL, OPTIMAL),
     more=lambda job: job_runs.of_last_step(job, [GREEDY + LEGAL, GREEDY + OPTIMAL]),
 )
 NIM = {"ENVIRONMENT": "nim", "AGENT_MAX_TURNS": "16", "AGENT_MAX_TOKENS": "64"}
 BY_TASK = {
-    AGENT: Run(AGENT, EPISODE_VARIANT, 0, demos.AGENT_SETTINGS | EPISODE_SHARED | {"ROLLOUT": "agent"}, train_agent),
+    AGENT: Run(AGENT, EPISODE_VARIANT, 0, AGENT_SETTINGS | EPISODE_SHARED | {"ROLLOUT": "agent"}, train_agent),
     ENVIRONMENT: Run(ENVIRONMENT, EPISODE_VARIANT, 0, PLAYED, train_environment),
     SELF_PLAY: Run(SELF_PLAY, EPISODE_VARIANT, 0, PLAYED | NIM, train_environment),
 }
@@ -178,8 +197,7 @@ def episodes_show(results: Results) -> str:
     SmolLM2-135M with the settings of `examples/demo-agent.env` and `examples/demo-environment.env`. The tool agent
     answers products of two numbers of two digits, which the model cannot compute; "without the tool" is the trained
     model's greedy accuracy when it gets the question alone. The guessing game has numbers from 1 to 7 and three
-    guesses, which good play always wins. Rewards are means of the last three steps, those of
-    [benchmarks.md](benchmarks.md) are of the last step alone and of other questions but for seed 0. In Nim the model
+    guesses, which good play always wins. In Nim the model
     plays both seats, so its rewards cancel and its accuracy says nothing. What counts is the share of legal moves and,
     among legal moves where one wins, the share that the exact solution plays (Bouton's theorem). In {RANDOM_GAMES:,}
     games of moves drawn at random among the legal ones it is {random_play():.2f}.

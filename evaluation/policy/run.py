@@ -61,7 +61,7 @@ class Options:
     seed: int
     save_to: Path
     url: str | None = None
-    """A head that runs."""
+    """A running head."""
     policies: str | None = None
     """The policies of a head to start, as HEAD_POLICIES."""
     policy: str | None = None
@@ -99,7 +99,7 @@ class EpisodeFile:
 
 
 def _stored(episode: PlayedEpisode) -> dict[str, Any]:
-    """Return the fields that files have: all but those that only a measurement needs."""
+    """Return the fields that are written to files; the others are for measurements."""
     names = {field.name for field in fields(PlayedEpisode)} - {"decision_seconds", "failed"}
     return {name: value for name, value in asdict(episode).items() if name in names}
 
@@ -134,31 +134,29 @@ async def evaluate(options: Options, say: Say) -> dict[str, Any]:
             missing = [seed for seed in seeds if seed not in store.episodes]
             if len(missing) < len(seeds):
                 say(f"{options.save_to} has {len(seeds) - len(missing)} of {len(seeds)} episodes already")
-            # Two commands at one head have different names.
-            name = f"{default_name()[:60]}-{os.getpid()}/"
-            work = Work(name, options.environment, head.url, policy)
-            # With few episodes every worker has some.
-            at_once = min(options.episodes_at_once, -(-len(missing) // options.workers))
-            workers = min(options.workers, len(missing))
-            crew = Crew(workers, work, logs=options.save_to, episodes_at_once=at_once)
-            coordinator = Coordinator(crew, missing, store.add)
+            coordinator = Coordinator(_crew(options, head, policy, len(missing)), missing, store.add)
             began = time.monotonic()
             await run_until_first_ends(coordinator.run(), head.watch())
-            results = results_of(
-                options.environment,
-                policy,
-                [store.episodes[seed] for seed in seeds],
-                coordinator.workers,
-                time.monotonic() - began,
-            )
+            seconds = time.monotonic() - began
+            episodes = [store.episodes[seed] for seed in seeds]
+            results = results_of(options.environment, policy, episodes, coordinator.workers, seconds)
             os.fsync(file.fileno())
             atomic_write(options.save_to / RESULTS, json.dumps(results, indent=1) + "\n")
     return results
 
 
+def _crew(options: Options, head: HeadAt, policy: str, episodes: int) -> Crew:
+    """Return the workers for a number of episodes, so that also with few of them every worker has some."""
+    # Two commands at one head have different names.
+    name = f"{default_name()[:60]}-{os.getpid()}/"
+    work = Work(name, options.environment, head.url, policy)
+    at_once = min(options.episodes_at_once, -(-episodes // options.workers))
+    return Crew(min(options.workers, episodes), work, logs=options.save_to, episodes_at_once=at_once)
+
+
 def _head(options: Options) -> AbstractAsyncContextManager[HeadAt]:
     if (options.url is None) == (options.policies is None):
-        raise ConfigurationError("give either --eval-head-url, of a head that runs, or --policies, for one of our own")
+        raise ConfigurationError("give either --eval-head-url, of a running head, or --policies, of a head to start")
     if options.url is not None:
         return contextlib.nullcontext(running_head(options.url))
     assert options.policies is not None
@@ -172,9 +170,9 @@ def _named(policies: str) -> str:
 
 
 def _file_of(options: Options, policy: str) -> dict[str, str]:
-    """Return the digest of the file that the policy of a head of our own is; nothing for any other policy.
+    """Return the digest of the policy's file, if this command starts the head and the policy is one file.
 
-    A directory's versions are not in it, because the episodes have them.
+    The versions of a directory are not in it, because the episodes have them.
     """
     if options.policies is None:
         return {}
@@ -190,12 +188,12 @@ def results_of(
     ``seconds`` and the workers are of this command alone; the episodes may be of several.
 
     Raises:
-        ConfigurationError: no episode came to its end.
+        ConfigurationError: no episode ended.
     """
     ended = [episode for episode in episodes if not episode.failed]
     failed = {str(episode.seed): episode.failed for episode in episodes if episode.failed}
     if not ended:
-        raise ConfigurationError(f"no episode comes to its end: {next(iter(failed.values()))}")
+        raise ConfigurationError(f"no episode ended: {next(iter(failed.values()))}")
     mean = bootstrap([episode.episode_return for episode in ended]).model_dump(exclude={"prompts"})
     waits = 1000 * np.asarray([wait for episode in ended for wait in episode.decision_seconds])
     versions = {version for episode in ended for version in episode.versions}
@@ -215,7 +213,7 @@ def results_of(
 
 @dataclass(frozen=True)
 class HeadAt:
-    """A head's address, and what must go on while the head is used."""
+    """A head's address, and a watch that must run while the head is used."""
 
     url: str
     watch: Callable[[], Awaitable[None]]
@@ -230,7 +228,7 @@ def running_head(url: str) -> HeadAt:
     """Return the head at an address.
 
     Raises:
-        ConfigurationError: that is no URL of a server.
+        ConfigurationError: it is not the URL of a server.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -332,4 +330,6 @@ async def _policies(client: EvaluationHeadClient) -> list[str]:
             return [policy["name"] for policy in content["policies"]]
     except (ValueError, KeyError, TypeError):
         pass
-    raise ConfigurationError(f"--eval-head-url {client.url} is no evaluation head: /stats answers {stats.text[:100]!r}")
+    raise ConfigurationError(
+        f"--eval-head-url {client.url} is not an evaluation head: /stats answers {stats.text[:100]!r}"
+    )

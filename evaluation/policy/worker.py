@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Protocol, TextIO
 from urllib.parse import urlsplit
 
@@ -30,7 +31,7 @@ from evaluation.trajectories.arenas import open_arena
 from services.clients.play import Arena, Decision, Episode, NoActionError, Step, play
 from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
 from services.environment_server.settings import EnvironmentSettings
-from services.protocol.evaluation import Action, EpisodePosition, EvaluateRequest, FinishedEpisode, State, StepResult
+from services.protocol.evaluation import EpisodePosition, EvaluateRequest, FinishedEpisode, State
 
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 ATTEMPT_SECONDS = 60.0
@@ -129,7 +130,7 @@ class HeadActor:
                 response = self._connection.getresponse()
                 content = response.read()
             except (OSError, http.client.HTTPException) as error:
-                # The next request opens the connection anew.
+                # The next request opens a new connection.
                 self._connection.close()
                 reason = f"{type(error).__name__}: {error}"
             else:
@@ -150,38 +151,13 @@ class HeadActor:
 
 
 @contextmanager
-def _limit(seconds: float) -> Iterator[None]:
+def limited_to(seconds: float) -> Iterator[None]:
     """End the process by SIGALRM if the context takes longer, even where the environment's code never returns."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-class LimitedArena:
-    """An arena in this process each of whose calls has a limit, by a signal that interrupts the environment."""
-
-    def __init__(self, arena: Arena[Episode], step_seconds: float) -> None:
-        self._arena = arena
-        self._seconds = step_seconds
-
-    async def begin(self, seeds: Sequence[int]) -> list[Episode]:
-        """See Arena."""
-        begun: list[Episode] = []
-        for seed in seeds:
-            with _limit(self._seconds):
-                begun += await self._arena.begin([seed])
-        return begun
-
-    async def step(self, moves: Sequence[tuple[Episode, Action]]) -> list[StepResult]:
-        """See Arena."""
-        with _limit(self._seconds * len(moves)):
-            return await self._arena.step(moves)
-
-    async def end(self, episodes: Sequence[Episode]) -> None:
-        """See Arena."""
-        await self._arena.end(episodes)
 
 
 class WorkerPlay:
@@ -209,11 +185,11 @@ class WorkerPlay:
         return seeds
 
     async def _ask(self, episodes: Sequence[Episode]) -> list[Decision]:
-        asked = time.perf_counter()
+        began = time.perf_counter()
         for episode in episodes:
             self._began.setdefault(episode.seed, time.monotonic())
         decisions = self._actor.act([e.position for e in episodes], [e.state for e in episodes])
-        seconds = time.perf_counter() - asked
+        seconds = time.perf_counter() - began
         for episode in episodes:
             self._records[episode.seed].decision_seconds.append(seconds)
         return decisions
@@ -247,9 +223,9 @@ async def serve(work: Work, make_actor: Callable[[Work], Actor], wire: TextIO) -
         wire.write(json.dumps(content) + "\n")
         wire.flush()
 
-    step_seconds = EnvironmentSettings.load().environment_step_seconds
-    async with open_arena(work.environment, None, None) as (_, environments):
-        actor, arena = make_actor(work), LimitedArena(environments, step_seconds)
+    limit = partial(limited_to, EnvironmentSettings.load().environment_step_seconds)
+    async with open_arena(work.environment, None, None, limit) as (_, arena):
+        actor = make_actor(work)
         write({})
         cpu_before = time.process_time()
         for line in sys.stdin:

@@ -1,8 +1,8 @@
 """The coordinator of worker processes: it starts and watches them, restarts them, and hands out the seeds.
 
-A worker gets its next seeds when it has finished its episodes. The open episodes of a worker that dies go back to the
-front of the queue and are played one by one, so that all seeds are played whatever dies, and one that kills its worker
-takes no other with it again.
+A worker gets its next seeds when it has finished its episodes. The open episodes of a worker that dies return to the
+front of the queue and are played one by one. So every seed is played, and an episode that kills its worker does not
+take others with it twice.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Coordinator:
         self._tries: Counter[int] = Counter()
         self._take = take
         self._changed = asyncio.Condition()
-        # Imports take a core for seconds, and more workers at once would only take turns.
+        # Imports take a core for seconds, so more workers at once would only slow each other down.
         self._admission = asyncio.Semaphore(cores())
         self._ready: set[str] = set()
         self._given_up: dict[str, Exception] = {}
@@ -138,7 +138,7 @@ class Coordinator:
             worker.restarts += 1
 
     async def _run(self, worker: Worker) -> None:
-        """Run one process of a worker until there are no more seeds.
+        """Run one process of a worker until no seeds are left.
 
         Raises:
             WorkerDiedError: the process ended early.
@@ -159,16 +159,16 @@ class Coordinator:
             await process.wait()
 
     async def _play(self, seeds: list[int], worker: Worker, process: Process, log: Path | None) -> None:
-        """Let a process play the episodes of some seeds; those that do not come to their end are played again."""
+        """Let a process play the episodes of some seeds; episodes that do not end are played again."""
         _input(process).write(f"{json.dumps(seeds)}\n".encode())
-        left = set(seeds)
+        open_seeds = set(seeds)
         try:
-            while left:
+            while open_seeds:
                 episode = PlayedEpisode(**await _read(process, worker, log))
-                left.discard(episode.seed)
+                open_seeds.discard(episode.seed)
                 await self._settle(episode, worker)
         except WorkerDiedError as death:
-            for seed in sorted(left):
+            for seed in sorted(open_seeds):
                 await self._settle(PlayedEpisode(seed, failed=str(death)), worker)
             raise
 
@@ -209,7 +209,7 @@ class Coordinator:
     @asynccontextmanager
     async def _process(self, worker: Worker, log: Path | None) -> AsyncIterator[Process]:
         """Start a process of a worker, and end it with its process group."""
-        # Each process has a name of its own, because the head keeps a silent server's name for a while.
+        # Each process has another name, because the head keeps a silent server's name for a while.
         attempt = f".{worker.restarts}" if worker.restarts else ""
         work = replace(self._crew.work, name=f"{self._crew.work.name}{worker.name}{attempt}")
         # Otherwise the threads of all workers would contend for the cores.
@@ -241,8 +241,8 @@ async def _read(process: Process, worker: Worker, log: Path | None) -> dict[str,
     line = await process.stdout.readline()
     # A process that is killed may leave half a line.
     if line.endswith(b"\n"):
-        found: dict[str, Any] = json.loads(line)
-        return found
+        content: dict[str, Any] = json.loads(line)
+        return content
     code = await process.wait()
     last = _last_line(log)
     if code in (EXIT_CONFIGURATION, EXIT_RECOVERABLE) and last:
@@ -251,5 +251,5 @@ async def _read(process: Process, worker: Worker, log: Path | None) -> dict[str,
 
 
 def _last_line(log: Path | None) -> str:
-    said = [] if log is None else log.read_text(errors="replace").strip().splitlines()
-    return said[-1][:500].removeprefix("error: ") if said else ""
+    lines = [] if log is None else log.read_text(errors="replace").strip().splitlines()
+    return lines[-1][:500].removeprefix("error: ") if lines else ""

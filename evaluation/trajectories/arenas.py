@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -37,16 +43,25 @@ class LocalEpisode(Episode):
     environment: Environment
 
 
+Limit = Callable[[], AbstractContextManager[None]]
+"""Returns a context within which an environment is reset or stepped."""
+
+
 class LocalArena:
     """Environments in this process."""
 
-    def __init__(self, info: EnvironmentInfo, make: MakeEnvironment) -> None:
+    def __init__(self, info: EnvironmentInfo, make: MakeEnvironment, limit: Limit) -> None:
         self._info = info
         self._make = make
+        self._limit = limit
 
     async def begin(self, seeds: Sequence[int]) -> list[Episode]:
         """See Arena."""
-        return [await self._begin(seed) for seed in seeds]
+        episodes: list[Episode] = []
+        for seed in seeds:
+            with self._limit():
+                episodes.append(await self._begin(seed))
+        return episodes
 
     async def _begin(self, seed: int) -> Episode:
         try:
@@ -65,7 +80,11 @@ class LocalArena:
 
     async def step(self, moves: Sequence[tuple[LocalEpisode, Action]]) -> list[StepResult]:
         """See Arena."""
-        return [await self._step(episode, action) for episode, action in moves]
+        results: list[StepResult] = []
+        for episode, action in moves:
+            with self._limit():
+                results.append(await self._step(episode, action))
+        return results
 
     async def _step(self, episode: LocalEpisode, action: Action) -> StepResult:
         try:
@@ -84,23 +103,25 @@ class LocalArena:
                 episode.environment.close()
 
 
-def open_arena(environment: str | None, url: str | None, token: str | None) -> AbstractAsyncContextManager[OpenArena]:
+def open_arena(
+    environment: str | None, url: str | None, token: str | None, limit: Limit = nullcontext
+) -> AbstractAsyncContextManager[OpenArena]:
     """Return an environment in this process, or the environment of the server at ``url``, as a context manager.
 
-    Entering it raises ConfigurationError if the environment cannot be made, or is another one than the server's, and
-    DependencyLostError if the server does not answer.
+    ``limit`` is for each call of an environment in this process. Entering the context raises ConfigurationError if the
+    environment cannot be made or differs from the server's, and DependencyLostError if the server does not answer.
     """
-    return _local(environment) if url is None else _at_server(environment, url, token)
+    return _local(environment, limit) if url is None else _at_server(environment, url, token)
 
 
 @asynccontextmanager
-async def _local(environment: str | None) -> AsyncIterator[OpenArena]:
+async def _local(environment: str | None, limit: Limit) -> AsyncIterator[OpenArena]:
     settings = EnvironmentSettings.load(environment=environment)
     async with AsyncExitStack() as stack:
         make, trial = await open_with_trial(settings, stack, "--environment")
         trial.close()
         info = describe(settings.environment, make, trial, settings.environment_max_steps)
-        yield OpenArena(info, LocalArena(info, make))
+        yield OpenArena(info, LocalArena(info, make, limit))
 
 
 @asynccontextmanager

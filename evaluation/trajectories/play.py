@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,15 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Shard:
-    """A file's episodes: the seeds ``start`` to ``stop`` (exclusive) of one lineup, counted from the run's seed."""
+    """A file's episodes, which one lineup plays."""
 
     number: int
     lineup: tuple[str, ...]
     """The policy in each seat."""
     first_episode: int
-    start: int
-    stop: int
+    """The number of its first episode in the run."""
+    seeds: Sequence[int]
+    """The seed of each episode."""
 
     @property
     def name(self) -> str:
@@ -69,11 +70,8 @@ class Plan:
         for place, lineup in enumerate(self.lineups):
             for start in range(0, self.episodes, self.shard_episodes):
                 stop = min(start + self.shard_episodes, self.episodes)
-                yield Shard(next(number), lineup, place * self.episodes + start, start, stop)
-
-    def seed_of(self, index: int) -> int:
-        """Return the seed of a lineup's episode ``index``."""
-        return (self.seed + index) % SEEDS
+                seeds = [(self.seed + index) % SEEDS for index in range(start, stop)]
+                yield Shard(next(number), lineup, place * self.episodes + start, seeds)
 
 
 def lineups_of(policies: Sequence[str], seats: int) -> list[tuple[str, ...]]:
@@ -86,42 +84,27 @@ def lineups_of(policies: Sequence[str], seats: int) -> list[tuple[str, ...]]:
     return list(itertools.product(policies, repeat=seats))
 
 
-@dataclass
-class Played:
-    """The outcome of a shard: its rows, and what became of each episode by its index."""
-
-    rows: Rows
-    attempts: dict[int, int] = field(default_factory=dict)
-    """The episode's index by the number of the attempt that came to an end."""
-    returns: dict[int, list[float]] = field(default_factory=dict)
-    """The return of each seat."""
-    steps: dict[int, int] = field(default_factory=dict)
-    left_out: dict[int, str] = field(default_factory=dict)
-    """The reason why there is no episode."""
-
-
 class ShardPlayer:
-    """Plays one shard."""
+    """Plays one shard, and keeps its rows and the outcome of each episode by the episode's index in the shard."""
 
-    def __init__(
-        self,
-        place: OpenArena,
-        policies: Mapping[str, Policy],
-        shard: Shard,
-        seed_of: Callable[[int], int],
-        at_once: int,
-    ) -> None:
+    def __init__(self, place: OpenArena, policies: Mapping[str, Policy], shard: Shard, at_once: int) -> None:
         self._place = place
         self._policies = [policies[name] for name in shard.lineup]
         self._at_once = at_once
-        self._indices = {seed_of(index): index for index in range(shard.start, shard.stop)}
-        self._todo = deque(self._indices)
+        self._indices = {seed: index for index, seed in enumerate(shard.seeds)}
+        self._todo = deque(shard.seeds)
         self._tries: Counter[int] = Counter()
         self._attempts: defaultdict[Episode, int] = defaultdict(itertools.count().__next__)
         """The number of each episode under way among all that were begun, also again with the same seed."""
-        self.played = Played(Rows(place.info))
+        self.rows = Rows(place.info)
+        self.attempts: dict[int, int] = {}
+        """The episode's index by the number of the attempt that came to an end."""
+        self.returns: dict[int, list[float]] = {}
+        """The return of each seat."""
+        self.left_out: dict[int, str] = {}
+        """The reason why an episode has no rows."""
 
-    async def play(self) -> Played:
+    async def play(self) -> None:
         """Play all episodes.
 
         Raises:
@@ -132,7 +115,6 @@ class ShardPlayer:
         count = min(self._at_once, len(self._todo))
         is_text = info.state.kind is StateKind.MESSAGES
         await play_at_once(count, is_text, arena, self._seeds, self._ask, self._end, self._record)
-        return self.played
 
     def _seeds(self, room: int) -> Sequence[int]:
         return [self._todo.popleft() for _ in range(min(room, len(self._todo)))]
@@ -143,8 +125,8 @@ class ShardPlayer:
         for seat, policy in enumerate(self._policies):
             turns = [episode for episode in episodes if episode.seat == seat]
             if turns:
-                made = await policy.act([episode.state for episode in turns], logprobs=True)
-                decisions |= zip(turns, made, strict=True)
+                answers = await policy.act([episode.state for episode in turns], logprobs=True)
+                decisions |= zip(turns, answers, strict=True)
         return [decisions[episode] for episode in episodes]
 
     def _record(self, steps: Sequence[Step]) -> None:
@@ -152,7 +134,7 @@ class ShardPlayer:
         has_seats = self._place.info.seats > 1
         terminated = [result.status is StepStatus.TERMINATED for result in results]
         truncated = [result.status is StepStatus.TRUNCATED for result in results]
-        self.played.rows.add(
+        self.rows.add(
             [episode.state for episode in episodes],
             attempt=[self._attempts[episode] for episode in episodes],
             step=[episode.steps for episode in episodes],
@@ -168,15 +150,14 @@ class ShardPlayer:
         )
 
     async def _end(self, episode: Episode) -> None:
-        """Keep what became of an episode. Play one that was lost again if that may help; else leave it out."""
+        """Keep an episode that has ended. Play a lost one again while that may help; otherwise leave it out."""
         index, attempt = self._indices[episode.seed], self._attempts[episode]
         del self._attempts[episode]
         self._tries[index] += 1
         if episode.has_ended:
-            self.played.attempts[attempt] = index
-            self.played.returns[index], self.played.steps[index] = episode.returns, episode.steps
+            self.attempts[attempt], self.returns[index] = index, episode.returns
         elif episode.status is StepStatus.REFUSED or self._tries[index] == TRIES:
-            self.played.left_out[index] = str(episode.detail)
+            self.left_out[index] = str(episode.detail)
         else:
             self._todo.append(episode.seed)
 
@@ -196,7 +177,7 @@ class Rows:
         for name, values in columns.items():
             self._columns[name].extend(values)
 
-    def table(self, shard: Shard, indices: Mapping[int, int], seed_of: Callable[[int], int]) -> pa.Table:
+    def table(self, shard: Shard, indices: Mapping[int, int]) -> pa.Table:
         """Return the steps of the attempts in ``indices``, which has the index of each attempt's episode."""
         attempts = np.asarray(self._columns["attempt"], np.int64)
         kept = np.flatnonzero(np.isin(attempts, list(indices)))
@@ -205,28 +186,27 @@ class Rows:
         order = kept[np.lexsort((steps[kept], index))]
         index = np.sort(index)
         seats = np.asarray(self._columns["seat"], np.int8)[order]
-        seeds = {i: seed_of(i) for i in indices.values()}
         columns = {
-            "episode": pa.array(index - shard.start + shard.first_episode),
-            "seed": pa.array([seeds[i] for i in index.tolist()], pa.int64()),
+            "episode": pa.array(index + shard.first_episode),
+            "seed": pa.array(np.asarray(shard.seeds, np.int64)[index]),
             "step": pa.array(steps[order]),
             "policy": pa.array(shard.lineup, pa.string()).take(pa.array(seats)),
-            "version": self._taken("version", order, pa.int64()),
+            "version": self._column("version", order, pa.int64()),
             "state": self._state_column(order),
-            "action": self._taken("action", order, self._action_type()),
-            "logprob": self._taken("logprob", order, pa.float64()),
-            "reward": self._taken("reward", order, pa.float64()),
-            "terminated": self._taken("terminated", order, pa.bool_()),
-            "truncated": self._taken("truncated", order, pa.bool_()),
-            "final_state": self._taken("final_state", order, self._state_type()),
+            "action": self._column("action", order, self._action_type()),
+            "logprob": self._column("logprob", order, pa.float64()),
+            "reward": self._column("reward", order, pa.float64()),
+            "terminated": self._column("terminated", order, pa.bool_()),
+            "truncated": self._column("truncated", order, pa.bool_()),
+            "final_state": self._column("final_state", order, self._state_type()),
         }
         if self._info.seats > 1:
             lineups = [list(shard.lineup)] * len(order)
             columns |= {"seat": pa.array(seats), "policies": pa.array(lineups, pa.list_(pa.string()))}
-            columns |= {"rewards": self._taken("rewards", order, pa.list_(pa.float64()))}
+            columns |= {"rewards": self._column("rewards", order, pa.list_(pa.float64()))}
         return pa.table(columns)
 
-    def _taken(self, name: str, order: NDArray[np.intp], kind: pa.DataType) -> pa.Array:
+    def _column(self, name: str, order: NDArray[np.intp], kind: pa.DataType) -> pa.Array:
         values = self._columns[name]
         return pa.array([values[i] for i in order.tolist()], kind)
 
@@ -274,5 +254,5 @@ def read_summary(path: Path) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = json.loads(pq.read_metadata(path).metadata[_SUMMARY])
     except (OSError, pa.ArrowInvalid, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no shard of trajectories: {error!r}") from error
+        raise ValueError(f"{path} is not a shard of trajectories: {error!r}") from error
     return summary

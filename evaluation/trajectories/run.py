@@ -56,7 +56,7 @@ class Options:
 
 
 async def generate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
-    """Play what is missing in ``options.save_to`` and return the results; ``say`` gets a line for each shard.
+    """Play the shards that ``options.save_to`` lacks and return the results; ``say`` gets a line for each shard.
 
     Raises:
         ConfigurationError: an option is wrong, or the directory holds another run.
@@ -126,23 +126,23 @@ async def _play_missing(
         if path.exists():
             continue
         started = time.monotonic()
-        played = await ShardPlayer(place, policies, shard, plan.seed_of, options.at_once).play()
-        if not played.attempts:
-            reason = next(iter(played.left_out.values()))
+        player = ShardPlayer(place, policies, shard, options.at_once)
+        await player.play()
+        if not player.attempts:
+            reason = next(iter(player.left_out.values()))
             raise ConfigurationError(f"no episode of {shard.name} comes to its end: {reason}")
-        table = played.rows.table(shard, played.attempts, plan.seed_of)
-        first = shard.first_episode - shard.start
+        table = player.rows.table(shard, player.attempts)
         summary = {
             "lineup": shard.lineup,
-            "returns": [played.returns[i] for i in sorted(played.returns)],
+            "returns": [player.returns[i] for i in sorted(player.returns)],
             "steps": table.num_rows,
-            "left_out": {str(first + i): why for i, why in sorted(played.left_out.items())},
+            "left_out": {str(shard.first_episode + i): why for i, why in sorted(player.left_out.items())},
         }
         write_shard(path, table, summary)
         rate = table.num_rows / (time.monotonic() - started)
-        lost = f", {len(played.left_out)} left out" if played.left_out else ""
+        lost = f", {len(player.left_out)} left out" if player.left_out else ""
         say(
-            f"{shard.name} of {len(shards)}: {' against '.join(shard.lineup)}, {len(played.returns)} episodes{lost}, "
+            f"{shard.name} of {len(shards)}: {' against '.join(shard.lineup)}, {len(player.returns)} episodes{lost}, "
             f"{table.num_rows} steps, {rate:.0f} steps/s"
         )
 
@@ -243,13 +243,13 @@ def ratings(games: Games) -> list[dict[str, Any]]:
 def bradley_terry(wins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return ratings and their standard errors [players] from ``wins`` [players, players], of rows over columns."""
     wins = wins + PRIOR_WINS * ((wins + wins.T) > 0)
-    played = wins + wins.T
+    games = wins + wins.T
     strength = np.ones(len(wins))
     for _ in range(ITERATIONS):
-        expected = played / (strength[:, None] + strength[None, :])
+        expected = games / (strength[:, None] + strength[None, :])
         strength = np.where(expected.sum(1) > 0, wins.sum(1) / np.maximum(expected.sum(1), 1e-300), 1.0)
         strength /= np.exp(np.log(strength).mean())
-    information = played * np.outer(strength, strength) / (strength[:, None] + strength[None, :]) ** 2
+    information = games * np.outer(strength, strength) / (strength[:, None] + strength[None, :]) ** 2
     laplacian = np.diag(information.sum(1)) - information
     scale = 400 / np.log(10)
     return 1500 + scale * np.log(strength), scale * np.sqrt(np.diag(np.linalg.pinv(laplacian)))

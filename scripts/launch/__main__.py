@@ -21,7 +21,6 @@ import yaml
 from typer import Option
 
 from local_runner import checks, nodes, spec
-from local_runner.checks import READERS
 from local_runner.directory import grpo_command
 from local_runner.nodes import Run
 from scripts.launch import job_group_text, skypilot
@@ -96,18 +95,18 @@ def main(
     _require_options(context)
     size = Size(model, rollout_nodes, trainer_nodes, gpus, rollout_gpus)
     logs.configure("launch", "error")
-    given = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
-    agent, environment = agent or given.get("AGENT"), environment or given.get("ENVIRONMENT")
+    options = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
+    agent, environment = agent or options.get("AGENT"), environment or options.get("ENVIRONMENT")
     file, chosen = _job_group(asynchronous=asynchronous, agent=agent, environment=environment)
     secrets = spec.assignments(secret or [], "--secret")
-    plan = _plan(file, size, given, chosen, secrets, image)
-    text = _check_group(plan, given) if check else plan.text
+    plan = _plan(file, size, options, chosen, secrets, image)
+    text = _check_group(plan, options) if check else plan.text
     files = _write(plan, text, CHECK if check else file, output or _directory(plan.model, size))
     _launch(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tuple(CHECKS) if check else (Task.TRAINER,))
 
 
 def _require_options(context: typer.Context) -> None:
-    """Print the help and exit with 2 if there is no option: somebody who wants to see them must not pay for GPUs."""
+    """Without options, print the help and exit with 2: somebody who wants to see the options must not pay for GPUs."""
     if all(getattr(context.get_parameter_source(name), "name", "") == "DEFAULT" for name in context.params):
         typer.echo(context.get_help())
         typer.echo("For example: grpo launch --model Qwen/Qwen2.5-0.5B-Instruct --gpus L4:1 --dry-run")
@@ -143,22 +142,27 @@ class Plan:
 
 
 def _plan(
-    file: Path, size: Size, given: Mapping[str, str], chosen: dict[str, str], secrets: dict[str, str], image: str | None
+    file: Path,
+    size: Size,
+    options: Mapping[str, str],
+    chosen: dict[str, str],
+    secrets: dict[str, str],
+    image: str | None,
 ) -> Plan:
     """Derive a job group's sizes, and write them into the text of its file.
 
     Args:
         file: the job group's file.
         size: the options about model, nodes and GPUs.
-        given: the settings of the options.
+        options: the settings of the options.
         chosen: the settings that go with the file, such as MODE.
         secrets: values of the job group's secrets.
         image: the images of `make image`.
     """
     before = file.read_text()
     written = job_group_text.values(before)[Task.TRAINER, "envs.MODEL_NAME"]
-    model = find_model(size.model or given.get("MODEL_NAME") or written)
-    settings = {**given, "MODEL_NAME": model.name}
+    model = find_model(size.model or options.get("MODEL_NAME") or written)
+    settings = {**options, "MODEL_NAME": model.name}
     tiers = _tiers(before, size)
     group = spec.load(file, spec.Overrides(settings | chosen, secrets))
     checks.check_names(group, settings | chosen | secrets, {})
@@ -222,24 +226,21 @@ def _sizes(group: spec.JobGroup, model: Model, tiers: Mapping[str, Tier]) -> Siz
     """Check all settings, and return the sizes that follow from them."""
     with nodes.allocate(group) as addresses:
         run = Run(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
-        checks.check_values(run)
-        tasks = {task.name: task for task in group.tasks}
-        settings = checks.load_settings(run, tasks[Task.TRAINER], TrainerSettings)
-        rollout = checks.load_settings(run, tasks[Task.ROLLOUT_SERVER], RolloutSettings)
-    return derive(settings, rollout, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER])
+        settings = {task.name: one for task, _, one in checks.load_all(run)}
+    trainer, rollout = settings[Task.TRAINER], settings[Task.ROLLOUT_SERVER]
+    assert isinstance(trainer, TrainerSettings)
+    assert isinstance(rollout, RolloutSettings)
+    return derive(trainer, rollout, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER])
 
 
-def _variables(group: spec.JobGroup, given: Mapping[str, str]) -> dict[tuple[str, str], str]:
+def _variables(group: spec.JobGroup, variables: Mapping[str, str]) -> dict[tuple[str, str], str]:
     """Return the variables as values to write, each into the tasks that read it; a library's variable into all."""
-    readers: dict[str, set[str]] = {}
-    for reader in READERS:
-        for field in reader.settings_class().model_fields:
-            readers.setdefault(field.upper(), set()).update(reader.tasks)
+    readers = checks.tasks_by_variable()
     return {
         (task.name, f"{job_group_text.ENVS}.{name}"): job_group_text.scalar(value)
-        for name, value in given.items()
+        for name, value in variables.items()
         for task in group.tasks
-        if name in task.declared or task.name in readers.get(name.upper(), {task.name})
+        if name in task.declared or task.name in readers.get(name.upper(), [task.name])
     }
 
 
@@ -297,7 +298,7 @@ def _print_changes(before: str, after: str, volume: int, derived: set[str]) -> N
 
 
 def _advise(plan: Plan) -> None:
-    """Print what the planner would change although it must be tried on the cluster first."""
+    """Print the planner's advice that must be tried on the cluster first."""
     rollout, trainer = plan.tiers[Task.ROLLOUT_SERVER], plan.tiers[Task.TRAINER]
     layout = Layout(rollout.nodes, rollout.choices[0].count, trainer.nodes, trainer.choices[0].count)
     transport, seconds = publishing(plan.model, layout)
@@ -321,11 +322,11 @@ def _footprint(text: str) -> list[list[str]]:
     return [list(map(str, row)) for row in rows]
 
 
-def _check_group(plan: Plan, given: Mapping[str, str]) -> str:
+def _check_group(plan: Plan, options: Mapping[str, str]) -> str:
     """Return the job group that tries the cluster for a plan."""
     before, written = CHECK.read_text(), job_group_text.values(plan.text)
     images = " ".join({value.strip("'"): None for (_, key), value in written.items() if key == "resources.image_id"})
-    changes = _variables(spec.load(CHECK), {**given, "MODEL_NAME": plan.model.name, "CHECK_IMAGES": images})
+    changes = _variables(spec.load(CHECK), {**options, "MODEL_NAME": plan.model.name, "CHECK_IMAGES": images})
     for name, task in CHECKS.items():
         cards = ", ".join(f"{choice.name}:1" for choice in plan.tiers[task].choices)
         changes[name, "resources.accelerators"] = f"[{cards}]"

@@ -30,12 +30,12 @@ def edited(text: str, changes: Mapping[tuple[str, str], str]) -> str:
 
 def values(text: str) -> dict[tuple[str, str], str]:
     """Return the values of a job group's YAML by task and key, in the form of ``edited``'s ``changes``."""
-    found = {}
+    by_key = {}
     for document in list(yaml.safe_load_all(text))[1:]:
         for key, value in document.items():
             for name, one in value.items() if isinstance(value, dict) else [(None, value)]:
-                found[document["name"], f"{key}.{name}" if name else key] = scalar(one)
-    return found
+                by_key[document["name"], f"{key}.{name}" if name else key] = scalar(one)
+    return by_key
 
 
 def scalar(value: object) -> str:

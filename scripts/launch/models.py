@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
@@ -13,110 +14,30 @@ from trainer.preflight.shape import ModelShape
 
 WEIGHT_BYTES = 2
 """Size of a parameter in bfloat16, in an engine and when it is published."""
-MEMORY = {
-    name: gigabytes * 10**9
-    for name, gigabytes in {
-        "H100": 80,
-        "H200": 141,
-        "A100-80GB": 80,
-        "B200": 180,
-        "A100": 40,
-        "L40S": 47,
-        "L40": 47,
-        "A40": 47,
-        "L4": 23,
-        "A10G": 23,
-    }.items()
-}
+_GIGABYTES = {"H100": 80, "H200": 141, "A100-80GB": 80, "B200": 180, "A100": 40}
+_GIGABYTES |= {"L40S": 47, "L40": 47, "A40": 47, "L4": 23, "A10G": 23}
+MEMORY = {name: gigabytes * 10**9 for name, gigabytes in _GIGABYTES.items()}
 """Bytes that programs see of a card, by SkyPilot's name for it; error correction takes some of what the card has."""
 
-CONFIGS: dict[str, tuple[str, PretrainedConfig]] = {
-    "0.5B": (
-        "Qwen/Qwen2.5-0.5B-Instruct",
-        Qwen2Config(
-            vocab_size=151936,
-            hidden_size=896,
-            intermediate_size=4864,
-            num_hidden_layers=24,
-            num_attention_heads=14,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        ),
-    ),
-    "1.5B": (
-        "Qwen/Qwen2.5-1.5B-Instruct",
-        Qwen2Config(
-            vocab_size=151936,
-            hidden_size=1536,
-            intermediate_size=8960,
-            num_hidden_layers=28,
-            num_attention_heads=12,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        ),
-    ),
-    "7B": (
-        "Qwen/Qwen2.5-7B-Instruct",
-        Qwen2Config(
-            vocab_size=152064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_hidden_layers=28,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-            tie_word_embeddings=False,
-        ),
-    ),
-    "Llama-8B": (
-        "meta-llama/Llama-3.1-8B-Instruct",
-        LlamaConfig(
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            tie_word_embeddings=False,
-        ),
-    ),
-    "8B": (
-        "Qwen/Qwen3-8B",
-        Qwen3Config(
-            vocab_size=151936,
-            hidden_size=4096,
-            intermediate_size=12288,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-            tie_word_embeddings=False,
-        ),
-    ),
-    "32B": (
-        "Qwen/Qwen3-32B",
-        Qwen3Config(
-            vocab_size=151936,
-            hidden_size=5120,
-            intermediate_size=25600,
-            num_hidden_layers=64,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=128,
-            tie_word_embeddings=False,
-        ),
-    ),
-    "70B": (
-        "meta-llama/Llama-3.1-70B-Instruct",
-        LlamaConfig(
-            vocab_size=128256,
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_hidden_layers=80,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            tie_word_embeddings=False,
-        ),
-    ),
+_DIMENSIONS = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
+_TIED = {"tie_word_embeddings": True}
+_UNTIED = {"tie_word_embeddings": False}
+_MODELS: dict[str, tuple[str, type[PretrainedConfig], tuple[int, ...], dict[str, Any]]] = {
+    "0.5B": ("Qwen/Qwen2.5-0.5B-Instruct", Qwen2Config, (151936, 896, 4864, 24, 14, 2), _TIED),
+    "1.5B": ("Qwen/Qwen2.5-1.5B-Instruct", Qwen2Config, (151936, 1536, 8960, 28, 12, 2), _TIED),
+    "7B": ("Qwen/Qwen2.5-7B-Instruct", Qwen2Config, (152064, 3584, 18944, 28, 28, 4), _UNTIED),
+    "Llama-8B": ("meta-llama/Llama-3.1-8B-Instruct", LlamaConfig, (128256, 4096, 14336, 32, 32, 8), _UNTIED),
+    "8B": ("Qwen/Qwen3-8B", Qwen3Config, (151936, 4096, 12288, 36, 32, 8), _UNTIED | {"head_dim": 128}),
+    "32B": ("Qwen/Qwen3-32B", Qwen3Config, (151936, 5120, 25600, 64, 64, 8), _UNTIED | {"head_dim": 128}),
+    "70B": ("meta-llama/Llama-3.1-70B-Instruct", LlamaConfig, (128256, 8192, 28672, 80, 64, 8), _UNTIED),
+}
+"""The name, the kind, the values of _DIMENSIONS and further options of each model, by its label."""
+CONFIGS = {
+    label: (name, kind(**dict(zip(_DIMENSIONS, sizes, strict=True)), **options))
+    for label, (name, kind, sizes, options) in _MODELS.items()
 }
 """The name and the configuration of published models, by their label in docs/scaling.md."""
 
@@ -140,20 +61,20 @@ class Model:
         return 2 * WEIGHT_BYTES * self.shape.layers * self.shape.kv_heads * self.shape.head_size
 
 
-def find_model(given: str) -> Model:
+def find_model(model: str) -> Model:
     """Return a model by its name on the hub, its directory, or its label in docs/scaling.md (such as 8B).
 
     Raises:
         ConfigurationError: there is no such model, or its configuration is not a decoder's.
     """
     for label, (name, config) in CONFIGS.items():
-        if given in (label, name):
+        if model in (label, name):
             return Model(label, name, ModelShape.of(config))
     try:
-        return Model(Path(given).name, given, ModelShape.of(config_of(given)))
+        return Model(Path(model).name, model, ModelShape.of(config_of(model)))
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigurationError(
-            f"--model {given}: its config.json cannot be used ({first_line(error)}); give a name on the hub, a "
+            f"--model {model}: its config.json cannot be used ({first_line(error)}); give a name on the hub, a "
             f"directory with a config.json, or {', '.join(CONFIGS)}, whose shapes need no network"
         ) from error
 
@@ -161,6 +82,5 @@ def find_model(given: str) -> Model:
 @cache
 def config_of(name: str) -> PretrainedConfig:
     """Return the configuration of a model by its name; the models of docs/scaling.md need no network."""
-    known = dict(CONFIGS.values())
-    config: PretrainedConfig = known[name] if name in known else AutoConfig.from_pretrained(name)
+    config: PretrainedConfig = dict(CONFIGS.values()).get(name) or AutoConfig.from_pretrained(name)
     return config

@@ -43,7 +43,7 @@ class CheckError(Exception):
 
 def check_driver(images: Sequence[str]) -> str:
     """Compare this node's driver with the CUDA versions of the images and of torch."""
-    cuda = max([TORCH_CUDA, *(found[1] for image in images if (found := re.search(r"-cu(\d\d)\d\b", image)))])
+    cuda = max([TORCH_CUDA, *(version[1] for image in images if (version := re.search(r"-cu(\d\d)\d\b", image)))])
     driver = machine.driver_version()
     if driver is None or not machine.visible_gpus():
         raise CheckError(
@@ -139,7 +139,7 @@ def check_network(peer: str, bind: str = "") -> str:
 
     def connects() -> bool:
         try:
-            # Resolved anew each time: SkyPilot writes the names into /etc/hosts once the pods are up.
+            # Resolved each time: SkyPilot writes the names into /etc/hosts once the pods are up.
             socket.create_connection((peer, PORT), REQUEST_SECONDS).close()
         except OSError as error:
             failure[:] = [error]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -117,12 +118,12 @@ def parse_gpus(text: str) -> tuple[Gpus, ...]:
     Raises:
         ConfigurationError: a card is unknown, or the text has another form.
     """
-    found = []
+    choices = []
     for part in text.split(","):
         match = _GPUS.fullmatch(part.strip())
         if match is None or match[2] == "0":
             raise ConfigurationError(f"--gpus {text}: expected NAME:COUNT, such as H100:8 or H100:8,A100-80GB:8")
-        name = next((known for known in MEMORY if known.lower() == match[1].lower()), None)
+        name = next((card for card in MEMORY if card.lower() == match[1].lower()), None)
         if name is None:
             why = (
                 "is unknown, and so is its memory; write it under `accelerators` of ppo-trainer and rollout-server in "
@@ -131,8 +132,8 @@ def parse_gpus(text: str) -> tuple[Gpus, ...]:
             if match[1].upper() in WITHOUT_BFLOAT16:
                 why = "has no bfloat16, in which trainer and engines compute; take another card"
             raise ConfigurationError(f"--gpus {text}: {match[1]} {why}; known are {', '.join(MEMORY)}")
-        found.append(Gpus(name, int(match[2] or 1)))
-    return tuple(found)
+        choices.append(Gpus(name, int(match[2] or 1)))
+    return tuple(choices)
 
 
 def gibibytes(size: str) -> int:
@@ -164,7 +165,7 @@ def derive(
         )
     written: dict[tuple[str, str], str] = {}
     volume = 0
-    for gpus, rollout_gpus in _pairs(trainer.choices, rollout.choices):
+    for gpus, rollout_gpus in itertools.product(trainer.choices, rollout.choices):
         limits = Limits(device=gpus.memory, host=_ENOUGH, shm=_ENOUGH, volume=_ENOUGH)
         machine = Machine(trainer.nodes, gpus.count, WEIGHT_BYTES, limits)
         try:
@@ -199,10 +200,6 @@ def _engines(settings: RolloutSettings, model: Model, gpus: Gpus) -> int:
         return SizeFacts(config | config.get("text_config", {}), model.parameters * WEIGHT_BYTES, gpus.memory)
 
     return choose_engine(settings, gpus.count).split(settings, gpus.count, facts).engines
-
-
-def _pairs(one: Sequence[Gpus], other: Sequence[Gpus]) -> list[tuple[Gpus, Gpus]]:
-    return [(a, b) for a in one for b in other]
 
 
 def _amount(size: str) -> float:

@@ -27,8 +27,8 @@ def interpreter() -> Path | None:
     if importlib.util.find_spec("sky") is not None:
         return Path(sys.executable)
     command = shutil.which("sky")
-    found = [Path(command).resolve().with_name("python")] if command else []
-    return next((python for python in [*found, ROOT / ".venv-sky/bin/python"] if python.exists()), None)
+    candidates = [Path(command).resolve().with_name("python")] if command else []
+    return next((python for python in [*candidates, ROOT / ".venv-sky/bin/python"] if python.exists()), None)
 
 
 def ask(python: Path, files: tuple[Path, Path], secrets: Mapping[str, str], *, launch: bool) -> tuple[int | None, str]:
@@ -67,8 +67,8 @@ def give_secrets(tasks: Sequence[Any], secrets: Mapping[str, str]) -> None:
     """
     declared = {name for task in tasks for name in task.secrets}
     for task in tasks:
-        given = {name: value for name, value in secrets.items() if name in task.secrets or name not in declared}
-        task.update_secrets(given)
+        of_task = {name: value for name, value in secrets.items() if name in task.secrets or name not in declared}
+        task.update_secrets(of_task)
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:

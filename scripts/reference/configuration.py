@@ -16,18 +16,18 @@ TARGET = ROOT / "docs" / "configuration.md"
 
 INTRODUCTION = """# Configuration
 
-Every component reads environment variables. `sky jobs launch jobgroup.yaml --env NAME=VALUE` (or `python -m
-grpo run --env NAME=VALUE`) gives a variable to every task; each component reads its own and
-stops with one line when a value is not allowed. An empty value is as good as none.
+Every component reads environment variables. `grpo run --env NAME=VALUE` and `sky jobs launch jobgroup.yaml --env
+NAME=VALUE` give a variable to every task. Each component reads its variables, and stops with one line if a value is not
+allowed. An empty value counts as unset.
 
 A component cannot tell a misspelt name from a variable of another component, so `sky jobs launch` accepts `--env
-BATCHSIZE=8` without a word. `grpo run --dry-run` with the same `--env`, `--secret` and
-`--env-file` checks names and values without a cluster and starts nothing: a name that no component reads is refused
-with the nearest one, and so is a `module:function` that is not there or a data file that the data-server would refuse.
-Variables of libraries (`CUDA_*`, `NCCL_*`, `HF_*`, ...) pass. Declare a variable that your own code reads, such as a
-reward function's, under `envs` of its task in the job group's file.
+BATCHSIZE=8`. First check the same `--env`, `--secret` and `--env-file` with `grpo run --dry-run`, which starts nothing
+and needs no cluster. It refuses a name that no component reads, with the nearest name; a `module:function` that does
+not exist; and a data file that the data-server would refuse. Variables of libraries (`CUDA_*`, `NCCL_*`, `HF_*`, ...)
+pass. Declare a variable that your code reads, such as a reward function's, under `envs` of its task in the job group's
+file.
 
-Some tables are followed by one of advanced variables, which hardly any run has a reason to change.
+Advanced variables, which hardly any run has a reason to change, have separate tables.
 
 This page is generated from the settings classes by `make docs`; `make test` checks that it is up to date.
 """

@@ -72,7 +72,7 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
 def page(record: dict[str, Any], readme: str) -> str:
     """Return README with the text of its blocks replaced."""
     texts = blocks(record)
-    return BLOCK.sub(lambda found: f"{found[1]}{texts[found[2]]}{found[3]}", readme)
+    return BLOCK.sub(lambda block: f"{block[1]}{texts[block[2]]}{block[3]}", readme)
 
 
 def draw(record: dict[str, Any]) -> None:

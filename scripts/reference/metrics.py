@@ -51,18 +51,18 @@ INTRODUCTION = """# Metrics
 
 Every component serves `/metrics` in Prometheus' text format, on its own port; the router's are on :29000 of
 rollout-server's node 0, whose :30000 has those of all engines at `/engine_metrics`. Where there is a
-`JOBGROUP_TOKEN`, the scraper sends it as bearer token. `process_*`, `python_*` and `stamina_*` are there besides.
-Import [grafana.json](grafana.json) for a dashboard of these: it asks for the data source.
+`JOBGROUP_TOKEN`, the scraper sends it as bearer token. `process_*`, `python_*` and `stamina_*` come from libraries.
+Import [grafana.json](grafana.json) for a dashboard: it asks for the data source.
 
-Engines of SGLang export more; those below with `sglang:` in front the embedded engine has too.
+SGLang exports further metrics. The metrics below that begin with `sglang:` come from the embedded engine, too.
 
 This page is generated from the code by `make docs`; `make test` checks that it is up to date.
 """
 
 COLUMNS = """## Columns of metrics.jsonl
 
-What the trainer says of each step, and the metric that carries it. A counter adds up what the steps say; a gauge keeps
-the newest value.
+The trainer's numbers of each step, and the metric of each. A counter adds up the numbers of all steps; a gauge has the
+newest one.
 
 | column | meaning | metric |
 |---|---|---|"""
@@ -82,14 +82,14 @@ def exported() -> dict[str, Exported]:
     """Import the components, and return their metrics by name."""
     for module in MODULES:
         importlib.import_module(module)
-    found = {}
+    metrics = {}
     for collector in list(REGISTRY._collector_to_names):
         for family in getattr(collector, "describe", list)():
             name = family.name + ("_total" if family.type == "counter" else "")
             labels = tuple(getattr(collector, "_labelnames", ()))
             if not name.startswith(STANDARD):
-                found[name] = Exported(name, family.type, family.documentation, labels)
-    return dict(sorted(found.items()))
+                metrics[name] = Exported(name, family.type, family.documentation, labels)
+    return dict(sorted(metrics.items()))
 
 
 def page() -> str:
@@ -97,8 +97,8 @@ def page() -> str:
     metrics = exported()
     parts = [INTRODUCTION]
     for heading, prefixes in TABLES:
-        own = [metric for name, metric in metrics.items() if name.startswith(prefixes)]
-        rows = [f"| `{metric.name}` | {metric.kind} | {_code(metric.labels)} | {metric.help} |" for metric in own]
+        of_table = [metric for name, metric in metrics.items() if name.startswith(prefixes)]
+        rows = [f"| `{metric.name}` | {metric.kind} | {_code(metric.labels)} | {metric.help} |" for metric in of_table]
         parts.append("\n".join([f"## {heading}\n", HEAD, *rows, ""]))
     return "\n".join([*parts, COLUMNS, *_columns(), ""])
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from services.core.errors import ConfigurationError, first_line
@@ -12,19 +16,12 @@ from services.core.files import check_model_directory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-import functools
-import re
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+MAX_PIECES = 512
+"""Texts whose tokens a TextCodec keeps."""
 
 
 def import_transformers_alone() -> None:
-    """Import transformers as if torch were not installed, in a process of the caller's own.
+    """Import transformers as if torch were not installed, for a process that needs only tokenizers.
 
     Otherwise transformers imports torch wherever that is installed, which takes seconds and hundreds of megabytes that
     a tokenizer does not need.
@@ -59,9 +56,6 @@ def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
-MAX_PIECES = 512
-
-
 class TextCodec:
     """A tokenizer's encoding and decoding of single texts, the same tokens and texts as from transformers.
 
@@ -85,7 +79,7 @@ class TextCodec:
         """Return a text's tokens; special tokens are found in the text, and none is added."""
         if self._boundary is None:
             return self._encode(text)
-        cuts = [0, *(found.start() for found in self._boundary.finditer(text) if found.start()), len(text)]
+        cuts = [0, *(match.start() for match in self._boundary.finditer(text) if match.start()), len(text)]
         return [token for start, end in pairwise(cuts) for token in self._encode_piece(text[start:end])]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

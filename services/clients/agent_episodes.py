@@ -33,7 +33,7 @@ OVER_LIMIT = ("timeout", "limit")
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 2.0
-_AWAY = frozenset({502, 503, 504})
+_UNREACHABLE = frozenset({502, 503, 504})
 _LOST = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 
 
@@ -75,7 +75,7 @@ class Episode:
 
 
 class EpisodePlayer:
-    """Plays episodes, each in a session of its own at the gateway."""
+    """Plays episodes, each in its own session at the gateway."""
 
     def __init__(self, gateway: GatewayClient, model: str, score: Score, *, seconds: float, patience: float) -> None:
         """Make a player.
@@ -92,7 +92,7 @@ class EpisodePlayer:
         self._score = score
         self._seconds = seconds
         self._patience = patience
-        # Each episode has an HTTP client of its own; loading the certificates takes longer than all the rest of it.
+        # Each episode has its own HTTP client, and most of the time to make one is loading the certificates.
         self._certificates = httpx.create_ssl_context()
 
     async def play(
@@ -135,14 +135,14 @@ class EpisodePlayer:
         Raises:
             DependencyLostError: the reward-server was lost.
         """
-        transport = PatientTransport(self._certificates, self._patience, example.waits)
+        transport = RetryingTransport(self._certificates, self._patience, example.waits)
 
         async def waited() -> float:
             try:
                 session = await _reply(self.gateway.session(request.id))
             except GatewayFailedError as error:
                 raise AgentFailedError(str(error), "server") from error
-            # An agent may ask the gateway by a client of its own.
+            # An agent may use its own client to ask the gateway.
             return max(example.waits.seconds, session.waited_seconds)
 
         try:
@@ -193,7 +193,7 @@ async def _reply(answer: Awaitable[T]) -> T:
     """Return the gateway's answer.
 
     Raises:
-        GatewayFailedError: there is none.
+        GatewayFailedError: the gateway gave none.
     """
     try:
         return await answer
@@ -226,7 +226,7 @@ def as_failure(error: Exception) -> AgentFailedError:
     return AgentFailedError(own_error(error), "server" if is_server else "exception")
 
 
-class PatientTransport(httpx.AsyncHTTPTransport):
+class RetryingTransport(httpx.AsyncHTTPTransport):
     """A transport of agents' HTTP clients that sends a request again while the gateway is away.
 
     All attempts have the same mark, by which the gateway knows them from another request with the same body.
@@ -260,8 +260,8 @@ class PatientTransport(httpx.AsyncHTTPTransport):
                     self.is_lost = True
                     raise
             else:
-                if response.status_code not in _AWAY or not may_repeat:
-                    self.is_lost |= response.status_code in _AWAY
+                if response.status_code not in _UNREACHABLE or not may_repeat:
+                    self.is_lost |= response.status_code in _UNREACHABLE
                     return response
             request.headers[REQUEST_MARK] = mark + AGAIN
             await asyncio.sleep(pause)

@@ -242,11 +242,11 @@ class EnvironmentClient:
         """Return the record of settings, commit and packages of one server.
 
         Raises:
-            DependencyLostError: the server did not answer, or there is none.
+            DependencyLostError: the server did not answer, or none was found.
         """
         servers = await self.servers()
         if not servers:
-            raise DependencyLostError(f"there are no settings of an environment-server: {_none_found()}")
+            raise DependencyLostError(f"no environment-server has sent its settings: {_none_found()}")
         return await servers[0].settings()
 
     async def begin(self, seeds: Sequence[int], split: str | None = None) -> list[ServedEpisode]:

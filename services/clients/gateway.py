@@ -73,7 +73,7 @@ class GatewayClient(ServiceClient):
         return trace
 
     async def stats(self, *, deadline: float | None = None) -> GatewayStats:
-        """Return the account of sampled tokens; ``deadline`` seconds instead of the client's own."""
+        """Return the account of sampled tokens; ``deadline``, in seconds, replaces the client's."""
         return await self.call("GET", "/stats", GatewayStats, deadline=deadline)
 
     async def _delete(self, session_id: str) -> None:

@@ -1,8 +1,8 @@
 """The player of episodes, wherever their environments are: in this process, on one server, or on any of several.
 
 An arena has the environments. ``play`` asks for one action in each episode under way, takes all these actions in the
-arena, and begins again. The evaluation head, the episodes that an environment server plays by itself, the commands that
-evaluate policies and those that write trajectories all play by it.
+arena, and repeats this. It is used by the evaluation head, by environment servers that play by themselves, and by the
+commands that evaluate policies and write trajectories.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Arena(Protocol[PlayedEpisode]):
         """Take one action in each of some episodes and return the results. The caller lets the episodes follow them."""
 
     async def end(self, episodes: Sequence[PlayedEpisode]) -> None:
-        """Release episodes, whatever their status."""
+        """Release episodes of any status."""
 
 
 class Decision(NamedTuple):
@@ -136,11 +136,11 @@ class Step(NamedTuple):
 
 
 Seeds = Callable[[int], Sequence[int]]
-"""Returns the seeds of the episodes to begin now, as many as its argument at most."""
+"""Returns the seeds of the episodes to begin now, at most as many as its argument says."""
 Ask = Callable[[Sequence[PlayedEpisode]], Awaitable[Sequence[Decision]]]
 """Returns a decision for each episode, or raises NoActionError; any other error ends the play."""
 OnSteps = Callable[[Sequence[Step]], None]
-"""Takes the steps of one round, without those that were refused or lost."""
+"""Takes the steps of one round that were neither refused nor lost."""
 OnEnd = Callable[[PlayedEpisode], Awaitable[None]]
 """Takes an episode that has ended, was given up, or could not begin."""
 
@@ -154,9 +154,9 @@ async def play_at_once(
     on_end: OnEnd[PlayedEpisode],
     on_steps: OnSteps | None = None,
 ) -> None:
-    """Keep ``count`` episodes under way, until ``seeds`` has none to begin.
+    """Keep ``count`` episodes under way, until ``seeds`` returns none.
 
-    Conversations (``is_text``) take different times, so each continues alone. States of numbers share one batch.
+    Conversations (``is_text``) take different times, so each is played alone. States of numbers share one batch.
     """
     sizes = [1] * count if is_text else [count]
     try:
@@ -177,9 +177,9 @@ async def play(
     on_steps: OnSteps | None = None,
     under_way: list[PlayedEpisode] | None = None,
 ) -> None:
-    """Play ``size`` episodes together, one action of each at a time, until ``seeds`` has none to begin.
+    """Play ``size`` episodes together, one action of each at a time, until ``seeds`` returns none.
 
-    ``under_way`` has episodes to continue. Others may add to it, and an error of the arena leaves the episodes in it.
+    ``under_way`` has episodes to continue. The caller may add to it. An error of the arena leaves the episodes in it.
     """
     under_way = [] if under_way is None else under_way
     while True:
@@ -204,15 +204,15 @@ async def _play_round(
     on_steps: OnSteps | None,
 ) -> None:
     decisions = await _decide(ask, list(under_way))
-    moves = [(episode, made) for episode, made in decisions if isinstance(made, Decision)]
-    for episode, made in decisions:
-        if isinstance(made, NoActionError):
-            episode.give_up(StepStatus.REFUSED, made.detail)
-    results = await arena.step([(episode, made.action) for episode, made in moves]) if moves else []
-    steps = [Step(episode, made, result) for (episode, made), result in zip(moves, results, strict=True)]
-    taken = [step for step in steps if step.result.is_taken]
-    if on_steps is not None and taken:
-        on_steps(taken)
+    moves = [(episode, decision) for episode, decision in decisions if isinstance(decision, Decision)]
+    for episode, decision in decisions:
+        if isinstance(decision, NoActionError):
+            episode.give_up(StepStatus.REFUSED, decision.detail)
+    results = await arena.step([(episode, decision.action) for episode, decision in moves]) if moves else []
+    steps = [Step(episode, decision, result) for (episode, decision), result in zip(moves, results, strict=True)]
+    new_steps = [step for step in steps if step.result.is_taken]
+    if on_steps is not None and new_steps:
+        on_steps(new_steps)
     for (episode, _), result in zip(moves, results, strict=True):
         if result.is_taken:
             episode.follow(result)
@@ -230,7 +230,7 @@ async def _play_round(
 async def _decide(
     ask: Ask[PlayedEpisode], episodes: Sequence[PlayedEpisode]
 ) -> list[tuple[PlayedEpisode, Decision | NoActionError]]:
-    """Ask for decisions; if the policy refuses a state, ask for each alone, so that the others get theirs."""
+    """Ask for decisions; if the policy refuses a state, ask for each state alone, so that only that one is refused."""
     try:
         return list(zip(episodes, await ask(episodes), strict=True))
     except NoActionError as error:

@@ -49,13 +49,13 @@ class ReplayClient(ServiceClient):
     task = Task.REPLAY_BUFFER
 
     async def add(self, groups: Sequence[Group], priorities: Sequence[float] | None = None) -> AddGroupsReply:
-        """Store groups; a group whose id is known already stays as it is."""
+        """Store groups; a group whose id the buffer has already stays as it is."""
         return await self._add("/groups", groups, priorities)
 
     async def enqueue(
         self, groups: Sequence[Group], priorities: Sequence[float] | None = None, collector: str = ""
     ) -> AddGroupsReply:
-        """Append fresh groups to the queue; a group whose id is known already stays as it is.
+        """Append fresh groups to the queue; a group whose id the buffer has already stays as it is.
 
         Their prompts are no longer in flight at the ``collector`` of that name.
         """

@@ -1,7 +1,7 @@
 """Run a module as a child process of the launcher: ``python child.py MODULE [arguments]``.
 
-The process ends when its launcher ends, for whatever reason. The token is put behind ``--api-key`` inside the process,
-because everybody can read command lines, and it is kept out of the module's log.
+The process ends when its launcher ends, for any reason. This program adds the token to the module's arguments, because
+everybody can read the command lines of processes, and keeps it out of the module's log.
 
 This file also runs in SGLang's environment, where nothing of this project is installed, so it imports the standard
 library only.

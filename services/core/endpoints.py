@@ -4,7 +4,7 @@ Under SkyPilot, every node of the job group reaches node r of a task as ``{task}
 port. The local runner gives every node its own address instead and lists them in ``JOBGROUP_ENDPOINTS``, a JSON object
 from ``{task}-{rank}:{port}`` to ``host:port``. Every component asks this module before it connects or listens, so that
 nothing else differs between a laptop and a cluster. The module resolves no names: each new connection resolves them
-anew, because a recovered node has a new address.
+again, because a recovered node has a new address.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ EXIT_FAILED = 1
 """An unexpected error, or a dependency that never came up. ``services.core.restarts`` bounds the restarts."""
 
 EXIT_RECOVERABLE = 33
-"""A dependency was lost that had answered before, or the volume is full: it may come back, or be given room, without a
+"""A dependency was lost that had answered before, or the volume is full: it may come back, or get more room, without a
 change of the job. Listed in ``recover_on_exit_codes`` of every task, so restarts are unbounded: an error that stays
 until somebody changes the job must not use this code."""
 
 EXIT_PEER_LOST = 34
 """Another rank of the trainer went away. That rank knows the reason, and the reason may recur, so this code is not
-listed either. SkyPilot recovers a lost node whatever the exit codes are."""
+listed either. SkyPilot recovers a lost node after any exit code."""
 
 EXIT_CONFIGURATION = 78
 """A setting is wrong, a dataset or model cannot be loaded, or an engine never came up in several starts. A restart

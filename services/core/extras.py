@@ -11,8 +11,8 @@ from types import TracebackType
 
 from services.core.errors import EXIT_CONFIGURATION
 
-OWN = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts", "toys")
-"""The project's own packages, which no extra installs."""
+PROJECT_PACKAGES = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts", "toys")
+"""The packages of this project, which no extra installs."""
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "services.data_server": ("data",),
@@ -42,7 +42,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 
 
 def extras_of(program: str) -> tuple[str, ...]:
-    """Return the extras that the module ``program`` needs; none for a program of another project."""
+    """Return the extras that the module ``program`` needs; empty for a program of another project."""
     parts = program.split(".")
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     return next((EXTRAS[name] for name in names if name in EXTRAS), ())
@@ -75,7 +75,7 @@ def explain_missing_packages(command: str = "") -> None:
         program = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "").removesuffix(".__main__")
         extras = extras_of(program)
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if not extras or missing is None or missing.partition(".")[0] in OWN:
+        if not extras or missing is None or missing.partition(".")[0] in PROJECT_PACKAGES:
             previous(kind, error, trace)
             return
         sys.stderr.write(

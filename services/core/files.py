@@ -109,31 +109,30 @@ def database_damage(error: BaseException, file: Path, loss: str) -> Configuratio
     """Return the error that ends a service whose SQLite file is damaged; None for an error of another cause.
 
     Args:
-        error: what SQLite raised.
+        error: SQLite's error.
         file: the damaged file.
-        loss: what the user loses without the file, as the end of the message.
+        loss: the end of the message, which says what the user loses without the file.
     """
     # Other causes have a subclass: a full disk, a lock, a statement that cannot be executed.
     is_damage = type(error) is sqlite3.DatabaseError or "Could not decode to UTF-8" in str(error)
     if not is_damage or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
         return None
     return ConfigurationError(
-        f"{str(file)!r} is damaged: {error}; see whether its disk is well, move its directory away and start again: "
-        f"{loss}"
+        f"{str(file)!r} is damaged: {error}; check its disk, move its directory away and start again: {loss}"
     )
 
 
 def require_database_format(database: sqlite3.Connection, file: Path, version: int) -> None:
-    """Pass if a database is new, which gives it the ``version``, or has the version.
+    """Check that a database has a format ``version``; give it to a new database.
 
     Raises:
         ConfigurationError: another version of this program wrote it.
     """
-    [(found,)] = database.execute("PRAGMA user_version")
+    [(stored,)] = database.execute("PRAGMA user_version")
     [(tables,)] = database.execute("SELECT count(*) FROM sqlite_master")
-    if tables and found != version:
+    if tables and stored != version:
         raise ConfigurationError(
-            f"{str(file)!r} was written by another version of this program (its format is {found}, this program reads "
-            f"{version}); go on with that version, or begin a new run"
+            f"{str(file)!r} was written by another version of this program (its format is {stored}, this program reads "
+            f"{version}); continue with that version, or begin a new run"
         )
     database.execute(f"PRAGMA user_version = {version}")

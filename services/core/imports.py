@@ -1,4 +1,4 @@
-"""Imports: the user's functions, named ``module:function`` in a setting, and many modules at a process's start."""
+"""Imports: the user's functions, named ``module:function`` in a setting, and imports without garbage collection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def find_attribute(module: str, name: str) -> Any:
 
     Raises:
         AttributeError: it has none; the message has the nearest name.
-        ModuleNotFoundError: there is no such module, or the name is that of a file.
+        ModuleNotFoundError: there is no such module, or ``module`` names a file.
         Exception: the module cannot be imported.
     """
     if module.endswith(".py"):
@@ -32,7 +32,7 @@ def load_function(variable: str, name: str) -> Callable[..., Any]:
     """Return the function that ``name``, the value of ``variable``, stands for: ``module:function``.
 
     Raises:
-        ConfigurationError: the module cannot be imported, whatever it raises, or has no such function.
+        ConfigurationError: the import of the module raises any error, or it has no such function.
     """
     module, _, attribute = name.partition(":")
     try:

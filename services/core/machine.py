@@ -1,7 +1,7 @@
 """The machine that a process runs on: its GPUs, cores and memory, and the type of numbers to compute with on it.
 
-Nothing here imports torch: nvidia-smi describes the GPUs, and ``decide_compute`` is told what the hardware can do, so
-that every case can be tested on any machine.
+Nothing here imports torch: nvidia-smi describes the GPUs, and ``decide_compute`` takes the abilities of the hardware as
+arguments, so that every case can be tested on any machine.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ CORES_VARIABLE = "SKYPILOT_POD_CPU_CORE_LIMIT"
 """SkyPilot's variable with the cores that a pod asks for. The machine below a pod has more, which other pods use."""
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 RAY_THREADS = "1"
-"""The number of threads that Ray gives to every command of SkyPilot, whatever the number of cores."""
+"""The number of threads that Ray gives to every command of SkyPilot, for any number of cores."""
 
 
 def cores() -> int:

@@ -51,7 +51,7 @@ def download_model(model: str) -> None:
     one. One process downloads while it keeps a lease, a file in the cache that it refreshes. If it is killed, another
     process downloads the files that are not complete.
 
-    When the hub does not list the model, this returns, because whoever loads the model says why it cannot be had.
+    Returns if the hub does not list the model; the program that loads it then reports the error.
 
     Args:
         model: a name on the hub, or a directory.
@@ -78,7 +78,7 @@ def is_listed(name: str, kind: str = "model") -> bool:
     """Return whether the hub, or the cache of models, has a model or dataset; False if the hub does not answer.
 
     Raises:
-        ConfigurationError: the hub answers that it has none of that name.
+        ConfigurationError: the hub answers that it has no model or dataset of that name.
     """
     try:
         folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)

@@ -1,11 +1,11 @@
-"""Processes: children that are started, stopped and restarted, and those that an earlier start left on the node.
+"""Processes: children that are started, stopped and restarted, and stale ones of an earlier start on the same node.
 
-A child leads a session and process group of its own. So a signal from a terminal does not reach it past its parent, and
-whatever it started ends with it.
+A child leads a session and process group of its own. So a signal from a terminal reaches its parent only, and
+the processes that it started end with it.
 
 With ``job_recovery: {strategy: FAILOVER}`` SkyPilot starts a task again on the pods that are still there. The processes
 of the task's other nodes got SIGTERM when one node failed, and get SIGKILL 30 s later, so that a new start may find
-their ports, GPU memory and locks taken.
+their ports, GPU memory and locks in use.
 """
 
 from __future__ import annotations
@@ -147,56 +147,56 @@ class Restarts:
         return self.count <= self.most
 
     def forget(self) -> None:
-        """Count anew, because the child has done some work."""
+        """Start counting again, because the child has done some work."""
         self._times.clear()
 
 
 GRACE_SECONDS = 10.0
-"""The time for leftovers to end by themselves, since they have been asked to."""
+"""The time for stale processes to end by themselves, because SkyPilot has sent them SIGTERM."""
 KILL_SECONDS = 10.0
-LEFTOVERS_POLL_SECONDS = 0.1
+STALE_POLL_SECONDS = 0.1
 _SAME = ("SKYPILOT_TASK_ID", "SKYPILOT_NODE_RANK")
 
 
-def end_leftovers(grace_seconds: float = GRACE_SECONDS) -> None:
+def kill_stale_processes(grace_seconds: float = GRACE_SECONDS) -> None:
     """Wait until no other process of this node runs this process's module for the same task, and kill those that stay.
 
     Does nothing outside a job group, and where there is no /proc. The first process of a node calls it before it takes
     ports or memory; its ancestors are spared.
 
     Args:
-        grace_seconds: the time before leftovers are killed.
+        grace_seconds: the time before stale processes are killed.
 
     Raises:
-        ConfigurationError: a leftover does not end, not even by SIGKILL.
+        ConfigurationError: a stale process does not end, not even by SIGKILL.
     """
     started = time.monotonic()
-    while pids := list(_leftovers()):
+    while pids := list(_stale_processes()):
         waited = time.monotonic() - started
         if waited > grace_seconds + KILL_SECONDS:
             raise ConfigurationError(f"processes {pids} of an earlier start do not end; restart the node")
         if waited >= grace_seconds:
             from services.core.logs import get_logger  # not above: the local runner starts without structlog
 
-            get_logger(__name__).warning("killing what an earlier start left", pids=pids)
+            get_logger(__name__).warning("killing processes of an earlier start", pids=pids)
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        time.sleep(LEFTOVERS_POLL_SECONDS)
+        time.sleep(STALE_POLL_SECONDS)
 
 
-def _leftovers() -> Iterator[int]:
+def _stale_processes() -> Iterator[int]:
     """Yield the processes other than this one and its ancestors with the same module, task and node."""
     module = _module(sys.orig_argv)
     if module is None or not all(name in os.environ for name in _SAME) or not os.path.isdir("/proc/self"):
         return
-    mine = {os.getpid(), *_ancestors()}
+    spared = {os.getpid(), *_ancestors()}
     variables = {f"{name}={os.environ[name]}" for name in _SAME}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         # Gone meanwhile, or another user's.
         with contextlib.suppress(OSError):
             # A zombie has no command.
-            is_same = int(name) not in mine and _module(_strings(name, "cmdline")) == module
+            is_same = int(name) not in spared and _module(_strings(name, "cmdline")) == module
             if is_same and variables <= set(_strings(name, "environ")):
                 yield int(name)
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 UNDER_WAY_SECONDS = 24 * 3600
-"""A run that has written nothing for so long is over. A step, or a wait for nodes, may take hours."""
+"""A run that has written nothing for this long is over. A step, or a wait for nodes, may take hours."""
 ENDED = ("succeeded", "interrupted")
 """The states of summary.json with which a run is over; after a failure SkyPilot restarts the trainer."""
 
@@ -18,9 +18,9 @@ ENDED = ("succeeded", "interrupted")
 def default_run_id(shared_dir: Path) -> str:
     """Return ``{group}-{job}-{time}``, by the time at which SkyPilot's jobs controller took up the job.
 
-    A restarted controller takes its jobs up anew, and other tasks of the job may still run under the former name. So
-    a run of the same group and job that is under way on the volume keeps its name. A controller that was
-    replaced counts its jobs from 1, and its jobs get other names than those of the former controller that have ended.
+    A restarted controller takes up its jobs again, and other tasks of the job may still run under the earlier name.
+    So a run of the same group and job that is under way on the volume keeps its name. A replaced controller counts its
+    jobs from 1, and its jobs get other names than those jobs of the earlier controller that have ended.
 
     Args:
         shared_dir: the volume.
@@ -36,11 +36,11 @@ def default_run_id(shared_dir: Path) -> str:
     runs = shared_dir / "runs"
     if (runs / run_id).is_dir():
         return run_id
-    former = max(
+    latest = max(
         (path for path in runs.glob(f"{name}-*") if re.fullmatch(r"\d{8}-\d{6}", path.name[len(name) + 1 :])),
         default=None,
     )
-    return former.name if former is not None and _is_under_way(former) else run_id
+    return latest.name if latest is not None and _is_under_way(latest) else run_id
 
 
 def parse_task_id() -> dict[str, str] | None:

@@ -19,7 +19,7 @@ from services.core.errors import ConfigurationError
 from services.core.run_ids import default_run_id
 
 
-def _parsed(value: object) -> object:
+def _parse_json(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
@@ -28,9 +28,9 @@ def _parsed(value: object) -> object:
         raise ValueError(f"give JSON ({error})") from error
 
 
-JsonObject = Annotated[dict[str, JsonValue], NoDecode, BeforeValidator(_parsed)]
+JsonObject = Annotated[dict[str, JsonValue], NoDecode, BeforeValidator(_parse_json)]
 """A setting that is a JSON object."""
-JsonTexts = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode, BeforeValidator(_parsed)]
+JsonTexts = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode, BeforeValidator(_parse_json)]
 """A setting that is a JSON list of texts."""
 
 
@@ -50,7 +50,7 @@ class Settings(BaseSettings):
     shared_dir: Path = Path("shared-volume")
     """The volume that the nodes of a job share; holds `runs/`."""
     run_id: str = Field(
-        default_factory=lambda given: default_run_id(given["shared_dir"]), pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+        default_factory=lambda values: default_run_id(values["shared_dir"]), pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
     )
     """Name of the run directory below `SHARED_DIR/runs`. Give a former run's name to resume it. Default: group, job and
     time of SKYPILOT_TASK_ID, such as grpo-17-20260131-120000, equal in all tasks of a managed job and after its

@@ -141,8 +141,9 @@ class SupervisedProcess:
             never = f"never answered in {self.starts} starts and {describe_exit(code)}"
             raise ConfigurationError(f"the {child} {never}; see its own messages above, and its settings")
         if not self._restarts.add():
+            most = self._restarts.most
             raise DependencyLostError(
-                f"the {child} {describe_exit(code)} once more; {self._restarts.most} restarts in "
-                f"{RESTART_WINDOW_SECONDS / 60:g} minutes are allowed (ROLLOUT_MAX_RESTARTS of a rollout-server); its "
+                f"the {child} {describe_exit(code)} after {most} restart{'s'[: most != 1]} in "
+                f"{RESTART_WINDOW_SECONDS / 60:g} minutes, the limit (ROLLOUT_MAX_RESTARTS of a rollout-server); its "
                 "own messages are above"
             )

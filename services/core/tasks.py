@@ -1,4 +1,4 @@
-"""Helpers for asyncio: awaitables until the first ends or a signal comes, work in a thread, a watch over waits.
+"""Helpers for asyncio: run until the first of some awaitables ends, or until a signal; work in threads; a stopwatch.
 
 ServiceThread is an event loop in a thread for a program that computes: the trainer's clients, its collector and its
 status page live there.

@@ -31,7 +31,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
-    """Make the data-server. In a process of its ``own`` it keeps its state in the run directory."""
+    """Make the data-server. With ``own_process`` it keeps its state in the run directory, else in memory."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -82,7 +82,7 @@ async def get_prompts(batches: Loaded, query: Annotated[PromptsQuery, Query()]) 
 
 @router.post("/prompts", response_model=PromptBatch)
 async def post_prompts(request: PromptsRequest, batches: Loaded) -> Response:
-    """Return the prompts at and after a cursor; the server's own cursors are left alone."""
+    """Return the prompts at and after a cursor; the server's own cursors do not move."""
     return _reply(batches, request.split, *batches.batch(request.split, request.cursor, request.batch_size))
 
 
@@ -108,10 +108,10 @@ async def put_cursor(request: CursorRequest, batches: Loaded) -> Cursor:
 async def post_success_rates(request: SuccessRatesRequest, batches: Loaded) -> SuccessRatesReply:
     """Record success rates, by which some values of CURRICULUM order the next epoch."""
     catalogue = batches.dataset.catalogues[Split.TRAIN]
-    rates = {catalogue.place_of(prompt_id): rate for prompt_id, rate in request.success_rates.items()}
-    known = {place: rate for place, rate in rates.items() if place is not None}
-    await batches.state.record_rates(known)
-    return SuccessRatesReply(recorded=len(known), unknown=len(request.success_rates) - len(known))
+    places = {prompt_id: catalogue.place_of(prompt_id) for prompt_id in request.success_rates}
+    rates = {place: request.success_rates[prompt_id] for prompt_id, place in places.items() if place is not None}
+    await batches.state.record_rates(rates)
+    return SuccessRatesReply(recorded=len(rates), unknown=len(request.success_rates) - len(rates))
 
 
 def _cursor_key(consumer: str, split: Split) -> str:

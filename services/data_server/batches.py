@@ -1,6 +1,8 @@
-"""Batches of prompts from a cursor on: the dataset, the order of its prompts, and the cursors of its consumers.
+"""Batches of prompts from a cursor on.
 
-The cursors and the success rates of prompts are in SQLite (``ServerState``), so that they survive a restart.
+``EpochOrder`` permutes the prompts of each epoch, ``walk`` moves a cursor along that order, and ``Batches`` gives the
+prompts out. ``ServerState`` keeps the cursors of the consumers and the success rates of prompts in SQLite, so that they
+survive a restart.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import hashlib
 import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,111 @@ from prometheus_client import Counter, Gauge
 from services.core import files
 from services.core.errors import ConfigurationError
 from services.data_server.dataset import Dataset, load
-from services.data_server.order import EpochOrder, Rates, walk
 from services.data_server.settings import Curriculum, DataSettings
 from services.http.problems import ProblemError
 from services.protocol.prompts import Cursor, DataStats, Split
+
+Places = np.ndarray[Any, np.dtype[np.int32]]
+Rates = np.ndarray[Any, np.dtype[np.float32]]
+
+_LEAST_WEIGHT = 0.05
+"""Chance of the prompt that the curriculum wants last, relative to the prompt that it wants first."""
+_KEPT_EPOCHS = 4
+_LAST_EPOCH = 2**31 - 1
+"""The largest epoch that a cursor on the wire takes."""
+
+
+class EpochOrder:
+    """A permutation of a split's prompts for each epoch: the same for the same seed, epoch and success rates."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        seed: int,
+        curriculum: Curriculum,
+        rates_at_start: Callable[[int], Rates | None] = lambda epoch: None,
+    ) -> None:
+        """Make the order of ``size`` prompts.
+
+        ``rates_at_start`` returns the success rates (NaN: unknown, shape [size]) at the beginning of an epoch, None
+        if all are unknown; it is called only with a curriculum that uses them, and must return the same each time.
+        """
+        self._size = size
+        self._seed = seed
+        self._curriculum = curriculum
+        self._rates_at_start = rates_at_start
+        self.of = lru_cache(_KEPT_EPOCHS)(self._make)
+        """Place in the source of the prompt at each position of an epoch, by the epoch: shape [size]."""
+
+    def __len__(self) -> int:
+        return self._size
+
+    def _make(self, epoch: int) -> Places:
+        if self._curriculum is Curriculum.SOURCE:
+            return np.arange(self._size, dtype=np.int32)
+        random = np.random.Generator(np.random.PCG64([self._seed, epoch]))
+        if self._curriculum is Curriculum.OFF:
+            return random.permutation(self._size).astype(np.int32)
+        rates = self._rates_at_start(epoch)
+        weights = np.ones(self._size) if rates is None else _weights(rates, self._curriculum)
+        # Exponential keys give a weighted order without replacement (Efraimidis and Spirakis 2006, algorithm A-ES).
+        keys = random.exponential(size=self._size) / weights
+        return np.argsort(keys, kind="stable").astype(np.int32)
+
+
+def _weights(rates: Rates, curriculum: Curriculum) -> np.ndarray[Any, np.dtype[np.float64]]:
+    # A prompt that was never tried counts as half solved.
+    solved = np.where(np.isnan(rates), 0.5, rates).astype(np.float64)
+    preference = {
+        Curriculum.BALANCED: 4 * solved * (1 - solved),
+        Curriculum.EASY_FIRST: solved,
+        Curriculum.HARD_FIRST: 1 - solved,
+    }[curriculum]
+    return _LEAST_WEIGHT + (1 - _LEAST_WEIGHT) * preference
+
+
+def walk(
+    order: EpochOrder,
+    cursor: Cursor,
+    count: int,
+    qualifies: Callable[[int], bool],
+    *,
+    ends_with_epoch: bool = False,
+) -> tuple[list[tuple[int, int, int]], Cursor]:
+    """Return (place, epoch, position) of the next ``count`` prompts from ``cursor`` on, and the cursor after them.
+
+    The walk passes over the positions in ``cursor.skip`` and over places that do not qualify. It continues in the next
+    epoch unless it ``ends_with_epoch``, and gives up after a whole epoch without a prompt.
+
+    Raises:
+        ProblemError: 422, the walk would continue in an epoch that no cursor can name.
+    """
+    prompts: list[tuple[int, int, int]] = []
+    epoch, position, skip = cursor.epoch, cursor.position, set(cursor.skip)
+    passed_over = 0
+    while len(prompts) < count and passed_over < len(order):
+        if position >= len(order):
+            epoch, position, skip = _next_epoch(epoch), 0, set()
+            if ends_with_epoch and (prompts or cursor.position < len(order)):
+                break
+        place = int(order.of(epoch)[position])
+        if position not in skip and qualifies(place):
+            prompts.append((place, epoch, position))
+            passed_over = 0
+        else:
+            passed_over += 1
+        position += 1
+    if position >= len(order):
+        epoch, position, skip = _next_epoch(epoch), 0, set()
+    return prompts, Cursor(epoch=epoch, position=position, skip=sorted(s for s in skip if s >= position))
+
+
+def _next_epoch(epoch: int) -> int:
+    if epoch >= _LAST_EPOCH:
+        raise ProblemError(422, f"the batch goes beyond epoch {_LAST_EPOCH}, the last one; begin at an earlier cursor")
+    return epoch + 1
+
 
 SERVED = Counter("data_prompts_served", "Prompts given out.", ["split"])
 EPOCH = Gauge("data_epoch", "The epoch of the last prompt given out.", ["split"])
@@ -44,7 +148,7 @@ class Batches:
 
     @classmethod
     def load(cls, settings: DataSettings, *, own_process: bool = False) -> Batches:
-        """Load dataset and state. In a process of the data-server's ``own`` the state lies in the run directory.
+        """Load dataset and state. With ``own_process`` the state is in the run directory, else in memory.
 
         Raises:
             ConfigurationError: the dataset, the tokenizer or the state cannot be loaded.
@@ -52,7 +156,7 @@ class Batches:
         dataset = load(settings, own_process=own_process)
         train, test = dataset.catalogues[Split.TRAIN], dataset.catalogues[Split.TEST]
         seed, curriculum = settings.data_seed, settings.curriculum
-        # Each dataset and order that a run was ever given has its own state.
+        # A run that is resumed with another dataset or order has another state for it.
         identity = f"{settings.dataset} ({len(train)} prompts, DATA_SEED {seed}, {curriculum.value})"
         digest = hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
         state = ServerState(settings.run_dir / "data" / digest if own_process else None)
@@ -84,7 +188,7 @@ class Batches:
             cursor,
             batch_size,
             lambda place: catalogue.record(place) is not None,
-            # Held-out prompts are for evaluation, each once: a batch never runs on into a second round.
+            # Held-out prompts are for evaluation, each once: a batch never continues in a second round.
             ends_with_epoch=split is Split.TEST,
         )
         if not places and split is Split.TRAIN:
@@ -170,7 +274,7 @@ class ServerState:
         return {consumer: Cursor.model_validate_json(text).model_dump(exclude={"skip"}) for consumer, text in rows}
 
     def start_of(self, consumer: str, request_id: str) -> Cursor | None:
-        """Return the cursor from which a request was answered before, None for a new request."""
+        """Return the cursor at which the prompts of an earlier answer to a request began, None for a new request."""
         query = "SELECT cursor FROM answered WHERE consumer = ? AND request_id = ?"
         return self._find(query, consumer, request_id)
 

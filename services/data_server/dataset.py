@@ -1,4 +1,4 @@
-"""A dataset made ready to be served: its rows as prompts, and the fingerprint by which a run knows it again.
+"""A dataset that is ready to serve: its rows as prompts, and the fingerprint by which a run recognises it.
 
 ``PromptMaker`` turns a question into what the model sees: instruction, style, chat template, token ids. A ``Catalogue``
 has the prompts of one split: rendered once, kept within a bound, overlong ones left out.
@@ -43,7 +43,7 @@ class PromptMaker:
         tokenizer: PreTrainedTokenizerBase | None,
         examples: Sequence[Row],
     ) -> None:
-        """Make the renderer; ``instruction`` is the source's own, for which INSTRUCTION is a replacement.
+        """Make the renderer; ``instruction`` is the source's, which INSTRUCTION replaces.
 
         Raises:
             ConfigurationError: the style needs a chat template and the tokenizer has none.
@@ -126,7 +126,7 @@ class PromptMaker:
 
 
 RENDERED_AT_START = 20_000
-"""A split of up to this size is rendered at the start, in a few seconds; a larger one as its prompts are asked for."""
+"""A split of up to this size is rendered at the start, in seconds; a larger one when its prompts are requested."""
 _KEPT = 50_000
 _BATCH = 256
 
@@ -149,7 +149,7 @@ class Catalogue:
 
     @property
     def too_long(self) -> int:
-        """Number of prompts met so far that have too many tokens."""
+        """Number of prompts rendered so far that have too many tokens."""
         return len(self._too_long)
 
     def render_all_if_few(self) -> None:
@@ -159,13 +159,13 @@ class Catalogue:
                 self.prefetch(range(start, min(start + _BATCH, len(self))))
 
     def record(self, place: int) -> Record | None:
-        """Return the prompt at ``place`` without its epoch and position; None where it has too many tokens."""
+        """Return the prompt at ``place`` without its epoch and position; None if it has too many tokens."""
         self.prefetch([place])
         self._records.move_to_end(place)
         return self._records[place]
 
     def prefetch(self, places: Sequence[int]) -> None:
-        """Render those of ``places`` that are not kept, in one go, which costs less than one by one."""
+        """Render the prompts at ``places`` that are not kept, all at once because that costs less."""
         missing = [place for place in places if place not in self._records]
         if not missing:
             return
@@ -211,21 +211,21 @@ class Dataset:
     refused: dict[str, int]
     """Rows of the source that were left out, by reason."""
     fingerprint: dict[str, str]
-    """A line for each part that a run's place in the prompts depends on: equal lines mean equal prompts, wherever the
-    files lie."""
+    """A line for each part that a run's place in the prompts depends on: equal lines mean equal prompts, also in files
+    of other directories."""
 
     @property
     def too_long(self) -> int:
-        """Number of prompts met so far that have too many tokens."""
+        """Number of prompts rendered so far that have too many tokens."""
         return sum(catalogue.too_long for catalogue in self.catalogues.values())
 
 
 def load(settings: DataSettings, *, own_process: bool = False, first: int | None = None) -> Dataset:
-    """Load the dataset and the tokenizer. A process of the data-server's ``own`` imports transformers without torch.
+    """Load the dataset and the tokenizer.
 
     Args:
         settings: name dataset and model, and give the form of the prompts.
-        own_process: whether this process does nothing else.
+        own_process: whether this process does nothing else, so that it can import transformers without torch.
         first: the number of rows to load of each split of a dataset on the hub; None: all.
 
     Raises:

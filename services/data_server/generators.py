@@ -1,7 +1,7 @@
 """Datasets that are generated: arithmetic, seeds of episodes, and the questions of reasoning-gym.
 
 Each generator returns training and held-out rows as tables with the text columns question and answer, and perhaps
-ground_truth (otherwise found in the answers) and category.
+ground_truth (otherwise read from the answers) and category.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
@@ -111,7 +111,7 @@ def _arithmetic_tables(settings: DataSettings, _refused: Counter[str]) -> Tables
 
 TRAINING_SEEDS = range(10_000)
 HELD_OUT_SEEDS = range(10_000, 11_000)
-"""No held-out seed is a training seed, whatever DATA_SEED is."""
+"""No held-out seed is a training seed with any DATA_SEED."""
 
 
 def _seed_tables(_settings: DataSettings, _refused: Counter[str]) -> Tables:
@@ -136,21 +136,13 @@ _LOGGED_EVERY = 500
 
 
 class _ReasoningConfig(BaseModel):
-    """DATASET_CONFIG of reasoning-gym."""
+    """DATASET_CONFIG of reasoning-gym; further fields have the parameters of the generators of their names."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]]
 
     size: int = Field(1000, ge=2, le=10_000_000)
-    levels: list[int] | None = Field(None, min_length=1)
-    generators: dict[str, dict[str, Any]] = Field(default_factory=dict)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather_generators(cls, config: Any) -> Any:
-        if not isinstance(config, dict):
-            return config
-        general = {key: value for key, value in config.items() if key in ("size", "levels")}
-        return {**general, "generators": {key: value for key, value in config.items() if key not in general}}
+    levels: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
 
 
 def _reasoning_tables(settings: DataSettings, refused: Counter[str]) -> Tables:
@@ -193,13 +185,11 @@ def _reasoning_plan(settings: DataSettings) -> dict[str, Any]:
             f"DATASET_CONFIG {settings.dataset_config!r}: {where}{': ' if where else ''}{first['msg']}; "
             f'write JSON such as {{"size": 1000, "levels": [0, 1], "chain_sum": {{"max_terms": 3}}}}'
         ) from error
-    if config.levels is not None and min(config.levels) < 0:
-        raise ConfigurationError(f"DATASET_CONFIG has the level {min(config.levels)}; the easiest level is 0")
     return {
         "weights": weights,
         "size": config.size,
         "levels": config.levels,
-        "parameters": config.generators,
+        "parameters": config.model_extra,
         "seed": settings.data_seed,
     }
 
@@ -222,7 +212,7 @@ def _generate_reasoning(plan: dict[str, Any], refused: Counter[str]) -> list[dic
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        # A process that ends before it has read or written everything says why by its exit code.
+        # A process that ends before it has read or written everything is reported by its exit code.
         with contextlib.suppress(BrokenPipeError), process.stdin:
             json.dump(plan, process.stdin)
         for line in process.stdout:

@@ -41,7 +41,7 @@ class _FixedDate(datetime.date):
         return cls(2000, 1, 1)
 
 
-# It keeps today's date in its entries, and a run could not be resumed tomorrow.
+# The generator keeps today's date in its entries, so that a run could not be resumed tomorrow.
 _times = vars(sys.modules["reasoning_gym.arithmetic.time_intervals"])
 _times["date"] = _FixedDate
 _times["parser"] = SimpleNamespace(parse=partial(_times["parser"].parse, default=datetime.datetime(2000, 1, 1)))
@@ -72,11 +72,11 @@ class Question:
 
 
 class PlanError(Exception):
-    """A plan that cannot be carried out. The message says what is wrong and what to do."""
+    """A plan that cannot be followed. The message says what is wrong and what to do."""
 
 
 def questions(plan: Plan) -> Iterator[Question | str]:
-    """Yield the questions, level by level and mixed within a level; the reason where one cannot be made.
+    """Yield the questions, level by level and mixed within a level; for a question that cannot be made, the reason.
 
     Raises:
         PlanError: a generator does not exist, or refuses its parameters.
@@ -97,11 +97,11 @@ class _Part:
     dataset: Any
     parameters: dict[str, Any]
     size: int
-    made: int = 0
+    next_index: int = 0
 
     @classmethod
     def of(cls, plan: Plan, name: str, level: int | None) -> _Part:
-        """Return the part that a plan wants; PlanError where the generator refuses its parameters."""
+        """Return the part that a plan wants; PlanError if the generator refuses its parameters."""
         share = plan.weights[name] / sum(plan.weights.values()) / len(_levels_of(name, plan.levels))
         size = max(1, round(plan.size * share))
         # Questions at neighbouring seeds of reasoning-gym are the same questions moved by one.
@@ -125,7 +125,7 @@ class _Part:
 
     def next(self) -> Question | str:
         """Return the next question, or the reason why it cannot be made."""
-        index, self.made = self.made, self.made + 1
+        index, self.next_index = self.next_index, self.next_index + 1
         random.seed(index)  # For the few generators that draw from Python's global generator.
         # A generator that gives up on one question, or holds what JSON cannot, still has others.
         try:
@@ -139,7 +139,7 @@ class _Part:
 
 
 def _mixed(parts: list[_Part]) -> Iterator[Question | str]:
-    """Yield the questions of parts in turns, each as often as its size says."""
+    """Yield the questions of parts alternately, of each as many as its size."""
     turns = sorted((place / part.size, order) for order, part in enumerate(parts) for place in range(part.size))
     for _, order in turns:
         yield parts[order].next()

@@ -124,8 +124,8 @@ _CONVERT = 'import csv, json; open({new}, "w").writelines(json.dumps(row) + "\\n
 
 def is_path(dataset: str) -> bool:
     """Return whether DATASET names a file: a dataset on the hub has one slash at most, and no file's ending."""
-    is_named_so = Path(dataset).suffix in (*FILE_TYPES, *_READ) or dataset.startswith(("/", "./", "../", "~"))
-    return is_named_so or dataset.count("/") > 1 or os.path.isfile(dataset)
+    looks_like_path = Path(dataset).suffix in (*FILE_TYPES, *_READ) or dataset.startswith(("/", "./", "../", "~"))
+    return looks_like_path or dataset.count("/") > 1 or os.path.isfile(dataset)
 
 
 def is_on_hub(dataset: str) -> bool:
@@ -145,7 +145,7 @@ def named_files(settings: DataSettings) -> dict[str, Path]:
     """Return the files that the settings name, by variable; none for a generator or a dataset on the hub.
 
     Raises:
-        ConfigurationError: DATASET_TEST names a file beside a DATASET that is not a file.
+        ConfigurationError: DATASET_TEST names a file, but DATASET does not.
     """
     if not is_path(settings.dataset):
         if settings.dataset_test is not None:
@@ -162,8 +162,8 @@ def check_file(variable: str, path: Path) -> None:
     """Check that ``path``, the value of ``variable``, is a file that may have rows, by its name and its first byte.
 
     Raises:
-        ConfigurationError: it cannot be read, is empty, or is of another kind; the message has the command that
-            converts it.
+        ConfigurationError: it cannot be read, is empty, or has another file type; the message has the command
+            that converts it.
     """
     where = f"{variable} {str(path)!r}"
     try:
@@ -181,7 +181,7 @@ def check_file(variable: str, path: Path) -> None:
 
 
 def _remedy(path: Path, first: bytes) -> str:
-    """Return the command that makes JSON Lines of a file."""
+    """Return the command that converts a file to JSON Lines."""
     new = path.with_suffix(".jsonl")
     if path.suffix == ".json" and first == b"{":
         return f"if each line is an object, rename it: {shlex.join(['mv', str(path), str(new)])}"

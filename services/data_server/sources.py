@@ -26,7 +26,7 @@ INSTRUCTIONS = {
     GroundTruthFormat.HASH: 'Think step by step, then give the final answer on the last line after "####".',
     GroundTruthFormat.BOXED: "Think step by step, then give the final answer within \\boxed{}.",
 }
-"""The instruction asks for the form in which the source itself writes its ground truths; every verifier reads it."""
+"""The instruction asks for the form of the source's ground truths; every verifier reads it."""
 
 _AFTER_HASHES = r"(?s)^.*####[ \t]*(?P<truth>[^\n]*)"
 _DIGESTED_ROWS = 10_000
@@ -83,7 +83,7 @@ class Rows:
         return replace(self, numbers=self.numbers[places])
 
     def digest(self) -> str:
-        """Return a digest of the source's questions and ground truths in their order, and of which rows these are."""
+        """Return a digest of the source's questions and ground truths in their order, and of the choice of rows."""
         return hashlib.blake2b(self.content.encode() + self.numbers.tobytes(), digest_size=8).hexdigest()
 
 
@@ -193,7 +193,7 @@ def _format(read_table: ReadTable, settings: DataSettings) -> GroundTruthFormat:
 
 
 def _ground_truths(answers: pa.ChunkedArray, form: GroundTruthFormat) -> pa.ChunkedArray:
-    """Return a trimmed ground truth a row, null or empty where it has none; numbers lose thousands separators."""
+    """Return a trimmed ground truth a row, null or empty if the row has none; numbers lose thousands separators."""
     if form is GroundTruthFormat.HASH:
         truths = pc.struct_field(pc.extract_regex(answers, _AFTER_HASHES), "truth")
     elif form is GroundTruthFormat.BOXED:

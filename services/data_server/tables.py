@@ -26,8 +26,8 @@ _QUESTION = ("question", "prompt", "problem")
 _ANSWER = ("answer", "ground_truth", "solution")
 
 ReadTable = Callable[[], pa.Table]
-"""A function that maps the columns of a split into memory anew at each call: question, answer, perhaps ground_truth
-(otherwise found in the answers) and category. Once an earlier table is gone, the pages that it read no longer count as
+"""A function that maps the columns of a split into memory again at each call: question, answer, perhaps ground_truth
+(otherwise read from the answers) and category. Once an earlier table is gone, the pages that it read no longer count as
 this process's memory."""
 CATEGORY = "category"
 EXACT = 2.0**53
@@ -49,9 +49,7 @@ def choose_columns(names: Sequence[str], where: str, settings: DataSettings) -> 
     """
     question = _choose(names, where, "PROMPT_COLUMN", settings.prompt_column, _QUESTION)
     if list(names) == [question] and settings.ground_truth_column is None:
-        raise ConfigurationError(
-            f"{where} has no column besides {question!r}; add one with the answers, such as 'answer'"
-        )
+        raise ConfigurationError(f"{where} has no column but {question!r}; add one with the answers, such as 'answer'")
     chosen = {
         "question": question,
         "answer": _choose(names, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _ANSWER),
@@ -72,7 +70,7 @@ def _choose(names: Sequence[str], where: str, setting: str, column: str | None, 
 
 GSM8K = "openai/gsm8k"
 _EXACT_FLOATS = {16: 2.0**11, 32: 2.0**24, 64: EXACT}
-"""The same bound for floating-point numbers of that many bits."""
+"""The same bound by the number of bits of a floating-point type."""
 
 
 def read_parquet(path: Path, where: str, settings: DataSettings) -> ReadTable:
@@ -116,7 +114,7 @@ def load_from_hub(settings: DataSettings, first: int | None = None) -> tuple[Rea
     where = f"DATASET {dataset!r}"
     try:
         loaded = _datasets().load_dataset(dataset, config, streaming=first is not None)
-    # As above: no network, no such dataset, no access, a wrong configuration name, a broken cache, ...
+    # As above, of any type: no network, no such dataset, no access, a wrong configuration name, a broken cache, ...
     except Exception as error:
         raise ConfigurationError(
             f"{where}{f' ({config})' if config else ''} cannot be loaded from the Hugging Face hub or its cache: "
@@ -200,7 +198,7 @@ _TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]|-?Infinity|NaN')
 def read_json_lines(path: Path, where: str, settings: DataSettings) -> ReadTable:
     """Return a function that maps the question, answer and category of each row, as text.
 
-    The texts are in a temporary file that has no name, so that a change of ``path`` changes nothing in a run.
+    The texts are in a temporary file that has no name, so that a change of ``path`` does not affect a run.
 
     Args:
         path: the file.

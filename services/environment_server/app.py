@@ -38,7 +38,7 @@ SERVICE = "environment-server"
 MAX_BODY_BYTES = 16 * 2**20
 SWEEP_SECONDS = 1.0
 IDLE_SECONDS = 300.0
-"""An episode that nobody steps for so long is dropped: its client is gone. A head's restart takes less."""
+"""An episode that was not stepped for this time is dropped: its client is gone. A head's restart takes less."""
 KEPT_REPLIES = 1000
 
 
@@ -132,7 +132,7 @@ class Server:
             try:
                 self.meter.update()
                 if dropped := self.table.drop_idle(IDLE_SECONDS):
-                    log.warning("dropped episodes that nobody stepped for five minutes", episodes=dropped)
+                    log.warning("dropped episodes that were not stepped for five minutes", episodes=dropped)
                 await self.sessions.sweep()
             # Without sweeps the server would fill up with episodes of clients that are gone.
             except Exception as error:  # noqa: BLE001

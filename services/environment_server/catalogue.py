@@ -1,4 +1,4 @@
-"""The environments that ENVIRONMENT may name, and how one is made; those of gymnasium as environments here."""
+"""The environments that ENVIRONMENT may name, the functions that make them, and the adapter for gymnasium's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class GymnasiumEnvironment:
             ConfigurationError: there is no such environment, its states are not a fixed number of numbers, or its
                 actions are neither an index nor numbers.
             ImportError: the module before the colon cannot be imported.
-            Exception: whatever the environment raises.
+            Exception: any error of the environment.
         """
         try:
             self._environment: gymnasium.Env[Any, Any] = gymnasium.make(environment_id, disable_env_checker=True)
@@ -90,7 +90,7 @@ class GymnasiumEnvironment:
         Raises:
             ActionRefusedError: it does not fit.
             EnvironmentBrokenError: the observation or the reward is not finite.
-            Exception: whatever the environment raises.
+            Exception: any error of the environment.
         """
         observation, reward, terminated, truncated, _ = self._environment.step(self._decoded(action))
         value = float(reward)
@@ -105,14 +105,14 @@ class GymnasiumEnvironment:
         self._environment.close()
 
     def _state_of(self, observation: Any) -> State:
-        """Return an observation as JSON has it; a text as the last message."""
+        """Return an observation as a value of JSON; of text, all messages with the observation as the last one."""
         if self._messages is None:
             return _encoded(observation)
         self._messages.append({"role": "user", "content": str(observation)})
         return list(self._messages)
 
     def _decoded(self, action: Action) -> Any:
-        """Return an action as the environment takes it."""
+        """Return an action in the environment's type."""
         space = self._actions
         if isinstance(space, Discrete):
             if type(action) is not int or not 0 <= action - self._start < self._count:
@@ -136,7 +136,7 @@ def _refusal(action: Action, space: gymnasium.Space[Any]) -> ActionRefusedError:
 
 
 def _encoded(observation: Any) -> State:
-    """Return an observation as JSON has it, nested lists of numbers."""
+    """Return an observation as nested lists of numbers."""
     array = np.asarray(observation)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise EnvironmentBrokenError("the environment gave an observation that is not finite")
@@ -154,7 +154,7 @@ async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[MakeE
     """Load the data of an environment, and yield the function that makes it, in any thread.
 
     Raises:
-        ImportError: there is no such module.
+        ImportError: the module does not exist.
         ConfigurationError: the environment's data cannot be loaded, its server does not speak OpenEnv, or the module
             has no such class.
         NeverReadyError: its server does not answer.

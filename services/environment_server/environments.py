@@ -29,7 +29,7 @@ class ActionRefusedError(ValueError):
 
 
 class EnvironmentBrokenError(Exception):
-    """A failure of the environment, after which its episode cannot go on."""
+    """A failure of the environment, after which its episode cannot continue."""
 
 
 class EnvironmentHungError(EnvironmentBrokenError):
@@ -37,7 +37,7 @@ class EnvironmentHungError(EnvironmentBrokenError):
 
 
 def why_failed(error: BaseException) -> str:
-    """Return why an environment failed; an error that code of the user's own raised has its type and its place."""
+    """Return why an environment failed; for an error of the user's code, with its type and its place."""
     is_ours = isinstance(error, ActionRefusedError | EnvironmentBrokenError | ConfigurationError | DependencyLostError)
     text = str(error) if is_ours else own_error(error)
     return text.encode(errors="backslashreplace").decode()
@@ -45,7 +45,7 @@ def why_failed(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Transition:
-    """The state and reward after an action, and whether the episode ends with it, as gymnasium defines the two ends.
+    """The state and reward after an action, and whether the episode terminates or is truncated, as gymnasium has it.
 
     ``figures`` has named numbers about the action, which are reported as means over actions. In a game of several
     seats, ``seat`` acts next (at the end of the episode: acted last), ``state`` is that seat's view, and ``rewards``
@@ -67,7 +67,8 @@ def result_of(
     """Return the result of the action after which an episode has ``steps`` actions and ``episode_return`` before it.
 
     Raises:
-        EnvironmentBrokenError: a reward is not finite, or not one of the environment's seats, or the state has no form.
+        EnvironmentBrokenError: a reward is not finite, the rewards and the seat do not fit the environment's seats, or
+            the value of the state is not a number or a list.
         ValueError: another value does not fit.
     """
     seats, rewards = info.seats, outcome.rewards
@@ -102,7 +103,7 @@ def result_of(
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that policies may call beside the episode's actions.
+    """A function that policies may call in addition to the episode's actions.
 
     ``parameters`` is the JSON schema of the arguments. ``call`` takes them by name and returns text; it raises
     ValueError with a message for the policy.
@@ -120,7 +121,7 @@ class Conversation(ABC):
     A game of several ``seats`` keeps a conversation with each of them. Seat 0 acts first.
 
     A class that declares ``deterministic`` has the same states and rewards after the same seed and actions, in any
-    process. Its episodes go on at another server when theirs is lost. ``version`` must change when the states or
+    process. Its episodes continue on another server when theirs is lost. ``version`` must change when the states or
     rewards change, because a run refuses servers of another version.
     """
 
@@ -141,12 +142,12 @@ class Conversation(ABC):
 
         Raises:
             ActionRefusedError: the action does not fit.
-            DependencyLostError: what the environment needs is away for now, and the episode is lost.
-            Exception: any other error ends the episode as lost, too; one that ends all episodes ends the run.
+            DependencyLostError: a service that the environment needs is away, and the episode is lost.
+            Exception: with any other error the episode is lost, too. A run ends if this happens to all its episodes.
         """
 
     def close(self) -> None:  # noqa: B027  # most conversations hold nothing
-        """Release what the conversation holds, such as files; in a thread of its own, unless it is a coroutine."""
+        """Release the conversation's resources, such as files; called in another thread, unless it is a coroutine."""
 
 
 class Tasks(ABC):
@@ -169,7 +170,7 @@ class Tasks(ABC):
         """Return a function from seeds to environments: of one task, or of the tasks that the seeds draw from a split.
 
         Raises:
-            ProblemError: there is no such split or task.
+            ProblemError: the split or the task does not exist.
         """
         name = next((name for name, size in self.splits.items() if size), "") if split is None else split
         size = self.size(name)
@@ -183,7 +184,7 @@ class Tasks(ABC):
         """Return the number of tasks of a split.
 
         Raises:
-            ProblemError: there is no such split.
+            ProblemError: the split does not exist.
         """
         if split not in self.splits:
             raise ProblemError(400, f"split is {split[:60]!r}; there are {', '.join(self.splits)}")
@@ -195,7 +196,7 @@ class Tasks(ABC):
 
     @abstractmethod
     def describe(self, split: str, index: int) -> dict[str, Any]:
-        """Return a task without its solution, as JSON has it."""
+        """Return a task without its solution, as values of JSON."""
 
 
 def text_of(action: Action) -> str:

@@ -106,7 +106,7 @@ class EpisodeTable:
         ``make`` makes their environments, for episodes of one task.
 
         Raises:
-            ProblemError: there is no room for the episodes, or the environment fails.
+            ProblemError: the table has no room for the episodes, or the environment fails.
         """
         if self.stuck > MAX_STUCK:
             raise ProblemError(503, f"{self.stuck} environments hang; this server has to be restarted")
@@ -163,7 +163,7 @@ class EpisodeTable:
 
     async def step(self, items: Sequence[StepItem]) -> list[StepResult]:
         """Return one result an item, in order; a failure of one episode does not affect the others."""
-        # In a task of its own, so that a client that leaves does not leave episodes half stepped.
+        # In another task, so that a client that disconnects does not leave episodes half stepped.
         return await asyncio.shield(asyncio.ensure_future(self._step(items)))
 
     async def _step(self, items: Sequence[StepItem]) -> list[StepResult]:

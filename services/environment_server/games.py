@@ -1,8 +1,8 @@
 """The built-in games: guessing a number, the smallest environment of text; and Nim, for two seats.
 
-Nim is played normally: the last stone wins. Its best moves are known. By Bouton's theorem (1901) the player to move
-wins exactly if the heaps' exclusive or is not 0, with any move that makes it 0. So every move at such a position is
-right or wrong, and the share of right ones is reported.
+Nim is played normally: the last stone wins. By Bouton's theorem (1901) the player to move wins exactly if the heaps'
+exclusive or is not 0, with any move that makes it 0. So every move at such a position is right or wrong, and the share
+of right moves is reported.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ log = get_logger(__name__)
 PREFIX = "openenv+"
 CONNECT_SECONDS = 10.0
 MAX_FRAME_BYTES = 100 * 2**20
-"""As OpenEnv's own client allows."""
+"""The limit of OpenEnv's client."""
 
 
 class OpenEnvEnvironment:
@@ -117,7 +117,7 @@ class OpenEnvEnvironment:
         return Transition(self._numbers(observation), reward, is_done and not is_truncated, is_truncated)
 
     def close(self) -> None:
-        """Close the socket, which ends the episode on the server."""
+        """Close the socket, so that the server ends the episode."""
         if self._socket is not None and self._loop is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._socket.close(), self._loop)
 
@@ -215,7 +215,7 @@ def _error_of(frame: dict[str, Any]) -> str:
 
 
 class NotAnActionError(ValueError):
-    """An answer that is not an action of the server's form; the message says which form it has."""
+    """An answer that is not an action of the server's form; the message describes the form."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """OpenEnv's routes (its version 0.10): sockets that play episodes, the environment's description, its tools and tasks.
 
-Tools and kept sessions are asked for by JSON-RPC 2.0 (MCP). Environments without numbered tasks answer the task routes
-with 501. OpenEnv's HTTP routes ``/reset`` and ``/step`` are left out: they make a new environment at each request, so
-they can play no episode, and their paths are those of this server's own routes.
+Clients ask for tools and kept sessions by JSON-RPC 2.0 (MCP). Environments without numbered tasks answer the routes of
+tasks with 501. OpenEnv's HTTP routes ``/reset`` and ``/step`` are left out: they make a new environment at each
+request, so no episode can be played by them, and this server's routes have the same paths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from services.http.problems import ProblemError, problem_response
 from services.protocol.base import StrictModel
 
 NORMAL_CLOSURE = 1000
-"""The close code by which a client says that it is done. uvicorn gives 1005 for a socket that was lost."""
+"""The close code of a client that is done. uvicorn gives 1005 for a socket that was lost."""
 SEND_SECONDS = 30.0
 """Limit of sending one frame: a client that does not read has lost its socket."""
 
@@ -36,8 +36,8 @@ MAX_TASKS = 10_000
 
 PARSE_ERROR = -32700
 INVALID_REQUEST = -32600
-METHOD_NOT_FOUND = -32601
-INVALID_PARAMS = -32602
+RPC_CODES = {"METHOD_NOT_FOUND": -32601, "INVALID_PARAMS": -32602, "SESSION_ERROR": -32602}
+"""JSON-RPC's code for each code of an OpenEnvError; SERVER_ERROR for the others."""
 SERVER_ERROR = -32000
 
 
@@ -91,8 +91,8 @@ def add_openenv_routes(app: FastAPI, token: str | None, sessions: Callable[[], S
 
 async def _accepted(app: FastAPI, socket: WebSocket, token: str | None) -> bool:
     """Accept a socket if the service is ready and the client has the token; otherwise refuse with the reason."""
-    given = socket.headers.get("authorization", "")
-    if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    authorization = socket.headers.get("authorization", "")
+    if token is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
         refusal = problem_response(401, "JOBGROUP_TOKEN is set here: send it as 'Authorization: Bearer <token>'")
     elif not app.state.lifecycle.is_serving:
         refusal = problem_response(503, "the server is starting or stopping; wait until GET /health answers 200")
@@ -120,8 +120,8 @@ async def _play(socket: WebSocket, sessions: Sessions) -> None:
         await run_until_first_ends(_talk(socket, answer), taken_over.wait())
         is_over = not taken_over.is_set()
         await socket.close(1008 if taken_over.is_set() else 1000, "the session ended, or another socket has taken it")
-    except WebSocketDisconnect as left:
-        is_over = left.code == NORMAL_CLOSURE
+    except WebSocketDisconnect as disconnect:
+        is_over = disconnect.code == NORMAL_CLOSURE
     except (TimeoutError, RuntimeError):
         pass  # the client does not read, or left while the socket was closed
     finally:
@@ -191,12 +191,6 @@ class _Request(BaseModel):
     id: Annotated[str | int | None, Field(union_mode="left_to_right")] = None
 
 
-class _RpcError(Exception):
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 def parse_json(text: str | bytes) -> Any:
     """Return a parsed frame or body.
 
@@ -227,10 +221,8 @@ async def answer_rpc(sessions: Sessions, data: Any) -> dict[str, Any]:
         return _error(None, INVALID_REQUEST, f"Invalid request: {'.'.join(map(str, first['loc']))}: {first['msg']}")
     try:
         result = await _result(sessions, request.method, request.params)
-    except _RpcError as error:
-        return _error(request.id, error.code, str(error))
     except OpenEnvError as error:
-        return _error(request.id, INVALID_PARAMS if error.code == "SESSION_ERROR" else SERVER_ERROR, str(error))
+        return _error(request.id, RPC_CODES.get(error.code, SERVER_ERROR), str(error))
     return {"jsonrpc": "2.0", "id": request.id, "result": result}
 
 
@@ -254,16 +246,16 @@ async def _result(sessions: Sessions, method: str, params: dict[str, Any]) -> di
         name = params.get("name")
         tool = sessions.tools.get(name) if isinstance(name, str) else None
         if tool is None:
-            raise _RpcError(INVALID_PARAMS, f"Tool not found: {name!r}; there are {sorted(sessions.tools)}")
+            raise OpenEnvError("INVALID_PARAMS", f"Tool not found: {name!r}; there are {sorted(sessions.tools)}")
         return _call(tool, params.get("arguments") or {})
-    raise _RpcError(METHOD_NOT_FOUND, f"Method not found: {method}")
+    raise OpenEnvError("METHOD_NOT_FOUND", f"Method not found: {method}")
 
 
 def _call(tool: Tool, arguments: Any) -> dict[str, Any]:
-    """Return the result of a tool; its refusal is a result, too, which the model reads."""
+    """Return the result of a tool. A refusal is a result, too, which the model reads."""
     names = tool.parameters["properties"].keys()
     if not isinstance(arguments, dict) or arguments.keys() != names:
-        raise _RpcError(INVALID_PARAMS, f"{tool.name} takes the arguments {sorted(names)}")
+        raise OpenEnvError("INVALID_PARAMS", f"{tool.name} takes the arguments {sorted(names)}")
     is_error = False
     try:
         text = tool.call(**arguments)

@@ -1,8 +1,8 @@
 """OpenEnv's sessions and records (its version 0.10), for its clients of an environment here.
 
 A session plays one episode at a time, and outlives its socket for a while. An action has one field: ``text`` for a
-conversation, ``action`` (an index or numbers) for any other environment. An observation has ``messages``, those that
-came since the last action, or ``state``, numbers.
+conversation, ``action`` (an index or numbers) for any other environment. An observation has ``messages``, the ones
+that came since the last action, or ``state``, numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from services.clients.play import Episode
 from services.core.logs import get_logger
 from services.environment_server.catalogue import MakeEnvironment
 from services.environment_server.environments import ActionRefusedError, Tasks, Tool
@@ -35,9 +36,9 @@ from services.protocol.evaluation import (
 log = get_logger(__name__)
 
 GRACE_SECONDS = 60.0
-"""A session that has lost its socket is kept for so long, so that its client can attach again."""
+"""The time for which a session that lost its socket is kept, so that its client can attach again."""
 IDLE_SECONDS = 300.0
-"""A session whose client says nothing for so long is ended: the socket may be half open."""
+"""A session is ended when its client was silent for this time, because the socket may be half open."""
 _MESSAGE = {
     "type": "object",
     "properties": {"role": {"type": "string"}, "content": {"type": "string"}},
@@ -65,7 +66,7 @@ class ResetData(BaseModel):
 
 
 class Session:
-    """A client's session. ``is_kept`` says that it ends by a request alone, not with its socket."""
+    """A client's session. One that ``is_kept`` ends by a request only, not with its socket."""
 
     def __init__(self, table: EpisodeTable, tasks: Tasks | None, *, is_kept: bool) -> None:
         self.id = secrets.token_hex(16)
@@ -76,14 +77,13 @@ class Session:
         self._table = table
         self._tasks = tasks
         self._lock = asyncio.Lock()
-        self._episode: str | None = None
+        self._episode: Episode | None = None
         self._episode_id: str | None = None
-        self._steps = 0
-        self._state: State | None = None
+        """The episode's id as the client knows it, who may choose it."""
         self._last: dict[str, Any] | None = None
 
     async def reset(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Begin an episode in the place of the session's last one; return its first observation.
+        """Begin an episode in place of the session's last one; return its first observation.
 
         Raises:
             OpenEnvError: the data does not fit, or no episode can be begun.
@@ -111,7 +111,7 @@ class Session:
         return await self._finish(self._step(data))
 
     def touch(self) -> None:
-        """Note that the client has said something."""
+        """Note that the client has sent something."""
         self.used = time.monotonic()
 
     async def state(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Session:
         async with self._lock:
             return {
                 "episode_id": self._episode_id,
-                "step_count": self._steps,
+                "step_count": 0 if self._episode is None else self._episode.steps,
                 "session_id": self.id,
                 "last": self._last,
             }
@@ -146,56 +146,59 @@ class Session:
             except ProblemError as error:
                 code = "CAPACITY_REACHED" if error.status_code == 429 else "EXECUTION_ERROR"
                 raise OpenEnvError(code, error.detail) from error
-            start = reply.episodes[0]
-            self._episode, self._episode_id = start.episode, request.episode_id or start.episode
-            observation = encode_observation(self._table.info.state, None, start.state)
-            self._state = start.state
-            return self._observe(observation, None, StepStatus.RUNNING)
+            [start] = reply.episodes
+            self._episode = Episode.begun(start, reply.environment)
+            self._episode_id = request.episode_id or start.episode
+            return self._observe(self._episode, None, None)
 
     async def _step(self, data: dict[str, Any]) -> dict[str, Any]:
         async with self._lock:
-            if self._episode is None:
-                raise OpenEnvError("EXECUTION_ERROR", "there is no episode yet; send reset first")
+            episode = self._episode
+            if episode is None:
+                raise OpenEnvError("EXECUTION_ERROR", "no episode has begun; send reset first")
             try:
                 action = decode_action(self._table.info.action, data)
             except ActionRefusedError as error:
                 raise OpenEnvError("VALIDATION_ERROR", str(error)) from error
-            item = StepItem.model_construct(episode=self._episode, step=self._steps, action=action)
+            item = StepItem.model_construct(episode=episode.id, step=episode.steps, action=action)
             [result] = await self._table.step([item])
             if result.status is StepStatus.REFUSED:
-                is_over = self._episode not in self._table.active
+                is_over = episode.id not in self._table.active
                 code = "EXECUTION_ERROR" if is_over else "VALIDATION_ERROR"
                 raise OpenEnvError(code, f"{result.detail}; send reset" if is_over else str(result.detail))
             if result.status is StepStatus.LOST:
                 raise OpenEnvError("EXECUTION_ERROR", f"the episode is lost: {result.detail}")
-            assert result.state is not None
-            observation = encode_observation(self._table.info.state, self._state, result.state)
-            self._steps, self._state = result.steps, result.state
-            return self._observe(observation, result.reward, result.status)
+            before = episode.state
+            episode.follow(result)
+            return self._observe(episode, before, result.reward)
 
-    def _observe(self, observation: dict[str, Any], reward: float | None, status: StepStatus) -> dict[str, Any]:
+    def _observe(self, episode: Episode, before: State | None, reward: float | None) -> dict[str, Any]:
+        """Return the observation of the episode's state, and keep it; ``before`` is the state before it, if any."""
         metadata = {
             "session_id": self.id,
             "episode_id": self._episode_id,
-            "step_count": self._steps,
-            "truncated": status is StepStatus.TRUNCATED,
+            "step_count": episode.steps,
+            "truncated": episode.status is StepStatus.TRUNCATED,
         }
-        done = status is not StepStatus.RUNNING
-        self._last = {"observation": observation, "reward": reward, "done": done, "metadata": metadata}
+        self._last = {
+            "observation": encode_observation(self._table.info.state, before, episode.state),
+            "reward": reward,
+            "done": episode.has_ended,
+            "metadata": metadata,
+        }
         return self._last
 
     async def _close_episode(self) -> None:
         if self._episode is not None:
-            await self._table.close([self._episode])
-        self._episode = self._episode_id = self._state = self._last = None
-        self._steps = 0
+            await self._table.close([self._episode.id])
+        self._episode = self._episode_id = self._last = None
 
     def _make_of(self, request: ResetData) -> MakeEnvironment | None:
         """Return the maker of the task that a reset names; None where it names none."""
         if request.split is None and request.index is None:
             return None
         if self._tasks is None:
-            raise OpenEnvError("VALIDATION_ERROR", f"{self._table.info.id} has no tasks: leave out split and index")
+            raise OpenEnvError("VALIDATION_ERROR", f"{self._table.info.id} has no tasks; leave out split and index")
         try:
             return self._tasks.maker(request.split, request.index)
         except ProblemError as error:
@@ -234,7 +237,7 @@ class Sessions:
         Without ``session_id`` the session is new. The newest socket wins, because an older one may be half open.
 
         Raises:
-            OpenEnvError: there is no such session, or there are too many.
+            OpenEnvError: the session does not exist, or there are too many.
         """
         session = self.create() if session_id is None else self.find(session_id)
         if session.taken_over is not None:
@@ -247,7 +250,7 @@ class Sessions:
         """Return a session.
 
         Raises:
-            OpenEnvError: there is none of that id.
+            OpenEnvError: no session has that id.
         """
         session = self._all.get(session_id) if isinstance(session_id, str) else None
         if session is None:
@@ -273,7 +276,7 @@ class Sessions:
             await session.end()
 
     async def sweep(self) -> None:
-        """End the sessions that lost their socket GRACE_SECONDS ago, and those that are silent for IDLE_SECONDS."""
+        """End the sessions that lost their socket GRACE_SECONDS ago or are silent for IDLE_SECONDS."""
         now = time.monotonic()
         for session in list(self._all.values()):
             is_away = session.taken_over is None and not session.is_kept

@@ -1,4 +1,4 @@
-"""Make the environment of the user's own that ENVIRONMENT names: ``python -m services.environment_server.own_code``."""
+"""Make the user's environment that ENVIRONMENT names: ``python -m services.environment_server.own_code``."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class UsageMeter:
 
 
 class Player:
-    """Keeps ENVIRONMENT_PUSH_EPISODES episodes of a table under way. It is the arena of its own play."""
+    """A player that keeps ENVIRONMENT_PUSH_EPISODES episodes of a table under way; also the arena of its play."""
 
     def __init__(self, settings: EnvironmentSettings, table: EpisodeTable, meter: UsageMeter) -> None:
         self._settings = settings
@@ -76,7 +76,7 @@ class Player:
         self._trouble: str | None = None
 
     def stats(self) -> dict[str, Any]:
-        """Return counts, and in ``trouble`` why episodes do not continue at the moment."""
+        """Return counts, and as ``trouble`` why episodes do not continue at the moment."""
         return {
             "head": self._head.url,
             "finished": self._finished,
@@ -124,7 +124,7 @@ class Player:
         await self._table.close([episode.id for episode in episodes if not episode.has_ended])
 
     async def _ask(self, episodes: Sequence[Episode]) -> list[Decision]:
-        """Return the head's decisions, however long it takes to get them, and report the episodes that have ended."""
+        """Return the head's decisions, after any number of attempts, and report the episodes that have ended."""
         reports, self._reports = self._reports, []
         states, positions = [episode.state for episode in episodes], [episode.position for episode in episodes]
         while states or reports:
@@ -142,12 +142,12 @@ class Player:
         return []
 
     async def _settle(self, episode: Episode) -> None:
-        """Count an episode that has ended, for the head, too; or one that was given up."""
+        """Count an episode, and report it to the head if it has ended."""
         if episode.has_ended:
             self._finished += 1
             self._reports.append(episode.report)
         else:
-            # An action that does not fit would not fit the second time either.
+            # It is not played again, because the same action would be refused again.
             self._lost += 1
             self._report(f"an episode was given up: {episode.detail}")
 

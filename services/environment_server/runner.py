@@ -1,4 +1,4 @@
-"""A runner of environments' calls beside the server's event loop, with a time limit for each."""
+"""A runner of environments' calls outside the server's event loop, with a time limit for each."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from services.environment_server.environments import EnvironmentBrokenError, Env
 log = get_logger(__name__)
 
 GRACE_SECONDS = 2.0
-"""A coroutine that has not ended so long after its time hangs: it blocks its event loop, or cannot be cancelled."""
+"""A coroutine that has not ended this long after its limit hangs: it blocks its event loop, or cannot be cancelled."""
 
-BLOCKED = "another episode blocked the event loop that all coroutines here share; await whatever takes long"
+BLOCKED = "another episode blocked the event loop that all coroutines here share; await every call that takes long"
 
 
 class Runner:
     """Runs jobs, each of which may take ``seconds``.
 
     The functions of one call run in one thread, one after another. A function that takes longer is given up: its
-    thread is left alone, because nothing can end a thread, and another thread goes on with the jobs behind it.
+    thread runs on, because nothing can end a thread, and another thread continues with the jobs behind it.
 
-    All coroutines run on one event loop in a thread, because they may share what belongs to a loop, such as a client.
-    With a coroutine that hangs, the loop is given up, and a new loop takes the coroutines that had not begun.
+    All coroutines run on one event loop in a thread, because they may share objects of a loop, such as a client. If a
+    coroutine hangs, the loop is given up, and a new loop takes the coroutines that had not begun.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -89,7 +89,7 @@ class Runner:
                 return await self._outlast(loop, work, done)
 
     async def _outlast(self, loop: _LoopThread, work: _Work, done: asyncio.Future[Any]) -> Any:
-        """Return the result of work that has begun, whatever became of its event loop."""
+        """Return the result of work that has begun, also if its event loop was given up."""
         await asyncio.wait({done}, timeout=work.left)
         if not done.done() and loop.runs(work):
             self._count_stuck(done)
@@ -137,7 +137,7 @@ class Runner:
 
 
 class _Work:
-    """An awaitable with a time limit, which counts from its begin; ``too_slow`` says that it took longer."""
+    """An awaitable with a time limit, which counts from its start; ``too_slow`` is the error if it takes longer."""
 
     def __init__(self, awaitable: Awaitable[Any], seconds: float, too_slow: str) -> None:
         self._awaitable, self._seconds, self._too_slow = awaitable, seconds, too_slow
@@ -165,7 +165,7 @@ class _Work:
         # As above; CancelledError, too, which an environment may raise by itself.
         except BaseException as error:  # noqa: BLE001
             result = EnvironmentBrokenError(self._too_slow) if limit.expired() else _failure(error)
-        # Here, and not when the task is done, because another one may block the loop before anybody is told.
+        # Here, and not when the task is done, because another task may block the loop before that is noticed.
         self.outcome.set_result(result)
 
 
@@ -183,7 +183,7 @@ class _LoopThread:
         start_in_background(self._serve)
 
     def start(self, work: _Work) -> asyncio.Future[Any]:
-        """Begin work and return its outcome to be."""
+        """Begin work and return the future of its outcome."""
         self._unfinished += 1
         asyncio.run_coroutine_threadsafe(work.run(), self._loop)
         done = asyncio.wrap_future(work.outcome)
@@ -191,7 +191,7 @@ class _LoopThread:
         return done
 
     def runs(self, work: _Work) -> bool:
-        """Return whether the work runs now, or nothing does; a task that it began counts as the work."""
+        """Return whether the work, or a task that it began, runs now, or nothing does."""
         running = asyncio.current_task(self._loop)
         return running is None or getattr(running, "root", running) is work.task
 
@@ -216,7 +216,7 @@ class _LoopThread:
 
 
 def _begin_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Return a task; one that another task began has the attribute ``root``, the first task of them all."""
+    """Return a task. If another task began it, its attribute ``root`` is the first task of that chain."""
     task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **options)
     if (parent := asyncio.current_task(loop)) is not None:
         task.root = getattr(parent, "root", parent)  # type: ignore[attr-defined]
@@ -229,5 +229,5 @@ async def _call(job: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def _failure(error: BaseException) -> Exception:
-    """Return an environment's error as one that ends its episode alone, such as a SystemExit."""
+    """Return an environment's error, or in place of a SystemExit an error that ends its episode alone."""
     return error if isinstance(error, Exception) else EnvironmentBrokenError(own_error(error))

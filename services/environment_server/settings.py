@@ -16,15 +16,15 @@ class EnvironmentSettings(Settings):
     """Settings that the environment server reads from its environment."""
 
     environment: str = Field("CartPole-v1", min_length=1, max_length=100)
-    """The environment that this server hosts: a gymnasium id, `module:Id` for one that a module of yours registers,
-    `module:Class` for a Conversation of yours, `gsm8k` (questions of DATASET, with a calculator), `guessing` (a number
+    """The environment that this server hosts: a gymnasium id, `module:Id` for an id that your module registers,
+    `module:Class` for your Conversation, `gsm8k` (questions of DATASET, with a calculator), `guessing` (a number
     to guess), `nim` (a game of two seats), or `openenv+http://host:port` for any OpenEnv server."""
     environment_server_name: str = Field(
         default_factory=lambda: default_name(), pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:/@-]{0,99}$"
     )
     """Name of this server at the evaluation head; default the machine's name."""
     environment_max_steps: int = Field(10_000, ge=1)
-    """An episode is truncated after so many steps, whatever its environment says."""
+    """An episode is truncated after this number of steps, also if its environment would continue it."""
     environment_step_seconds: float = Field(30.0, gt=0)
     """Time limit of one reset or step; an episode that exceeds it is lost."""
     environment_text_turns: int = Field(10, ge=1, le=1000)
@@ -34,7 +34,7 @@ class EnvironmentSettings(Settings):
     """Time that an OpenEnv server may take to answer when this server starts. [advanced]"""
 
     eval_head_endpoint: AnyHttpUrl | None = None
-    """Address of an evaluation head, `http://host:8080`. When set, this server plays episodes of its own and asks that
+    """Address of an evaluation head, `http://host:8080`. When set, this server plays episodes by itself and asks that
     head for the actions."""
     environment_push_episodes: int = Field(8, ge=1, le=1024)
     """Episodes played at once with EVAL_HEAD_ENDPOINT."""

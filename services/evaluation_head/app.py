@@ -1,8 +1,8 @@
 """The evaluation head's routes, its dashboard, and the WebSocket that keeps the dashboard up to date.
 
 The states of POST /evaluate may be bytes: raw float32, or MessagePack with the fields of the JSON body. Both have the
-states as float32 in little-endian byte order and row-major (C) order, with their shape beside them. The readers return
-the request's other fields and the states, and refuse what the JSON route refuses.
+states as float32 in little-endian byte order and row-major (C) order, and their shape as another field. The readers
+return the request's other fields and the states, and refuse the same values as the JSON route.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ def create_app(settings: HeadSettings) -> FastAPI:
 
     @app.get("/discovered")
     async def get_discovered() -> DiscoveryReply:
-        """Return the environment servers that the last look found."""
+        """Return the environment servers of the last search."""
         return head.discovery.reply()
 
     @app.post("/discover")
     async def post_discover() -> DiscoveryReply:
-        """Look for environment servers and return them."""
+        """Search for environment servers and return them."""
         await head.discovery.look()
         return head.discovery.reply()
 
@@ -146,15 +146,15 @@ async def _has_token(socket: WebSocket, token: str | None) -> bool:
     """Return whether the client has the token, in its header or, as browsers cannot set one, in its first message."""
     if token is None:
         return True
-    given = socket.headers.get("authorization", "")
-    if not given:
+    authorization = socket.headers.get("authorization", "")
+    if not authorization:
         try:
             async with asyncio.timeout(TOKEN_SECONDS):
                 first = orjson.loads(await socket.receive_text())
         except (TimeoutError, WebSocketDisconnect, orjson.JSONDecodeError, KeyError):
             return False
-        given = f"Bearer {first.get('token')}" if isinstance(first, dict) else ""
-    return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
+        authorization = f"Bearer {first.get('token')}" if isinstance(first, dict) else ""
+    return hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode())
 
 
 async def _send(socket: WebSocket, head: Head) -> None:
@@ -186,8 +186,8 @@ class BinaryRoute(APIRoute):
 
 def media_type(scope: Scope) -> str:
     """Return the media type of a request's body without its parameters, "" where it has none."""
-    given = Headers(scope=scope).get("content-type", "") if scope["type"] == "http" else ""
-    return given.partition(";")[0].strip().lower()
+    header = Headers(scope=scope).get("content-type", "") if scope["type"] == "http" else ""
+    return header.partition(";")[0].strip().lower()
 
 
 class BinaryRequest(NamedTuple):
@@ -228,7 +228,9 @@ def _unpacked(body: bytes) -> dict[str, Any]:
     except (ValueError, msgpack.UnpackException) as error:
         raise ProblemError(400, f"the body is not valid MessagePack: {error!r}") from error
     if not isinstance(fields, dict):
-        raise ProblemError(422, "the body must be a map with the fields of the JSON body, and 'shape' beside 'states'")
+        raise ProblemError(
+            422, "the body must be a map with the fields of the JSON body, and 'shape' in addition to 'states'"
+        )
     return fields
 
 
@@ -259,5 +261,5 @@ def _check_form(content: object, shape: object) -> None:
         )
     needed = 4 * math.prod(shape)
     if not isinstance(content, bytes) or len(content) != needed:
-        given = f"{len(content)} bytes" if isinstance(content, bytes) else type(content).__name__
-        raise StatesRefusedError(f"states are {given}; {shape} of float32 are {needed} bytes")
+        actual = f"{len(content)} bytes" if isinstance(content, bytes) else type(content).__name__
+        raise StatesRefusedError(f"states are {actual}; {shape} of float32 are {needed} bytes")

@@ -1,7 +1,7 @@
 """Torch policies as files: a module exported with a free batch dimension, and the form of its states and actions.
 
-``policy.pt2`` is written by ``torch.export``, so a head needs none of the code that made the module. Versions lie as
-``v000001/policy.pt2`` below one directory, which is a policy store.
+``policy.pt2`` is written by ``torch.export``, so a head does not need the code that made the module. The versions of a
+policy store are files ``v000001/policy.pt2`` below one directory.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ def publish_policy(
 
 
 def find(target: Path) -> Source:
-    """Return the file that ``target`` stands for now: itself, or the newest version below it.
+    """Return the policy's file: ``target`` itself, or the newest version below it.
 
     Raises:
-        CheckpointError: there is no such file.
+        CheckpointError: the file does not exist.
     """
     try:
         newest = PolicyStore(target).newest()
@@ -131,7 +131,7 @@ def find(target: Path) -> Source:
 def _not_a_store(directory: Path) -> str:
     if (directory / "config.json").exists():
         return f"{directory} is a language model; serve it, and give the server's URL, such as http://127.0.0.1:30000"
-    return f"{directory} has no version; needed is a directory of versions with v000001/{FILE_NAME}, or a .pt2 file"
+    return f"{directory} has no versions; needed is a directory of versions with v000001/{FILE_NAME}, or a .pt2 file"
 
 
 def load(source: Source, device: torch.device) -> Loaded:

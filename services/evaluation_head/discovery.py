@@ -1,4 +1,4 @@
-"""Finds environment servers by asking each source: given addresses, SkyPilot's clusters, SkyServe's services.
+"""Finds environment servers by asking each source: a list of addresses, SkyPilot's clusters, SkyServe's services.
 
 SkyPilot's SDK reads SKYPILOT_API_SERVER_ENDPOINT and SKYPILOT_SERVICE_ACCOUNT_TOKEN from the environment by itself. It
 raises the API server's errors, those of its HTTP library, and ImportError where it is not installed.
@@ -22,16 +22,16 @@ log = get_logger(__name__)
 
 
 INTERVAL_SECONDS = 30.0
-"""Time between two looks: a new server takes minutes to start, and SkyPilot's API server seconds to answer."""
+"""Time between two searches: a new server takes minutes to start, and SkyPilot's API server seconds to answer."""
 TIMEOUT_SECONDS = 60.0
 """Limit of one source's answer."""
 
 Source = Callable[[], list[DiscoveredServer]]
-"""Returns the servers that there are now; may block. Raises an error of any type where it cannot tell."""
+"""Returns the present servers; may block. Raises an error of any type if it cannot find out."""
 
 
-def given_servers(urls: Sequence[str]) -> list[DiscoveredServer]:
-    """Return the servers at given addresses, whether or not they are up."""
+def servers_at(urls: Sequence[str]) -> list[DiscoveredServer]:
+    """Return the servers at some addresses, whether or not they are up."""
     return [DiscoveredServer(name=urlsplit(url).netloc, source="address", status="given", url=url) for url in urls]
 
 
@@ -43,17 +43,17 @@ class Discovery:
         self._prefixes = settings.prefixes if settings.skypilot_api_server_endpoint else ()
         self._sources: dict[str, Source] = {}
         if settings.addresses:
-            self._sources["addresses"] = partial(given_servers, settings.addresses)
+            self._sources["addresses"] = partial(servers_at, settings.addresses)
         if self._prefixes:
             self._sources["clusters"] = partial(find_clusters, self._prefixes, settings.game_server_port)
             self._sources["services"] = partial(find_replicas, self._prefixes)
-        self._found: dict[str, list[DiscoveredServer]] = {}
+        self._servers_of: dict[str, list[DiscoveredServer]] = {}
         self._errors: dict[str, str] = {}
         self._asked: float | None = None
         self._pending: dict[str, asyncio.Future[list[DiscoveredServer]]] = {}
 
     def reply(self) -> DiscoveryReply:
-        """Return the servers found last."""
+        """Return the servers of the last search."""
         return DiscoveryReply(
             enabled=bool(self._sources),
             prefix=", ".join(self._prefixes) or None,
@@ -64,12 +64,12 @@ class Discovery:
 
     @property
     def servers(self) -> list[DiscoveredServer]:
-        """All servers found. Of two with one name the first source's counts."""
-        found: dict[str, DiscoveredServer] = {}
+        """All servers. If two have the same name, the server of the first source counts."""
+        servers: dict[str, DiscoveredServer] = {}
         for source in self._sources:
-            for server in self._found.get(source, []):
-                found.setdefault(server.name, server)
-        return list(found.values())
+            for server in self._servers_of.get(source, []):
+                servers.setdefault(server.name, server)
+        return list(servers.values())
 
     async def run(self) -> None:
         """Look for servers at the interval until cancelled."""
@@ -90,7 +90,7 @@ class Discovery:
             pending = self._pending[name] = asyncio.ensure_future(in_background(source))
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
-                self._found[name] = await asyncio.shield(pending)
+                self._servers_of[name] = await asyncio.shield(pending)
         # SkyPilot's SDK may raise anything.
         except Exception as error:  # noqa: BLE001
             is_late = isinstance(error, TimeoutError)

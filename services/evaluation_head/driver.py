@@ -1,9 +1,9 @@
-"""Plays on discovered servers: begins episodes there, asks a policy for actions, and sends them back.
+"""The driver, which plays on discovered servers: it begins episodes there, asks a policy for actions, and sends them.
 
 Episodes on the replicas of a service begin through the service's load balancer, one a request, because SkyServe's
 autoscaler counts these requests. The reply says which replica has the episode, and the actions go there directly.
 
-A server that pushes is left to do so. The episodes of a server that is lost continue on other servers with the same
+Servers that push are not driven. The episodes of a server that is lost continue on other servers with the same
 environment, if it declares ``deterministic``; otherwise they are lost. A server that cannot be reached, or breaks the
 protocol, is tried again; the other servers are not affected.
 """
@@ -42,15 +42,15 @@ from services.protocol.evaluation import (
 log = get_logger(__name__)
 
 PROBE_INTERVAL_SECONDS = 5.0
-"""Time between two questions for a server's health while the head does not play on it."""
+"""Time between two probes of a server's health while the head does not play on it."""
 PROBE_SECONDS = 5.0
-"""Limit of an answer to a question for health, and to closing episodes."""
+"""Limit of the answer to a probe."""
 REQUEST_SECONDS = 60.0
 """Limit of one request with its retries, and of the search for a server that takes the episodes of a lost one."""
 ENTRANCE_SECONDS = 5.0
 """Limit of one request to a load balancer with its retries."""
 ENTRANCE_CLOSED_SECONDS = 30.0
-"""Time during which episodes begin at the replicas directly after a load balancer did not answer."""
+"""After a load balancer did not answer, episodes begin at the replicas directly for this time."""
 
 
 class Link(EnvironmentClient):
@@ -59,14 +59,14 @@ class Link(EnvironmentClient):
     If the server is lost, its episodes continue on the servers of other links that have the same environment.
     """
 
-    def __init__(self, found: DiscoveredServer, record: Server, siblings: dict[str, Link], driver: Driver) -> None:
+    def __init__(self, server: DiscoveredServer, record: Server, siblings: dict[str, Link], driver: Driver) -> None:
         """Make a link; ``siblings`` has the links to all replicas of the service that are well, by instance."""
-        assert found.url is not None
+        assert server.url is not None
         self._settings = driver.settings
         super().__init__([], self._settings.token, deadline=REQUEST_SECONDS)
-        self.url = found.url
+        self.url = server.url
         self.record = record
-        self._entrance_url = found.entrance
+        self._entrance_url = server.entrance
         self._siblings = siblings
         self._driver = driver
         self._registry = driver.registry
@@ -81,7 +81,7 @@ class Link(EnvironmentClient):
         """Episodes given up since the last step that was taken."""
         self._health_asked = 0.0
         self._is_well = False
-        """True from an answer of the server by which it can be played on until its loss."""
+        """True from the answer that the server can be played on until the server is lost."""
 
     async def run(self) -> None:
         """Ask for the server's health, and play while the server is well, until cancelled."""
@@ -119,14 +119,14 @@ class Link(EnvironmentClient):
             self._under_way.append(episode)
 
     def _leave(self) -> None:
-        """Get no further episodes from other links."""
+        """Drop the episodes under way, and take no further ones from other links."""
         self._is_well = False
         for instance in [instance for instance, link in self._siblings.items() if link is self]:
             del self._siblings[instance]
         self._under_way.clear()
 
     async def _probe(self) -> None:
-        """Ask for the server's health and record it, and whether the server can be played on."""
+        """Ask for the server's health; record it and whether the server can be played on."""
         record = self.record
         self._health_asked = time.monotonic()
         self._is_well = False
@@ -134,19 +134,19 @@ class Link(EnvironmentClient):
             response = await self._server.send_once("GET", "/health", seconds=PROBE_SECONDS)
             health = EnvironmentServerHealth.model_validate_json(response.content)
         except DependencyLostError as error:
-            record.found, record.detail = ServerState.UNREACHABLE, str(error)
+            record.probed, record.detail = ServerState.UNREACHABLE, str(error)
             return
         except ValidationError:
-            # A server that starts does not tell its environment yet.
+            # A server that is starting does not report its environment yet.
             is_starting = response.status_code == 503
-            record.found = ServerState.STARTING if is_starting else ServerState.UNREACHABLE
+            record.probed = ServerState.STARTING if is_starting else ServerState.UNREACHABLE
             record.detail = None if is_starting else f"{self.url} is not an environment server (/health)"
             return
-        record.found = ServerState.CONNECTED if response.status_code == 200 else ServerState.STARTING
+        record.probed = ServerState.CONNECTED if response.status_code == 200 else ServerState.STARTING
         record.environment = health.environment
         record.detail = f"plays by itself, as {health.name}" if health.pushing else None
         record.usage = health.usage
-        if record.found is ServerState.CONNECTED and not health.pushing and not record.is_heard:
+        if record.probed is ServerState.CONNECTED and not health.pushing and not record.is_heard:
             self._siblings[health.instance] = self
             self._is_well = True
 
@@ -209,7 +209,7 @@ class Link(EnvironmentClient):
             await play(each, self, self._seeds, self._ask, self._note_end, self._note_steps, self._under_way)
         except (DependencyLostError, RequestRefusedError, ProblemError) as error:
             record.detail = error.detail if isinstance(error, ProblemError) else str(error)
-            log.warning("playing was broken off", server=record.name, error=record.detail)
+            log.warning("playing stopped with an error", server=record.name, error=record.detail)
             with contextlib.suppress(RequestRefusedError):
                 await self.end(self._under_way)
         finally:
@@ -274,11 +274,11 @@ class Link(EnvironmentClient):
             log.warning("the load balancer begins no episode; its replicas are asked", error=str(error))
             self._entrance_closed_until = time.monotonic() + ENTRANCE_CLOSED_SECONDS
             return None
-        # A replica that is not connected yet drops the episode when nobody steps it.
+        # A replica that is not connected yet drops the episode when it is not stepped.
         return reply if reply.instance in self._siblings else None
 
     def _fitting(self, environment: EnvironmentInfo) -> Policy | None:
-        """Return the first policy that fits the environment; None where none does, and the record says why."""
+        """Return the first policy that fits the environment; None if none does, with the reason in the record."""
         if environment.seats > 1:
             self.record.detail = f"{environment.id} has {environment.seats} seats; the head plays environments of one"
             return None
@@ -310,8 +310,8 @@ class Link(EnvironmentClient):
         positions: defaultdict[EnvironmentServer, list[EpisodePosition]] = defaultdict(list)
         for episode in episodes:
             positions[episode.server].append(episode.position)
-        for server, found in positions.items():
-            self._registry.played(self._record_of(server), policy.name, found, len(found))
+        for server, entries in positions.items():
+            self._registry.played(self._record_of(server), policy.name, entries, len(entries))
         return decisions
 
     def _note_steps(self, _steps: Sequence[Step]) -> None:
@@ -342,12 +342,12 @@ class Driver:
 
     @property
     def links(self) -> list[Link]:
-        """The links to all servers, whatever their state."""
+        """The links to all servers, in any state."""
         return [link for _, link, _ in self._links.values()]
 
-    def update(self, found: list[DiscoveredServer]) -> None:
+    def update(self, discovered: list[DiscoveredServer]) -> None:
         """Connect to new servers, and drop the links to servers that vanished or moved."""
-        wanted = {server.name: server for server in found if server.url is not None}
+        wanted = {server.name: server for server in discovered if server.url is not None}
         for name, (old, link, task) in list(self._links.items()):
             if name not in wanted or (wanted[name].url, wanted[name].entrance) != (old.url, old.entrance):
                 link.hand_over()

@@ -24,7 +24,7 @@ from services.protocol.evaluation import EvaluateReply, EvaluateRequest
 SERVICE = "evaluation-head"
 TICK_SECONDS = 1.0
 RELOAD_SECONDS = 5.0
-"""Time between two looks for new policy versions, which take minutes to make."""
+"""Time between two searches for new policy versions."""
 
 
 class Head:

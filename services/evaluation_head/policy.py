@@ -1,8 +1,8 @@
 """The interface of a policy, its errors, and the kinds of policies that need no torch.
 
 A language model's states are conversations, and an action is its next message; rollout servers batch continuously by
-themselves, so conversations are sent as they come, up to a bound. A function is a rule of one's own, a solver, or a
-baseline to compare with. A policy of another head is named ``head+http://host:8080`` or ``head+http://host:8080#policy``.
+themselves, so conversations are sent as they come, up to a bound. A function is a rule, a solver, or a baseline to
+compare with. A policy of another head is named ``head+http://host:8080`` or ``head+http://host:8080#policy``.
 ``torch_policy.py`` has the fourth kind.
 """
 
@@ -41,7 +41,7 @@ MAX_WAITING = 4096
 ANSWER_SECONDS = 120.0
 """Limit of one answer, with retries and the wait for a place in the rollout server's batch."""
 VERSION_SECONDS = 5.0
-"""Limit of one request for the version of the weights, which a busy rollout server answers, too."""
+"""Limit of one request for the version of the weights, which also a busy rollout server answers."""
 REMOTE_PREFIX = "head+"
 _ACTIONS = TypeAdapter(list[Action])
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -83,6 +83,9 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
     @abstractmethod
     async def __aenter__(self) -> Self: ...
 
+    async def __aexit__(self, *error: object) -> None:
+        """Release the policy's resources."""
+
     @abstractmethod
     async def act(self, states: Sequence[State], *, logprobs: bool = False) -> list[Decision]:
         """Return one decision a state, in order; ``logprobs`` asks for log-probabilities that cost extra.
@@ -97,13 +100,12 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
         """Do the same as ``act`` for states [count, *shape]."""
         return await self.act(states.tolist(), logprobs=logprobs)
 
-    @abstractmethod
     async def refresh(self) -> None:
         """Look for a new version and use it. A failure is reported in ``trouble`` and not raised."""
 
-    @abstractmethod
     def misfit(self, environment: EnvironmentInfo) -> str | None:
-        """Return why the policy cannot act in an environment; None where it can."""
+        """Return why the policy cannot act in an environment; None if it can, or if only a call can show it."""
+        return None
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
@@ -190,7 +192,7 @@ class LanguagePolicy(Policy):
             reply = await self._http.send_once("GET", "/model_info", seconds=VERSION_SECONDS)
             version = str(_ModelInfo.model_validate_json(reply.content).weight_version)
         except (DependencyLostError, ValidationError) as error:
-            self.trouble = f"the rollout server does not tell its weights: {error}"[:300]
+            self.trouble = f"the version of the rollout server's weights is unknown: {error}"[:300]
         else:
             self.trouble = None
             self._version = int(version) if version.isdecimal() else None
@@ -229,7 +231,7 @@ def _conversation(index: int, state: State) -> list[dict[str, str]]:
         first = error.errors(include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "it"
         raise StatesRefusedError(
-            f'state {index} is no list of messages {{"role", "content"}}: {where}: {first["msg"]}'
+            f'state {index} is not a list of messages {{"role", "content"}}: {where}: {first["msg"]}'
         ) from error
 
 
@@ -251,19 +253,16 @@ class FunctionPolicy(Policy):
         self._function: Callable[[list[State]], Sequence[Action]] = load_function(f"policy {self.name!r}", self._target)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        """Hold nothing."""
-
     async def act(self, states: Sequence[State], *, logprobs: bool = False) -> list[Decision]:
         """See Policy."""
         async with self._one_at_a_time:
-            given = await in_background(lambda: self._call(list(states)))
+            output = await in_background(lambda: self._call(list(states)))
         try:
-            actions = _ACTIONS.validate_python(to_jsonable_python(given))
+            actions = _ACTIONS.validate_python(to_jsonable_python(output))
             json.dumps(actions, allow_nan=False, ensure_ascii=False).encode()
-        except ValueError as error:  # also of what JSON does not have, such as NaN, infinities and numbers of numpy
+        except ValueError as error:  # also for values that JSON lacks, such as NaN, infinities and numbers of numpy
             raise PolicyFailedError(
-                f"{self._target} gave {given!r:.100}; needed is a list with an int, finite float, str or list a state"
+                f"{self._target} gave {output!r:.100}; needed is a list with an int, finite float, str or list a state"
             ) from error
         if len(actions) != len(states):
             raise PolicyFailedError(f"{self._target} gave {len(actions)} actions for {len(states)} states")
@@ -273,16 +272,9 @@ class FunctionPolicy(Policy):
     def _call(self, states: list[State]) -> Sequence[Action]:
         try:
             return self._function(states)
-        # Anybody's function may raise anything, also a SystemExit, which must not end the head.
+        # The user's function may raise anything, also a SystemExit, which must not end the head.
         except BaseException as error:
             raise PolicyFailedError(f"{self._target} raised {type(error).__name__}: {error}") from error
-
-    async def refresh(self) -> None:
-        """Do nothing, because a function has one version."""
-
-    def misfit(self, environment: EnvironmentInfo) -> str | None:
-        """Return None, because only a call shows which states a function takes."""
-        return None
 
     def stats(self) -> dict[str, Any]:
         """See Policy."""
@@ -317,17 +309,10 @@ class RemotePolicy(Policy):
                 raise StatesRefusedError(f"the head at {self._client.url} refuses: {error.detail}") from error
             except DependencyLostError as error:
                 raise PolicyFailedError(str(error)) from error
-            given = reply.logprobs or [None] * len(reply.actions)
-            decisions += map(Decision, reply.actions, reply.policy_versions, given)
+            values = reply.logprobs or [None] * len(reply.actions)
+            decisions += map(Decision, reply.actions, reply.policy_versions, values)
         self._states += len(states)
         return decisions
-
-    async def refresh(self) -> None:
-        """Do nothing, because that head looks for new versions itself."""
-
-    def misfit(self, environment: EnvironmentInfo) -> str | None:
-        """Return None, because that head refuses states that do not fit."""
-        return None
 
     def stats(self) -> dict[str, Any]:
         """See Policy."""

@@ -29,7 +29,7 @@ from services.protocol.evaluation import (
 )
 
 FINISHED = Counter("head_episodes_finished", "Episodes that came to their end.", ["policy"])
-LOST = Counter("head_episodes_lost", "Episodes that nothing is heard of any more, or that broke.")
+LOST = Counter("head_episodes_lost", "Episodes without news for five minutes, or that broke.")
 STATES = Counter("head_states", "States that were answered with actions.", ["policy"])
 ACTIVE = Gauge("head_episodes_active", "Episodes under way.")
 
@@ -37,15 +37,15 @@ MAX_SERVERS = 1000
 KEPT_ENDED = 10_000
 """Ended episodes of a server that are remembered, so that a repeated report is recognised."""
 SILENT_SECONDS = 15.0
-"""A pushing server that was not heard for so long is silent, and its name is free for a restarted one."""
+"""A pushing server that was not heard for this time is silent, and its name is free for a restarted one."""
 IDLE_SECONDS = 300.0
-"""An episode that was not heard of for so long counts as lost, as its server drops it after the same time."""
+"""An episode without news for this time counts as lost, because its server drops it after the same time."""
 
 
 WINDOW_SECONDS = 10.0
 HISTORY_SECONDS = 600
 KEPT_ANSWERS = 2000
-"""Answers kept for rates and percentiles; with more of them in WINDOW_SECONDS the window is shorter."""
+"""Answers kept for rates and percentiles. If more come within WINDOW_SECONDS, the window is shorter."""
 
 
 @dataclass
@@ -139,12 +139,13 @@ class Server:
     lost: int = 0
     returns: Moments = field(default_factory=Moments)
     active: dict[str, float] = field(default_factory=dict)
-    """When the episodes under way were heard of."""
+    """The time of the last news of each episode under way."""
     ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
     usage: Usage | None = None
     # Of discovered servers only.
     url: str | None = None
-    found: ServerState | None = None
+    probed: ServerState | None = None
+    """The state that the driver's last probe found."""
     detail: str | None = None
 
     @property
@@ -160,7 +161,7 @@ class Server:
     @property
     def state(self) -> ServerState:
         """The server's state as the dashboard shows it."""
-        return ServerState.CONNECTED if self.is_heard else self.found or ServerState.SILENT
+        return ServerState.CONNECTED if self.is_heard else self.probed or ServerState.SILENT
 
     def row(self) -> dict[str, Any]:
         """Return the server's entry in /stats."""
@@ -236,7 +237,7 @@ class Registry:
     def vanished(self, name: str) -> None:
         """Record that a discovered server is gone. A server that pushes stays as long as it does."""
         server = self.servers[name]
-        server.url = server.found = server.detail = None
+        server.url = server.probed = server.detail = None
         if server.mode is not ServerMode.PUSHING:
             self._remove(server)
 
@@ -288,7 +289,7 @@ class Registry:
                 LOST.inc()
 
     def drop_idle(self) -> None:
-        """Count the episodes as lost that were not heard of for IDLE_SECONDS."""
+        """Count the episodes without news for IDLE_SECONDS as lost."""
         oldest = time.monotonic() - IDLE_SECONDS
         for server in self.servers.values():
             self.lose(server, [episode for episode, heard in server.active.items() if heard < oldest])

@@ -1,4 +1,4 @@
-"""The servers that SkyPilot runs, by their names. Raises whatever SkyPilot's SDK raises, which may be any error.
+"""The servers that SkyPilot runs, by their names. The functions raise SkyPilot's errors, which may be of any type.
 
 Evaluation uses it, too, in an environment that has SkyPilot and few other packages, so it imports as little as it can.
 """
@@ -10,21 +10,21 @@ from typing import Any
 from services.protocol.evaluation import DiscoveredServer
 
 NO_SERVICES = "no live services"
-"""A part of the error by which SkyPilot says that there are no services."""
+"""A part of SkyPilot's error where there are no services."""
 
 
 def find_clusters(prefixes: tuple[str, ...], port: int) -> list[DiscoveredServer]:
     """Return the clusters whose names begin with one of ``prefixes``: a server each, on ``port``, which they open.
 
     Raises:
-        Exception: whatever SkyPilot raises.
+        Exception: any error of SkyPilot.
     """
     import sky
 
     clusters = [cluster for cluster in sky.get(sky.status(all_users=True)) if cluster.name.startswith(prefixes)]
-    # All are asked for before the first is waited for, because each takes the API server a second or more.
-    asked = {c.name: sky.endpoints(c.name, port=port) for c in clusters if c.status.value == "UP"}
-    urls = {name: _endpoint(request, port) for name, request in asked.items()}
+    # All requests are sent before the first reply is awaited, because each takes the API server a second or more.
+    requests = {c.name: sky.endpoints(c.name, port=port) for c in clusters if c.status.value == "UP"}
+    urls = {name: _endpoint(request, port) for name, request in requests.items()}
     return [
         DiscoveredServer(name=c.name, source="cluster", status=c.status.value, url=urls.get(c.name)) for c in clusters
     ]
@@ -37,7 +37,7 @@ def find_replicas(prefixes: tuple[str, ...]) -> list[DiscoveredServer]:
     begin through that address, because SkyServe's autoscaler counts its requests.
 
     Raises:
-        Exception: whatever SkyPilot raises.
+        Exception: any error of SkyPilot.
     """
     import sky
 

@@ -1,10 +1,10 @@
-"""A torch module as a policy: run in batches, and replaced between two batches when a new version is there.
+"""A torch module as a policy: it runs in batches, and is replaced between two batches when a new version appears.
 
-A batch starts when it is full, when as many states are there as came together lately, or when the timeout has passed
+A batch starts when it is full, when it has as many states as came together lately, or when the timeout has passed
 since its oldest state came or the last batch ended. So clients that wait for the last batch share the next one with
-those that came meanwhile, instead of taking turns in two halves. A batch computes in a thread of its own while the
-states of the next one arrive. Requests are read whole before their states come here, and replies are written after
-their batches, so a slow client delays nobody else.
+clients that came meanwhile, instead of alternating in two halves. A batch computes in another thread while the states
+of the next one arrive. Requests are read whole before their states come here, and replies are written after
+their batches, so a slow client delays no other client.
 
 On a CPU a plain matrix product chooses its kernel by the number of rows, so that scores change in their last bits with
 the batch. The embedded engine's layer with a packed weight does not, so a state gets the same decision alone and in any
@@ -51,7 +51,7 @@ COMPUTE = Histogram("head_batch_seconds", "Time that a batch takes to compute.",
 WAIT = Histogram("head_wait_seconds", "Time that a state waits until its batch starts.", ["policy"])
 
 KEPT_BATCHES = 8
-"""Batches that tell how many states come together."""
+"""The last batches, whose sizes show how many states come together."""
 
 _Piece = tuple["_Request", NDArray[np.float32]]
 """Some of a request's states [count, *shape], in order."""
@@ -135,7 +135,7 @@ class TorchPolicy(Policy):
             source = await in_background(lambda: checkpoint.find(self._target))
             if source in (self.loaded.source, self._tried):
                 return
-            # Tried once: a file that does not load now loads later only if it is written anew.
+            # Tried once: a file that does not load now loads later only if it is written again.
             self._tried = source
             new, old = await in_background(lambda: self._load(source)), self.loaded.spec
             if (new.spec.state, new.spec.action) != (old.state, old.action):
@@ -217,7 +217,7 @@ class Linear(torch.nn.Module):
 def pack(module: GraphModule) -> GraphModule:
     """Replace the float32 linear layers of an exported module on the CPU; return the module.
 
-    Weights that the module uses in another place, too, stay as they are beside their packed copies.
+    Weights that the module also uses elsewhere are kept in addition to their packed copies.
     """
     for index, node in enumerate(list(module.graph.nodes)):
         if node.target is not torch.ops.aten.linear.default:
@@ -283,7 +283,7 @@ class Batcher:
         self.waiting = 0
         """States whose batch has not started yet."""
         self._together = deque([batch_size], KEPT_BATCHES)
-        """For each of the last batches: its states, and those that came while it computed."""
+        """For each of the last batches: the number of its states and of the states that came while it computed."""
         self._ended = 0.0
         """When the last batch ended, by time.monotonic."""
         self.sizes: Counter[int] = Counter()
@@ -318,7 +318,7 @@ class Batcher:
         try:
             return await request.done
         finally:
-            # The states of a client that left are passed over.
+            # The states of a client that left are skipped.
             request.done.cancel()
 
     async def _run(self) -> None:
@@ -357,7 +357,7 @@ class Batcher:
         decisions: Sequence[Decision | PolicyFailedError]
         try:
             decisions = await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, states)
-        # A policy is anybody's module and may raise anything. Its clients are told, and the next batch goes on.
+        # The user's module may raise anything. The batch's clients get the error, and the next batch is computed.
         except Exception as error:  # noqa: BLE001
             log.warning("a batch failed", states=len(states), error=repr(error))
             decisions = [PolicyFailedError(f"the policy raised {type(error).__name__}: {error}")] * len(states)

@@ -6,12 +6,12 @@ behind it. Seeds, ids and the places in the record are made of names. A request 
 bytes, only if
 
 1. it has a key of an earlier request with the same body in its session: the ``Idempotency-Key`` of the client, or the
-   mark that PatientTransport keeps over its attempts. Keys are recorded.
+   mark that RetryingTransport keeps over its attempts. Keys are recorded.
 2. it has no ``Idempotency-Key``, its client counts it as a retry (``x-stainless-retry-count``) or counts no retries at
    all (curl), and an equal call was abandoned: all of its connections closed before one of them had taken the whole
    reply. It gets the call that was abandoned first, and no other request gets that one. If there is none, a counted
    retry joins the oldest equal call in flight that no retry has joined, since its connection may not be closed yet.
-   (A client that counts no retries and whose request PatientTransport sends again repeats none: its call was lost.)
+   (A client that counts no retries and whose request RetryingTransport sends again repeats none: its call was lost.)
 
 Everything else is a new call, within the limits of the session. Which replies were taken is written with the session's
 next record. After a crash the others count as abandoned, since an old reply does less harm than a sample too many.

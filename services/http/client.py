@@ -37,8 +37,8 @@ Reply = TypeVar("Reply", bound=BaseModel)
 RETRIES = Counter("client_retries", "Requests that were tried again.", ["service"])
 
 KEEP_ALIVE_SECONDS = 5.0
-"""Connections that idled longer are closed: each new connection resolves the name anew, so that the client finds a node
-that was recovered under another address."""
+"""Connections that idled longer are closed: each new connection resolves the name again, so that the client finds a
+node that was recovered under another address."""
 CONNECT_SECONDS = 5.0
 PROBE_SECONDS = 5.0
 """Longest wait for an answer of /health."""
@@ -54,7 +54,7 @@ SILENCE_SECONDS = 10
 probes the other side after this silence, and closes the connection if no probe is answered."""
 KEEPALIVE_PROBE_SECONDS = 5
 KEEPALIVE_PROBES = 3
-GIVEN_UP_SECONDS = SILENCE_SECONDS + KEEPALIVE_PROBES * KEEPALIVE_PROBE_SECONDS
+SILENT_PEER_SECONDS = SILENCE_SECONDS + KEEPALIVE_PROBES * KEEPALIVE_PROBE_SECONDS
 
 MAX_RETRY_AFTER_SECONDS = 30.0
 
@@ -142,12 +142,12 @@ class HttpClient:
             first = error.errors(include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])
             raise DependencyLostError(
-                f"{self.service} answered {response.url} with something else than a {reply_model.__name__} "
+                f"{self.service} answered {response.url} with something other than a {reply_model.__name__} "
                 f"({where}: {first['msg']}); is another program or version listening there?"
             ) from error
 
     def read(self, response: httpx.Response, reply_model: type[Reply]) -> Reply:
-        """Return a reply in its type; raises ValidationError if it is something else."""
+        """Return a reply in its type; raises ValidationError for another reply."""
         return reply_model.model_validate_json(response.content)
 
     async def request(
@@ -210,7 +210,7 @@ class HttpClient:
         headers: dict[str, str] | None = None,
         seconds: float,
     ) -> httpx.Response:
-        """Send a request without retries and return the response, whatever its status.
+        """Send a request without retries and return the response of any status.
 
         Raises:
             DependencyLostError: no answer came within ``seconds``.
@@ -238,21 +238,21 @@ class HttpClient:
         """
         started = time.monotonic()
         end = started + deadline_seconds
-        seen = "no answer"
-        while (left := end - time.monotonic()) > 0:
+        last_state = "no answer"
+        while (remaining := end - time.monotonic()) > 0:
             try:
                 response = await self.send_once(
-                    "GET", "/health", seconds=min(PROBE_SECONDS, max(left, LEAST_PROBE_SECONDS))
+                    "GET", "/health", seconds=min(PROBE_SECONDS, max(remaining, LEAST_PROBE_SECONDS))
                 )
                 if response.status_code == 200:
                     return
-                seen = f"/health answered {response.status_code} {response.text[:200]}"
+                last_state = f"/health answered {response.status_code} {response.text[:200]}"
             except DependencyLostError as error:
-                seen = str(error)
+                last_state = str(error)
             pause = min(max(HEALTH_POLL_SECONDS, (time.monotonic() - started) / 10), LONGEST_HEALTH_POLL_SECONDS)
-            await asyncio.sleep(min(pause, left))
+            await asyncio.sleep(min(pause, remaining))
         raise DependencyLostError(
-            f"{self.service} at {self.url} is not healthy after {deadline_seconds:g} s: {seen}; see its log"
+            f"{self.service} at {self.url} is not healthy after {deadline_seconds:g} s: {last_state}; see its log"
         )
 
     def _build(
@@ -305,7 +305,7 @@ def _transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
 
 
 def watched_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket for an entry of getaddrinfo that closes GIVEN_UP_SECONDS after the other side fell silent."""
+    """Return a socket for an entry of getaddrinfo that closes SILENT_PEER_SECONDS after the other side fell silent."""
     family, kind, protocol, *_ = address
     opened = socket.socket(family, kind, protocol)
     for level, name, value in _socket_options():
@@ -314,14 +314,14 @@ def watched_socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 def _socket_options() -> list[tuple[int, int, int]]:
-    """Return the options by which a connection closes GIVEN_UP_SECONDS after silence, where the system has them."""
+    """Return the options by which a connection closes SILENT_PEER_SECONDS after silence, where the system has them."""
     options = [
         # macOS calls the first by another name; the last is for data that was sent and never acknowledged.
         ("TCP_KEEPIDLE", SILENCE_SECONDS),
         ("TCP_KEEPALIVE", SILENCE_SECONDS),
         ("TCP_KEEPINTVL", KEEPALIVE_PROBE_SECONDS),
         ("TCP_KEEPCNT", KEEPALIVE_PROBES),
-        ("TCP_USER_TIMEOUT", GIVEN_UP_SECONDS * 1000),
+        ("TCP_USER_TIMEOUT", SILENT_PEER_SECONDS * 1000),
     ]
     supported = [(socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in options if hasattr(socket, name)]
     return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *supported]

@@ -50,7 +50,7 @@ class JsonRequest(Request):
 
 
 def is_json(request: Request) -> bool:
-    """Return whether a request's body is said to be JSON."""
+    """Return whether a request declares its body as JSON."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
 
 

@@ -40,7 +40,7 @@ class ProblemError(HTTPException):
 def problem_response(
     status: int, detail: str, *, instance: str | None = None, headers: Mapping[str, str] | None = None, **members: Any
 ) -> Response:
-    """Return a problem document as a response; ``members`` are extension members beside RFC 9457's own."""
+    """Return a problem document as a response; ``members`` are members in addition to those of RFC 9457."""
     # Agents' clients read the member "error", Anthropic's also "type".
     if instance is not None and "/v1/messages" in instance:
         kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")

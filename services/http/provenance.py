@@ -44,7 +44,7 @@ def describe(settings: Settings) -> ComponentRecord:
 def write_record(settings: Settings, task: Task) -> None:
     """Write this component's record into the run directory, on the task's first node only: the other nodes' are equal.
 
-    Outside a job group there is no run, and nothing is written.
+    Nothing is written outside a job group, because there is no run.
     """
     if "SKYPILOT_JOBGROUP_NAME" not in os.environ or node_rank() > 0:
         return

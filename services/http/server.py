@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.core import endpoints, logs
 from services.core.errors import ConfigurationError, exit_code_of
-from services.core.processes import end_leftovers
+from services.core.processes import kill_stale_processes
 from services.core.settings import Settings
 from services.http.app import Lifecycle
 
@@ -122,7 +122,7 @@ def run_service(
         os.environ.update({variable: value for variable, value in flags.items() if value is not None})
         settings = settings_class.load()
         logs.configure(task.value, settings.log_level)
-        end_leftovers()
+        kill_stale_processes()
         default = endpoints.bind_address(task)
         host = arguments.host or default.host
         listener = listen(host, default.port if arguments.port is None else arguments.port)
@@ -183,7 +183,7 @@ class _Protocol(HttpToolsProtocol):
         self._set_limit()
 
     def _set_limit(self) -> None:
-        """Limit the wait for the client: once for all the bytes of the headers, anew for each next piece of a body."""
+        """Limit the wait for the client: once for the whole headers, and again for each piece of a body."""
         is_open = self in self.connections  # No longer when it is lost, or has become a WebSocket.
         is_answering = self.cycle is not None and not self.cycle.response_complete
         if self._limit is not None:
@@ -246,8 +246,8 @@ def has_left(receive: Receive) -> bool:
     try:
         # Runs until it would wait. To wait in a task, and cancel that, would take several turns of the event loop.
         coming.send(None)  # type: ignore[attr-defined]
-    except StopIteration as came:
-        return bool(came.value["type"] == "http.disconnect")
+    except StopIteration as message:
+        return bool(message.value["type"] == "http.disconnect")
     finally:
         coming.close()  # type: ignore[attr-defined]
     return False

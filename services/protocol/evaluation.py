@@ -178,7 +178,7 @@ class DiscoveredServer(WireModel):
 class DiscoveryReply(WireModel):
     """Reply of GET /discovered and POST /discover.
 
-    ``errors`` has the error of each source that failed; the servers that it gave before are kept.
+    ``errors`` has the error of each source that failed; its servers of the last successful look are kept.
     """
 
     enabled: bool

@@ -1,9 +1,9 @@
 r"""Forms of a ground truth that the data-server writes and the reward-server reads.
 
 Datasets and models alike write an answer in LaTeX's ``\boxed{}``. The ground truth of a question from reasoning-gym is
-its whole entry as JSON, from which the generator's own scoring gets back what it made. JSON has neither tuples nor sets
-nor numbers as keys, and some generators compare them with what they read from an answer, so an entry has them as
-objects of one key: ``{"(tuple)": [1, 2]}``, ``{"(set)": [1]}``, ``{"(dict)": [[1, "a"]]}``.
+its whole entry as JSON, from which the generator's scoring restores the question. JSON has neither tuples nor sets nor
+numbers as keys, and some generators compare such values with those of an answer, so an entry has them as objects of
+one key: ``{"(tuple)": [1, 2]}``, ``{"(set)": [1]}``, ``{"(dict)": [[1, "a"]]}``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Entry:
             return cls(str(record["generator"]), dict(_from_json(record["parameters"])), content)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"the ground truth is no entry of reasoning-gym: {text[:50]!r}; "
+                f"the ground truth is not an entry of reasoning-gym: {text[:50]!r}; "
                 f"set DATASET={REASONING_GYM}NAME, or another REWARD_FN"
             ) from error
 

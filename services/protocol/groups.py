@@ -89,7 +89,7 @@ class Turn(WireModel):
     """A turn of an episode: completion tokens ``start`` to ``end`` (exclusive), and the reward that follows them.
 
     ``number`` counts the model's turns in the episode from 0 on, in the order in which they were taken. Calls with the
-    same prompt have the same number, as the choices of one call do: each samples the same turn anew. ``call`` is the
+    same prompt have the same number, as the choices of one call do: each samples the same turn again. ``call`` is the
     call of the episode that sampled it, from 0 on.
     ``reward`` is that of the turn and of those after it that other sequences have, up to this sequence's next turn. So
     the rewards of a sequence's turns from one on sum to what the episode earned from that turn on. It is None where no
@@ -336,18 +336,18 @@ def pack_sequences(header: Mapping[str, Any], sequences: Sequence[TokenSequence]
     columns: list[list[Any]] = []
     parts: list[bytes] = []
     for name in dict.fromkeys(name for of_sequence in arrays for name in of_sequence):
-        found = [of_sequence.get(name) for of_sequence in arrays]
-        joined = np.concatenate([values for values in found if values is not None])
+        by_sequence = [of_sequence.get(name) for of_sequence in arrays]
+        joined = np.concatenate([values for values in by_sequence if values is not None])
         if joined.dtype.kind == "f":
             # A number beyond float32's range becomes infinite here, differs, and is kept as float64.
             with np.errstate(over="ignore"):
                 short = joined.astype(np.float32)
             joined = short if np.array_equal(short, joined) else joined
-        elif all(values is None or (values == values[:1]).all() for values in found):
-            constants = [None if values is None else values[:1].tolist() for values in found]
+        elif all(values is None or (values == values[:1]).all() for values in by_sequence):
+            constants = [None if values is None else values[:1].tolist() for values in by_sequence]
             columns.append([name, joined.dtype.str, constants])
             continue
-        columns.append([name, joined.dtype.str, [values is not None for values in found]])
+        columns.append([name, joined.dtype.str, [values is not None for values in by_sequence]])
         parts.append(joined.tobytes())
     dumps = (s.model_dump(mode="json", exclude=_ARRAYS) | {"tokens": s.tokens} for s in sequences)
     fields = [{name: value for name, value in dump.items() if value is not None} for dump in dumps]
@@ -357,7 +357,7 @@ def pack_sequences(header: Mapping[str, Any], sequences: Sequence[TokenSequence]
 
 
 def unpack_sequences(data: bytes | memoryview) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header and the sequences' fields, not checked but for the checksum.
+    """Return the header and the sequences' fields, of which only the checksum is checked.
 
     Raises:
         GroupFormatError: another version of this program packed them, or the bytes are damaged.
@@ -383,14 +383,14 @@ def unpack_sequences(data: bytes | memoryview) -> tuple[dict[str, Any], list[dic
 
 
 def check_format(data: bytes | memoryview) -> None:
-    """Pass if ``data`` are the whole bytes of a group in this version's form.
+    """Check that ``data`` are the whole bytes of a group in this version's form.
 
     Raises:
         GroupFormatError: they are not.
     """
     if len(data) < _PREFIX.size or data[0] != FORMAT:
-        found = f"format {data[0]}" if len(data) else "no bytes"
-        raise GroupFormatError(f"a group has {found}; this program reads format {FORMAT}, so begin a new run")
+        actual = f"format {data[0]}" if len(data) else "no bytes"
+        raise GroupFormatError(f"a group has {actual}; this program reads format {FORMAT}, so begin a new run")
     if zlib.crc32(memoryview(data)[_PREFIX.size :]) != _PREFIX.unpack_from(data)[2]:
         raise GroupFormatError("a group is damaged: its checksum differs")
 

@@ -73,7 +73,7 @@ class PromptsQuery(StrictModel):
 
 
 class PromptsRequest(StrictModel):
-    """Body of POST /prompts: asks for the prompts from a cursor on, whatever the server's own cursors are."""
+    """Body of POST /prompts: asks for the prompts from a cursor on; the server's cursors are not used."""
 
     batch_size: int = Field(default=4, ge=1, le=4096)
     split: Split = Split.TRAIN
@@ -112,7 +112,7 @@ class PromptBatch(WireModel):
 class DataStats(BaseModel):
     """Reply of the data-server's GET /stats: prompts by split, and the consumers' cursors.
 
-    ``rows`` is the number of the source's rows, of which ``refused`` counts those that are no prompts, by reason.
+    ``rows`` is the number of the source's rows, and ``refused`` counts those that were left out, by reason.
     ``curriculum`` is "off" if success rates do not change the order. ``fingerprint`` has an entry for each part of the
     data: equal entries mean equal prompts in the same order.
     """

@@ -14,7 +14,8 @@ from services.protocol.base import Count, Finite, Priority, Seed, StrictModel, W
 from services.protocol.groups import Group, GroupFormatError, joined, split, unpack_sequences
 
 GROUPS_TYPE = "application/octet-stream"
-"""The media type of ``framed`` bytes. The routes with groups take them, or JSON, and give them if they are accepted."""
+"""The media type of ``framed`` bytes. The routes with groups take them or JSON, and return the type
+that a request accepts."""
 
 
 def framed(fields: Mapping[str, Any], groups: Iterable[bytes]) -> bytes:
@@ -23,7 +24,7 @@ def framed(fields: Mapping[str, Any], groups: Iterable[bytes]) -> bytes:
 
 
 def unframed(data: bytes) -> dict[str, Any]:
-    """Return the fields of ``framed`` bytes, the groups among them, not checked but for their checksums.
+    """Return the fields of ``framed`` bytes, the groups among them, of which only the checksums are checked.
 
     Raises:
         GroupFormatError: another version of this program wrote them, or they are damaged.
@@ -37,9 +38,9 @@ def unframed(data: bytes) -> dict[str, Any]:
         return fields | {"groups": groups}
     except GroupFormatError:
         raise
-    # A message of another program may raise anything of these.
+    # A message of another program may raise any of these.
     except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise GroupFormatError(f"no message with groups: {error}") from error
+        raise GroupFormatError(f"not a message with groups: {error}") from error
 
 
 class AddGroupsRequest(StrictModel):

@@ -100,7 +100,7 @@ Z = 1.959964
 def is_correct(result: RewardResult) -> bool | None:
     """Return whether the answer is right, or None if it was not judged because a service or an agent failed.
 
-    An answer over a limit is wrong, whatever reward training gives it: if it were excluded, a model could raise its
+    An answer over a limit is wrong for any reward that training gives it: if it were excluded, a model could raise its
     accuracy by writing answers that cannot be verified.
     """
     if result.status is RewardStatus.OVER_LIMIT:

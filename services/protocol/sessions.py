@@ -15,7 +15,7 @@ from services.protocol.groups import Tokens
 class CreateSessionRequest(StrictModel):
     """Body of POST /sessions. Creating a session again with the same body changes nothing.
 
-    Temperature, top_p and seed take the place of whatever the agent asks for; an agent may ask for shorter turns than
+    Temperature, top_p and seed replace those of the agent's requests; an agent may ask for shorter turns than
     ``max_turn_tokens``. The limits bound the whole episode: ``max_turns`` calls, ``max_tokens`` sampled tokens, and
     ``deadline_seconds`` from the creation on. ``lora_path`` names the LoRA adapter that samples; None: the model alone.
     """
@@ -77,13 +77,13 @@ class FinishRequest(RewardRequest):
 
 
 DEADLINE = "deadline_seconds"
-"""The limit over which a call is refused when no engine answers until the session's deadline, and after it. No agent is
-at fault, because the trainer ends an episode before whose own time is over."""
+"""The limit over which a call is refused when no engine answers until the session's deadline, and after it. The agent
+is not at fault: the trainer ends an episode before that if the agent's own time is over."""
 END_BEFORE = "stop the agent's loop earlier, or catch this error and return a reward"
 """The advice to an agent in the refusal of a call over a session's limit."""
 REQUEST_MARK = "X-Request-Mark"
-"""A header by which PatientTransport marks agents' requests: the same mark in all attempts to send a request, and in no
-other request. From the second attempt on, AGAIN follows it."""
+"""A header by which RetryingTransport marks agents' requests: one mark for all attempts to send a request, and another
+for each other request. From the second attempt on, AGAIN follows the mark."""
 AGAIN = ";again"
 
 
@@ -121,8 +121,8 @@ class Trace(EpisodeFigures):
 class GatewayStats(WireModel):
     """Reply of GET /stats. Counts cover the life of the gateway's directory, across restarts.
 
-    ``engine_tokens`` is what engines sampled, and equals the sum of the others: tokens in the traces of finished
-    sessions, tokens in open sessions, and tokens lost, by reason.
+    ``engine_tokens`` counts the tokens that engines sampled, and equals the sum of the others: tokens in the traces of
+    finished sessions, tokens in open sessions, and tokens lost, by reason.
     """
 
     open_sessions: int

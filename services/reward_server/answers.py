@@ -31,8 +31,8 @@ _SPACE_BESIDE_SIGNS = re.compile(r"(?<!\w) | (?!\w)")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 _BEFORE, _BEHIND = frozenset("-/^\\{}_)!+<>|"), frozenset("/^:\\{}_(!+<>|")
 """A number behind or before one of these characters is part of an expression."""
-_MAY_GO_ON = frozenset("0123456789.,/")
-"""After one of these characters, a number may have further digits."""
+_MAY_CONTINUE = frozenset("0123456789.,/")
+"""A number may continue after one of these characters."""
 
 
 class Verdict(Enum):
@@ -45,7 +45,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict on the answer that was found; ``answer`` is None where none stands out from the response."""
+    """An answer and the verdict on it; ``answer`` is None where none stands out from the response."""
 
     verdict: Verdict
     answer: str | None
@@ -73,10 +73,10 @@ def compare(answer: str, ground_truth: str, truth: Quantity | None) -> Verdict:
     answered = quantity(answer)
     if answered is not None and truth is not None:
         return Verdict.RIGHT if answered.agrees(truth) else Verdict.WRONG
-    time_given, time_true = time_of_day(answer), time_of_day(ground_truth)
-    if time_given is not None and (time_true is not None or truth is not None):
+    time, true_time = time_of_day(answer), time_of_day(ground_truth)
+    if time is not None and (true_time is not None or truth is not None):
         # math-verify would read 2:30 as a fifteenth.
-        return Verdict.RIGHT if _same_time(time_given, time_true) else Verdict.WRONG
+        return Verdict.RIGHT if _same_time(time, true_time) else Verdict.WRONG
     if truth is not None and (first := _first_number(answer)) is not None:
         return Verdict.RIGHT if first.agrees(truth) else Verdict.WRONG
     return Verdict.UNDECIDED
@@ -115,7 +115,7 @@ def _is_whole(answer: str | None, text: str, *, numeric: bool) -> bool:
     """Return whether the answer of a truncated text is complete: in no open element or box, and without more digits."""
     if find_answer(text, numeric=numeric) != answer:
         return False
-    return text[-1:] not in _MAY_GO_ON or find_answer(text + "1", numeric=numeric, truncated=True) == answer
+    return text[-1:] not in _MAY_CONTINUE or find_answer(text + "1", numeric=numeric, truncated=True) == answer
 
 
 def _last_tagged(text: str, *, allow_open: bool) -> str | None:
@@ -125,19 +125,19 @@ def _last_tagged(text: str, *, allow_open: bool) -> str | None:
     part of the outer element's content, which must make sense as a whole.
     """
     opened: list[int] = []
-    found, end = None, 0
+    content, end = None, 0
     for tag in _TAG.finditer(text):
         if not tag.group().startswith("</"):
             opened.append(tag.end())
         elif opened:
-            found, end = text[opened.pop() : tag.start()], tag.end()
+            content, end = text[opened.pop() : tag.start()], tag.end()
     # An open tag before the last element is only mentioned, as in "I answer in <answer> tags".
     if allow_open and opened and opened[-1] > end:
-        found, end = text[opened[-1] :], len(text)
+        content, end = text[opened[-1] :], len(text)
     behind = text[end:]
-    if found is None or "####" in behind or "\\boxed" in behind:
+    if content is None or "####" in behind or "\\boxed" in behind:
         return None
-    return _TAG.sub(" ", found).strip() or None
+    return _TAG.sub(" ", content).strip() or None
 
 
 def _after_hashes(text: str, numeric: bool) -> str | None:
@@ -172,14 +172,14 @@ def _from_last_line(text: str) -> str | None:
     if line is None:
         return None
     line = line[-_MAX_LINE:]
-    bold = [found for found in _BOLD.findall(line) if _DIGIT.search(found)]
+    bold = [text for text in _BOLD.findall(line) if _DIGIT.search(text)]
     if bold:
         return str(bold[-1]).strip()
     cleaned = _NEGATED.sub(" ", clean(line))
     tokens = list(_NUMBER_TOKEN.finditer(cleaned))
     if not tokens:
         return line.strip()
-    return cleaned.strip() if (found := _isolated(cleaned, tokens[-1])) is None else found
+    return cleaned.strip() if (number := _isolated(cleaned, tokens[-1])) is None else number
 
 
 def _first_number(answer: str) -> Quantity | None:
@@ -221,5 +221,5 @@ def _normal_text(text: str) -> str:
     return _SPACE_BESIDE_SIGNS.sub("", " ".join(text.split())).casefold()
 
 
-def _same_time(given: tuple[int, int, int, str], truth: tuple[int, int, int, str] | None) -> bool:
-    return truth is not None and given[:3] == truth[:3] and (given[3] == truth[3] or "" in (given[3], truth[3]))
+def _same_time(time: tuple[int, int, int, str], truth: tuple[int, int, int, str] | None) -> bool:
+    return truth is not None and time[:3] == truth[:3] and (time[3] == truth[3] or "" in (time[3], truth[3]))

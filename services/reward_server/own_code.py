@@ -18,7 +18,7 @@ def main() -> None:
     settings = RewardSettings.load()
     try:
         for function in settings.functions:
-            if function.is_own:
+            if function.is_users:
                 worker.load(function.name)
     # The module is the user's and may raise anything.
     except Exception as error:

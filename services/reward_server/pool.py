@@ -20,8 +20,8 @@ from services.core.machine import threads
 from services.core.processes import describe_exit
 from services.core.tasks import in_background
 from services.protocol.rewards import RewardStatus
-from services.reward_server import worker
 from services.reward_server.settings import RewardSettings
+from services.reward_server.worker import EXIT_MEMORY, run
 
 T = TypeVar("T")
 
@@ -37,8 +37,8 @@ START_SECONDS = 300.0
 _END_SECONDS = 2.0
 _RESTART_SECONDS = 1.0
 
-# multiprocessing looks for ended processes whenever it starts one, and an exit code can be read only once: of two
-# threads that do so at the same time, one gets no exit code and reports 255.
+# multiprocessing looks for ended processes whenever it starts one, and an exit code can be read only once: if two
+# threads look at the same time, one of them gets no exit code and reports 255.
 _PROCESSES = threading.Lock()
 
 
@@ -67,11 +67,11 @@ class _Worker:
         slow_to_import = {"math": "verifier", "reasoning_gym": "reasoning"}
         modules = ["worker", *(module for name, module in slow_to_import.items() if name in functions)]
         context.set_forkserver_preload([f"services.reward_server.{module}" for module in modules])
-        self._connection, theirs = context.Pipe()
+        self._connection, far_end = context.Pipe()
         limits = (settings.reward_cpu_seconds, settings.reward_memory_mb * 2**20)
         n_threads = threads(processes=settings.reward_workers)
-        self._process = context.Process(target=worker.run, args=(theirs, functions, n_threads, *limits), daemon=True)
-        with theirs, _PROCESSES:
+        self._process = context.Process(target=run, args=(far_end, functions, n_threads, *limits), daemon=True)
+        with far_end, _PROCESSES:
             self._process.start()
         try:
             reason = self._receive(START_SECONDS)["reason"]
@@ -85,7 +85,7 @@ class _Worker:
 
     @property
     def is_dead(self) -> bool:
-        """True once the process of a free worker has ended: nothing but the end of the connection comes from it."""
+        """True once the process of a free worker has ended: a free worker sends nothing before that."""
         return self._connection.poll(0)
 
     def ask(self, message: bytes, seconds: float) -> dict[str, Any]:
@@ -159,10 +159,10 @@ class WorkerPool:
     async def stop(self) -> None:
         """Kill the workers; the answers that they evaluate have no reward."""
         self._stopping = True
-        for started in self._alive:
-            started.kill()
+        for worker in self._alive:
+            worker.kill()
         await asyncio.gather(*self._tasks)
-        await asyncio.gather(*(asyncio.to_thread(started.end) for started in self._alive))
+        await asyncio.gather(*(asyncio.to_thread(worker.end) for worker in self._alive))
 
     @property
     def alive(self) -> int:
@@ -177,40 +177,40 @@ class WorkerPool:
         self._count_pending(1)
         try:
             async with asyncio.timeout(seconds):
-                free = await self._take()
+                worker = await self._take()
         except TimeoutError:
             reason = f"no worker was free for {seconds:g} s (REWARD_QUEUE_SECONDS)"
             return Evaluation(None, RewardStatus.OVERLOADED, reason)
         finally:
             self._count_pending(-1)
         # The worker finishes its answer even if nobody waits for it any longer.
-        return await asyncio.shield(self._run(self._evaluate(free, function, item)))
+        return await asyncio.shield(self._run(self._evaluate(worker, function, item)))
 
     async def _take(self) -> _Worker:
-        """Return a worker once one is free; one that died while it was free, as of lack of memory, is replaced."""
-        while (free := await self._free.get()).is_dead:
-            self._run(self._remove(free))
-        return free
+        """Return a worker once one is free; replace a worker that died meanwhile, such as for lack of memory."""
+        while (worker := await self._free.get()).is_dead:
+            self._run(self._remove(worker))
+        return worker
 
-    async def _evaluate(self, free: _Worker, function: str, item: dict[str, Any]) -> Evaluation:
+    async def _evaluate(self, worker: _Worker, function: str, item: dict[str, Any]) -> Evaluation:
         message = orjson.dumps({"function": function, "item": item})
         seconds = self._settings.reward_timeout_seconds
         try:
-            reply = await asyncio.get_running_loop().run_in_executor(self._threads, free.ask, message, seconds)
+            reply = await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, message, seconds)
         except (TimeoutError, EOFError, OSError) as error:
-            return self._explain_end(error, await self._remove(free))
-        self._free.put_nowait(free)
+            return self._explain_end(error, await self._remove(worker))
+        self._free.put_nowait(worker)
         # None is also what nan becomes in JSON, from a function that replaces math.isfinite.
         if (value := reply.get("value")) is not None:
             return Evaluation(value)
         reason = reply.get("reason", f"{function} returned no finite number")
         return Evaluation(None, RewardStatus.ERROR, reason)
 
-    async def _remove(self, ended: _Worker) -> int | None:
+    async def _remove(self, worker: _Worker) -> int | None:
         """End a worker, let another take its place, and return its exit code."""
-        self._alive.discard(ended)
+        self._alive.discard(worker)
         ALIVE.set(len(self._alive))
-        exit_code = await asyncio.get_running_loop().run_in_executor(self._threads, ended.end)
+        exit_code = await asyncio.get_running_loop().run_in_executor(self._threads, worker.end)
         if not self._stopping:
             self._run(self._replace())
         return exit_code
@@ -224,7 +224,7 @@ class WorkerPool:
         if exit_code == -signal.SIGPROF:
             limit = f"{settings.reward_cpu_seconds:g} s of processor time (REWARD_CPU_SECONDS)"
             return Evaluation(None, RewardStatus.OVER_LIMIT, f"more than {limit}")
-        if exit_code == worker.EXIT_MEMORY:
+        if exit_code == EXIT_MEMORY:
             limit = f"{settings.reward_memory_mb} MB of memory (REWARD_MEMORY_MB)"
             return Evaluation(None, RewardStatus.OVER_LIMIT, f"more than {limit}")
         end = "does not end" if exit_code is None else describe_exit(exit_code)
@@ -242,10 +242,10 @@ class WorkerPool:
             else:
                 return
 
-    def _add(self, started: _Worker) -> None:
-        self._alive.add(started)
+    def _add(self, worker: _Worker) -> None:
+        self._alive.add(worker)
         ALIVE.set(len(self._alive))
-        self._free.put_nowait(started)
+        self._free.put_nowait(worker)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

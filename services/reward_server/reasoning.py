@@ -43,7 +43,7 @@ def score(answer: str, ground_truth: str) -> float:
     """Return the generator's score of an answer, from 0 to 1; 0 where the scoring fails over the answer.
 
     Raises:
-        ValueError: the ground truth is no entry of reasoning-gym.
+        ValueError: the ground truth is not an entry of reasoning-gym.
         MemoryError, RecursionError: the scoring needs too much memory, or is nested too deeply.
     """
     entry = Entry.from_json(ground_truth)
@@ -62,7 +62,7 @@ def score(answer: str, ground_truth: str) -> float:
 def _dataset(generator: str, parameters: dict[str, Any]) -> Any:
     key = json.dumps([generator, parameters], sort_keys=True)
     if key not in _datasets:
-        # The time that a generator takes to be made, up to half a second, is not the answer's.
+        # Making a generator takes up to half a second, which does not count as the answer's time.
         remaining, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         _datasets[key] = gym.create_dataset(generator, **parameters)
         signal.setitimer(signal.ITIMER_PROF, remaining)

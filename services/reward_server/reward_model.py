@@ -32,7 +32,7 @@ class RewardModel:
         """Load the model ``name``, a hub name or directory; conversations have at most its positions as tokens.
 
         Raises:
-            ConfigurationError: the model cannot be loaded, has not exactly one logit, or its tokenizer cannot pad.
+            ConfigurationError: the model cannot be loaded, has more than one logit, or its tokenizer cannot pad.
         """
         machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
         torch.set_num_threads(machine.threads())
@@ -102,7 +102,7 @@ class RewardModel:
             try:
                 scores = await asyncio.to_thread(self._forward, [ids for ids, _ in batch])
                 evaluations = [Evaluation(score) for score in scores]
-            # Out of memory, or whatever a model raises at an input that it cannot take: only this batch has no reward.
+            # Out of memory, or any error of a model over its input: only this batch has no reward.
             except Exception as error:  # noqa: BLE001
                 failed = Evaluation(None, RewardStatus.ERROR, f"the reward model failed: {error}")
                 evaluations = [failed] * len(batch)

@@ -21,7 +21,7 @@ SCORED = Metric("reward_answers", "Answers by how their scoring ended.", ["statu
 _SLICE = 128
 """Answers that are scored in one go before other requests get their turn."""
 _KEPT_VERDICTS = 50_000
-_LOOKED_THROUGH = 4096
+_SEARCHED_CHARACTERS = 4096
 """Characters at a response's end in which math-verify looks for an answer where none stands out."""
 _MAX_EXTRACTED = 200
 _MARKED = re.compile(r"####\s*\S|\\boxed\{")
@@ -62,12 +62,12 @@ class Scorer:
         total = 0.0
         for function, part in zip(self._functions, parts, strict=True):
             if part.value is None:
-                # There is no sum without one of its parts.
+                # A sum needs all of its parts.
                 reason = f"{function.name}: {part.reason}"
                 return RewardResult(reward=None, status=part.status, reason=reason, **details)
             total += function.weight * part.value
         if not abs(total) <= LARGEST_REWARD:
-            reason = f"the weighted sum {total:g} is beyond {LARGEST_REWARD:g} in size; have the functions return less"
+            reason = f"the weighted sum {total:g} is beyond {LARGEST_REWARD:g} in size; make the functions return less"
             return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason, **details)
         return RewardResult(reward=total, **details)
 
@@ -76,13 +76,13 @@ class Scorer:
             case "math":
                 return self._math(item)
             case "exact_match":
-                answer = item.response.strip()
-                return Evaluation(float(answer == item.ground_truth.strip()), extracted=answer or None)
+                text = item.response.strip()
+                return Evaluation(float(text == item.ground_truth.strip()), extracted=text or None)
             case "format":
                 return Evaluation(float(_MARKED.search(item.response) is not None))
             case "reasoning_gym":
-                found = find_tagged(item.response, truncated=item.finish_reason is FinishReason.LENGTH)
-                return Evaluation(0.0) if found is None else self._ask(function, found, item.ground_truth)
+                answer = find_tagged(item.response, truncated=item.finish_reason is FinishReason.LENGTH)
+                return Evaluation(0.0) if answer is None else self._ask(function, answer, item.ground_truth)
             case "reward_model":
                 assert self.neural is not None
                 return self.neural(item)
@@ -94,10 +94,10 @@ class Scorer:
         judgement = judge(item.response, item.ground_truth, truncated=truncated)
         if judgement.verdict is not Verdict.UNDECIDED:
             return Evaluation(float(judgement.verdict is Verdict.RIGHT), extracted=judgement.answer)
-        text = judgement.answer if judgement.answer is not None else item.response[-_LOOKED_THROUGH:].strip()
-        known = self._verdicts.get((text, item.ground_truth))
-        if known is not None:
-            return Evaluation(known, extracted=judgement.answer)
+        text = judgement.answer if judgement.answer is not None else item.response[-_SEARCHED_CHARACTERS:].strip()
+        value = self._verdicts.get((text, item.ground_truth))
+        if value is not None:
+            return Evaluation(value, extracted=judgement.answer)
         return self._verify(text, item.ground_truth, judgement.answer)
 
     async def _ask(self, function: str, answer: str, ground_truth: str) -> Evaluation:

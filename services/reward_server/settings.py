@@ -25,7 +25,7 @@ class WeightedFunction:
     weight: float
 
     @property
-    def is_own(self) -> bool:
+    def is_users(self) -> bool:
         """True for a user's function."""
         return ":" in self.name
 
@@ -79,7 +79,7 @@ class RewardSettings(Settings):
     @property
     def own_functions(self) -> dict[str, str]:
         """REWARD_FN if a part of it is a user's function."""
-        return {"REWARD_FN": self.reward_fn} if any(function.is_own for function in self.functions) else {}
+        return {"REWARD_FN": self.reward_fn} if any(function.is_users for function in self.functions) else {}
 
     @property
     def worker_functions(self) -> list[str]:

@@ -1,6 +1,6 @@
 """The program of a worker process: evaluates one answer at a time, under limits that the kernel enforces.
 
-ITIMER_PROF limits processor time: its signal ends the process, whatever code is running. RLIMIT_AS limits memory on
+ITIMER_PROF limits processor time: its signal ends the process while any code runs. RLIMIT_AS limits memory on
 Linux; macOS ignores it. The server limits time by the clock.
 """
 
@@ -107,7 +107,7 @@ def load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the evaluation of a function of ``RewardSettings.worker_functions``: from an item to a value.
 
     Raises:
-        TypeError: the user's function needs a parameter that reward functions are not given.
+        TypeError: the user's function needs a parameter that reward functions do not get.
         Exception: the user's module cannot be imported, or has no such function.
     """
     if name == "math":
@@ -156,7 +156,7 @@ def _check_parameters(name: str, parameters: Mapping[str, inspect.Parameter], ar
     needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in optional]
     if unknown := [p.name for p in needed if p.name not in arguments or p.kind is p.POSITIONAL_ONLY]:
         raise TypeError(
-            f"{name} needs {', '.join(unknown)}, which it is not given. Use {', '.join(arguments)}, by keyword; other "
+            f"{name} needs {', '.join(unknown)}, which it does not get. Use {', '.join(arguments)}, by keyword; other "
             "columns of the dataset are not passed, so such a parameter needs a default"
         )
 

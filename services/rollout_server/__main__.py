@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from services.core import endpoints, logs, machine, models
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, exit_code_of
-from services.core.processes import Command, end_leftovers
+from services.core.processes import Command, kill_stale_processes
 from services.core.supervisor import ChildRefusedError, SupervisedProcess
 from services.core.tasks import run_until_first_ends
 from services.engines.engine import Engine, listen_flags
@@ -142,7 +142,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = RolloutSettings.load()
     logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
-    end_leftovers()
+    kill_stale_processes()
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
     n_gpus = number_of_gpus()
     engine_class = choose_engine(settings, n_gpus)

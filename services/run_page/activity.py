@@ -1,4 +1,4 @@
-"""The activity of a run at the moment, in words for its terminal, its log, its page and ``grpo status``."""
+"""The present activity of a run, in words for its terminal, its log, its page and ``grpo status``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-TELL_SECONDS = 10.0
-"""The time after which a wait before the first step is told, and told again."""
-TELL_LATER_SECONDS = 60.0
+REPORT_SECONDS = 10.0
+"""The time between two reports of the same activity before the first step."""
+REPORT_LATER_SECONDS = 60.0
 """The same time after the first step."""
 
 
@@ -33,7 +33,7 @@ class Activity:
         self.until = None if seconds is None else self.since + seconds
 
     async def gather(self, works: Iterable[Awaitable[T]], what: str) -> list[T]:
-        """Return the results of ``works`` in their order; meanwhile, tell how many of them are done.
+        """Return the results of ``works`` in their order; meanwhile, report how many of them are done.
 
         Args:
             works: the works, which run at once.
@@ -64,15 +64,15 @@ def in_words(activity: Mapping[str, Any]) -> str:
     )
 
 
-class Teller:
-    """Decides when an activity that goes on is told once more."""
+class ReportTimer:
+    """Decides when to report an activity again."""
 
     def __init__(self) -> None:
-        self._told = 0.0
+        self._reported = 0.0
 
     def is_due(self, since: float, *, is_early: bool) -> bool:
-        """Return whether to tell of an activity now, which began at ``since``; ``is_early`` before the first step."""
+        """Return whether to report an activity that began at ``since`` now; ``is_early`` before the first step."""
         now = time.time()
-        is_due = now - max(since, self._told) >= (TELL_SECONDS if is_early else TELL_LATER_SECONDS)
-        self._told = now if is_due else self._told
+        is_due = now - max(since, self._reported) >= (REPORT_SECONDS if is_early else REPORT_LATER_SECONDS)
+        self._reported = now if is_due else self._reported
         return is_due

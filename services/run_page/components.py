@@ -96,9 +96,9 @@ class ComponentMonitor:
 
     async def _find_environments(self) -> None:
         """Add the environment-servers that have come up; any number of them may be in the job group."""
-        known = len(self._environments)
-        for rank, address in enumerate(await find_servers(known) if self._has_environments else ()):
-            if rank >= known:
+        count = len(self._environments)
+        for rank, address in enumerate(await find_servers(count) if self._has_environments else ()):
+            if rank >= count:
                 self._environments.append(Component(f"{Task.ENVIRONMENT_SERVER.value}-{rank}", address.url))
 
     async def _poll(self, component: Component, read: Read) -> None:

@@ -128,10 +128,10 @@ def find_runs(paths: list[Path]) -> list[RunDirectory]:
     Raises:
         ConfigurationError: a path is neither.
     """
-    found: list[Path] = []
+    run_dirs: list[Path] = []
     for path in paths:
         if is_run(path):
-            found.append(path)
+            run_dirs.append(path)
             continue
         within = sorted(child for child in path.iterdir() if is_run(child)) if path.is_dir() else []
         if not within:
@@ -139,8 +139,8 @@ def find_runs(paths: list[Path]) -> list[RunDirectory]:
                 f"{path} is not a run directory: it has none of {', '.join(MARKS)}, nor has a directory in it. "
                 "Give one such as runs/grpo-1, or the directory of all runs."
             )
-        found += within
-    unique = list(dict.fromkeys(path.resolve() for path in found))
+        run_dirs += within
+    unique = list(dict.fromkeys(path.resolve() for path in run_dirs))
     return [RunDirectory(_shortest_name(path, unique), path) for path in unique]
 
 

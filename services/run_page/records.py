@@ -197,19 +197,19 @@ class SampleIndex:
         end = time.monotonic() + SEARCH_SECONDS
         groups = self._groups
         number = len(groups) if query.before is None else min(query.before, len(groups))
-        found: list[dict[str, Any]] = []
+        matches: list[dict[str, Any]] = []
         if not self.path.exists():
             return GroupsFound([], None, None, 0)
         with self.path.open("rb") as file:
-            while number > 0 and len(found) < query.limit and time.monotonic() < end:
+            while number > 0 and len(matches) < query.limit and time.monotonic() < end:
                 number -= 1
                 group = groups[number]
                 if self._may_match(group, query) and (content := _read(file, group, query)) is not None:
                     count = self._groups_of_prompt[group.prompt_key]
                     place = {"number": number, "prompt_key": group.prompt_key, "groups_of_prompt": count}
-                    found.append(place | content)
+                    matches.append(place | content)
         step = groups[number].step if number < len(groups) else None
-        return GroupsFound(found, number if number > 0 else None, step, len(groups))
+        return GroupsFound(matches, number if number > 0 else None, step, len(groups))
 
     def _may_match(self, group: _Group, query: GroupsQuery) -> bool:
         if query.step_from is not None and group.step < query.step_from:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sqlite3
 import time
 from argparse import Namespace
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from rich.table import Table
 
-from benchmarks import against_trl, asynchronous, collectors, demos, recovery
-from benchmarks.collectors import account
+from benchmarks import against_trl, asynchronous
 from benchmarks.harness import ROOT, Side, spread
-from benchmarks.job import DEMO, Job, write_job_group
+from benchmarks.job import write_job_group
 from benchmarks.slow_rollouts import slowed
 from benchmarks.training import Work
 from local_runner import spec
@@ -34,36 +30,12 @@ def test_a_reward_is_reached_when_three_steps_have_it_in_the_mean(rewards: list[
     assert against_trl.reached(rewards, 0.9) == count
 
 
-def finished_job(directory: Path, steps: list[dict[str, float]], summary: dict[str, float]) -> Job:
-    (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
-    (directory / "summary.json").write_text(json.dumps(summary))
-    return Job(None, directory, directory / "messages")  # type: ignore[arg-type]  # it has ended
-
-
 def never(_round: int) -> dict[str, float]:
     raise NotImplementedError
 
 
 def first_row(table: Table) -> list[object]:
     return [next(iter(column.cells)) for column in table.columns]
-
-
-def test_an_agents_run_is_shown_from_its_first_step_to_its_last(tmp_path: Path) -> None:
-    first = {"reward_mean": 0.0, "tool_calls_mean": 0.25, "tool_calls_parsed": 0.5}
-    last = {"reward_mean": 1.0, "tool_calls_mean": 1.0, "tool_calls_parsed": 1.0}
-    steps = [first, {"reward_mean": 0.5, "tool_calls_mean": 0.0}, last]
-    job = finished_job(tmp_path, steps, {"accuracy_before": 0.05, "accuracy_after": 0.9})
-    result = demos.result_of(job) | {"accuracy_without": 0.1, "seconds": 200.0}
-    assert demos.parsed_calls(steps[1]) == 0
-    [table] = demos.AGENT.tables(Namespace(), [Side("3", never, [result])])
-    assert first_row(table) == ["3", "0.00 to 1.00", "0.12 to 1.00", "0.05 to 0.90", "0.10", "3", "200"]
-
-
-def test_an_environments_run_is_shown_from_its_first_step_to_its_last(tmp_path: Path) -> None:
-    steps = [{"reward_mean": 0.25, "turns_mean": 2.5}, {"reward_mean": 1.0, "turns_mean": 2.0}]
-    job = finished_job(tmp_path, steps, {"accuracy_before": 0.3, "accuracy_after": 0.9})
-    [table] = demos.ENVIRONMENT.tables(Namespace(), [Side("3", never, [demos.result_of(job) | {"seconds": 200.0}])])
-    assert first_row(table) == ["3", "0.25 to 1.00", "2.50 to 2.00", "0.30 to 0.90", "2", "200"]
 
 
 def test_the_seconds_to_a_reward_end_with_the_step_that_reached_it() -> None:
@@ -87,69 +59,10 @@ def test_who_never_reached_the_reward_has_no_ratio_and_bounds_that_of_the_other(
         assert list(table.columns[4].cells) == ratios
 
 
-def test_the_demos_settings_are_what_trl_gets() -> None:
-    work = against_trl.work_of_the_demo(0.9, 60.0)
-    assert (work.prompts, work.group_size, work.completion_tokens, work.learning_rate) == (8, 8, 8, 2e-5)
-    # trl_grpo.py, which imports nothing of this project, has the same two of its own.
-    assert (DEMO["PROMPT_STYLE"], DEMO["REWARD_FN"]) == ("plain", "exact_match")
-
-
-def test_seconds_lost_are_those_beyond_the_usual() -> None:
-    steps = [{"time": 100.0 + 2 * number} for number in range(5)]
-    assert recovery.step_seconds(steps) == 2.0
-    # Killed at 108; three steps by 124, which would have been done by 114.
-    assert recovery.lost(108.0, [{"time": 120.0}, {"time": 122.0}, {"time": 124.0}], 2.0) == 10.0
-    assert recovery.lost(108.0, [{"time": 109.0}], 2.0) == 0.0
-
-
 def test_a_round_of_a_job_is_counted_from_the_end_of_its_first_step() -> None:
     step = {"groups": 4, "seconds_generate": 1.0, "seconds_score": 0.5, "seconds_train": 2.0, "staleness_mean": 0.0}
     found = asynchronous.round_of([step | {"time": 10.0, "groups": 100}, step | {"time": 20.0}, step | {"time": 34.0}])
     assert (found["seconds a group"], found["waits"]) == (3.0, 1.5)
-
-
-@pytest.mark.parametrize(
-    ("queued", "held", "asked", "found"),
-    [
-        ([0, 1, 2], [[3], [4]], None, (5, 0, 0)),
-        ([0, 1, 2], [[3], []], 4, (5, 0, 0)),
-        ([0, 1, 2], [[3], []], None, (5, 0, 1)),
-        ([0, 1, 2, 4], [[3], [3]], None, (5, 1, 0)),
-        ([0, 1, 1, 2, 4], [[3], []], None, (5, 1, 0)),
-    ],
-    ids=["all", "reply lost", "left out", "taken twice", "queued twice"],
-)
-def test_prompts_are_counted_by_what_a_run_leaves(
-    tmp_path: Path, queued: list[int], held: list[list[int]], asked: int | None, found: tuple[int, int, int]
-) -> None:
-    """``held`` has the positions of two collectors in flight; the second has ``asked`` for one and lost the reply."""
-    for directory in ("replay", "data/x", "collectors"):
-        (tmp_path / directory).mkdir(parents=True)
-    with closing(sqlite3.connect(tmp_path / "replay/replay-buffer.sqlite")) as replay:
-        replay.execute("CREATE TABLE known (group_id TEXT)")
-        replay.executemany("INSERT INTO known VALUES (?)", [(f"my-run-0-{position}",) for position in queued])
-        replay.commit()
-    with closing(sqlite3.connect(tmp_path / "data/x/data-server.sqlite")) as data:
-        data.execute("CREATE TABLE cursors (consumer, cursor)")
-        data.execute("""INSERT INTO cursors VALUES ('collectors/train', '{"position": 5}')""")
-        data.execute("CREATE TABLE answered (request_id, cursor)")
-        data.execute("""INSERT INTO answered VALUES ('r', '{"position": 4}')""")
-        data.commit()
-    for number, positions in enumerate(held):
-        record = {"open": [[0, position] for position in positions], "size": 1}
-        record["request_id"] = "r" if number and asked else None
-        (tmp_path / f"collectors/{number}.json").write_text(json.dumps(record))
-    counted = account(tmp_path)
-    assert (counted.taken, counted.doubled, counted.left_out) == found
-
-
-def test_the_requests_of_a_service_are_counted_without_those_for_its_metrics() -> None:
-    lines = [
-        'http_requests_total{method="GET",route="/stats",service="s",status="200"} 3.0',
-        'http_requests_total{method="POST",route="/queue",service="s",status="200"} 4.0',
-        'http_requests_total{method="GET",route="/metrics",service="s",status="200"} 100.0',
-    ]
-    assert collectors.requests_of("\n".join(lines).encode()) == 7.0
 
 
 def test_only_the_last_slowdown_meets_every_bound_of_staleness() -> None:

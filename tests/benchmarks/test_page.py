@@ -63,9 +63,7 @@ def test_a_benchmark_measures_its_sides_in_turn_and_writes_table_and_json(tmp_pa
     assert json.loads((tmp_path / "found.json").read_text())["options"]["size"] == 5
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [("benchmarks.step", "step"), ("benchmarks.environment_server", "environment-server")]
-)
+@pytest.mark.parametrize(("module", "name"), [("benchmarks.step", "step"), ("benchmarks.asynchronous", "async")])
 def test_the_old_command_of_a_benchmark_names_the_new_one(module: str, name: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--quick"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.collectors import account
 from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import BATCH, RUN
+from tests.prompts_of_a_run import account
 
 # The limit is for a hang; a run takes about a minute and a half.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]

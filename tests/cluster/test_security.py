@@ -24,7 +24,7 @@ def test_no_route_answers_strangers(guarded, strangers):
     assert let_in == []
 
 
-def test_the_same_routes_answer_those_who_have_the_token(guarded, strangers):
+def test_routes_answer_requests_with_the_token(guarded, strangers):
     refused = [(question.url, answer) for question, answer in strangers.answered if answer and answer.status == 401]
     assert not refused
     good = {question.url.split("/")[2] for question, answer in strangers.answered if answer and answer.status == 200}
@@ -45,13 +45,13 @@ def test_nothing_pickled_is_accepted(guarded, strangers):
     assert not failed
 
 
-def test_it_trains_nonetheless(guarded):
+def test_the_guarded_job_group_trains(guarded):
     assert guarded.outcome.exit_code == 0, guarded.cluster.told()
     assert guarded.outcome.restarts == {}, guarded.cluster.told()
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_the_trainer_was_given_every_secret(guarded, name):
+def test_the_trainer_has_every_secret(guarded, name):
     assert any(environment.get(name) == SECRETS[name] for environment in guarded.environments)
 
 

@@ -14,7 +14,7 @@ def finished(request):
     return request.getfixturevalue(request.param)
 
 
-def test_it_trains_to_the_end_without_restarts(finished):
+def test_the_job_group_trains_to_the_end_without_restarts(finished):
     assert finished.outcome.exit_code == 0, finished.cluster.told()
     assert finished.outcome.restarts == {}, finished.cluster.told()
     assert finished.cluster.summary()["status"] == "succeeded"

@@ -7,9 +7,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks.collectors import account
 from local_runner.processes import MARK
 from tests.e2e.system import System
+from tests.prompts_of_a_run import account
 
 # The limit is for a hang; a run takes about a minute.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -36,7 +36,7 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Syst
 
 
 @pytest.mark.slow
-def test_it_trains_to_the_end_and_leaves_no_process(finished: System) -> None:
+def test_the_asynchronous_job_trains_to_the_end_and_leaves_no_process(finished: System) -> None:
     assert finished.summary()["status"] == "succeeded"
     assert [record["step"] for record in finished.metrics()] == list(range(1, STEPS + 1))
     assert finished.processes() == []

@@ -108,7 +108,7 @@ def test_given_again_it_starts_nothing_and_shows_its_result(finished, tiny_model
     assert finished.summary()["status"] == "succeeded"
 
 
-def test_it_learns(finished):
+def test_the_main_job_learns(finished):
     rewards = [record["reward_mean"] for record in finished.metrics() if "reward_mean" in record]
     assert statistics.fmean(rewards[-8:]) > statistics.fmean(rewards[:4])
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from evaluation import launchers
 from scripts.evaluate import main
+from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 
 
 def run() -> None:
@@ -25,8 +26,11 @@ def run() -> None:
         os.environ.clear()
         os.environ.update(environment | case["variables"])
         result = CliRunner().invoke(app, case["arguments"])
-        unexpected = result.exception if not isinstance(result.exception, SystemExit) else None
-        told.append({"code": result.exit_code, "text": result.output, "unexpected": unexpected and repr(unexpected)})
+        error = None if isinstance(result.exception, SystemExit) else result.exception
+        code, text = result.exit_code, result.output
+        if isinstance(error, ConfigurationError):
+            code, text, error = EXIT_CONFIGURATION, f"{text}error: {error}\n", None
+        told.append({"code": code, "text": text, "unexpected": error and repr(error)})
     print(json.dumps(told))
 
 

@@ -98,7 +98,7 @@ def test_weights_in_torchs_format_have_a_fingerprint_too(model):
 def test_a_file_of_weights_that_was_cut_off_is_named(model):
     directory = model("cut")
     (directory / WEIGHTS).write_bytes((directory / WEIGHTS).read_bytes()[:20])
-    with pytest.raises(ConfigurationError, match=r"model\.safetensors holds no safetensors"):
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors is not a file of safetensors"):
         Checkpoint("n", str(directory)).fingerprint()
 
 

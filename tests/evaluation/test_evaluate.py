@@ -228,7 +228,7 @@ REFUSED = [
     (["--workflow", "agent", "--agent", "nothing:here"], 78, "AGENT is 'nothing:here'"),
     (["--env", "AGENT=nothing:here"], 78, "AGENT is 'nothing:here'"),
     (["--env", "AGENT=nothing:here", "--workflow", "agent"], 78, "AGENT is 'nothing:here'"),
-    (["--workflow", "agent", "--agent", "json:loads"], 78, "is no `async def`"),
+    (["--workflow", "agent", "--agent", "json:loads"], 78, "is not an `async def`"),
     (["--env", "ENVIRONMENT=shop:Shop", "--dataset", "seeds"], 78, "services.rollout_server and play it by"),
     (["--env", "ROLLOUT=environment", "--env", "DATASET=seeds"], 78, "ROLLOUT is environment, and this command asks"),
     (["--env", "ENVIRONMENT=shop:Shop", "--dataset", "no/such.jsonl"], 78, "no/such.jsonl' is not a file"),
@@ -244,7 +244,7 @@ REFUSED = [
     (["--url", "http://127.0.0.1:1", "--num-servers", "2"], 78, "are for servers that this command starts"),
     (["--scheduler", "skypilot", "--reward-url", "http://127.0.0.1:2"], 78, "starts its own reward-server"),
     (["--backend", "vllm"], 78, "there is no vllm in PATH"),
-    (["--allocation", "d2t2d2"], 78, "--allocation 'd2t2d2' is none; give"),
+    (["--allocation", "d2t2d2"], 78, "--allocation 'd2t2d2' is not an allocation; give"),
     (["--allocation", "d2", "--num-servers", "2"], 78, "--allocation and --num-servers are both given"),
     (["--allocation", "d2p1t4"], 78, "--allocation d2p1t4 needs 8 GPUs, and this machine has 0"),
     (["--scheduler", "skypilot", "--allocation", "p4t4"], 78, "needs 16 GPUs of one node"),
@@ -325,7 +325,7 @@ def test_a_check_plays_one_episode_of_the_agent_that_is_set_and_keeps_nothing(ev
 def test_the_command_ends_with_a_refusals_code_and_words(evaluate, tiny_model):
     command = evaluate("--model", tiny_model, "--dataset", "arithmetic", "--k", "two")
     assert command.wait() == 78
-    assert command.text.startswith("evaluate: EVAL_K is 'two'")
+    assert command.text.startswith("error: EVAL_K is 'two'")
     assert "Traceback" not in command.text
 
 

@@ -160,7 +160,7 @@ def test_the_head_and_a_worker_may_be_killed_and_a_signal_ends_all(tmp_path: Pat
     finally:
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM; the same command goes on from" in said
+    assert "stopped by SIGTERM; the same command continues from" in said
     assert not any(child.is_running() for child in children)
     assert not (tmp_path / "out" / RESULTS).exists()
     done = subprocess.run(
@@ -244,7 +244,7 @@ def test_episodes_of_another_content_of_the_policys_file_are_not_continued(tmp_p
 def test_a_server_that_is_no_head_and_a_head_with_a_token_are_refused(tmp_path: Path) -> None:
     other = FastAPI()
     other.get("/stats")(lambda: {"service": "data-server"})
-    with served(other) as url, pytest.raises(ConfigurationError, match="is no evaluation head: /stats answers"):
+    with served(other) as url, pytest.raises(ConfigurationError, match="is not an evaluation head: /stats answers"):
         run(tmp_path, url)
     app = create_app(HeadSettings(head_policies=POLICIES, jobgroup_token="secret"))
     with served_ready(app) as url, pytest.raises(ConfigurationError, match="/stats answers 401"):

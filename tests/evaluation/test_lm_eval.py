@@ -82,7 +82,7 @@ def number(answer: str | None) -> str:
     return (answer or "").replace("$", "").replace(",", "").rstrip(".")
 
 
-def test_both_extract_the_same_answers(evaluate: Any, engine: str, tmp_path: Path) -> None:
+def test_the_evaluation_and_lm_eval_extract_the_same_answers(evaluate: Any, engine: str, tmp_path: Path) -> None:
     theirs = {record["doc"]["question"]: record for record in samples_of_lm_eval(engine, tmp_path)}
     asked = prompts()
     assert theirs.keys() == asked.keys()

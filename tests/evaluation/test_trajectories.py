@@ -155,7 +155,7 @@ def test_a_signal_ends_a_run_in_order(tmp_path: Path, number: signal.Signals) ->
     finally:
         process.kill()
     assert process.returncode == 128 + number, said
-    assert f"stopped by {number.name}; the same command goes on from {out}" in said
+    assert f"stopped by {number.name}; the same command continues from {out}" in said
     assert "Traceback" not in said
 
 
@@ -347,7 +347,7 @@ def test_an_episode_that_cannot_begin_is_tried_again_and_then_left_out_with_its_
         (
             "doors={here}",
             {},
-            r"^policy 'doors': .* has no version; needed is a directory of versions with v000001/policy.pt2",
+            r"^policy 'doors': .* has no versions; needed is a directory of versions with v000001/policy.pt2",
         ),
         ("doors=nowhere:left", {}, r"^policy 'doors' is 'nowhere:left', which cannot be imported"),
         (f"a={MINE}:left", {"environment": "nothing"}, "--environment is 'nothing', which cannot be made: Environment"),

@@ -159,7 +159,7 @@ def told(here: Path, *env: str, job_group: str = "group.yaml") -> tuple[int, str
         (["REWARD_FN=broken:close"], "SyntaxError: "),
         (
             ["REWARD_FN=my_rewards:by_level"],
-            "my_rewards:by_level needs level, which it is not given. Use prompt, response, ",
+            "my_rewards:by_level needs level, which it does not get. Use prompt, response, ",
         ),
         (["REWARD_FN=reads:close", "MY_THRESHOLD="], None),
         (["LOSS=nowhere:quadratic"], "ppo-trainer: LOSS is 'nowhere:quadratic', which cannot be imported"),
@@ -187,7 +187,7 @@ def test_what_is_not_there_is_refused_with_its_setting(here, env, said):
             "ppo-trainer: AGENT is 'nowhere:solve', which cannot be imported: ModuleNotFoundError: No module named "
             "'nowhere'; give module:function, with the module on PYTHONPATH or in the working directory\n",
         ),
-        ("agent", ["ROLLOUT=agent", "AGENT=my_methods:plain"], "AGENT 'my_methods:plain' is no `async def`"),
+        ("agent", ["ROLLOUT=agent", "AGENT=my_methods:plain"], "AGENT 'my_methods:plain' is not an `async def`"),
         ("agent", ["ROLLOUT=agent", "AGENT=my_methods:solve"], None),
         (
             "environment",

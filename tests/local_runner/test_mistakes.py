@@ -43,7 +43,7 @@ def told(*arguments: str, cwd: Path = ROOT) -> str:
         (["3"], "a setting is given as --env NAME=VALUE"),
         (
             ["--num-nodes", "trainer=2"],
-            "for trainer; the nearest is ppo-trainer; the tasks of jobgroup.yaml are ppo-trainer, data-server,",
+            "names trainer; the nearest is ppo-trainer; the tasks of jobgroup.yaml are ppo-trainer, data-server,",
         ),
     ],
 )

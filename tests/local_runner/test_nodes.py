@@ -85,7 +85,7 @@ def test_a_port_that_is_taken_on_all_addresses_is_replaced():
             server.close()
 
 
-def test_components_find_each_other_by_it(monkeypatch):
+def test_components_find_each_other_by_the_variable_of_addresses(monkeypatch):
     with nodes.allocate(GROUP, own_hosts=False) as addresses:
         monkeypatch.setenv("JOBGROUP_ENDPOINTS", addresses.variable)
         monkeypatch.setenv("SKYPILOT_NODE_RANK", "1")

@@ -74,7 +74,7 @@ def shown_status(run: Run) -> str:
 
 
 @pytest.mark.parametrize(("told", "said"), RUNS)
-def test_the_lines_say_it_once_after_a_few_steps(told, said):
+def test_the_lines_say_once_that_the_model_has_learned_nothing(told, said):
     console = Console(file=io.StringIO(), width=80)
     with View(run_of(TaskSpec("ppo-trainer", "")), console, live=False) as shown:
         for line in told[:2]:
@@ -86,7 +86,7 @@ def test_the_lines_say_it_once_after_a_few_steps(told, said):
 
 
 @pytest.mark.parametrize(("told", "said"), [(told[:count], said) for told, said in RUNS for count in (1, 3)])
-def test_the_end_of_the_run_and_its_status_say_it(tmp_path, told, said):
+def test_the_end_and_the_status_of_a_run_say_that_the_model_has_learned_nothing(tmp_path, told, said):
     run = run_in(tmp_path, told)
     in_steps = "in 3 steps" if len(told) == 3 else "in the step"
     expected = f"The model has learned nothing {in_steps}: {said}".replace("96", str(32 * len(told)))
@@ -95,7 +95,7 @@ def test_the_end_of_the_run_and_its_status_say_it(tmp_path, told, said):
 
 
 @pytest.mark.parametrize("told", [[], lines([[(0.0, 32)]] * 3, trained=900.0)])
-def test_a_run_that_changed_its_model_or_has_no_step_is_not_told_so(tmp_path, told):
+def test_a_run_that_changed_its_model_or_has_no_step_does_not_count_as_learning_nothing(tmp_path, told):
     run = run_in(tmp_path, told)
     assert "learned nothing" not in shown_end(run) + shown_status(run)
 

@@ -525,7 +525,7 @@ def test_only_the_error_is_shown_of_a_component_that_names_one(tmp_path):
 
 
 @pytest.mark.parametrize("hosts", ["--own-hosts", "--shared-host"])
-def test_it_says_when_a_component_is_up(tmp_path, hosts):
+def test_the_runner_prints_when_a_component_is_up(tmp_path, hosts):
     (tmp_path / "server.py").write_text(SERVER)
     ended = run(
         tmp_path,
@@ -537,7 +537,7 @@ def test_it_says_when_a_component_is_up(tmp_path, hosts):
     assert "reward-server-0 up" in ended.output
 
 
-def test_it_records_which_components_are_up(tmp_path):
+def test_the_runner_records_which_components_are_up(tmp_path):
     """``grpo status`` tells a component that starts from one that fell silent by this record."""
     (tmp_path / "server.py").write_text(SERVER)
     runner = Runner(

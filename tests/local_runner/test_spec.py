@@ -84,7 +84,7 @@ def test_durations_are_read_as_skypilot_writes_them(text, seconds):
         ("max_restarts_on_errors", "max_restarts", "job_recovery of task ppo-trainer takes"),
         ("run: serve", "run: serve\nrun: twice", r"repeated keys \['run'\]"),
         ("run: serve", "setup: serve", "task replay-buffer has no `run`"),
-        ("name: replay-buffer", "name: ppo-trainer", "names of their own"),
+        ("name: replay-buffer", "name: ppo-trainer", "different names"),
         ("MODEL_NAME: default", "MODEL_NAME: null", r"needs \['MODEL_NAME'\]; give --env MODEL_NAME=VALUE"),
         ('TOKEN: ""', "TOKEN: null", r"needs \['TOKEN'\]; give --secret TOKEN=VALUE"),
         ("num_nodes: 2", "num_nodes: 0", "has 0 nodes"),
@@ -98,7 +98,7 @@ def test_an_invalid_job_group_is_refused(tmp_path, old, new, said):
 
 
 def test_nodes_of_an_unknown_task_are_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"given for trainer; the nearest is ppo-trainer; the tasks of"):
+    with pytest.raises(ConfigurationError, match=r"names trainer; the nearest is ppo-trainer; the tasks of"):
         load(tmp_path, GROUP, num_nodes={"trainer": 1})
 
 

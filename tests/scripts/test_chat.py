@@ -33,7 +33,7 @@ def run_dir(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
-def test_both_answers_stand_side_by_side(run_dir, tiny_model, monkeypatch, capsys):
+def test_the_answers_of_both_models_stand_side_by_side(run_dir, tiny_model, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("3+4=\n\n2+2="))
     monkeypatch.setenv("COLUMNS", "400")
     chat.main(max_new_tokens=4)

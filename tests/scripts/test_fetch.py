@@ -107,13 +107,13 @@ def test_a_pod_that_does_not_end_costs_neither_the_model_nor_the_reason_of_a_fai
     shutil.rmtree(cluster / "work/runs")
     code, said = fetch(cluster, "grpo-1", failing="launch down")
     assert code == 33, said
-    assert "scripts/fetch.yaml ended with 1; give the command again" in said
+    assert "scripts/fetch.yaml ended with 1; repeat the command" in said
 
 
 @needs_rsync
 def test_files_that_differ_from_the_volume_do_not_look_complete(cluster):
     code, said = fetch(cluster, "grpo-1", "--what", "model/weights", "--to", "here", surprise=f"{'0' * 64}  ./missing")
-    assert (code, "here.partial: missing arrived otherwise" in said) == (33, True), said
+    assert (code, "here.partial: missing differ from the volume" in said) == (33, True), said
     assert [path.name for path in (cluster / "work").iterdir()] == [".here.partial"]
     assert calls(cluster) == ["launch /scripts/fetch.yaml", "down POD"]
 

@@ -186,7 +186,9 @@ async def test_two_dozen_collectors_take_every_prompt_once_also_when_one_is_kill
 
 
 @pytest.mark.slow
-async def test_so_do_two_dozen_processes(started: tuple[dict[Task, Endpoint], Path, Path], engine: Engine) -> None:
+async def test_two_dozen_collector_processes_take_every_prompt_once(
+    started: tuple[dict[Task, Endpoint], Path, Path], engine: Engine
+) -> None:
     world = World(*started)
     try:
         await each_prompt_is_taken_once(world, engine)
@@ -214,7 +216,8 @@ async def each_prompt_is_taken_once(world: World, engine: Engine) -> None:
         await eventually(all_places_are_taken, "all collectors", progress=lambda: bytes_in(world.directory))
         # Collectors wait for room in a request that is held, not by asking often.
         most = COLLECTORS * (2 + (time.monotonic() - began) / ADMISSION_SECONDS) + BOUND
-        assert await world.admission_requests() <= most
+        requests = await world.admission_requests()
+        assert requests <= most, f"{requests:.0f} requests for admission of {COLLECTORS} collectors"
         killed, lost = next((int(name.split("-")[1]), prompts) for name, prompts in in_flight.items() if prompts)
         await world.kill(killed)
         world.start(killed)
@@ -222,11 +225,12 @@ async def each_prompt_is_taken_once(world: World, engine: Engine) -> None:
         await eventually(lambda: engine.at_once == BOUND + lost, "its prompts are generated again")
         engine.open.set()
         taken = await _take(replay)
-        assert all([await world.succeeded(number) for number in range(COLLECTORS)])
+        failed = [number for number in range(COLLECTORS) if not await world.succeeded(number)]
+        assert not failed, f"collectors {failed} of {COLLECTORS} failed"
         assert (await replay.stats()).model_dump()["counts"]["duplicates"] == 0
         cursors = (await data.stats()).cursors
     assert sorted(taken) == [(epoch, position) for epoch in range(EPOCHS) for position in range(QUESTIONS)]
-    assert engine.most_at_once <= BOUND + lost
+    assert engine.most_at_once <= BOUND + lost, f"{engine.most_at_once} prompts in flight, {lost} of them lost"
     assert {cursors[f"collector-{number}/train"]["epoch"] for number in range(COLLECTORS)} == {EPOCHS}
 
 

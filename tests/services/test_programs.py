@@ -143,7 +143,7 @@ async def test_an_exit_code_is_a_failure_with_the_end_of_the_output(monkeypatch:
     with pytest.raises(ProgramFailedError) as failed:
         await answer("i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i+1)); done; exit 1")
     assert str(failed.value).endswith(r"\nline 19999'")
-    assert len(str(failed.value)) < 2 * programs.SAID_CHARACTERS
+    assert len(str(failed.value)) < 2 * programs.SHOWN_CHARACTERS
 
 
 async def test_a_long_output_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_each_tier_has_a_pod_with_one_of_its_gpus(pods):
     }
 
 
-def test_both_pods_have_the_volume_and_the_small_image(pods, cluster):
+def test_the_pods_of_both_tasks_have_the_volume_and_the_small_image(pods, cluster):
     [claim] = [one for one in cluster.posted if one["kind"] == "PersistentVolumeClaim"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     for pod in pods:

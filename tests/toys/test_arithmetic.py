@@ -15,11 +15,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     return directory, arithmetic.make(directory)
 
 
-def test_it_is_right_often_enough_to_learn_from_and_wrong_often_enough_to_improve(made):
+def test_the_tiny_model_is_right_often_enough_to_learn_and_wrong_often_enough_to_improve(made):
     assert arithmetic.WARM_ACCURACY < made[1] < 0.7
 
 
-def test_it_loads_as_any_hugging_face_model_and_reads_every_character(made):
+def test_the_tiny_model_loads_as_a_hugging_face_model_and_reads_every_character(made):
     directory, _ = made
     model = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)

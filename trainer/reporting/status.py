@@ -18,7 +18,7 @@ from services.core.endpoints import STATUS_PORT, Task, bind_address
 from services.core.logs import get_logger
 from services.http.app import create_service_app
 from services.http.server import listen, server_config
-from services.run_page.activity import Activity, Teller, in_words
+from services.run_page.activity import Activity, ReportTimer, in_words
 from services.run_page.components import SERVICES, ComponentMonitor
 from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC, add_run_page
@@ -96,10 +96,10 @@ def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
 
 async def log_activity(status: RunStatus) -> None:
     """Log an activity that goes on, at intervals, until cancelled."""
-    teller = Teller()
+    report_timer = ReportTimer()
     while True:
         await asyncio.sleep(1.0)
-        if teller.is_due(status.activity.since, is_early=not status.metrics):
+        if report_timer.is_due(status.activity.since, is_early=not status.metrics):
             log.info(in_words(status.activity.shown()))
 
 

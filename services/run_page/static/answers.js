@@ -4,12 +4,12 @@ import { count } from "./format.js";
 
 /** Returns the answers of a group, each as its records: one for a completion, one a branch for an episode. */
 export function answers(group) {
-  const found = new Map();
+  const byKey = new Map();
   for (const [place, record] of group.completions.entries()) {
     const key = record.episode ?? `completion ${place}`;
-    found.set(key, [...(found.get(key) ?? []), record]);
+    byKey.set(key, [...(byKey.get(key) ?? []), record]);
   }
-  return [...found.values()];
+  return [...byKey.values()];
 }
 
 /** Returns the mean reward of a group; null if nothing could be scored. */

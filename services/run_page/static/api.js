@@ -18,8 +18,8 @@ export const forgetToken = () => sessionStorage.removeItem(KEY);
 
 /** Returns the reply of GET ``path`` with the query ``parameters`` (without those that are null or ""). */
 export async function get(path, parameters = {}) {
-  const given = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== "");
-  const query = new URLSearchParams(given).toString();
+  const present = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const query = new URLSearchParams(present).toString();
   const token = sessionStorage.getItem(KEY);
   let response;
   try {

@@ -93,7 +93,7 @@ function answer(records, mean, even, needle, open) {
   );
 }
 
-/** Returns the button that shows an answer whole; null if there is no more to show than its text. */
+/** Returns the button that shows an answer whole; null if its text is the whole answer. */
 function opener(records, open) {
   const hasConversation = records.some((record) => record.messages?.length);
   if (!hasConversation && !records.some((record) => record.spans)) return null;

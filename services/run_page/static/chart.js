@@ -12,7 +12,7 @@ export const HEIGHT = 200;
 const DRAG_PIXELS = 6;
 const NEAR = "300px";
 const FADED = 0.15;
-const MOST_TOLD = 12;
+const MOST_LISTED = 12;
 const MOST_SPREADS = 3;
 
 export class Chart {
@@ -246,11 +246,11 @@ export class Chart {
   describe() {
     const values = this.valuesAt(this.view.cursor);
     if (!values.length) return "No value.";
-    const told = values.map((entry) => `${entry.line.label} ${inWords(entry)}`);
+    const texts = values.map((entry) => `${entry.line.label} ${inWords(entry)}`);
     const places = values.map(({ x }) => this.view.place(x));
     // Without a cursor, each line tells its newest value, and runs may be at different steps.
-    if (new Set(places).size > 1) return `${told.map((words, n) => `${words} at ${places[n]}`).join(", ")}.`;
-    return `${places[0]}: ${told.join(", ")}.`;
+    if (new Set(places).size > 1) return `${texts.map((words, n) => `${words} at ${places[n]}`).join(", ")}.`;
+    return `${places[0]}: ${texts.join(", ")}.`;
   }
 
   drawCursor() {
@@ -287,11 +287,11 @@ export class Chart {
   }
 
   placeTip(x, values, width) {
-    const told = values.length > MOST_TOLD ? [...values].sort((a, b) => b.value - a.value).slice(0, MOST_TOLD) : values;
-    const rows = told.map((entry) =>
+    const listed = values.length > MOST_LISTED ? [...values].sort((a, b) => b.value - a.value).slice(0, MOST_LISTED) : values;
+    const rows = listed.map((entry) =>
       h("div", null, swatch(entry.line), h("span", null, entry.line.label), h("b", null, inWords(entry))),
     );
-    const rest = values.length > told.length ? h("div", { class: "muted" }, `and ${count(values.length - told.length)} lower`) : "";
+    const rest = values.length > listed.length ? h("div", { class: "muted" }, `and ${count(values.length - listed.length)} lower`) : "";
     this.tip.replaceChildren(h("div", { class: "muted" }, this.view.place(this.view.cursor)), ...rows, rest);
     const left = x + 14 + this.tip.offsetWidth > width ? x - 14 - this.tip.offsetWidth : x + 14;
     this.tip.style.left = `${Math.max(0, left)}px`;

@@ -94,9 +94,9 @@ export class Comparison {
 
   choose(run, isChosen) {
     if (isChosen === (run.slot !== null)) return;
-    const taken = new Set(this.runs.map((other) => other.slot));
+    const slots = new Set(this.runs.map((other) => other.slot));
     let slot = 0;
-    while (taken.has(slot)) slot++;
+    while (slots.has(slot)) slot++;
     run.slot = isChosen ? slot : null;
     run.isShown = isChosen && this.isListed(run);
   }

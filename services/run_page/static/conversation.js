@@ -6,8 +6,8 @@ import { count } from "./format.js";
 const SPEAKERS = { system: "System", developer: "System", user: "User", function: "Tool" };
 
 /**
- * Returns the conversation ``messages`` as a list. The messages with which one of the ``earlier`` conversations also
- * begins are folded away.
+ * Returns the conversation ``messages`` as a list. Messages at its beginning that an ``earlier`` conversation
+ * begins with, too, are folded away.
  */
 export function conversation(messages, earlier) {
   const items = messages.map(item);
@@ -20,7 +20,7 @@ export function conversation(messages, earlier) {
   return h("div", null, h("details", null, h("summary", null, summary), list(items.slice(0, most))), list(items.slice(most)));
 }
 
-/** Returns the number of messages with which both conversations begin. */
+/** Returns the number of messages that both conversations have at their beginning. */
 function shared(messages, others) {
   const isSame = (message, place) => JSON.stringify(message) === JSON.stringify(others[place]);
   const first = messages.findIndex((message, place) => !isSame(message, place));

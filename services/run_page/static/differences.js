@@ -3,7 +3,7 @@
 // These say where a run took place and what it is called.
 const OWN = new Set(["run_id", "shared_dir", "jobgroup_token", "log_level", "log_format"]);
 const COMMIT_DIGITS = 10;
-// What a run learned, by which reward and method, at which rate and size. Other settings come after these.
+// The task, reward, method, rate and sizes of a run. Other settings come after these.
 const IMPORTANT = [
   ...["model_name", "dataset", "dataset_config", "rollout", "environment", "opponent", "agent", "agent_command"],
   ...["reward_fn", "reward_model", "loss", "advantage", "aggregation", "importance_correction", "kl_coef", "mode"],
@@ -18,32 +18,32 @@ const IMPORTANT = [
 export function differences(runs) {
   const all = new Map(runs.map((run) => [run, settingsOf(run)]));
   const keys = [...new Set(runs.flatMap((run) => [...all.get(run).keys()]))];
-  const found = new Map();
+  const byKey = new Map();
   for (const key of keys) {
     const values = new Map(runs.map((run) => [run, all.get(run).get(key)]));
     if (new Set([...values.values()].filter((value) => value !== undefined)).size < 2) continue;
     const [component, name] = key.split(" ");
-    const same = [...found.values()].filter((other) => other.setting === name);
+    const same = [...byKey.values()].filter((other) => other.setting === name);
     if (same.some((other) => runs.every((run) => other.values.get(run) === values.get(run)))) continue;
     const title = name === "commit" ? name : name.toUpperCase();
-    found.set(key, { setting: name, name: same.length ? `${title} of ${component}` : title, values });
+    byKey.set(key, { setting: name, name: same.length ? `${title} of ${component}` : title, values });
   }
   const place = ({ setting }) => (IMPORTANT.includes(setting) ? IMPORTANT.indexOf(setting) : IMPORTANT.length);
-  return [...found.values()].sort((a, b) => place(a) - place(b));
+  return [...byKey.values()].sort((a, b) => place(a) - place(b));
 }
 
 /** Returns a run's settings and commits as texts, by "component name". */
 export function settingsOf({ components, summary }) {
-  const found = new Map();
+  const texts = new Map();
   for (const [component, { settings: values, commit }] of Object.entries(components)) {
-    for (const [name, value] of Object.entries(values ?? {})) if (!OWN.has(name)) found.set(`${component} ${name}`, text(value));
-    if (commit) found.set(`${component} commit`, String(commit).slice(0, COMMIT_DIGITS));
+    for (const [name, value] of Object.entries(values ?? {})) if (!OWN.has(name)) texts.set(`${component} ${name}`, text(value));
+    if (commit) texts.set(`${component} commit`, String(commit).slice(0, COMMIT_DIGITS));
   }
-  const recorded = new Set([...found.keys()].map((key) => key.split(" ")[1]));
+  const recorded = new Set([...texts.keys()].map((key) => key.split(" ")[1]));
   for (const [name, value] of [["model_name", summary.model], ["dataset", summary.dataset]]) {
-    if (value && !recorded.has(name)) found.set(`summary ${name}`, String(value));
+    if (value && !recorded.has(name)) texts.set(`summary ${name}`, String(value));
   }
-  return found;
+  return texts;
 }
 
 /** Returns the value of a setting as text; nothing for one that is not set. */

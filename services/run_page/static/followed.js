@@ -43,18 +43,18 @@ export class Followed {
   async read(before) {
     const key = this.key;
     try {
-      const found = [];
+      const groups = [];
       let next = before;
       do {
         const query = { run: this.run, source: this.source, prompt_key: key, before: next };
-        const reply = await get("api/groups", { ...query, limit: PAGE - found.length });
-        found.push(...reply.groups);
+        const reply = await get("api/groups", { ...query, limit: PAGE - groups.length });
+        groups.push(...reply.groups);
         next = reply.before;
-      } while (next !== null && found.length < PAGE);
+      } while (next !== null && groups.length < PAGE);
       if (key !== this.key || !this.isOpen) return;
       const isFirst = !this.groups.length;
-      const known = new Set(this.groups.map((group) => group.number));
-      const added = found.filter((group) => !known.has(group.number));
+      const numbers = new Set(this.groups.map((group) => group.number));
+      const added = groups.filter((group) => !numbers.has(group.number));
       for (const group of added) group.advantage = this.prompt.advantage;
       if (isFirst || before !== null) this.before = next;
       if (!added.length) return;
@@ -79,8 +79,8 @@ export class Followed {
 
 function column(group, open) {
   const mean = meanReward(group);
-  const known = group.completions.map((record) => record.policy_version).filter((version) => version !== undefined);
-  const versions = [...new Set(known)].sort((a, b) => a - b);
+  const recorded = group.completions.map((record) => record.policy_version).filter((version) => version !== undefined);
+  const versions = [...new Set(recorded)].sort((a, b) => a - b);
   return h(
     "section",
     { class: "card step", "aria-label": `step ${group.step}` },

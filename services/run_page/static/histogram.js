@@ -65,7 +65,7 @@ export class Histogram {
   }
 
   paint(context, width, height) {
-    // A run without such a step takes no place beside the others.
+    // A run without such a step takes no space.
     const runs = this.runs.filter((run) => run.counts.length);
     const rewards = [...new Set(runs.flatMap((run) => run.counts.map(([reward]) => reward)))].sort((a, b) => a - b);
     const amounts = runs.flatMap((run) => run.counts.map(([, amount]) => amount));

@@ -107,9 +107,9 @@ async function poll() {
 async function readOverview() {
   const reply = await get("api/runs");
   page.isLive = reply.live;
-  const known = new Map(page.runs.map((run) => [run.name, run]));
+  const byName = new Map(page.runs.map((run) => [run.name, run]));
   page.runs = reply.runs.map((overview) => {
-    const run = known.get(overview.name) ?? new RunData(overview);
+    const run = byName.get(overview.name) ?? new RunData(overview);
     run.take(overview);
     return run;
   });

@@ -125,7 +125,7 @@ export function paintErrors(context, plane, series, lower, upper) {
   }
 }
 
-/** Paints columns for ``counts`` ([[value, count]]) with their counts above, ``shift`` pixels beside their values. */
+/** Paints columns for ``counts`` ([[value, count]]) with their counts above, ``shift`` pixels right of their values. */
 export function paintColumns(context, plane, counts, { fill, width, shift }) {
   context.font = FONT;
   context.textAlign = "center";

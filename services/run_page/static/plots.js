@@ -149,14 +149,14 @@ export class Plots {
         if (!ys.some((y) => y !== null)) continue;
         const steps = spec.sparse && run.column(spec.sparse);
         const values = steps ? ys.map((y, i) => y ?? (steps[i] === null ? null : 0)) : ys;
-        const own = label ?? spec.name?.(name) ?? name;
+        const title = label ?? spec.name?.(name) ?? name;
         const place = lines.length;
         const look = compares
           ? { color: run.color, dash: DASHES[place % DASHES.length] }
           : { color: seriesColor(place), dash: [] };
-        const entry = { key: own, label: own, ...look, color: compares ? "var(--muted)" : look.color };
+        const entry = { key: title, label: title, ...look, color: compares ? "var(--muted)" : look.color };
         const extent = extents(run, around?.(name), spec.within, ys);
-        const full = compares ? `${run.name}${place ? `: ${own}` : ""}` : own;
+        const full = compares ? `${run.name}${place ? `: ${title}` : ""}` : title;
         lines.push({ label: full, run: run.name, xs, ys: values, ...extent, entry, ...look });
       }
     }

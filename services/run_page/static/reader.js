@@ -34,7 +34,7 @@ export class Reader {
     try {
       const reply = await get("api/groups", { run, source, before: group.number + 1, limit: 1, tokens: true });
       if (group !== this.group) return;
-      // A resumed run writes its file anew.
+      // A resumed run replaces its file.
       const isThere = reply.groups[0]?.number === group.number && reply.groups[0].group_id === group.group_id;
       this.isLoaded = true;
       this.group = isThere ? reply.groups[0] : { ...group, completions: group.completions.map((c) => ({ ...c, spans: undefined })) };

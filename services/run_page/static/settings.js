@@ -75,7 +75,7 @@ function parts(runs) {
   ];
 }
 
-/** Returns a run's state and what its summary says beside the state. */
+/** Returns a run's state and the other entries of its summary. */
 function outcome({ state, summary }) {
   const { status, ended, ...rest } = summary;
   const values = { state, ...rounded(rest), ended: ended && date(ended) };

@@ -10,7 +10,7 @@ const without = (start) => (metric) => metric.replace(start, "");
 
 // A series is [metric, label, spread]: the metric is a name, a pattern of names, or computed from others; `spread` returns
 // the names of the metrics that are the ends of a band, or the name of the one that is the distance of both from the
-// series. `spread` of the plot says what the band is. Several runs show `compared` instead; `name` labels metrics found by
+// series. The plot's `spread` explains the band. Several runs show `compared` instead; `name` labels metrics found by
 // a pattern. Where a step lacks a metric but has `sparse`, the metric is 0. `note` says what the plot shows and what is
 // good. `within` is the metric of a distance that stands for a band in runs that lack it, cut at the rewards that occur.
 
@@ -32,17 +32,17 @@ const FIRST = [
   },
   {
     id: "lengths", title: "Completion length", unit: "tokens",
-    note: "May move as the model learns. Bad: up to the limit with more truncation, or down to almost nothing.",
+    note: "May change as the model learns. Bad: it rises to the limit with more truncation, or falls to almost nothing.",
     series: [["length_mean", "mean"], ["length_max", "longest"]],
   },
   {
     id: "entropy", title: "Entropy", unit: "nats a token",
-    note: "How open the choice of the next token is. Falls as the model gets surer; near 0 it tries nothing new and stops learning.",
+    note: "Uncertainty about the next token. Falls as the model gets surer; near 0 it tries nothing new and stops learning.",
     series: [["entropy", "fresh groups"], ["replay_entropy", "replayed groups"], ["entropy_all", "all groups"]],
   },
   {
     id: "kl", title: "KL divergence", unit: "nats a token",
-    note: "How far the policy is from the behaviour policy, which sampled the completions (good: near 0, steady), and from the reference, the model before training (grows slowly).",
+    note: "Distance of the policy from the behaviour policy, which sampled the completions (good: near 0, steady), and from the reference, the model before training (grows slowly).",
     series: [
       ["kl_behaviour", "behaviour policy to policy"],
       ["kl_reference", "policy to reference"],
@@ -70,7 +70,7 @@ const ANSWERS = [
   },
   {
     id: "reward-parts", title: "Parts of the reward", unit: "mean over completions, before weights",
-    note: "Which function the reward comes from. One that rises while another falls may be too heavy.",
+    note: "The mean of each reward function. If one rises while another falls, its weight may be too large.",
     series: [[/^reward_part_/]],
     name: without("reward_part_"),
   },
@@ -82,7 +82,7 @@ const ANSWERS = [
   },
   {
     id: "environment", title: "Figures of the environment", unit: "mean over episodes",
-    note: "What the environment itself counts, such as the share of legal moves.",
+    note: "Figures that the environment counts, such as the share of legal moves.",
     series: [[/^environment_/]],
     name: without("environment_"),
   },
@@ -105,7 +105,7 @@ const ANSWERS = [
     series: [["truncation_rate", "truncated"]],
   },
   {
-    id: "groups", title: "Groups in each step", unit: "number of groups, by what became of them",
+    id: "groups", title: "Groups in each step", unit: "number of groups, by kind",
     note: "Only a group whose rewards differ teaches something. Bad: most have equal rewards, because prompts are too easy or too hard.",
     whole: true,
     series: [
@@ -119,7 +119,7 @@ const ANSWERS = [
   },
   {
     id: "failed", title: "Failed episodes", unit: "number, by reason",
-    note: "Good: 0. Over a limit (limit, timeout, reward_over_limit) they are wrong answers, otherwise without a reward. The samples have the reason of each.",
+    note: "Good: 0. Episodes over a limit (limit, timeout, reward_over_limit) are wrong answers; the others have no reward. The samples have the reason of each.",
     whole: true,
     sparse: "episodes_failed",
     series: [["episodes_failed", "all"], [/^episodes_failed_/]],
@@ -146,7 +146,7 @@ const ANSWERS = [
   },
   {
     id: "tool-calls", title: "Tool calls and branches", unit: "number an episode, mean",
-    note: "A branch is a conversation that the agent began anew from an earlier message.",
+    note: "A branch is a conversation that the agent restarted from an earlier message.",
     series: [["tool_calls_mean", "tool calls"], ["branches_mean", "branches"]],
   },
   {
@@ -169,7 +169,7 @@ const UPDATES = [
   },
   {
     id: "ratio", title: "Probability ratio", unit: "new policy to old, extremes of tokens",
-    note: "How much likelier the policy makes a token than the one that sampled it. Good: around 1; far from it, samples are too old or updates too large.",
+    note: "A token's probability under the policy, divided by that under the policy that sampled it. Good: around 1; far from it, samples are too old or updates too large.",
     series: [
       ["ratio_max", "largest"],
       ["ratio_min", "smallest"],
@@ -194,12 +194,12 @@ const UPDATES = [
   },
   {
     id: "staleness", title: "Staleness", unit: "policy versions",
-    note: "How many versions older than the trained policy the one is that sampled. 0 without MODE=async; less is better.",
+    note: "Age of the policy version that sampled, in versions. 0 without MODE=async; less is better.",
     series: [["staleness_mean", "mean"], ["staleness_max", "largest"]],
   },
   {
     id: "published", title: "Published change", unit: "share of the weights' change",
-    note: "How much of what training has changed in the weights the engines get. Good: about 1.",
+    note: "Share of the trained change of the weights that reaches the engines. Good: about 1.",
     series: [["publish_share", "published"]],
   },
   {
@@ -228,7 +228,7 @@ const SPEED = [
   },
   {
     id: "workers", title: "Rollout workers", unit: "number that serve the newest policy",
-    note: "Fewer than there are engines: one was lost or is behind.",
+    note: "Bad: fewer than the engines, because one was lost or is behind.",
     whole: true,
     series: [["workers", "workers"]],
   },

@@ -22,7 +22,7 @@ export function largestAdvantage(records) {
  * cursor. An advantage of size ``largest`` has the strongest colour; ``why`` is said of an advantage of 0.
  */
 export function tokens(prompt, spans, largest, why) {
-  const told = h("p", { class: "told", role: "status" }, "Point at a token, or move with the arrow keys.");
+  const explanation = h("p", { class: "explanation", role: "status" }, "Point at a token, or move with the arrow keys.");
   const facts = new Map();
   const text = h("pre", { class: "tokens", tabindex: "0", role: "group", "aria-label": "tokens" }, h("span", { class: "context" }, prompt));
   let version = null;
@@ -46,7 +46,7 @@ export function tokens(prompt, spans, largest, why) {
     elements[cursor]?.classList.remove("at");
     cursor = to;
     elements[cursor].classList.add("at");
-    setText(told, describe(facts.get(elements[cursor]), elements.length, why));
+    setText(explanation, describe(facts.get(elements[cursor]), elements.length, why));
   };
   text.addEventListener("pointerover", ({ target }) => facts.has(target) && move(elements.indexOf(target)));
   text.addEventListener("keydown", (event) => {
@@ -56,7 +56,7 @@ export function tokens(prompt, spans, largest, why) {
     move(to);
     elements[to].scrollIntoView({ block: "nearest" });
   });
-  return h("div", null, legend(), told, text);
+  return h("div", null, legend(), explanation, text);
 }
 
 function legend() {

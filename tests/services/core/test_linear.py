@@ -60,13 +60,13 @@ def test_a_row_is_the_same_in_any_batch_to_the_bit(shape: tuple[int, int], compu
 
 @both_types
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-def test_so_it_is_without_packing(shape: tuple[int, int], compute_type: str) -> None:
+def test_a_row_is_the_same_in_any_batch_without_packed_weights(shape: tuple[int, int], compute_type: str) -> None:
     dtype = getattr(torch, compute_type)
     check(PlainLinear(*random_weight(*shape, dtype), pad_rows=32), shape[0], dtype)
 
 
 @pytest.mark.parametrize("instructions", ["AVX512_CORE", "AVX2"])
-def test_so_it_is_on_processors_with_fewer_instructions(instructions: str) -> None:
+def test_a_row_is_the_same_in_any_batch_on_processors_with_fewer_instructions(instructions: str) -> None:
     """oneDNN emulates bfloat16 with AVX512_CORE, and does not pack it with AVX2."""
     own = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions}
     subprocess.run([sys.executable, "-c", CHECK_ALL], cwd=ROOT, env=own, check=True)

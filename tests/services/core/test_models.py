@@ -101,7 +101,7 @@ def test_a_complete_model_is_not_asked_for_again(served, start):
     assert (served.listings, served.fetched) == (listings, dict.fromkeys(FILES, 1))
 
 
-def test_the_others_wait_until_the_model_is_complete_and_say_so(served, start, tmp_path):
+def test_other_processes_wait_until_the_model_is_complete_and_log_it(served, start, tmp_path):
     served.held["model.safetensors"] = threading.Event()
     first = start()
     wait_until(served.half_sent.is_set, "half of the weights are sent")

@@ -1,4 +1,4 @@
-"""A start on a node that is used again ends what an earlier start left there, and nothing else."""
+"""A new start on a node ends the processes of an earlier start, and no others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from tests.waiting import IDLE_SECONDS, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
-START = "from services.core.processes import end_leftovers; end_leftovers(grace_seconds={seconds}); print('started')"
+START = """
+from services.core.processes import kill_stale_processes
+kill_stale_processes(grace_seconds={seconds})
+print('started')
+"""
 
 
 @contextmanager
@@ -60,7 +64,7 @@ def test_a_start_ends_the_processes_of_the_same_task_and_node_alone(tmp_path: Pa
         assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in spared)
 
 
-def test_a_leftover_that_ends_by_itself_is_left_to_it(tmp_path: Path) -> None:
+def test_a_stale_process_that_ends_by_itself_is_not_killed(tmp_path: Path) -> None:
     folder = tmp_path / "files"
     folder.mkdir()
     ended = folder / "ended"
@@ -70,7 +74,7 @@ def test_a_leftover_that_ends_by_itself_is_left_to_it(tmp_path: Path) -> None:
         assert ended.exists()
 
 
-def test_a_service_takes_the_port_of_its_leftover(tmp_path: Path) -> None:
+def test_a_service_takes_the_port_of_a_stale_process(tmp_path: Path) -> None:
     port = str(free_port())
     environment = os.environ | {"SKYPILOT_TASK_ID": "t-3", "SKYPILOT_NODE_RANK": "0"}
     command = [sys.executable, "-m", "services.reward_server", "--port", port]

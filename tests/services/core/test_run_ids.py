@@ -81,12 +81,12 @@ def test_only_a_run_that_has_not_ended_keeps_its_name_after_a_restart_of_the_con
     assert run_id(monkeypatch, tmp_path, EARLY) == FIRST
 
 
-def test_a_run_that_was_given_up_long_ago_is_not_gone_on_with(monkeypatch, tmp_path):
+def test_a_run_that_has_written_nothing_for_days_is_not_continued(monkeypatch, tmp_path):
     begin(tmp_path, FIRST, quiet=UNDER_WAY_SECONDS + 60)
     assert run_id(monkeypatch, tmp_path, LATE) == SECOND
 
 
-def test_other_jobs_and_groups_are_not_taken_for_it(monkeypatch, tmp_path):
+def test_runs_of_other_jobs_and_groups_do_not_lend_their_names(monkeypatch, tmp_path):
     for name in ("group-1", "group-17", "group-17-mine", "group-170-20260102-030405", "group-2-17-20260102-030405"):
         begin(tmp_path, name)
     assert run_id(monkeypatch, tmp_path, LATE) == SECOND

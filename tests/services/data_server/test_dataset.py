@@ -81,7 +81,7 @@ def test_without_a_model_there_are_no_token_ids(chat_model: str) -> None:
     assert maker(None).token_ids(["a", "b"]) == [[], []]
 
 
-def test_many_at_once_get_the_same_ids_as_one_by_one(chat_model: str) -> None:
+def test_a_batch_of_questions_gets_the_same_ids_as_each_question_alone(chat_model: str) -> None:
     made = maker(chat_model)
     questions = [f"What is {i}?" for i in range(300)]
     assert made.token_ids(questions) == [made.token_ids([question])[0] for question in questions]
@@ -92,13 +92,13 @@ def test_a_chat_style_without_a_template_is_refused(base_model: str) -> None:
         maker(base_model)
 
 
-def test_a_tokenizer_that_cannot_be_had_is_an_error(tmp_path: Any) -> None:
+def test_a_tokenizer_that_cannot_be_loaded_is_an_error(tmp_path: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"MODEL_NAME '.*' cannot be loaded.*give a directory") as error:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(error.value)
 
 
-def test_a_process_of_its_own_gets_by_without_torch(chat_model: str) -> None:
+def test_a_data_server_in_a_separate_process_does_not_import_torch(chat_model: str) -> None:
     check = f"""
 import sys
 from services.data_server.dataset import load
@@ -124,7 +124,9 @@ def fingerprint(tmp_path: Path, chat_model: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["elsewhere/rows.jsonl", "other-name.jsonl", "rows.parquet"])
-def test_it_is_the_same_wherever_and_however_the_rows_are_stored(fingerprint: Any, tmp_path: Path, name: str) -> None:
+def test_the_fingerprint_does_not_depend_on_where_and_how_the_rows_are_stored(
+    fingerprint: Any, tmp_path: Path, name: str
+) -> None:
     assert fingerprint(dataset=str(write_rows(tmp_path / name, ROWS))) == fingerprint()
 
 
@@ -142,13 +144,15 @@ def test_it_is_the_same_wherever_and_however_the_rows_are_stored(fingerprint: An
         ({"prompt_style": "few_shot"}, {"training prompts", "form"}),
     ],
 )
-def test_it_shows_what_a_setting_changes(fingerprint: Any, settings: dict[str, Any], changed: set[str]) -> None:
+def test_the_fingerprint_shows_which_part_a_setting_changes(
+    fingerprint: Any, settings: dict[str, Any], changed: set[str]
+) -> None:
     before, after = fingerprint(), fingerprint(**settings)
     assert {part for part in before if before[part] != after[part]} == changed
 
 
 @pytest.mark.parametrize("column", ["question", "answer"])
-def test_it_shows_one_changed_row_and_one_more(fingerprint: Any, tmp_path: Path, column: str) -> None:
+def test_the_fingerprint_shows_a_changed_row_and_an_added_row(fingerprint: Any, tmp_path: Path, column: str) -> None:
     changed = [*ROWS[:-1], ROWS[-1] | {column: "99"}]
     more = [*ROWS, {"question": "1+2=", "answer": "3"}]
     before = fingerprint()
@@ -161,12 +165,12 @@ def test_it_shows_one_changed_row_and_one_more(fingerprint: Any, tmp_path: Path,
     "settings",
     [{"arithmetic_operations": "-"}, {"arithmetic_digits": "1,2"}, {"arithmetic_template": "{a} {op} {b} = ?"}],
 )
-def test_it_shows_other_arithmetic(fingerprint: Any, settings: dict[str, str]) -> None:
+def test_the_fingerprint_shows_other_arithmetic(fingerprint: Any, settings: dict[str, str]) -> None:
     before, after = fingerprint(dataset="arithmetic"), fingerprint(dataset="arithmetic", **settings)
     assert after["training prompts"] != before["training prompts"]
     assert after["held-out prompts"] != before["held-out prompts"]
 
 
-def test_it_shows_another_chat_template(fingerprint: Any, base_model: str) -> None:
+def test_the_fingerprint_shows_another_chat_template(fingerprint: Any, base_model: str) -> None:
     before, after = fingerprint(prompt_style="few_shot"), fingerprint(prompt_style="few_shot", model_name=base_model)
     assert {part for part in before if before[part] != after[part]} == {"form"}

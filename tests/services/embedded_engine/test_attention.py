@@ -37,7 +37,7 @@ def test_a_token_alone_gets_what_it_gets_within_a_prompt(shape: tuple[int, int, 
             assert torch.equal(found.flatten(0, 1), whole[position]), (position, length)
 
 
-def test_it_is_causal_attention() -> None:
+def test_attend_causally_is_the_causal_attention_of_torch() -> None:
     torch.manual_seed(0)
     query = torch.randn(LENGTH, 6, 16)
     keys, values = torch.randn(2, 2, round_up(LENGTH), 16)

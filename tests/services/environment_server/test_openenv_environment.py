@@ -64,7 +64,9 @@ async def test_an_environment_behind_openenv_plays_as_it_does_here(
 
 
 @asynccontextmanager
-async def scripted(*frames: dict[str, Any] | None, action: dict[str, Any] = SAY) -> AsyncIterator[OpenEnvEnvironment]:
+async def scripted(
+    *frames: dict[str, Any] | None, action: dict[str, Any] = SAY, forms: Forms | None = None
+) -> AsyncIterator[OpenEnvEnvironment]:
     """An environment whose server answers with ``frames``; None breaks the socket."""
     script = iter(frames)
     heard: list[dict[str, Any]] = []
@@ -80,7 +82,7 @@ async def scripted(*frames: dict[str, Any] | None, action: dict[str, Any] = SAY)
 
     async with serve(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        forms = Forms.of({"action": action, "observation": {}})
+        forms = forms or Forms.of({"action": action, "observation": {}})
         environment = OpenEnvEnvironment(f"http://127.0.0.1:{port}", forms)
         environment.heard = heard  # type: ignore[attr-defined]
         yield environment
@@ -157,8 +159,7 @@ async def test_a_server_of_numbers_refuses_what_it_does_not_take() -> None:
         }
     )
     assert (forms.state_field, forms.state.shape, forms.action.start, forms.action.count) == ("s", [], 1, 3)
-    async with scripted(observed(s=0.5), error("VALIDATION_ERROR")) as environment:
-        environment._forms = forms
+    async with scripted(observed(s=0.5), error("VALIDATION_ERROR"), forms=forms) as environment:
         assert await environment.reset(1) == 0.5
         with pytest.raises(ActionRefusedError, match="not so"):
             await environment.step(9)

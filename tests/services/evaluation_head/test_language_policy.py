@@ -126,7 +126,7 @@ async def test_a_conversation_that_is_refused_costs_its_own_episode_alone(
     ("state", "says"),
     [
         ([], "at least 1 item"),
-        ([1.0, 2.0], "no list of messages"),
+        ([1.0, 2.0], "is not a list of messages"),
         ([{"role": "user"}], "0.content"),
         ([{"role": "boss", "content": "x"}], "0.role"),
     ],
@@ -175,7 +175,10 @@ async def test_an_unreachable_rollout_server_fails_the_request_in_time(serving: 
         response = await client.post("/evaluate", json={"state": user("guess")})
         assert response.status_code == 500
         assert gone in response.json()["detail"]
-        assert "does not tell its weights" in (await client.get("/stats")).json()["policies"][0]["trouble"]
+        assert (
+            "version of the rollout server's weights is unknown"
+            in (await client.get("/stats")).json()["policies"][0]["trouble"]
+        )
 
 
 async def test_the_embedded_engine_answers_the_same_through_the_head(serving: Any, head: Any, tiny_model: Path) -> None:

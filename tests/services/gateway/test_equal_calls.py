@@ -23,7 +23,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from services.clients.agent_episodes import PatientTransport
+from services.clients.agent_episodes import RetryingTransport
 from services.core.tasks import Stopwatch
 from services.gateway.app import Reply
 from services.gateway.calls import Calls
@@ -148,7 +148,7 @@ async def test_eight_in_parallel_are_the_same_eight_samples_when_the_gateway_is_
         """Return the answers to eight equal requests, sorted, and the trace."""
         service = start(start_service, models("qwen2.5"), engine, where)
         await asyncio.to_thread(service.wait_healthy)
-        transport = PatientTransport(ssl.create_default_context(), IDLE_SECONDS, Stopwatch())
+        transport = RetryingTransport(ssl.create_default_context(), IDLE_SECONDS, Stopwatch())
         async with httpx.AsyncClient(transport=transport, base_url=service.url, timeout=IDLE_SECONDS) as client:
             await client.post("/sessions", json={"id": "s", "seed": 7})
 
@@ -387,7 +387,7 @@ async def test_a_program_that_leaves_the_relay_finds_its_answer_when_it_asks_aga
                 running.engine.may_answer.set()
                 return [text(await asked), text(await client.post(url, json=BODY))]
 
-        transport = PatientTransport(ssl.create_default_context(), IDLE_SECONDS, Stopwatch())
+        transport = RetryingTransport(ssl.create_default_context(), IDLE_SECONDS, Stopwatch())
         async with httpx.AsyncClient(transport=transport) as client, Relay(program) as relay:  # type: ignore[arg-type]
             url = f"{running.client.base_url}/sessions/s/v1"
             said: Any = await relay(SimpleNamespace(), base_url=url, api_key="s", http_client=client)  # type: ignore[arg-type]

@@ -150,7 +150,7 @@ async def test_a_silent_connection_is_given_up() -> None:
 
 async def test_another_program_at_the_address_is_recognised() -> None:
     async with listening(Script([(200, "", '{"hello": 1}')])) as script, client(script) as http:
-        with pytest.raises(DependencyLostError, match=r"something else than a Answer \(answer: Field required\)"):
+        with pytest.raises(DependencyLostError, match=r"something other than a Answer \(answer: Field required\)"):
             await http.call("GET", "/ask", Answer)
 
 

@@ -45,5 +45,5 @@ def test_a_value_without_a_form_is_refused(metadata: Any) -> None:
 
 @pytest.mark.parametrize("text", ["", "72", "{}", "[1]", '{"answer": "1", "generator": "chain_sum"}'])
 def test_another_datasets_ground_truth_is_no_entry(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no entry of reasoning-gym.*DATASET=reasoning_gym:NAME"):
+    with pytest.raises(ValueError, match=r"not an entry of reasoning-gym.*DATASET=reasoning_gym:NAME"):
         Entry.from_json(text)

@@ -115,7 +115,7 @@ def test_excluded_and_old_records_are_not_drawn_and_do_not_count() -> None:
     assert (sorted(drawn(index, 9)), len(index)) == ([4, 5], 2)
 
 
-def test_the_same_contents_and_seed_give_the_same_draws_whatever_came_between() -> None:
+def test_the_same_contents_and_seed_give_the_same_draws_after_other_changes() -> None:
     values = [float(i % 7 + 1) for i in range(100)]
     index = index_of(values)
     before = drawn(index, 20, 5, 0.7)

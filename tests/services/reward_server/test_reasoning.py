@@ -110,7 +110,7 @@ async def test_answers_are_scored_by_workers(scoring: Any) -> None:
     assert (right.reward, right.extracted) == (1.0, made["answer"])
     assert (wrong.reward, cut.reward) == (0.0, 0.0)
     assert (other.reward, other.status) == (None, RewardStatus.ERROR)
-    assert "no entry of reasoning-gym" in (other.reason or "")
+    assert "not an entry of reasoning-gym" in (other.reason or "")
     assert puzzle.status is RewardStatus.SCORED, puzzle.reason
 
 

@@ -110,7 +110,7 @@ async def test_a_reward_whose_square_overflows_is_none(scoring: Any, plugin: str
     async with scoring(reward_fn=f"{plugin}:length=1{'0' * 299}") as scorer:
         [huge] = await scorer.score([item("5", completion_tokens=10)])
         assert (huge.reward, huge.status) == (None, RewardStatus.ERROR)
-        assert "beyond 1e+30 in size; have the functions return less" in (huge.reason or "")
+        assert "beyond 1e+30 in size; make the functions return less" in (huge.reason or "")
 
 
 async def test_workers_share_the_nodes_cores(scoring: Any, plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,8 +217,8 @@ async def test_no_process_is_left(scoring: Any, plugin: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("by_column", "by_column needs level, which it is not given. Use prompts, completions, ground_truth, "),
-        ("by_place", "by_place needs response, which it is not given. Use prompt, response, ground_truth, "),
+        ("by_column", "by_column needs level, which it does not get. Use prompts, completions, ground_truth, "),
+        ("by_place", "by_place needs response, which it does not get. Use prompt, response, ground_truth, "),
     ],
 )
 async def test_a_function_with_a_parameter_that_nobody_gives_stops_the_start(

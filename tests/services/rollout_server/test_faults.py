@@ -246,7 +246,7 @@ def test_a_child_that_keeps_dying_ends_the_node_with_the_reason(lost: FakeNodes,
             lost.wait_registered([0])
     assert node.process.wait(LIMIT_SECONDS) == EXIT_RECOVERABLE
     assert f"error: the {child}" in lost.log(0).splitlines()[-1]
-    assert "was ended by SIGKILL once more; 1 restarts in 10 minutes" in lost.log(0).splitlines()[-1]
+    assert "was ended by SIGKILL after 1 restart in 10 minutes" in lost.log(0).splitlines()[-1]
 
 
 def test_an_engine_that_cannot_run_with_these_settings_ends_the_node_at_once(lost: FakeNodes) -> None:

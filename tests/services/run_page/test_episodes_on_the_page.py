@@ -94,7 +94,7 @@ def test_tokens_are_coloured_by_mask_and_advantage_and_tell_their_numbers(open_p
         ["<user>What is 12*31?<assistant>", "<tool>372</tool><assistant>"]
     )
     expect(reader.locator(".tokens .version")).to_have_text(["version 3", "version 4"])
-    told = reader.locator(".told")
+    told = reader.locator(".explanation")
     tokens.nth(2).hover()
     expect(told).to_contain_text("3 of 5 sampled tokens")
     reader.locator(".tokens").press("ArrowRight")
@@ -115,7 +115,7 @@ def test_a_failed_episode_says_why_and_has_tokens_without_advantage(open_page, r
     reader.get_by_role("button", name="Tokens").click()
     expect(reader.locator(".tokens .untrained")).to_have_text(["Hm", "."])
     reader.locator(".tokens").press("End")
-    expect(reader.locator(".told")).to_contain_text("not trained on")
+    expect(reader.locator(".explanation")).to_contain_text("not trained on")
 
 
 def test_a_completion_has_its_tokens_and_one_without_them_no_button(open_page, run):
@@ -175,7 +175,7 @@ def test_an_episode_is_readable_in_light_and_dark_and_fits_a_phone(open_page, ru
     expect(reader.locator(".tokens")).to_be_visible()
     for kind in ("plus", "minus", "zero", "untrained", "context"):
         assert contrast(reader.locator(f".token-legend .{kind}")) >= 4.5, kind
-    for selector in (".tokens .plus", ".tokens .context", ".version", ".told"):
+    for selector in (".tokens .plus", ".tokens .context", ".version", ".explanation"):
         assert contrast(reader.locator(selector).first) >= 4.5, selector
     assert not is_wider_than_window(page)
     assert reader.bounding_box()["width"] <= PHONE["width"]

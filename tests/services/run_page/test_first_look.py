@@ -297,7 +297,7 @@ def test_groups_that_teach_something_come_first_and_all_are_one_press_away(open_
     expect(equal.locator(".reward span").first).to_have_text("equal to the group's mean: not trained on")
     equal.get_by_role("button", name="Its tokens").first.click()
     page.locator("#reader .tokens").press("End")
-    expect(page.locator("#reader .told")).to_contain_text("advantage 0: all rewards of the group are equal,")
+    expect(page.locator("#reader .explanation")).to_contain_text("advantage 0: all rewards of the group are equal,")
     page.get_by_role("button", name="Close").click()
     page.get_by_label("From").select_option("evaluation")
     expect(page.locator("article.group[aria-label^=evaluation]")).to_have_count(2)

@@ -196,7 +196,7 @@ def test_the_mouse_zooms_a_plot_and_the_others_follow(open_page, tmp_path):
     expect(page.locator("#cursor")).to_contain_text("step 40")
 
 
-def test_it_is_used_by_keyboard_alone(open_page, tmp_path):
+def test_the_page_is_used_by_keyboard_alone(open_page, tmp_path):
     page = open_page(view(write_run(tmp_path / "run", 40)))
     expect(page.locator("#plot-reward canvas.top")).to_be_visible()
     reached = []
@@ -406,7 +406,7 @@ def test_the_token_is_asked_for_once(open_page, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["plots", "samples", "components", "settings"])
-def test_it_fits_a_phone(open_page, tmp_path, part):
+def test_the_page_fits_a_phone(open_page, tmp_path, part):
     run = write_run(tmp_path / "a-run-with-a-rather-long-name-20260131-120000", 30, ended=False)
     append(run / "samples.jsonl", group(31, 99, rewards=[1.0], completion="long" * 500))
     page = open_page(live(run, NOW), f"/#{part}", viewport=PHONE, has_touch=True, is_mobile=True)

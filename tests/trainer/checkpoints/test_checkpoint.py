@@ -239,7 +239,7 @@ def test_a_checkpoint_takes_the_place_of_a_link_and_leaves_alone_where_it_leads(
     assert (elsewhere / "mine").exists()
 
 
-def test_the_resumed_run_is_the_same_from_the_one_before_it_too(
+def test_a_run_that_resumes_from_the_checkpoint_before_a_damaged_one_ends_with_the_same_weights(
     alone: Ranks, model: Path, trained: tuple[Path, Arrays], checkpoints: Path
 ) -> None:
     cut_short(checkpoints / f"step-{SAVED:06d}")

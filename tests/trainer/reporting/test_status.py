@@ -67,7 +67,7 @@ def test_every_moment_belongs_to_the_phase_that_was_entered_last(monkeypatch: py
 
 
 async def test_an_activity_that_goes_on_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(activity, "REPORT_SECONDS", 0.0)
     status = RunStatus()
     status.begin("publish", "waiting for a worker")
     with structlog.testing.capture_logs() as lines:

@@ -650,7 +650,7 @@ def test_the_trained_adapter_is_that_of_the_sessions(stage: Stage, rank: int, na
     assert {session.request["lora_path"] for session in stage.gateway.sessions.values()} == {name}
 
 
-def test_so_many_episodes_are_played_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_agent_concurrency_episodes_are_played_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     now, most = 0, 0
 
     async def counting(example: Any, **endpoint: Any) -> float | None:
@@ -710,7 +710,7 @@ def test_an_evaluation_counts_an_episode_over_a_limit_as_wrong_as_the_training_d
 
 @pytest.mark.parametrize(
     ("agent", "said"),
-    [("nowhere:solve", "AGENT is 'nowhere:solve', which cannot be imported"), ("json:loads", "is no `async def`")],
+    [("nowhere:solve", "AGENT is 'nowhere:solve', which cannot be imported"), ("json:loads", "is not an `async def`")],
 )
 def test_an_agent_that_cannot_be_had_ends_the_run_at_its_start(stage: Stage, agent: str, said: str) -> None:
     settings = stage.settings(one_turn, agent=agent)

@@ -293,7 +293,7 @@ def test_replayed_groups_are_at_most_as_stale_as_replay_max_staleness(
 # What the run waits for
 
 
-def test_it_says_how_many_workers_are_there_and_until_when_it_waits(
+def test_the_activity_says_how_many_workers_answer_and_until_when_the_trainer_waits(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, Any]] = []
@@ -318,7 +318,7 @@ def test_it_says_how_many_workers_are_there_and_until_when_it_waits(
     assert seen[0]["until"] == pytest.approx(seen[0]["since"] + main.settings.start_deadline_seconds)
 
 
-def test_it_says_how_many_prompts_are_answered(services: Services) -> None:
+def test_the_activity_says_how_many_prompts_are_answered(services: Services) -> None:
     main = services.main(services.settings(eval_prompts=10))
     told: list[str] = []
 
@@ -334,7 +334,7 @@ def test_it_says_how_many_prompts_are_answered(services: Services) -> None:
     assert main.activity.shown()["done"] == "4 of 4 prompts answered"
 
 
-def test_it_says_which_services_it_waits_for(services: Services) -> None:
+def test_the_activity_says_which_services_the_trainer_waits_for(services: Services) -> None:
     main = services.main(services.settings())
     for fake in (services.data, services.rewards):
         fake.routes["GET /health"] = lambda _: {}

@@ -1,4 +1,4 @@
-"""The loads of the benchmark of environment-server: each episode is played to its end, by one client or by many."""
+"""The load of environment-servers: each episode is played to its end, by one client or by many."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import asyncio
 
 import pytest
 
-from benchmarks import arena
+from benchmarks import services
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
 from tests.services.run_page.serving import served_ready
 
 
-@pytest.mark.parametrize("environment", arena.ENVIRONMENTS)
+@pytest.mark.parametrize("environment", services.ENVIRONMENTS)
 @pytest.mark.parametrize("clients", [1, 4])
 def test_every_episode_is_played_to_its_end(environment: str, clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "EPISODES", 4)
-    act = arena.ENVIRONMENTS[environment]
+    monkeypatch.setattr(services, "EPISODES", 4)
+    act = services.ENVIRONMENTS[environment]
     with served_ready(create_app(EnvironmentSettings(environment=environment))) as url:
-        load, seconds = asyncio.run(arena.play(int(url.rpartition(":")[2]), act, clients, 6))
+        load, seconds = asyncio.run(services.play(int(url.rpartition(":")[2]), act, clients, 6))
     assert load.steps >= 6
     assert len(load.milliseconds) == load.steps if clients == 4 else len(load.milliseconds) < load.steps
     assert seconds > 0

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from services.clients import agent_episodes
-from services.clients.agent_episodes import PatientTransport
+from services.clients.agent_episodes import RetryingTransport
 from services.core.tasks import Stopwatch
 from services.protocol.sessions import AGAIN, REQUEST_MARK
 from tests.ports import free_port
@@ -44,7 +44,7 @@ async def server(replies: list[bytes], port: int = 0, marks: list[str] | None = 
 
 
 async def ask(port: int, seconds: float = 60) -> tuple[int, str]:
-    transport = PatientTransport(ssl.create_default_context(), seconds, Stopwatch())
+    transport = RetryingTransport(ssl.create_default_context(), seconds, Stopwatch())
     async with httpx.AsyncClient(transport=transport) as client:
         reply = await client.post(f"http://127.0.0.1:{port}/", json={})
     return reply.status_code, reply.text

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.data_server.order import EpochOrder, walk
+from services.data_server.batches import EpochOrder, walk
 from services.data_server.settings import Curriculum
 from services.protocol.prompts import Cursor
 

@@ -1,0 +1,96 @@
+"""Runs of TRL's GRPOTrainer on this project's tasks: the same model, prompts in the same order, and hyperparameters."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import orjson
+
+from benchmarks import harness
+from benchmarks.harness import ROOT
+from benchmarks.job import RUN_SECONDS, Steps
+from services.data_server.batches import Batches
+from services.data_server.settings import DataSettings
+from services.protocol.prompts import Cursor, Split
+from trainer.config import TrainerSettings
+
+PARITY = f"{ROOT / 'benchmarks/results/parity.py'}:parity"
+
+
+def train(
+    variables: Mapping[str, str],
+    python: str,
+    *,
+    threads: int,
+    target: float | None = None,
+    limit_seconds: float | None = None,
+) -> Steps:
+    """Train by the settings as far as TRL has them, and return each step's ``seconds``, ``reward`` and ``tokens``.
+
+    Args:
+        variables: environment variables of the trainer and the data-server.
+        python: an interpreter that has TRL.
+        threads: threads of torch.
+        target: training stops when the mean reward of three steps is at least this.
+        limit_seconds: training stops after the step in which it exceeds this time.
+    """
+    lowered = {name.lower(): value for name, value in variables.items()}
+    settings = TrainerSettings.load(**lowered)
+    # TRL would look for a relative path on the hub.
+    model = Path(settings.model_name)
+    with TemporaryDirectory() as directory:
+        questions = Path(directory) / "questions.jsonl"
+        write_questions(DataSettings.load(**lowered), settings, questions)
+        work = {
+            "model": str(model.resolve()) if model.is_dir() else settings.model_name,
+            "questions": str(questions),
+            "directory": directory,
+            "prompts": settings.batch_size,
+            "group_size": settings.group_size,
+            "completion_tokens": settings.max_new_tokens,
+            "steps": settings.max_steps,
+            "learning_rate": settings.learning_rate,
+            "dtype": variables["COMPUTE_TYPE"],
+            "seed": settings.seed,
+            "threads": threads,
+            "target": target,
+            "limit_seconds": limit_seconds,
+            **({"reward": PARITY} if variables["REWARD_FN"].endswith(":parity") else {}),
+            "options": options(settings),
+        }
+        command = [python, str(ROOT / "benchmarks/trl_grpo.py"), json.dumps(work)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
+        with harness.programs([command], [environment], RUN_SECONDS) as [process]:
+            output = harness.output_of(process, "TRL")
+    return [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
+
+
+def options(settings: TrainerSettings) -> dict[str, object]:
+    """Return the settings of GRPOConfig that make TRL compute what this project computes."""
+    return {
+        "shuffle_dataset": False,
+        "temperature": settings.temperature,
+        "beta": settings.kl_coef,
+        "epsilon": 0.2,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "adam_beta1": settings.adam_beta1,
+        "adam_beta2": settings.adam_beta2,
+        "adam_epsilon": settings.adam_eps,
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+    }
+
+
+def write_questions(data_settings: DataSettings, settings: TrainerSettings, file: Path) -> None:
+    """Write the prompts of all steps in the order in which the data-server gives them."""
+    data = Batches.load(data_settings)
+    cursor, rows = Cursor(), []
+    for _ in range(settings.max_steps):
+        prompts, cursor = data.batch(Split.TRAIN, cursor, settings.batch_size)
+        rows += [{"prompt": prompt["prompt"], "answer": prompt["ground_truth"]} for prompt in prompts]
+    file.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
