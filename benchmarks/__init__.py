@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 _MOVED = {"asynchronous": "async", "environment_server": "services --only environment-server"} | {
-    name: name for name in ("step", "reward", "rollouts", "trainer", "trees", "services", "gateway", "policy", "gpu")
+    name: name for name in ("step", "reward", "rollouts", "trainer", "services", "gateway", "policy", "gpu")
 }
 
 if sys.argv[:1] == ["-m"]:

@@ -40,7 +40,6 @@ BENCHMARKS = {
     "reward": "against_trl:REWARD",
     "rollouts": "rollouts:SPEED",
     "trainer": "training:UPDATES",
-    "trees": "training:TREES",
     "publishing": "publishing:PUBLISHING",
     "async": "asynchronous:ASYNC",
     "services": "services:SERVICES_UNDER_LOAD",
@@ -87,7 +86,6 @@ SECTIONS = (
         "SGLANG_PYTHON",
     ),
     Section("trainer", "The update alone, against a bare forward and backward pass"),
-    Section("trees", "Agents' episodes as trees of tokens, against their sequences one by one"),
     Section("publishing", "Publishing weights"),
     Section("async", "Asynchronous against synchronous"),
     Section(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.harness import ROOT
@@ -20,16 +19,6 @@ HALF_A_BILLION = {
 }
 """The shape of Qwen2.5-0.5B."""
 
-FIFTH = {
-    "vocab_size": 9_830,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-}
-"""The widths of SmolLM2-135M, with a fifth of its layers and of its vocabulary."""
-
 
 def directory(size: str, new: Path) -> Path:
     """Return the model directory of a size; a model other than the pretrained one is written to ``new``."""
@@ -40,14 +29,9 @@ def directory(size: str, new: Path) -> Path:
 
         make(new)
     else:
-        make_random(new, HALF_A_BILLION)
+        from toys.arithmetic import build_tokenizer
+        from toys.models import qwen2, random_model
+
+        random_model(qwen2(**HALF_A_BILLION)).save_pretrained(new)
+        build_tokenizer().save_pretrained(new)
     return new
-
-
-def make_random(new: Path, shape: Mapping[str, int]) -> None:
-    """Write a Qwen2 of a shape with random weights and the tokenizer of toys.arithmetic."""
-    from toys.arithmetic import build_tokenizer
-    from toys.models import qwen2, random_model
-
-    random_model(qwen2(**shape)).save_pretrained(new)
-    build_tokenizer().save_pretrained(new)

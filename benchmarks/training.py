@@ -1,4 +1,4 @@
-"""The trainer's update alone: against a bare pass, and on trees of tokens, each measured in processes of its own."""
+"""The trainer's update alone against a bare pass, each measured in processes of its own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import os
 import random
 import resource
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -35,8 +33,6 @@ from trainer.preflight.check import preflight
 DEADLINE_SECONDS = 500.0
 BARE_TARGET = 0.8
 """The aim, as a share of the bare pass's tokens a second."""
-TREE_TARGET = 2.5
-"""The aim: how many times as fast trees are."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +44,9 @@ class Work:
     group_size: int = 8
     prompt_tokens: int = 40
     completion_tokens: int = 12
-    """Tokens that the model samples in each turn."""
-    turns: int = 1
-    result_tokens: int = 0
-    """Tokens of a tool's result, between two turns."""
-    rewrites_history: bool = False
-    """True for an agent that keeps the second half of a turn only, as chat templates without earlier reasoning do. Each
-    turn is then a sequence of its own; otherwise an episode is one."""
     rounds: int = 3
     shares_prompts: bool = True
-    """True to compute equal prefixes of a group once; otherwise every sequence comes as its own group."""
+    """True to compute the prompt of a group once; otherwise every sequence comes as its own group."""
     is_bare: bool = False
     """True for the bare pass instead of the trainer's update."""
     dtype: str = "float32"
@@ -75,30 +64,17 @@ class Work:
         def ids(count: int) -> list[int]:
             return [rng.randrange(vocabulary) for _ in range(count)]
 
-        def sequences(index: int) -> Iterator[TokenSequence]:
-            history: list[int] = []
-            trained: list[bool] = []
-            for turn in range(self.turns):
-                sampled, result = ids(self.completion_tokens), ids(self.result_tokens)
-                tokens, mask = history + sampled, trained + [True] * len(sampled)
-                if self.rewrites_history or turn == self.turns - 1:
-                    logprobs = [-rng.random() for _ in tokens]
-                    yield TokenSequence(
-                        completion_ids=tokens,
-                        logprobs=logprobs,
-                        policy_versions=[0] * len(tokens),
-                        advantages=[1.0 if index % 2 else -1.0] * len(tokens),
-                        loss_mask=mask,
-                        finish_reason=FinishReason.STOP,
-                    )
-                if self.rewrites_history:
-                    history += sampled[len(sampled) // 2 :] + result
-                    trained = [False] * len(history)
-                else:
-                    history, trained = tokens + result, mask + [False] * len(result)
+        def sequence(index: int) -> TokenSequence:
+            return TokenSequence(
+                completion_ids=ids(self.completion_tokens),
+                logprobs=[-rng.random() for _ in range(self.completion_tokens)],
+                policy_versions=[0] * self.completion_tokens,
+                advantages=[1.0 if index % 2 else -1.0] * self.completion_tokens,
+                finish_reason=FinishReason.STOP,
+            )
 
         groups = [
-            TrainingGroup(ids(self.prompt_tokens), [s for i in range(self.group_size) for s in sequences(i)], str(n))
+            TrainingGroup(ids(self.prompt_tokens), [sequence(i) for i in range(self.group_size)], str(n))
             for n in range(self.prompts)
         ]
         if self.shares_prompts:
@@ -198,70 +174,6 @@ UPDATES = Benchmark(
 )
 
 
-def measure_trees(given: Given) -> list[Side]:
-    """Measure the trainer's update on agents' episodes as trees of tokens, against their sequences one by one.
-
-    Both sides train on the same sequences in the same processes of one rank. As trees, equal prefixes of a group are
-    computed once; one by one, every sequence is computed from its first token on. One agent appends to its history, so
-    an episode is one sequence; the other rewrites it, and every turn is a sequence. The default model has the widths of
-    SmolLM2-135M, fewer layers and random weights.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        if not given.model:
-            given.model = directory
-            models.make_random(Path(directory), models.FIFTH)
-        work = harness.made_of(Work, given)
-
-        def measure(rewrites: bool) -> dict[str, Any]:
-            trees = replace(work, rewrites_history=rewrites)
-            found: dict[str, Any] = {}
-            for name, side in (("trees", trees), ("one by one", replace(trees, shares_prompts=False))):
-                found[f"seconds, {name}"] = measured_update(side)["seconds"]
-                found[f"tokens, {name}"] = sum(group.tokens for group in side.groups(vocabulary=2**30, seed=0))
-            return found
-
-        sides = [
-            Side("appends to its history", lambda _: measure(rewrites=False)),
-            Side("rewrites its history", lambda _: measure(rewrites=True)),
-        ]
-        return harness.in_turn(sides, 1)
-
-
-def tree_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
-    """Return tokens and seconds of trees and of sequences one by one, and their ratio."""
-    title = (
-        f"{given.prompts} groups of {given.group_size} episodes of {given.turns} turns: prompts of "
-        f"{given.prompt_tokens} tokens, {given.completion_tokens} sampled a turn, results of {given.result_tokens}; "
-        f"{threads()} threads; to reach: {TREE_TARGET} times as fast"
-    )
-    trees, apart = "seconds, trees", "seconds, one by one"
-    columns: harness.Columns = {
-        "the agent": harness.name_of,
-        "tokens, trees": lambda side: side.rounds[0]["tokens, trees"],
-        "tokens, one by one": lambda side: side.rounds[0]["tokens, one by one"],
-        trees: lambda side: side.spread(trees),
-        apart: lambda side: side.spread(apart),
-        "times as fast": lambda side: f"{side.median(apart) / side.median(trees):.2f}",
-    }
-    return [harness.table(title, sides, columns)]
-
-
-TREES = Benchmark(
-    measure=measure_trees,
-    tables=tree_tables,
-    rounds=3,
-    options={
-        "model": Option(None, "model directory or name; a random model by default"),
-        "prompts": Option(1),
-        "group-size": Option(8),
-        "turns": Option(4),
-        "prompt-tokens": Option(400),
-        "completion-tokens": Option(24),
-        "result-tokens": Option(12),
-    },
-)
-
-
 # --- in a process of its own -----------------------------------------------------------------------------------------
 
 
@@ -285,7 +197,7 @@ def measure_here(work: Work) -> Rank:
 def _update(work: Work, ranks: Ranks) -> Callable[[int], Any]:
     settings = TrainerSettings.load()
     if ranks.device.type == "cuda":
-        settings, ranks = preflight(settings, ranks)
+        settings, ranks, _room = preflight(settings, ranks)
     policy = load_policy(settings, ranks)
     learner = Learner(settings, policy, ranks, reference=None, total_steps=work.rounds + 1)
     return lambda number: learner.update(work.groups(policy.config.vocab_size, number), number)

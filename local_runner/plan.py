@@ -112,6 +112,9 @@ class Plan:
             yield "memory", f"{decimal(sum(need[place].values()))} of each {name}; there is {decimal(has[place])}"
             parts = ", ".join(f"{part} {decimal(size)}" for part, size in need["volume"].items())
             yield "disk", f"{decimal(sum(need['volume'].values()))} ({parts}); there is {decimal(has['volume'])}"
+            steps = self._needs["record_groups"]
+            kept = {"off": "of no step", "all": "of all steps"}.get(steps, f"of the last {steps} steps")
+            yield "recorded groups", f"{kept} (RECORD_GROUPS)"
         yield "where", f"{shown_path(self._run.run_dir)}, on this machine"
         yield "nodes", ", ".join(self._nodes())
 

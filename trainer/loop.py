@@ -103,7 +103,8 @@ class TrainingLoop:
         batch = Batch(self.objective)
         if settings.mode is Mode.ASYNC:
             self.enter("wait", f"waiting for the groups of step {state.step + 1}")
-            services.lease_groups(batch, state.policy_version, self.keep_policy)  # 1 to 4: collectors have taken them
+            # 1 to 4: collectors have taken them
+            services.lease_groups(batch, state.policy_version, self.publisher.keep_on_volume)
         else:
             self.make_groups(batch)  # 1. fetch, 2. generate, 3. score
             self.enter("store", "storing the groups")
@@ -117,6 +118,7 @@ class TrainingLoop:
         groups = batch.trained = self.training_groups(batch)  # 6. advantages
         self.enter("train", f"training step {state.step + 1}")
         self.measure_entropy(batch)
+        batch.position = self.position
         update = self.update(groups)  # 7. update
         # The weights are those of the next step, and so is the state from here on, whichever service is lost.
         state.step, state.policy_version, state.cursor = state.step + 1, state.policy_version + 1, services.cursor
@@ -147,7 +149,8 @@ class TrainingLoop:
                 return
             batch.prompts_used += len(prompts)
             self.enter("generate", f"generating completions for step {self.state.step + 1}")
-            batch.add(self.services.generate_and_score(prompts, batch, self.keep_policy))  # 2. generate, 3. score
+            # 2. generate, 3. score
+            batch.add(self.services.generate_and_score(prompts, batch, self.publisher.keep_on_volume))
             self.status.clock.move(batch.seconds_scoring, "score")
 
     def training_groups(self, batch: Batch) -> list[TrainingGroup]:
@@ -182,15 +185,19 @@ class TrainingLoop:
             entropy = self.rank_calls.mean_entropy(batch.prepared(batch.scored))
             batch.counts |= {} if entropy is None else {"entropy_all": entropy}
 
+    @property
+    def position(self) -> float:
+        """The next step's position in the schedule of the learning rate, in steps."""
+        # Groups that were left out use up data, so that the last step comes before ``total_steps``.
+        return max(self.state.step, self.state.prompts_used * self.total_steps / self.total_prompts)
+
     def update(self, groups: Sequence[TrainingGroup]) -> UpdateResult:
         """Update the policy on ``groups`` by the loss that the settings choose.
 
         Raises:
             TrainingDivergedError: no update of the step was finite, nor of the steps before it.
         """
-        # Groups that were left out use up data, so that the last step comes before ``total_steps``.
-        position = max(self.state.step, self.state.prompts_used * self.total_steps / self.total_prompts)
-        result = self.rank_calls.update(groups, self.state.step, position)
+        result = self.rank_calls.update(groups, self.state.step, self.position)
         if result.skipped:
             log.warning("update skipped: loss or gradient not finite", step=self.state.step + 1, **result.metrics)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.is_without_effect else 0
@@ -216,7 +223,7 @@ class TrainingLoop:
     def evaluate(self, *, is_last: bool = False) -> dict[str, float]:
         """Evaluate on held-out prompts, note the accuracy in the state, and return the metrics of it.
 
-        Where the prompts fail in the last evaluation, it has no metrics: that must not cost the model.
+        If every prompt fails in the last evaluation, return no metrics, so that the model is still saved.
         """
         if not self.settings.eval_prompts:
             return {}
@@ -246,10 +253,6 @@ class TrainingLoop:
         metrics = self.evaluate(is_last=is_last)
         with writing(self.settings.run_dir):
             self.files.show(self.state.step, metrics)
-
-    def keep_policy(self) -> None:
-        """Write the policy version again if the volume has lost it; called while groups are awaited."""
-        self.publisher.keep_on_volume()
 
     def enter(self, phase: str, what: str) -> None:
         """Enter a phase of the step, to which the time from here on belongs; ``what`` describes it to people."""
@@ -284,9 +287,18 @@ class TrainingLoop:
         self.record(batch, metrics)
 
     def record(self, batch: Batch, metrics: dict[str, float]) -> None:
-        """Write the step's metrics and samples, and its line in the log."""
+        """Write the step's groups, samples and metrics, and its line in the log."""
         self.state.rewards += [metrics["reward_mean"]] if "reward_mean" in metrics else []
         self.enter("record", f"recording step {self.state.step}")
+        unrecorded = self.files.groups.write(
+            self.state.step,
+            batch.trained,
+            [*batch.groups, *(sampled.group for sampled in batch.replayed)],
+            policy_version=self.state.policy_version - 1,
+            position=batch.position,
+            total_steps=self.total_steps,
+        )
+        metrics |= {"groups_unrecorded": float(unrecorded)} if unrecorded else {}
         with writing(self.settings.run_dir):
             self.files.record_samples(self.state.step, batch.groups, batch.trained)
             metrics |= self.status.clock.lap()

@@ -32,6 +32,7 @@ from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import writing
 from trainer.preflight.check import preflight
+from trainer.preflight.sizes import VolumeRoom
 from trainer.publishing.publisher import VersionWriter
 from trainer.rank_calls import ENDINGS, RankCalls
 from trainer.reporting.run_files import RunFiles
@@ -99,7 +100,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
     """Train a whole run on this rank: rank 0 drives, the others follow.
 
     Raises:
-        ConfigurationError: a setting, model or dataset that cannot be had.
+        ConfigurationError: a setting, model or dataset cannot be used.
         DependencyLostError: a service was lost.
         NeverReadyError: a service did not come up at the start.
         InterruptedCallError: a signal came; the last completed step is in a checkpoint.
@@ -109,7 +110,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         return
     for caution in settings.cautions if ranks.is_main else ():
         log.warning(caution)
-    settings, ranks = preflight(settings, ranks)
+    settings, ranks, room = preflight(settings, ranks)
     torch.manual_seed(settings.seed)
     with ExitStack() as stack:
         status = RunStatus()
@@ -139,7 +140,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             return
         status.step, status.state, status.total_steps = state.step, state, total_steps
         with rank_calls.leading():
-            _drive(settings, services, rank_calls, status, data)
+            _drive(settings, services, rank_calls, status, data, room)
 
 
 def _open_page(settings: TrainerSettings, ranks: Ranks, thread: ServiceThread | None, status: RunStatus) -> None:
@@ -175,7 +176,12 @@ def _connect(
 
 
 def _drive(
-    settings: TrainerSettings, services: ServiceCalls, rank_calls: RankCalls, status: RunStatus, data: DataStats
+    settings: TrainerSettings,
+    services: ServiceCalls,
+    rank_calls: RankCalls,
+    status: RunStatus,
+    data: DataStats,
+    room: VolumeRoom,
 ) -> None:
     """Drive the run from its state to its end, and write the summary; on rank 0."""
     policy, state = rank_calls.learner.policy, status.state
@@ -186,7 +192,8 @@ def _drive(
         services.restore_replay(state.replay_snapshot)
     services.start_collector()
     with writing(settings.run_dir):
-        files = RunFiles(settings, state.step, policy.description.decode, services.describe_components())
+        decode, components = policy.description.decode, services.describe_components()
+        files = RunFiles(settings, state.step, decode, components, room.holds)
     with closing(files):
         try:
             prompts = settings.num_epochs * data.train_prompts

@@ -7,152 +7,92 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from importlib import import_module
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks import harness
 from benchmarks.harness import ROOT
-from benchmarks.results.comparisons import (
-    ACCURACY,
-    FEWEST_PAIRS,
-    REWARD,
-    Measure,
-    names,
-    paragraph,
-    spread,
-    t_quantile,
-    table,
-)
-from benchmarks.results.runs import Part, Result, Results
+from benchmarks.results import comparisons, job_runs
+from benchmarks.results.comparisons import ACCURACY, REWARD, Measure, paragraph, spread, t_quantile, table
+from benchmarks.results.experiments import PARTS
+from benchmarks.results.plots import curves
+from benchmarks.results.runs import Part, Result, Results, commonest_processor
 from services.core import logs
 
 PAGE = ROOT / "docs/results.md"
+TEXT = Path(__file__).with_name("page.md")
 COMMAND = ".venv/bin/python -m benchmarks.results --only"
 
-PARTS = {
-    "equal_ways": "ways:TINY_PART",
-    "equal_ways_demo": "ways:DEMO_PART",
-    "staleness": "off_policy:STALENESS_PART",
-    "replay": "off_policy:REPLAY_PART",
-    "rounding": "rounding:PART",
-    "rounding_demo": "rounding:DEMO_PART",
-    "methods": "methods:TINY_PART",
-    "methods_demo": "methods:DEMO_PART",
-    "hyperparameters": "sweeps:TINY_PART",
-    "hyperparameters_demo": "sweeps:DEMO_PART",
-    "tasks": "learned:TASK_PART",
-    "episodes": "learned:EPISODE_PART",
-    "beside_trl": "beside_trl:PART",
-    "gsm8k": "learned:GSM8K_PART",
+FIGURES: Mapping[str, Callable[..., str]] = {
+    "accuracy": comparisons.accuracy_note,
+    "after": job_runs.after,
+    "before": job_runs.before,
+    "change": job_runs.change,
+    "comparison": comparisons.comparison,
+    "curves": curves,
+    "difference": comparisons.difference,
+    "learned": job_runs.learned,
+    "mean": comparisons.mean_figure,
+    "processor": commonest_processor,
+    "ranking": comparisons.ranking,
+    "row": job_runs.task_row,
+    "verdict": comparisons.verdict,
 }
-"""Each part's module and name in it, in the order of the page. The last part needs GSM8K, from the hub or as files."""
+"""The functions that page.md calls by name in any section: each gets the part's results, and the texts behind it."""
 
-INTRODUCTION = """\
-# Results
-
-This page says what training learns. `make results` makes all runs and writes the page anew; `.venv/bin/python -m
-benchmarks.results --only PART` makes one part's. Every run is a line of `docs/results/<part>.jsonl`, and [the end of
-the page](#how-to-read-and-repeat-this) says how to repeat them and what the words mean."""
-
-SUMMARY = """
-Differences are of the mean reward over all steps of a run, which measures how fast a run learns, unless the sentence
-says otherwise. The verdicts are tested by seed.
-"""
-CHANGED = """
-Three changes moved numbers of this page. With one update a batch, no clip acts any more on tokens that an older policy
-or an engine of another precision sampled. With groups four versions old, the clip cost 0.065 to 0.203 of the mean
-reward, by the learning rate, and at the lowest most of the accuracy (0.09 instead of 0.24; [staleness](#staleness) has
-both forms); with an engine in bfloat16 it cost GSPO 0.06 of the accuracy ([rounding](#rounding)). Weights in bfloat16
-are published without bias, because rounding to the nearest took small updates back. Methods on the tiny task are
-compared each at a learning rate of its own, because one rate for all ranked the sizes of their steps. The
-hyperparameters, the methods on the demo's task and the comparison with TRL were made before; with one update on policy
-in float32 their numbers change by rounding alone. At learning rates of 2e-3 and more, that can decide whether a single
-run of the tiny task collapses.
-"""
-
-METHOD = """\
-## How to read and repeat this
-
-A line of the data has a run's settings and seed, the mean reward and the generated tokens of each step, the accuracy
-on held-out prompts, and its processor time. An interrupted command goes on with the runs that are missing. To repeat
-what is here, `--only PART --seeds 1 --again DIRECTORY` makes runs once more, into a directory, and says which agree
-with these.
-
-A number is the mean over seeds, with its range over the seeds in brackets. Lines of plots are means, too, in a band
-from the least to the most. Variants are compared seed by seed: a seed fixes the prompts and their order, so that the
-difference of two runs with one seed has less noise than either. Initial weights are the same in all seeds. Columns
-"difference from BASE" have the mean difference with its 90% confidence interval (Student's t). Only runs of one seed
-on one processor are a pair, because processors round sums differently. A table has the CPU seconds of one processor,
-which it names.
-
-The margins are {reward} for the mean reward of a run, set before the runs were made, and {accuracy} for the accuracy.
-The latter was 0.1 at first. It was halved, and differences were tested at 95% instead of 90%, after most of these
-data had been read; the one makes "equal" harder to reach, the other "higher" and "lower". Seconds in plots are by the
-clock, and most of the runs had other work beside them.
-
-- identical: the same to the last digit in every seed, for rewards at every step.
-- equal: the 90% interval lies within the margin (a test of equivalence, two one-sided t-tests at 5%), and the 95%
-  interval contains 0.
-- slightly higher, slightly lower: the 90% interval lies within the margin, but the 95% interval excludes 0.
-- higher, lower: the 95% interval excludes 0, and the 90% interval reaches beyond the margin.
-- open: the 95% interval contains 0, and the 90% interval reaches beyond the margin, so these seeds cannot tell.
-- needs seeds: fewer than {pairs} pairs.
-
-A seed has learned a task if the 95% interval of its gain in accuracy on held-out prompts, by Newcombe's hybrid score,
-is above 0. At first the intervals of the two accuracies were not to overlap, which asks for more; that was changed
-after these data had been read.
-
-Where two variants do not differ, one 95% interval in twenty excludes 0 by chance, and this page has dozens of
-intervals. The tiny task's base has the same runs in several parts: they are `synchronous` and `one process`, `no lag`,
-`no replay`, `float32 engine`, `defaults` and `this project`."""
+_HEADING = re.compile(r"## (.+) \{(\w+)\}")
+_FIGURE = re.compile(r"\{(\w+)(?:: ([^{}]*))?\}")
 
 
-def load_parts(names: Iterable[str] = PARTS) -> list[Part]:
-    """Return the parts with these names, in the order of the page."""
-    found = []
-    for name in PARTS:
-        if name in names:
-            module, _, variable = PARTS[name].partition(":")
-            found.append(getattr(import_module(f"benchmarks.results.{module}"), variable))
-    return found
+def page(parts: Sequence[Part] = PARTS) -> str:
+    """Return the text of the page, which is page.md with figures, and write its plots."""
+    by_name = {part.name: part for part in parts}
+    blocks: list[str] = []
+    summary: list[str] = []
+    for section in re.split(r"(?m)^(?=## )", TEXT.read_text()):
+        heading, *texts = section.strip().split("\n\n")
+        titled = _HEADING.fullmatch(heading)
+        if titled is None:
+            blocks += [heading, *map(filled, texts)]
+            continue
+        part = by_name[titled[2]]
+        results = part.results()
+        blocks.append(f"## {titled[1]}")
+        if not results:
+            blocks.append(f"Not run here; `{COMMAND} {part.name}` makes the runs.")
+            continue
+        sentences, *texts = texts
+        summary += with_figures(sentences, part, results).splitlines()
+        blocks += [provenance(part, results), *(filled(with_figures(text, part, results)) for text in texts)]
+    blocks = ["\n".join(summary) if block == "{summary}" else block for block in blocks]
+    return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def page(parts: Sequence[Part]) -> str:
-    """Return the text of the page and write its plots."""
-    made = [(part, part.results()) for part in parts]
-    sentences = [f"- {sentence}" for part, results in made if results for sentence in part.summary(results)]
-    sections = [section(part, results) for part, results in made if results]
-    missing = [part for part, results in made if not results]
-    method = METHOD.format(reward=f"{REWARD.margin:g}", accuracy=f"{ACCURACY.margin:g}", pairs=FEWEST_PAIRS)
-    summary = ["## Summary", paragraph(SUMMARY), paragraph(CHANGED), "\n".join(sentences)]
-    blocks = [*filled(INTRODUCTION), *summary, *sections, *not_run(missing)]
-    return "\n\n".join([*blocks, *filled(method)]) + "\n"
+def with_figures(text: str, part: Part, results: Results) -> str:
+    """Return a block of page.md with its figures, without the lines of a list that lack one."""
+    functions = {**FIGURES, **part.figures}
+
+    def figure(found: re.Match[str]) -> str:
+        return functions[found[1]](results, *(found[2].split(" | ") if found[2] else ()))
+
+    if not text.startswith("- "):
+        return _FIGURE.sub(figure, text)
+    lines = text.splitlines()
+    complete = [line for line in lines if all(figure(found) for found in _FIGURE.finditer(line))]
+    return "\n".join(_FIGURE.sub(figure, line) for line in complete)
 
 
-def filled(text: str) -> list[str]:
-    """Return the blocks of a text, with the line breaks of a document in all but lists."""
-    return [block if block.startswith(("- ", "#")) else paragraph(block) for block in text.split("\n\n")]
+def filled(block: str) -> str:
+    """Return a block with the line breaks of a paragraph, unless it is a list, a table, an image or a heading."""
+    return block if block.startswith(("- ", "|", "![", "#", "{")) else paragraph(block)
 
 
-def section(part: Part, results: Results) -> str:
-    """Return a part's heading, how to repeat it, and its text."""
-    return f"## {part.title}\n\n{provenance(part, results, f'`{COMMAND} {part.name}`')}\n\n{part.show(results)}"
-
-
-def not_run(parts: Sequence[Part]) -> list[str]:
-    """Return a section with the command that makes the runs of parts without any; none without such parts."""
-    if not parts:
-        return []
-    titles, command = names(part.title for part in parts), f"`{COMMAND} {' '.join(part.name for part in parts)}`"
-    return [f"## Not run here\n\n{paragraph(f'{command} makes the runs of {titles}.')}"]
-
-
-def provenance(part: Part, results: Results, command: str) -> str:
+def provenance(part: Part, results: Results) -> str:
     """Return a paragraph with command, runs, seeds, steps, and processor time by processor, of a part."""
     seeds = ", ".join(map(str, sorted({result.seed for result in results}))) + _lacking_seeds(results)
     steps = sorted({len(result.rewards) for result in results})
@@ -165,7 +105,7 @@ def provenance(part: Part, results: Results, command: str) -> str:
         each = f"{sum(seconds) / 60:.0f} CPU minutes, {statistics.fmean(seconds):.0f} CPU seconds a run"
         costs.append(f"{len(seconds)} on {processor} ({each})")
     return paragraph(
-        f"{command}: {runs} runs{of}, seeds: {seeds}; {lengths} steps; {' and '.join(costs)}. "
+        f"`{COMMAND} {part.name}`: {runs} runs{of}, seeds: {seeds}; {lengths} steps; {' and '.join(costs)}. "
         f"Data: [`{part.name}.jsonl`](results/{part.name}.jsonl)."
     )
 
@@ -243,8 +183,9 @@ def _values(results: Sequence[Result], measure: Measure) -> list[float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, make the runs that are missing, and write the page."""
+    names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--seeds", type=int, help="make the runs of the first SEEDS seeds only; by default of all")
     parser.add_argument("--page-only", action="store_true", help="make no runs, write the page of those that are kept")
     parser.add_argument(
@@ -259,13 +200,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logs.configure("results", "warning")
     # Several threads would compute other sums, and a tiny model gains nothing by them.
     torch.set_num_threads(1)
-    parts = load_parts(given.only)
+    parts = [part for part in PARTS if part.name in given.only]
     for part in [] if given.page_only else parts:
         part.make(given.seeds, given.again)
     if given.again:
         print(report(parts, given.again))
     else:
-        PAGE.write_text(page(load_parts()))
+        PAGE.write_text(page())
 
 
 if __name__ == "__main__":

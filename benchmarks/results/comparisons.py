@@ -44,6 +44,7 @@ ACCURACY = Measure(
     "accuracy", lambda result: result.accuracy, 0.05, 2, lambda result: (result.rewards, result.accuracy)
 )
 """The accuracy on held-out prompts."""
+MEASURES = {measure.name: measure for measure in (REWARD, ACCURACY)}
 
 
 class Verdict(StrEnum):
@@ -165,9 +166,11 @@ def comparison(results: Results, task: str, base: str) -> str:
     """Return a table of a task's variants, each with its differences from the variant ``base``, and a note on CPU time.
 
     A number is the mean over the seeds with the least and the most. A difference is the mean over the pairs with its
-    90% confidence interval; with too few pairs there is none.
+    90% confidence interval; with too few pairs there is none. Without results of the task there is no table.
     """
     variants = by_variant(results, task)
+    if not variants:
+        return ""
     measures = [
         one for one in (REWARD, ACCURACY) if any(one.of(run) is not None for own in variants.values() for run in own)
     ]
@@ -187,12 +190,13 @@ def comparison(results: Results, task: str, base: str) -> str:
     return f"{shown}\n\nCPU seconds are means of the runs on {processor}."
 
 
-def ranking(results: Results, task: str, base: str, measure: Measure = REWARD) -> str:
+def ranking(results: Results, task: str, base: str, measure: str = REWARD.name, left_out: str = "") -> str:
     """Return the verdicts on a task's variants compared with ``base`` by a measure, as a sentence; "" without any."""
     variants = by_variant(results, task)
     found: dict[Verdict, list[str]] = {}
     for name, own in variants.items():
-        compared = compare(own, variants.get(base, []), measure) if name != base else None
+        is_compared = name not in (base, left_out)
+        compared = compare(own, variants.get(base, []), MEASURES[measure]) if is_compared else None
         if compared is not None:
             figure = "" if compared.verdict is Verdict.IDENTICAL else f" ({compared.mean:+.3f})"
             found.setdefault(compared.verdict, []).append(f"{name}{figure}")
@@ -215,9 +219,34 @@ def names(variants: Iterable[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def accuracy_note(results: Sequence[Result]) -> str:
-    """Return a sentence about the accuracy of a part's table: its prompts, samples and standard error."""
-    measured = [result for result in results if result.accuracy is not None]
+def verdict(results: Results, task: str, variant: str, other_task: str, base: str, measure: str = REWARD.name) -> str:
+    """Return the verdict on a variant of a task compared with one of another; "" with too few pairs."""
+    compared = _compared(results, task, variant, other_task, base, measure)
+    return str(compared.verdict) if compared else ""
+
+
+def difference(
+    results: Results, task: str, variant: str, other_task: str, base: str, measure: str = REWARD.name
+) -> str:
+    """Return the difference of a variant of a task from one of another with its interval; "" with too few pairs."""
+    compared = _compared(results, task, variant, other_task, base, measure)
+    return str(compared) if compared else ""
+
+
+def _compared(results: Results, task: str, variant: str, other_task: str, base: str, measure: str) -> Comparison | None:
+    own, other = by_variant(results, task).get(variant, []), by_variant(results, other_task).get(base, [])
+    return compare(own, other, MEASURES[measure])
+
+
+def mean_figure(results: Results, figure: str, task: str, variant: str) -> str:
+    """Return the mean of a figure over a variant's runs; "" without any."""
+    values = [run.figures[figure] for run in by_variant(results, task).get(variant, [])]
+    return f"{statistics.fmean(values):.2f}" if values else ""
+
+
+def accuracy_note(results: Results, task: str = "") -> str:
+    """Return a sentence about the accuracy of a part's table, or a task's: its prompts, samples and standard error."""
+    measured = [run for run in results if run.accuracy is not None and task in ("", run.task) and len(run.rewards) > 1]
     if not measured:
         return ""
     n, k = measured[0].prompts, measured[0].samples

@@ -16,10 +16,15 @@ import orjson
 
 from benchmarks.harness import ROOT
 from benchmarks.job import JOB_GROUP, Job, Steps, running
-from benchmarks.results.comparisons import names, spread, table
+from benchmarks.results.comparisons import names, spread
 from benchmarks.results.runs import Result, Results, Run, commonest_processor, result_of
 from benchmarks.results.tasks import with_model
 from services.protocol.rewards import interval
+
+Figures = dict[str, float]
+
+BEFORE, AFTER = "_before", "_after"
+"""Endings of a figure's names at the first and at the last step or evaluation."""
 
 
 def train(
@@ -27,7 +32,9 @@ def train(
     *,
     job_group: Path = JOB_GROUP,
     nodes: Mapping[str, int] | None = None,
-    while_running: Callable[[Job], None] | None = None,
+    while_running: Callable[[Job], None] = lambda _: None,
+    columns: Sequence[str] = (),
+    more: Callable[[Job], Figures] = lambda _: {},
 ) -> Result:
     """Run a job group by the run's settings to its end, and return the measurements.
 
@@ -36,17 +43,19 @@ def train(
         job_group: the file of the job group.
         nodes: numbers of nodes in addition to one trainer node and one rollout node.
         while_running: called once the job has started, such as to kill a node.
+        columns: columns of metrics.jsonl that become figures, from the first and the last step that have them.
+        more: returns further figures of the finished job.
     """
     before = _processor_seconds()
     counts = {"ppo-trainer": 1, "rollout-server": 1, **(nodes or {})}
     with TemporaryDirectory() as directory, with_model(run.settings) as settings:
         # All processes compute in turn on a core each, and sum alike wherever they run.
-        given = settings | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        with running(Path(directory), job_group, given, counts) as job:
-            if while_running is not None:
-                while_running(job)
+        variables = settings | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with running(Path(directory), job_group, variables, counts) as job:
+            while_running(job)
             job.wait(lambda: False)
             result = measured(run, job.steps())
+            result.figures |= accuracy_before(job) | first_and_last(job, columns) | more(job)
     result.processor_seconds = _processor_seconds() - before
     return result
 
@@ -73,40 +82,6 @@ def _processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-Figures = dict[str, float]
-
-BEFORE, AFTER = "_before", "_after"
-"""Endings of a figure's names at the first and at the last step or evaluation."""
-
-
-def train_with_figures(
-    run: Run,
-    *,
-    job_group: Path = JOB_GROUP,
-    nodes: Mapping[str, int] | None = None,
-    columns: Sequence[str] = (),
-    more: Callable[[Job], Figures] = lambda _: {},
-) -> Result:
-    """Run a job group to its end, and return its measurements with figures.
-
-    Args:
-        run: the run.
-        job_group: the file of the job group.
-        nodes: numbers of nodes in addition to one trainer node and one rollout node.
-        columns: columns of metrics.jsonl that become figures, from the first and the last step that have them.
-        more: returns further figures of the finished job.
-    """
-    figures: Figures = {}
-
-    def finish(job: Job) -> None:
-        job.wait(lambda: False)
-        figures.update(accuracy_before(job) | first_and_last(job, columns) | more(job))
-
-    result = train(run, job_group=job_group, nodes=nodes, while_running=finish)
-    result.figures |= figures
-    return result
-
-
 def accuracy_before(job: Job) -> Figures:
     """Return the greedy accuracy on held-out prompts before the first step."""
     found = orjson.loads((job.run_dir / "summary.json").read_bytes()).get("accuracy_before")
@@ -129,41 +104,42 @@ def of_last_step(job: Job, columns: Sequence[str]) -> Figures:
     return {column + AFTER: last[column] for column in columns if last.get(column) is not None}
 
 
-def before_and_after(results: Results, figure: str) -> tuple[str, str]:
-    """Return a figure's means before and after, or of the first and the last step, as cells; "" without values."""
-    before, after = (
-        spread([run.figures[figure + end] for run in results if figure + end in run.figures]) for end in (BEFORE, AFTER)
-    )
-    return before, after
+def before(results: Results, figure: str, task: str = "") -> str:
+    """Return a figure's mean of the first step, or before training, over a task's or all runs; "" without values."""
+    return _spread_of(results, figure + BEFORE, task)
 
 
-def task_table(results: Results, texts: Mapping[str, str]) -> str:
-    """Return a table of tasks: rewards of the first and the last steps, accuracies before and after, cost.
+def after(results: Results, figure: str, task: str = "") -> str:
+    """Return a figure's mean of the last step, or after training, over a task's or all runs; "" without values."""
+    return _spread_of(results, figure + AFTER, task)
 
-    ``texts`` describes the tasks, in the order of the rows; a task without results has a row that says so.
-    """
+
+def change(results: Results, figure: str, task: str = "") -> str:
+    """Return a figure's means before and after training."""
+    return f"{before(results, figure, task)} to {after(results, figure, task)}"
+
+
+def _spread_of(results: Results, figure: str, task: str) -> str:
+    return spread([run.figures[figure] for run in results if task in ("", run.task) and figure in run.figures])
+
+
+def task_row(results: Results, task: str) -> str:
+    """Return the cells of a task: seeds, rewards of the first and the last steps, accuracies, prompts, CPU minutes."""
+    own = [result for result in results if result.task == task]
+    if not own:
+        return " | ".join(["0", "not run", *[""] * 5])
+    before, after = accuracies(own)
     processor = commonest_processor(results)
-    rows = []
-    for task, text in texts.items():
-        own = [result for result in results if result.task == task]
-        before, after = accuracies(own)
-        rows.append(
-            (
-                f"{task}: {text}",
-                len(own),
-                spread([run.rewards[0] for run in own]) if own else "not run",
-                spread([run.final for run in own]),
-                spread(before),
-                spread(after),
-                own[0].prompts if after else "",
-                spread([run.processor_seconds / 60 for run in own if run.processor == processor], 0),
-            )
-        )
-    columns = (
-        *("task", "seeds", "reward, first step", "reward, last three steps"),
-        *("accuracy before", "accuracy after", "n", "CPU minutes"),
+    cells = (
+        len(own),
+        spread([run.rewards[0] for run in own]),
+        spread([run.final for run in own]),
+        spread(before),
+        spread(after),
+        own[0].prompts if after else "",
+        spread([run.processor_seconds / 60 for run in own if run.processor == processor], 0),
     )
-    return f"{table(columns, rows)}\n\nCPU minutes are those of the runs on {processor}."
+    return " | ".join(map(str, cells))
 
 
 def accuracies(results: Results) -> tuple[list[float], list[float]]:
@@ -173,13 +149,13 @@ def accuracies(results: Results) -> tuple[list[float], list[float]]:
     return [before for before, _ in both], [after for _, after in both]
 
 
-def sentences(results: Results, link: str) -> list[str]:
-    """Return a sentence for the summary: each task's accuracies before and after, by whether a seed has learned.
+def learned(results: Results, *tasks: str) -> str:
+    """Return the accuracies of the tasks, or of all, before and after, by whether a seed has learned; "" without any.
 
     A seed has learned if the 95% interval of its gain is above 0.
     """
-    learned: dict[bool, list[str]] = {}
-    for task in dict.fromkeys(result.task for result in results):
+    sentences: dict[bool, list[str]] = {}
+    for task in tasks or dict.fromkeys(result.task for result in results):
         own = [result for result in results if result.task == task]
         before, after = accuracies(own)
         if before:
@@ -188,15 +164,13 @@ def sentences(results: Results, link: str) -> list[str]:
             change = f"{statistics.fmean(before):.2f} to {names(f'{accuracy:.2f}' for accuracy in after)}"
             highest = max(max(run.rewards) for run in own)
             text = f"in {risen} of {len(after)} seeds" if risen else f"highest reward of a step {highest:.2f}"
-            learned.setdefault(risen > 0, []).append(f"{task} {change} ({text})")
-    if not learned:
-        return []
-    parts = []
-    if True in learned:
-        parts.append(f"**Learned:** {'; '.join(learned[True])}")
-    if False in learned:
-        parts.append(f"**Not learned:** {'; '.join(learned[False])}")
-    return [f"{link}, accuracy on held-out prompts before training and after, by seed. {'. '.join(parts)}."]
+            sentences.setdefault(risen > 0, []).append(f"{task} {change} ({text})")
+    parts = [
+        f"**{heading}:** {'; '.join(sentences[is_learned])}."
+        for is_learned, heading in ((True, "Learned"), (False, "Not learned"))
+        if is_learned in sentences
+    ]
+    return " ".join(parts)
 
 
 def least_gain(before: float, after: float, prompts: int) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,15 +13,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def curves(name: str, results: Results, task: str, title: str, *, timed: bool = False) -> str:
+def curves(results: Results, name: str, task: str, title: str, timed: str = "") -> str:
     """Draw a task's rewards by step and by generated tokens to KEPT/NAME.svg, and return a Markdown image of it.
 
     A line is the mean over a variant's seeds, its band reaches from the least to the most. Seeds that have fewer
     steps than others, which are runs that ended early, shorten the line. With ``timed``, a third plot is by the clock:
-    the median over the variant's runs on the processor that made most of the task's runs.
+    the median over the variant's runs on the processor that made most of the task's runs. Runs of a single step are
+    left out; without others there is no image.
     """
-    variants = by_variant(results, task)
-    processor = commonest_processor([result for result in results if result.task == task])
+    results = [result for result in results if result.task == task and len(result.rewards) > 1]
+    if not results:
+        return ""
+    variants, processor = by_variant(results, task), commonest_processor(results)
     figure = _figure(name, (15 if timed else 12, 4))
     panels = figure.subplots(1, 3 if timed else 2, sharey=True)
     for number, (variant, own) in enumerate(variants.items()):
@@ -46,34 +47,6 @@ def curves(name: str, results: Results, task: str, title: str, *, timed: bool = 
         panels[2].set(xlabel="seconds of steps")
         panels[2].set_title(processor, fontsize="small")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-    return _saved(figure, name, title)
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """Numbers [rows, columns] with the labels of both; NaN is left empty."""
-
-    title: str
-    rows: Sequence[str]
-    columns: Sequence[str]
-    values: Sequence[Sequence[float]]
-
-
-def heat_maps(name: str, title: str, maps: Sequence[HeatMap]) -> str:
-    """Draw heat maps side by side, in the same colours, to KEPT/NAME.svg, and return a Markdown image of them."""
-    figure = _figure(name, (1 + 2.3 * len(maps), 1.2 + 0.4 * len(maps[0].rows)))
-    everything = np.concatenate([np.ravel(np.array(one.values, dtype=float)) for one in maps])
-    low, high = np.nanmin(everything), np.nanmax(everything)
-    for axes, one in zip(np.atleast_1d(figure.subplots(1, len(maps), sharey=True)), maps, strict=True):
-        axes.imshow(np.array(one.values, dtype=float), aspect="auto", vmin=low, vmax=high)
-        axes.set(title=one.title)
-        axes.set_xticks(range(len(one.columns)), one.columns)
-        axes.set_yticks(range(len(one.rows)), one.rows)
-        for (row, column), value in np.ndenumerate(np.array(one.values, dtype=float)):
-            if not np.isnan(value):
-                colour = "white" if value < (low + high) / 2 else "black"
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize="small", color=colour)
-    figure.suptitle(title)
     return _saved(figure, name, title)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,8 @@ KEPT = ROOT / "docs/results"
 
 Settings = dict[str, str]
 """Environment variables of trainer, engine, data-server and reward-server."""
+Train = Callable[["Run"], "Result"]
+"""Makes a run."""
 
 OF_THE_MACHINE = (
     "CHECKPOINT_EVERY",
@@ -43,8 +45,7 @@ class Run:
     seed: int
     settings: Settings
     """All settings that differ from the defaults; a model that is made for the run has no MODEL_NAME here."""
-    train: Callable[[Run], Result]
-    """Makes the run."""
+    train: Train
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -99,19 +100,30 @@ class Result:
 Results = Sequence[Result]
 
 
+def runs_of(
+    task: str, settings: Settings, seeds: Iterable[int], variants: Mapping[str, tuple[Settings, Train]]
+) -> list[Run]:
+    """Return the runs of a task seed by seed, so that an interruption leaves all variants with the same seeds.
+
+    Each variant has its settings in addition to the task's, and the function that makes its runs.
+    """
+    return [
+        Run(task, variant, seed, settings | own | {"SEED": str(seed), "DATA_SEED": str(seed)}, train)
+        for seed in seeds
+        for variant, (own, train) in variants.items()
+    ]
+
+
 @dataclass(frozen=True)
 class Part:
-    """A part of the page."""
+    """A part of the page, whose text is in page.md."""
 
     name: str
-    """The name in commands and of its files in docs/results/."""
-    title: str
+    """The name in commands and in page.md, and of its files in docs/results/."""
     runs: Sequence[Run]
     """All runs, in the order in which they are made."""
-    show: Callable[[Results], str]
-    """Writes the part's plots to KEPT and returns the section's Markdown, without its heading."""
-    summary: Callable[[Results], Sequence[str]]
-    """Returns the part's sentences of the summary, with figures taken from the results."""
+    figures: Mapping[str, Callable[..., str]] = field(default_factory=dict)
+    """Functions of this part's own for page.md: each gets the results, and the texts behind its name there."""
 
     def file(self, directory: Path | None = None) -> Path:
         """Return the file of the results in ``directory`` (None: KEPT), a line of JSON each."""

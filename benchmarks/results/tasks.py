@@ -67,23 +67,14 @@ REWARDS: dict[str, Reward] = {
 
 
 @contextmanager
-def with_model(settings: Settings, *, is_bfloat16: bool = False) -> Iterator[Settings]:
-    """Give the settings with their MODEL_NAME; without one, a new directory has the tiny model with random weights.
-
-    Its checkpoint is float32, or with ``is_bfloat16`` rounded as published models are.
-    """
+def with_model(settings: Settings) -> Iterator[Settings]:
+    """Give the settings with their MODEL_NAME; without one, a new directory has the tiny model with random weights."""
     if "MODEL_NAME" in settings:
         yield settings
         return
     from toys import arithmetic
 
     with TemporaryDirectory() as directory:
-        model = arithmetic.build_model()
-        (model.bfloat16() if is_bfloat16 else model).save_pretrained(Path(directory))
+        arithmetic.build_model().save_pretrained(Path(directory))
         arithmetic.build_tokenizer().save_pretrained(directory)
         yield settings | {"MODEL_NAME": directory}
-
-
-def seeded(settings: Settings, seed: int) -> Settings:
-    """Return the settings with the seeds of samples, draws, prompts and their order."""
-    return settings | {"SEED": str(seed), "DATA_SEED": str(seed)}

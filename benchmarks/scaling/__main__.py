@@ -3,14 +3,12 @@
     python -m benchmarks.scaling check [--fit METRICS ...] [--against METRICS ...]
     python -m benchmarks.scaling plan [--models 0.5B,8B,70B] [--step-seconds 120]
     python -m benchmarks.scaling roofline
-    python -m benchmarks.scaling traffic [--models 0.5B,8B,32B] [--micro-batches 4]
     python -m benchmarks.scaling one-gpu
     python -m benchmarks.scaling docs
 
 ``check`` fits the model of a step to measured runs and predicts other runs. ``plan`` prints nodes, seconds and the
-changes to jobgroup.yaml. ``roofline`` prints what to expect of a GPU, ``traffic`` the counted bytes of a step between
-and within nodes, ``one-gpu`` the memory of a GPU that engine and trainer share (docs/guides/one-gpu.md). ``docs``
-writes the other outputs into docs/scaling.md and docs/gpus.md.
+changes to jobgroup.yaml. ``roofline`` prints what to expect of a GPU, ``one-gpu`` the memory of a GPU that engine and
+trainer share (docs/guides/one-gpu.md). ``docs`` writes the other outputs into docs/scaling.md and docs/gpus.md.
 """
 
 from __future__ import annotations
@@ -23,11 +21,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from benchmarks.harness import ROOT, made_of
-from benchmarks.scaling import one_gpu, roofline, traffic
+from benchmarks.scaling import one_gpu, roofline
 from benchmarks.scaling.plan import MODELS, Batch, cheapest, check_text, plan_text
 from benchmarks.scaling.step import Rates, fit, read
-from scripts.launch.models import CONFIGS
-from scripts.launch.tables import table as lines
 
 MEASURED = Path(__file__).with_name("measured")
 FITTED = (MEASURED / "short.jsonl", MEASURED / "long.jsonl")
@@ -66,16 +62,6 @@ def share(given: argparse.Namespace) -> str:
     return one_gpu.table()
 
 
-def count_traffic(given: argparse.Namespace) -> str:
-    """Count the bytes of a step on each axis of the mesh."""
-    rows = []
-    for label in given.models.split(","):
-        for mesh in traffic.MESHES:
-            found = traffic.count(CONFIGS[label][1], mesh, given.micro_batches)
-            rows.append([f"{label} {mesh.name}", f"{found.within / 1e9:.1f}", f"{found.between / 1e9:.1f}"])
-    return "\n".join(lines(["GB a step", "within, a GPU", "between, a node"], rows))
-
-
 def docs(given: argparse.Namespace) -> str:
     """Write the output of the commands in docs/scaling.md and docs/gpus.md below them."""
     for path in (DOCS, GPU_DOCS):
@@ -104,10 +90,6 @@ def run(arguments: Sequence[str] | None = None) -> str:
     one.set_defaults(command=plan)
     one = commands.add_parser("roofline", help="what to expect of GPUs")
     one.set_defaults(command=expect)
-    one = commands.add_parser("traffic", help="bytes of a step, counted; minutes")
-    one.add_argument("--models", default="0.5B,8B,32B", help="of " + ", ".join(CONFIGS))
-    one.add_argument("--micro-batches", type=int, default=4)
-    one.set_defaults(command=count_traffic)
     one = commands.add_parser("one-gpu", help="the memory of a GPU that engine and trainer share")
     one.set_defaults(command=share)
     one = commands.add_parser("docs", help="write docs/scaling.md and docs/gpus.md")

@@ -157,6 +157,8 @@ def derive(
         ConfigurationError: GPUs are too small for the model; the message says what would fit.
     """
     _check_engines(settings, model, rollout.choices)
+    # By default records take a part of the volume's room, whatever its size.
+    settings = settings.model_copy(update={"record_groups": settings.record_groups or "off"})
     engines = {gpus: _engines(rollout_settings, model, gpus) for gpus in rollout.choices}
     if settings.min_workers > (most := rollout.nodes * min(engines.values())):
         raise ConfigurationError(

@@ -10,7 +10,7 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, BinaryIO, Self
 
 import numpy as np
 import orjson
@@ -302,7 +302,8 @@ class Group(WireModel):
 # --- groups as bytes --------------------------------------------------------------------------------------------------
 
 FORMAT = 2
-"""The version of the byte form: in its first byte, then the length of the header and a checksum of all that follows."""
+"""The version of the byte form: in its first byte, then the length of the header, and a checksum of that length and of
+all that follows."""
 _PREFIX = struct.Struct("<BII")
 
 
@@ -353,7 +354,7 @@ def pack_sequences(header: Mapping[str, Any], sequences: Sequence[TokenSequence]
     fields = [{name: value for name, value in dump.items() if value is not None} for dump in dumps]
     text = orjson.dumps({**header, "sequences": fields, "columns": columns})
     body = b"".join((text, *parts))
-    return _PREFIX.pack(FORMAT, len(text), zlib.crc32(body)) + body
+    return _PREFIX.pack(FORMAT, len(text), zlib.crc32(body, len(text))) + body
 
 
 def unpack_sequences(data: bytes | memoryview) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -391,7 +392,8 @@ def check_format(data: bytes | memoryview) -> None:
     if len(data) < _PREFIX.size or data[0] != FORMAT:
         actual = f"format {data[0]}" if len(data) else "no bytes"
         raise GroupFormatError(f"a group has {actual}; this program reads format {FORMAT}, so begin a new run")
-    if zlib.crc32(memoryview(data)[_PREFIX.size :]) != _PREFIX.unpack_from(data)[2]:
+    _, length, checksum = _PREFIX.unpack_from(data)
+    if zlib.crc32(memoryview(data)[_PREFIX.size :], length) != checksum:
         raise GroupFormatError("a group is damaged: its checksum differs")
 
 
@@ -406,6 +408,12 @@ def split(data: bytes | memoryview) -> Iterator[memoryview]:
             raise GroupFormatError("the last part is cut off")
         yield view[place : place + length]
         place += length
+
+
+def first_part(stream: BinaryIO) -> bytes:
+    """Return the first part of a file of ``joined`` bytes, without reading the others."""
+    (length,) = _LENGTH.unpack(stream.read(_LENGTH.size).ljust(_LENGTH.size, b"\0"))
+    return stream.read(length)
 
 
 _LENGTH = struct.Struct("<I")

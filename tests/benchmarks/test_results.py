@@ -23,14 +23,18 @@ from benchmarks.results.comparisons import (
     ranking,
     t_quantile,
 )
-from benchmarks.results.runs import Part, Result, Run, result_of
-from benchmarks.results.sweeps import Sweep
-from benchmarks.results.tasks import TINY, seeded, with_model
+from benchmarks.results.experiments import PARTS
+from benchmarks.results.runs import Part, Result, Run, result_of, runs_of
+from benchmarks.results.tasks import TINY, with_model
 from services.engines.settings import EngineSettings
 from trainer.config import TrainerSettings
 
-PARTS = page.load_parts()
 RUNS = [run for part in PARTS for run in part.runs]
+
+
+def run_of(settings: dict[str, str], seed: int, variant: str, **own: str) -> Run:
+    [run] = runs_of("tiny", TINY | settings, [seed], {variant: (own, in_process.train)})
+    return run
 
 
 def result(variant: str, seed: int, reward: float, accuracy: float | None = None) -> Result:
@@ -47,7 +51,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_page_is_that_of_the_kept_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plots, "KEPT", tmp_path)
-    assert page.page(PARTS) == page.PAGE.read_text(), "run `.venv/bin/python -m benchmarks.results --page-only`"
+    assert page.page() == page.PAGE.read_text(), "run `.venv/bin/python -m benchmarks.results --page-only`"
     text = page.PAGE.read_text()
     headings = {
         re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in re.findall("^#+ (.*)", text, re.M)
@@ -55,6 +59,19 @@ def test_the_page_is_that_of_the_kept_runs(monkeypatch: pytest.MonkeyPatch, tmp_
     assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= headings
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn == {path.name for path in runs.KEPT.glob("*.svg")}
+
+
+def test_a_section_has_the_figures_of_its_part_and_its_list_the_sentences_that_have_them(kept: Path) -> None:
+    results = [result("GRPO", seed, 0.5, 0.5) for seed in range(3)]
+    part = Part("part", [], {"steps": lambda results, task: f"{task} {len(results)}"})
+    assert page.with_figures("There are {steps: runs:}", part, results) == "There are runs: 3"
+    listed = "- a: {ranking: tiny | GRPO}\n- b: {steps: b}"
+    assert page.with_figures(listed, part, results) == "- b: b 3", "GRPO alone has no ranking"
+
+
+def test_every_part_has_a_section() -> None:
+    sections = re.findall(r"(?m)^## .* \{(\w+)\}$", page.TEXT.read_text())
+    assert sections == [part.name for part in PARTS]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
@@ -144,10 +161,10 @@ def test_variants_without_seeds_in_common_say_so() -> None:
     assert second[2:8] == ["0.600", "", "needs seeds", "0.60", "", "needs seeds"]
     assert third[4] == "identical"
     assert third[7] == ""
-    part = Part("methods", "Methods", [], lambda _: "", lambda _: [])
-    sentence = page.provenance(part, [*base, *alone], "command")
+    part = Part("methods", [])
+    sentence = " ".join(page.provenance(part, [*base, *alone]).split())
     assert "seeds: 0, 1, 2 (variants with fewer: 1, the least has 1);" in sentence
-    assert "seeds: 0, 1, 2;" in page.provenance(part, base, "command")
+    assert "seeds: 0, 1, 2;" in page.provenance(part, base)
 
 
 def test_a_command_goes_on_with_the_runs_that_are_missing(kept: Path) -> None:
@@ -162,11 +179,11 @@ def test_a_command_goes_on_with_the_runs_that_are_missing(kept: Path) -> None:
     planned = [
         Run("tiny", name, seed, {"SEED": str(seed)}, partial(train, stop_at=3)) for seed in (0, 1) for name in "ab"
     ]
-    part = Part("part", "A part", planned, lambda _: "text", lambda _: [])
+    part = Part("part", planned)
     with pytest.raises(KeyboardInterrupt):
         part.make()
     assert [(r.variant, r.seed) for r in part.results()] == [("a", 0), ("b", 0), ("a", 1)]
-    assert "3 runs of 4" in page.page([part])
+    assert "3 runs of 4" in page.provenance(part, part.results())
     others = [replace(run, train=train) for run in planned]
     replace(part, runs=others).make(seeds=1)
     assert len(made) == 3
@@ -201,7 +218,7 @@ def test_runs_made_again_lie_in_a_directory_of_their_own(kept: Path, tmp_path_fa
         return replace(result(run.variant, run.seed, 0.5), settings=run.settings)
 
     planned = [Run("tiny", "a", seed, {"SEED": str(seed)}, train) for seed in range(2)]
-    part = Part("part", "A part", planned, lambda _: "text", lambda _: [])
+    part = Part("part", planned)
     part.make()
     written = (kept / "part.jsonl").read_bytes()
     other = tmp_path_factory.mktemp("again")
@@ -211,25 +228,24 @@ def test_runs_made_again_lie_in_a_directory_of_their_own(kept: Path, tmp_path_fa
     assert "1 of 1 rows agree" in page.report([part], other)
 
 
-def test_plots_show_curves_and_heat_maps(kept: Path) -> None:
+def test_plots_show_curves(kept: Path) -> None:
     curves = [result("base", 0, 0.5), result("own", 0, 0.6)]
-    assert plots.curves("curves", curves, "tiny", "Curves") == "![Curves](results/curves.svg)"
+    assert plots.curves(curves, "curves", "tiny", "Curves") == "![Curves](results/curves.svg)"
     first = (kept / "curves.svg").read_bytes()
     assert b"own" in first
-    plots.curves("curves", curves, "tiny", "Curves")
+    plots.curves(curves, "curves", "tiny", "Curves")
     assert (kept / "curves.svg").read_bytes() == first
     assert b"seconds of steps" not in first
-    plots.curves("timed", [replace(one, processor="the processor") for one in curves], "tiny", "Timed", timed=True)
+    plots.curves([replace(one, processor="the processor") for one in curves], "timed", "tiny", "Timed", "timed")
     assert b"the processor" in (kept / "timed.svg").read_bytes()
-    plots.heat_maps("map", "Map", [plots.HeatMap("panel", ("r",), ("c", "d"), [[0.25, float("nan")]])])
-    assert "0.25" in (kept / "map.svg").read_text()
+    assert plots.curves(curves, "none", "another task", "None") == ""
 
 
 def test_a_run_in_one_process_replays_evaluates_and_repeats_itself() -> None:
-    settings = seeded(TINY, 0) | {"MAX_STEPS": "5", "EVAL_PROMPTS": "4", "EVAL_SAMPLES": "2"}
-    plain = in_process.train(Run("tiny", "plain", 0, settings, in_process.train))
-    replay = in_process.train(Run("tiny", "replay", 0, settings | {"REPLAY_GROUPS": "2"}, in_process.train))
-    again = in_process.train(Run("tiny", "again", 0, settings, in_process.train))
+    settings = {"MAX_STEPS": "5", "EVAL_PROMPTS": "4", "EVAL_SAMPLES": "2"}
+    plain = in_process.train(run_of(settings, 0, "plain"))
+    replay = in_process.train(run_of(settings, 0, "replay", REPLAY_GROUPS="2"))
+    again = in_process.train(run_of(settings, 0, "again"))
     assert again.rewards == plain.rewards
     assert plain.rewards[:2] == replay.rewards[:2], "the first step has nothing to replay"
     assert plain.rewards != replay.rewards
@@ -244,9 +260,9 @@ def test_a_run_in_one_process_replays_evaluates_and_repeats_itself() -> None:
 
 @pytest.mark.slow
 def test_a_job_group_has_the_rewards_of_a_run_in_one_process() -> None:
-    settings = seeded(TINY, 3) | {"MAX_STEPS": "4", "EVAL_PROMPTS": "8", "EVAL_SAMPLES": "2"}
-    alone = in_process.train(Run("tiny", "alone", 3, settings, in_process.train))
-    job = job_runs.train(Run("tiny", "job", 3, settings, job_runs.train))
+    settings = {"MAX_STEPS": "4", "EVAL_PROMPTS": "8", "EVAL_SAMPLES": "2"}
+    alone = in_process.train(run_of(settings, 3, "alone"))
+    job = job_runs.train(run_of(settings, 3, "job"))
     assert job.rewards == alone.rewards
     assert job.tokens == alone.tokens
     assert (job.accuracy, job.accuracy_error) == (alone.accuracy, alone.accuracy_error)
@@ -270,25 +286,3 @@ def test_a_model_is_made_only_for_settings_without_one() -> None:
     with with_model({}) as settings:
         assert (Path(settings["MODEL_NAME"]) / "config.json").exists()
     assert not Path(settings["MODEL_NAME"]).exists()
-
-
-def test_a_sweep_says_which_rate_its_grid_chooses_and_when_that_is_at_the_edge() -> None:
-    sweep = Sweep({"LEARNING_RATE": "2"}, ("1", "2", "3", "4"), {"clip": {"own": {}}}, range(2), "3", range(2))
-    rising = {"1": [0.1, 0.3], "2": [0.4], "3": [0.5], "4": [0.9]}
-    assert sweep.chosen(rising) == "4"
-    assert sweep.chosen(rising | {"2": [0.95]}) == "2"
-    runs = [
-        replace(result(rate, seed, 0.5, accuracy), task="sweep")
-        for rate, accuracies in rising.items()
-        for seed, accuracy in enumerate(accuracies)
-    ]
-    sentence = sweep.conclusion(runs)
-    assert (
-        "of 1 combinations of the other hyperparameters, the highest accuracy is at 4 in 1, the highest mean"
-        in sentence
-    )
-    assert "4 is at the edge of the grid" in sentence
-    assert "A cell has 1 to 2 seeds" in sentence
-    assert sweep.collapses(runs) == "Runs that end with an accuracy below 0.5: 2 of 2 at 1 and 1 of 1 at 2."
-    peaked = [*runs, replace(result("2", 1, 0.5, 3.0), task="sweep")]
-    assert "edge" not in sweep.conclusion(peaked)

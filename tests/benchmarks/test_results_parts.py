@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
-from benchmarks.results import in_process, learned, methods, off_policy, rounding
+from benchmarks.results import episodes, in_process, off_policy
 from benchmarks.results.baselines import best_of_group, right_answers
-from benchmarks.results.methods import BASE, CHOOSING, Methods, Rates, reward_of_tokens
-from benchmarks.results.runs import Part, Result, Run
-from benchmarks.results.tasks import TINY, seeded
+from benchmarks.results.experiments import PARTS, REPLAY, SHORTER
+from benchmarks.results.methods import RATES, TRIED, best, choice, choosing, reward_of_tokens
+from benchmarks.results.runs import Result, Run
+from benchmarks.results.tasks import TINY
 from trainer.algorithm.advantages import Outcomes
 
-SHORT = seeded(TINY, 0) | {"MAX_STEPS": "3", "EVAL_PROMPTS": "4", "EVAL_SAMPLES": "2", "LEARNING_RATE": "1e-2"}
+SHORT = (
+    TINY
+    | {"SEED": "0", "DATA_SEED": "0"}
+    | {"MAX_STEPS": "3", "EVAL_PROMPTS": "4", "EVAL_SAMPLES": "2", "LEARNING_RATE": "1e-2"}
+)
 
 
 def result(variant: str, rewards: list[float], *, task: str = "tiny", seed: int = 0, tokens: int = 10) -> Result:
@@ -55,28 +59,18 @@ def test_rejection_sampling_learns_from_right_answers_or_the_best_of_a_group() -
     assert best_of_group(outcomes).tolist() == [1, 0, 1, 0, 0, 1, 0, 0, 0, 0]
 
 
-def test_a_method_is_compared_at_the_rate_that_its_own_seeds_choose() -> None:
-    table = Methods("tiny", TINY, {BASE: {}, "other": {"LOSS": "gspo"}}, Rates(("1", "2"), {BASE: "2"}))
-    choosing = [run for seed in CHOOSING for run in table.choosing(seed)]
-    assert {run.variant for run in choosing} == {"GRPO at 1", "GRPO at 2", "other at 1", "other at 2"}
-    compared = {run.variant: run.settings["LEARNING_RATE"] for run in table.compared(0)}
-    assert compared == {BASE: "2", "other": TINY["LEARNING_RATE"]}
-    means = {"GRPO at 1": 0.25, "GRPO at 2": 0.5, "other at 1": 0.75, "other at 2": 0.5}
-    results = [result(run.variant, [means[run.variant]], task=run.task, seed=run.seed) for run in choosing]
-    assert table.best(results) == {BASE: "2", "other": "1"}
-    assert table.best(results[1:]) == {"other": "1"}, "GRPO lacks a run of the choice"
-    assert "| GRPO | 0.250 | **0.500** | 2 |" in table.choice_table(results)
+def test_the_runs_of_the_choice_say_which_rate_is_best() -> None:
+    runs = choosing()
+    assert {run.settings["LEARNING_RATE"] for run in runs} == set(TRIED)
+    results = [result(run.variant, [0.5 if run.variant.endswith("2e-3") else 0.25], task=run.task) for run in runs]
+    assert best(results) == dict.fromkeys(RATES, "2e-3")
+    assert "GRPO" not in best(results[1:]), "GRPO lacks a run of the choice"
+    assert "| GRPO | 0.250 | **0.500** | 0.250 | 4e-3 |" in choice(results)
 
 
-@pytest.mark.parametrize(
-    ("compared", "part"),
-    [(methods.TINY_COMPARISON, methods.TINY_PART), (methods.DEMO_COMPARISON, methods.DEMO_PART)],
-    ids=["tiny", "demo"],
-)
-def test_the_kept_runs_choose_the_rates_at_which_the_page_compares(compared: methods.Comparison, part: Part) -> None:
-    for table in (compared.once, compared.often):
-        best = table.best(part.results())
-        assert best == {method: table.rate(method) for method in best}
+def test_the_kept_runs_choose_the_rates_at_which_the_page_compares() -> None:
+    [part] = [part for part in PARTS if part.name == "methods"]
+    assert best(part.results()) == RATES
 
 
 def test_rewards_by_tokens_are_weighted_by_their_tokens_up_to_the_budget() -> None:
@@ -93,23 +87,13 @@ def test_the_break_even_counts_the_updates_of_the_policy_that_sampled() -> None:
     task = "learning rate 5e-4"
     slower = [0.0] * 2 + rising.rewards
     runs = [replace(rising, task=task, variant=off_policy.NO_LAG), result("lag 1", slower, task=task)]
-    assert "| lag 1 | 5.0 | 1.25 | 25% |" in off_policy.break_even(runs)
+    assert "| lag 1 | 5.0 | 1.25 | 25% |" in off_policy.break_even(runs, task)
 
 
 def test_replay_generates_as_many_tokens_or_takes_fewer_steps() -> None:
-    for name, task in off_policy.REPLAY_TASKS.items():
-        variants = task.variants()
-        steps = {settings.get("MAX_STEPS", task.settings["MAX_STEPS"]) for settings in variants.values()}
-        assert steps == {task.settings["MAX_STEPS"], *task.steps.values()}, name
+    assert not any("MAX_STEPS" in settings for settings in REPLAY.values())
+    assert all(int(settings["MAX_STEPS"]) < int(TINY["MAX_STEPS"]) for settings in SHORTER.values())
 
 
 def test_random_moves_are_optimal_as_often_as_the_page_says() -> None:
-    assert learned.random_play() == pytest.approx(0.45, abs=0.05)
-
-
-def test_the_share_of_a_small_update_is_lost_by_rounding_to_the_nearest_alone() -> None:
-    settings = SHORT | {"MAX_STEPS": "1", "EVAL_PROMPTS": "0", "LEARNING_RATE": "1e-6"}
-    measured = rounding.train_measured(Run("share", "1e-6", 0, settings, partial(rounding.train_measured)))
-    assert measured.figures[f"{rounding.NEAREST}, 1"] < 0.5
-    for form in (rounding.DITHER, rounding.FRESH):
-        assert measured.figures[f"{form}, 1"] == pytest.approx(1, abs=0.2)
+    assert episodes.random_play() == pytest.approx(0.45, abs=0.05)

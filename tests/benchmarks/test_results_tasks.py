@@ -8,22 +8,24 @@ from pathlib import Path
 import orjson
 import pytest
 
+from benchmarks import trl
 from benchmarks.job import Job
-from benchmarks.results import beside_trl, job_runs, learned
+from benchmarks.results import beside_trl, experiments, job_runs
 from benchmarks.results.runs import Result, Run
-from benchmarks.results.tasks import with_model
+from benchmarks.results.tasks import TINY, with_model
 from services.core.errors import ConfigurationError
+from services.data_server.settings import DataSettings
 from trainer.config import TrainerSettings
 
 
 def test_levels_come_in_order_and_all_questions_of_a_run_are_asked_once() -> None:
-    for run in learned.TASK_RUNS:
-        if "reasoning_gym" in run.settings["DATASET"]:
-            assert run.settings["CURRICULUM"] == "source"
-            asked = int(run.settings["MAX_STEPS"]) * int(run.settings["BATCH_SIZE"])
-            held_out = float(run.settings["DATASET_HELD_OUT"])
-            assert asked <= learned.QUESTIONS * (1 - held_out) + 1
-            assert int(run.settings["EVAL_PROMPTS"]) <= learned.QUESTIONS * held_out + 1
+    for settings in experiments.TASKS.values():
+        if "reasoning_gym" in settings["DATASET"]:
+            assert settings["CURRICULUM"] == "source"
+            asked = int(settings["MAX_STEPS"]) * int(settings["BATCH_SIZE"])
+            held_out = float(settings["DATASET_HELD_OUT"])
+            assert asked <= experiments.QUESTIONS * (1 - held_out) + 1
+            assert int(settings["EVAL_PROMPTS"]) <= experiments.QUESTIONS * held_out + 1
 
 
 @pytest.fixture
@@ -56,23 +58,20 @@ def result(task: str, seed: int, accuracy: float, **figures: float) -> Result:
 
 def test_a_task_without_runs_says_so_in_its_row() -> None:
     results = [result("gcd", seed, 0.4 + seed / 10, accuracy_before=0.1) for seed in range(3)]
-    gcd, absent = job_runs.task_table(results, {"gcd": "divisors", "countdown": "numbers"}).splitlines()[2:4]
-    assert gcd == (
-        "| gcd: divisors | 3 | 0.10 (0.10 to 0.10) | 0.40 (0.40 to 0.40) "
-        "| 0.10 (0.10 to 0.10) | 0.50 (0.40 to 0.60) | 52 | 2 (2 to 2) |"
+    assert job_runs.task_row(results, "gcd") == (
+        "3 | 0.10 (0.10 to 0.10) | 0.40 (0.40 to 0.40) | 0.10 (0.10 to 0.10) | 0.50 (0.40 to 0.60) | 52 | 2 (2 to 2)"
     )
-    assert absent == "| countdown: numbers | 0 | not run |  |  |  |  |  |"
+    assert job_runs.task_row(results, "countdown") == "0 | not run |  |  |  |  | "
 
 
 def test_the_summary_says_in_how_many_seeds_a_task_was_learned() -> None:
     results = [result("gcd", seed, accuracy, accuracy_before=0.1) for seed, accuracy in enumerate([0.5, 0.1, 0.6])]
     results.append(result("chain_sum", 0, 0.35, accuracy_before=0.28))
-    [sentence] = job_runs.sentences(results, "[Tasks](#tasks)")
-    assert sentence == (
-        "[Tasks](#tasks), accuracy on held-out prompts before training and after, by seed. "
+    assert job_runs.learned(results) == (
         "**Learned:** gcd 0.10 to 0.50, 0.10 and 0.60 (in 2 of 3 seeds). "
         "**Not learned:** chain_sum 0.28 to 0.35 (highest reward of a step 0.50)."
     )
+    assert "chain_sum" not in job_runs.learned(results, "gcd")
 
 
 def test_a_gain_is_bounded_as_in_newcombes_table() -> None:
@@ -88,28 +87,32 @@ def test_gsm8k_takes_files_and_keeps_the_settings_of_the_run(tmp_path: Path, mon
         made.append(run)
         return Result(run.task, run.variant, run.seed, dict(run.settings))
 
-    monkeypatch.setattr(job_runs, "train_with_figures", train)
-    monkeypatch.setenv(learned.DIRECTORY, str(tmp_path))
+    monkeypatch.setattr(job_runs, "train", train)
+    monkeypatch.setenv(experiments.GSM8K_DIRECTORY, str(tmp_path))
     (tmp_path / "train.jsonl").write_text("{}")
+    run = Run("GSM8K", "GRPO", 0, experiments.GSM8K, experiments.train_gsm8k)
     with pytest.raises(ConfigurationError, match=r"test\.jsonl"):
-        learned.train_gsm8k(learned.GSM8K_RUNS[0])
+        experiments.train_gsm8k(run)
     (tmp_path / "test.jsonl").write_text("{}")
-    kept = learned.train_gsm8k(learned.GSM8K_RUNS[0])
+    result = experiments.train_gsm8k(run)
     assert made[0].settings["DATASET"] == str(tmp_path / "train.jsonl")
-    assert kept.settings == learned.GSM8K_RUNS[0].settings
+    assert result.settings == run.settings
 
 
 def test_trl_gets_the_prompts_of_the_run_in_their_order(tmp_path: Path) -> None:
-    settings = beside_trl.RUNS[0].settings | {"MAX_STEPS": "2"}
-    with with_model(settings) as given:
-        loaded = TrainerSettings.load(**{name.lower(): value for name, value in given.items()})
-        file = beside_trl.write_questions(given, loaded, tmp_path)
-        other = beside_trl.write_questions(given | {"DATA_SEED": "1"}, loaded, tmp_path.parent)
-    prompts = [orjson.loads(line)["prompt"] for line in file.read_bytes().splitlines()]
-    assert len(prompts) == 2 * int(settings["BATCH_SIZE"])
-    assert len(set(prompts)) == len(prompts)
-    assert prompts != [orjson.loads(line)["prompt"] for line in other.read_bytes().splitlines()]
-    assert beside_trl.options(loaded)["adam_beta2"] == loaded.adam_beta2
+    with with_model(TINY | {"MAX_STEPS": "2"}) as variables:
+        settings = TrainerSettings.load(**{name.lower(): value for name, value in variables.items()})
+        prompts = []
+        for seed in ("0", "1"):
+            seeded = variables | {"DATA_SEED": seed}
+            data = DataSettings.load(**{name.lower(): value for name, value in seeded.items()})
+            trl.write_questions(data, settings, tmp_path / "questions.jsonl")
+            lines = (tmp_path / "questions.jsonl").read_bytes().splitlines()
+            prompts.append([orjson.loads(line)["prompt"] for line in lines])
+    assert [len(one) for one in prompts] == [2 * settings.batch_size] * 2
+    assert len(set(prompts[0])) == len(prompts[0])
+    assert prompts[0] != prompts[1]
+    assert trl.options(settings)["adam_beta2"] == settings.adam_beta2
 
 
 def test_the_stages_of_a_run_are_compared_seed_by_seed() -> None:

@@ -10,6 +10,7 @@ import pytest
 from local_runner.processes import MARK
 from tests.e2e.system import System
 from tests.prompts_of_a_run import account
+from trainer.reporting.group_records import GroupRecords
 
 # The limit is for a hang; a run takes about a minute.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -55,6 +56,10 @@ def test_every_group_is_trained_on_once(finished: System) -> None:
     trained = {(sample["step"], sample["group_id"]) for sample in samples}
     assert len(trained) == STEPS * BATCH
     assert len({group for _, group in trained}) == STEPS * BATCH
+    records = GroupRecords(finished.run_dir)
+    recorded = [(step, found.group.group_id) for step in records.steps for found in records.groups(step)]
+    assert set(recorded) == trained
+    assert len(recorded) == STEPS * BATCH
 
 
 @pytest.mark.slow

@@ -29,17 +29,19 @@ FILES = ("model/model.safetensors", "critic/model.safetensors")
 
 
 def start(directory: Path, model: Path, kind: str) -> System:
+    directory.mkdir()
     nodes = ("--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1")
-    return System(directory, model, *nodes, CRITIC=kind, **SETTINGS)
+    # Ids of groups begin with the run's.
+    return System(directory, model, *nodes, run_id="ppo", CRITIC=kind, **SETTINGS)
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
 def test_a_killed_trainer_ends_with_the_model_and_the_critic_of_the_undisturbed_one(
     tiny_model: Path, tmp_path: Path, kind: str
 ) -> None:
-    undisturbed = start(tmp_path, tiny_model, kind)
+    undisturbed = start(tmp_path / "undisturbed", tiny_model, kind)
     assert undisturbed.wait() == 0, undisturbed.text
-    killed = start(tmp_path, tiny_model, kind)
+    killed = start(tmp_path / "killed", tiny_model, kind)
     killed.wait_for_step(KILLED_AFTER)
     [trainer] = [process for process in killed.processes() if process.cmdline()[-2:] == ["-m", "trainer"]]
     trainer.kill()
@@ -47,6 +49,9 @@ def test_a_killed_trainer_ends_with_the_model_and_the_critic_of_the_undisturbed_
     assert "resumed" in killed.log("ppo-trainer-0")
     for name in FILES:
         assert (killed.run_dir / name).read_bytes() == (undisturbed.run_dir / name).read_bytes(), name
+    records = [{p.name: p.read_bytes() for p in (s.run_dir / "groups").iterdir()} for s in (killed, undisturbed)]
+    assert sorted(records[0]) == [f"step-{step:06d}" for step in range(1, STEPS + 1)]
+    assert records[0] == records[1]
     columns = ("reward_mean", "value_loss", "explained_variance", "value_clip_fraction")
     assert [record["step"] for record in killed.metrics()] == list(range(1, STEPS + 1))
     for ours, theirs in zip(killed.metrics(), undisturbed.metrics(), strict=True):

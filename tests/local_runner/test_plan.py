@@ -113,8 +113,9 @@ def test_a_plan_shows_what_will_be(here: Path, tiny_model: Path) -> None:
     changed = [setting for setting in shown["not by default"].split(", ") if "TYPE" not in setting]
     assert changed == ["BATCH_SIZE=8", "PROMPT_STYLE=plain"]
     assert re.fullmatch(r"[\d.]+ [MG]B of each trainer node; there is [\d.]+ GB", shown["memory"])
-    sizes = r"[\d.]+ [kMG]B \(checkpoints .*, versions .*, model .*\); there is [\d.]+ [MG]B"
+    sizes = r"[\d.]+ [kMG]B \(checkpoints .*, versions .*, model .*, recorded groups .*\); there is [\d.]+ [MG]B"
     assert re.fullmatch(sizes, shown["disk"])
+    assert shown["recorded groups"] == "of the last 1000 steps (RECORD_GROUPS)"
     assert shown["where"] == "runs/mine, on this machine"
     assert shown["nodes"].startswith("ppo-trainer 2, data-server 1, rollout-server 1, ")
     assert "python -m trainer" not in done.stdout

@@ -37,7 +37,8 @@ from trainer.model import saving
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
 from trainer.rank_calls import RankCalls
-from trainer.reporting import run_files
+from trainer.reporting import group_records, run_files
+from trainer.reporting.group_records import GroupRecords
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.rollouts.batch import Batch
@@ -217,6 +218,44 @@ def test_weights_prompts_and_records_are_of_one_step(
     assert all(np.array_equal(value, expected[name]) for name, value in weights_of(learner.policy).items())
 
 
+def test_a_step_is_computed_again_to_the_bit_from_its_record_and_the_checkpoint_before_it(
+    alone: Ranks, tmp_path: Path
+) -> None:
+    loop = train(alone, tmp_path, Outside(""), record_groups="all", checkpoints_kept=4, lr_schedule="linear")
+    records = GroupRecords(loop.settings.run_dir)
+    assert records.steps == [1, 2, 3, 4]
+    objective = Objective(loop.settings)
+    for step in (2, 3, 4):
+        head = records.head(step)
+        recorded = {name: value for name, value in head.settings.items() if name != "model_name"}
+        learner = make_learner(alone, tmp_path / "model", head.total_steps, **recorded)
+        before, after = (loop.settings.checkpoint_dir / f"step-{number:06d}" for number in (step - 1, step))
+        loop.rank_calls.checkpoints.load(before, learner.policy, learner.optimizer)
+        groups = [
+            objective.training_group(r.group, weight=r.weight, is_replayed=r.is_replayed) for r in records.groups(step)
+        ]
+        learner.update(objective.with_advantages(groups), step - 1, position=head.position)
+        computed = weights_of(learner.policy)
+        loop.rank_calls.checkpoints.load(after, learner.policy, learner.optimizer)
+        assert all(np.array_equal(value, computed[name]) for name, value in weights_of(learner.policy).items())
+
+
+def test_a_run_whose_records_find_no_room_trains_as_before_and_counts_them(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = train(alone, tmp_path / "undisturbed", Outside(""), record_groups="off")
+    monkeypatch.setattr(group_records, "atomic_write", fail)
+    outside = Outside("")
+    loop = train(alone, tmp_path, outside, record_groups="all")
+    assert outside.error is None
+    expected = weights_of(undisturbed.rank_calls.learner.policy)
+    assert all(
+        np.array_equal(value, expected[name]) for name, value in weights_of(loop.rank_calls.learner.policy).items()
+    )
+    lines = [orjson.loads(line) for line in (loop.settings.run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    assert [line["groups_unrecorded"] for line in lines] == [1.0] * 4
+
+
 def test_a_loss_in_the_evaluation_after_the_last_prompt_leaves_a_checkpoint(alone: Ranks, tmp_path: Path) -> None:
     outside = Outside("evaluate", prompts=LAST)
     loop = train(alone, tmp_path, outside, eval_prompts=64, checkpoint_every=0)
@@ -284,12 +323,13 @@ def test_the_last_step_is_saved_once(alone: Ranks, tmp_path: Path, settings: dic
 # --- a full disk -----------------------------------------------------------------------------------------------------
 
 
+def fail(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.fixture
 def fill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
     """Makes every later write of a record (``fill("records")``) or of checkpoints fail as on a full disk."""
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
     def broken_stream(*_: Any) -> Any:
         return nullcontext(FullStream())

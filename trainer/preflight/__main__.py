@@ -19,7 +19,7 @@ from trainer.preflight.sizes import find_limits, needed
 
 
 def main() -> None:
-    """Print what a rank and a node need, what there is, and the preflight's refusal or null.
+    """Print what a rank and a node need, what there is, the steps to record, and the preflight's refusal or null.
 
     Raises:
         ConfigurationError: the model cannot be loaded.
@@ -35,13 +35,14 @@ def main() -> None:
     limits = find_limits(device, settings.run_dir, is_shared=settings.engine_sleeps)
     nodes = Machine(num_nodes(), machine.promised_gpus() or 1, getattr(torch, kind).itemsize, limits)
     shape = ModelShape.of(load_config(settings), trust_remote_code=settings.trust_remote_code)
-    need = needed(shape, chosen_work(settings, shape, nodes))
+    work = chosen_work(settings, shape, nodes)
     refusal = None
     try:
         check(settings, shape, nodes)
     except (ConfigurationError, DiskFullError) as error:
         refusal = str(error)
-    print(json.dumps({"need": vars(need), "has": vars(limits), "refusal": refusal}))
+    need = vars(needed(shape, work))
+    print(json.dumps({"need": need, "has": vars(limits), "refusal": refusal, "record_groups": work.record_groups}))
 
 
 if __name__ == "__main__":

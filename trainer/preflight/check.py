@@ -21,7 +21,19 @@ from trainer.model.loading import choose_compute, load_config
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import GIB, USABLE, Limits, Need, Work, choose, find_limits, needed, work_of
+from trainer.preflight.sizes import (
+    GIB,
+    USABLE,
+    Limits,
+    Need,
+    VolumeRoom,
+    Work,
+    choose,
+    find_limits,
+    needed,
+    plan_records,
+    work_of,
+)
 
 log = get_logger(__name__)
 
@@ -111,7 +123,9 @@ def chosen_work(settings: TrainerSettings, shape: ModelShape, machine: Machine) 
         ranks_per_node=machine.ranks_per_node,
         compute_bytes=machine.compute_bytes,
     )
-    return choose(settings, shape, work, machine.limits)
+    work = choose(settings, shape, work, machine.limits)
+    kept, size = plan_records(settings, machine.limits.volume - needed(shape, work).total("volume"))
+    return replace(work, record_groups=kept, record_bytes=size)
 
 
 def _parts(need: Need, work: Work, place: str) -> dict[str, int]:
@@ -152,9 +166,14 @@ def _remedy(
     if place == "shm":
         return f"Mount a memory volume of {math.ceil(wanted / GIB)}Gi at /dev/shm on the nodes of ppo-trainer."
     if place == "volume":
-        fewer = settings.model_copy(update={"checkpoints_kept": 1})
-        fits = needed(shape, chosen_work(fewer, shape, machine)).total(place) <= machine.limits.volume
-        keep = "Set CHECKPOINTS_KEPT=1, or give" if fits else "Give"
+        smaller = ({"record_groups": "off"}, {"checkpoints_kept": 1})
+        fitting = (
+            ", ".join(f"{name.upper()}={value}" for name, value in changes.items())
+            for changes in smaller
+            if _fits_volume(settings.model_copy(update=changes), shape, machine)
+        )
+        change = next(fitting, None)
+        keep = f"Set {change}, or give" if change else "Give"
         # The local runner, which maps the addresses, has a directory in place of a volume.
         local = "a --shared-dir on another disk"
         more = local if mapped_addresses() else f"jobgroups/volume.yaml `size: {math.ceil(wanted / GIB)}Gi` or more"
@@ -173,6 +192,10 @@ def _remedy(
     if by_nodes or by_adapters:
         return f"It fits with {', or with '.join(filter(None, (by_nodes, by_adapters)))}."
     return "No number of GPUs of this size holds it; choose a smaller model."
+
+
+def _fits_volume(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> bool:
+    return needed(shape, chosen_work(settings, shape, machine)).total("volume") <= machine.limits.volume
 
 
 def _first_fitting(shape: ModelShape, work: Work, ways: Iterator[Way]) -> str | None:
@@ -230,8 +253,8 @@ def _micro_batches_that_fit(settings: TrainerSettings, shape: ModelShape, machin
             yield tokens
 
 
-def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings, Ranks]:
-    """Return settings without ``auto`` and the ranks on the mesh to use, the same on every rank. A collective.
+def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings, Ranks, VolumeRoom]:
+    """Return what a run has, the same on every rank: settings without ``auto``, the mesh, the volume. A collective.
 
     Raises:
         ConfigurationError: the model cannot be loaded, or something does not fit; raised on every rank.
@@ -247,8 +270,19 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
         bytes_ = getattr(torch, chosen.compute_type).itemsize
         machine = Machine(ranks.world_size // ranks_per_node, ranks_per_node, bytes_, limits)
         work = check(settings, shape, machine)
-        return {"replicas": work.replicas, "checkpointing": work.has_checkpointing, "frees": work.frees_parameters}
+        return {
+            "replicas": work.replicas,
+            "checkpointing": work.has_checkpointing,
+            "frees": work.frees_parameters,
+            "record_groups": work.record_groups,
+            "volume": needed(shape, work).total("volume") - work.record_bytes,
+        }
 
     found = ranks.on_main(choose, ConfigurationError, DiskFullError)
-    changes = {"activation_checkpointing": found["checkpointing"], "shard_parameters": found["frees"]}
-    return settings.model_copy(update=changes), ranks.replicated(found["replicas"])
+    changes = {
+        "activation_checkpointing": found["checkpointing"],
+        "shard_parameters": found["frees"],
+        "record_groups": found["record_groups"],
+    }
+    room = VolumeRoom(settings.run_dir, found["volume"])
+    return settings.model_copy(update=changes), ranks.replicated(found["replicas"]), room

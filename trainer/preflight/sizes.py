@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 
 from services.core.machine import host_memory
 from trainer.config import CriticModel, PublishedType, TrainerSettings
+from trainer.config.sections import RecordGroups
 from trainer.model.logprobs import CPU_CHUNK, CUDA_MEMORY_SHARE, LEAST_CUDA_CHUNK
 from trainer.preflight.shape import ModelShape
 
@@ -67,6 +69,10 @@ class Work:
     """True with a critic on a model of its own."""
     checkpoints: int = 4
     """Checkpoints on the volume at the same time."""
+    record_groups: RecordGroups = "off"
+    """The steps whose groups are recorded."""
+    record_bytes: int = 0
+    """Most bytes of these records."""
 
     @property
     def shards(self) -> int:
@@ -117,6 +123,7 @@ def needed(shape: ModelShape, work: Work) -> Need:
             "checkpoints": work.checkpoints * copies,
             "versions": VERSIONS * published,
             "model": merged * whole,
+            **({"recorded groups": work.record_bytes} if work.record_bytes else {}),
         },
     )
 
@@ -230,21 +237,59 @@ def find_limits(device: torch.device, run_dir: Path, *, is_shared: bool = False)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     memory -= ENGINE_ASLEEP if memory and is_shared else 0
     there = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
-    own = sum(file.stat().st_size for file in _files(run_dir))
     return Limits(
         device=memory,
         host=host_memory(),
         shm=shutil.disk_usage(SHM).total if SHM.is_dir() else 0,
-        volume=shutil.disk_usage(there).free + own,
+        volume=shutil.disk_usage(there).free + _size(run_dir, "checkpoints", "policy", "groups"),
     )
 
 
-def _files(run_dir: Path) -> Iterable[Path]:
-    """Yield the checkpoints' and versions' files of an earlier attempt of the run."""
-    for name in ("checkpoints", "policy"):
-        for file in (run_dir / name).rglob("*"):
-            if file.is_file():
-                yield file
+def _size(run_dir: Path, *names: str) -> int:
+    """Return the bytes of the files below directories of a run, such as those of an earlier attempt."""
+    return sum(file.stat().st_size for name in names for file in (run_dir / name).rglob("*") if file.is_file())
+
+
+@dataclass(frozen=True)
+class VolumeRoom:
+    """The room on the volume beside the checkpoints, versions and model of a run, which need ``needed`` bytes."""
+
+    run_dir: Path
+    needed: int
+
+    def holds(self, size: int) -> bool:
+        """Return whether there is room for a file of ``size`` bytes."""
+        left = shutil.disk_usage(self.run_dir).free - size
+        return left >= self.needed or left + _size(self.run_dir, "checkpoints", "policy", "model") >= self.needed
+
+
+RECORD_STEPS, RECORD_SHARE = 1000, 10
+"""RECORD_GROUPS is by default this many steps, or as many as this part of the volume's room holds: a tenth."""
+RECORD_TOKEN_BYTES = 16
+"""Bytes of a token in a record of groups: its id, its log-probability and its text, with some room for messages."""
+
+
+def plan_records(settings: TrainerSettings, room: int) -> tuple[RecordGroups, int]:
+    """Return RECORD_GROUPS, or what a part of ``room`` holds where it is unset, and the most bytes of these records.
+
+    With `all` and without MAX_STEPS the number of steps is unknown, and no bytes are counted.
+    """
+    tokens = PROMPT_TOKENS + settings.group_size * settings.way.longest_answer
+    step = settings.batch_size * tokens * RECORD_TOKEN_BYTES
+    # Before the last steps there are those that they replay; the same steps before the newest checkpoint stay, too.
+    reach = settings.replay_max_staleness if settings.replay_groups else 0
+    since_checkpoint = settings.checkpoint_every or sys.maxsize
+    kept = settings.record_groups
+    if kept is None:
+        holds = room // RECORD_SHARE // step
+        fitting = max(holds - since_checkpoint, holds // 2) - reach
+        kept = "all" if 0 < settings.max_steps <= holds else min(fitting, RECORD_STEPS)
+        kept = "off" if kept != "all" and kept < 1 else kept
+    if isinstance(kept, str):
+        steps = 0 if kept == "off" else settings.max_steps
+    else:
+        steps = kept + reach + min(kept + reach, since_checkpoint)
+    return kept, step * (min(steps, settings.max_steps) if settings.max_steps else steps)
 
 
 PROMPT_TOKENS = 512

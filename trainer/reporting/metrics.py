@@ -140,6 +140,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("groups_dropped_stale", "trainer_groups_total", _GROUPS, {"kind": "dropped_stale"}),
     Measure("replay_groups", "trainer_groups_total", _GROUPS, {"kind": "replayed"}),
     Measure("replay_groups_left_out", "trainer_groups_total", _GROUPS, {"kind": "replay_left_out"}),
+    Measure("groups_unrecorded", "trainer_groups_total", _GROUPS, {"kind": "unrecorded"}),
     Measure("staleness_mean", "trainer_staleness_mean", "Mean staleness of the groups, in policy versions."),
     Measure("staleness_max", "trainer_staleness_max", "Largest staleness of a group, in policy versions."),
     Measure("policy_version", "trainer_policy_version", "The newest published policy version."),

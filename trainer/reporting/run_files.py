@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from services.run_page.directory import FIRST_FAILURE
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import Mode, TrainerSettings
 from trainer.reporting import metrics as exported_metrics
+from trainer.reporting.group_records import GroupRecorder
 from trainer.reporting.samples import Decode, SampleRecords
 from trainer.reporting.step_metrics import failures, reward_counts
 
@@ -36,6 +37,7 @@ class RunFiles:
         resumed_step: int,
         decode: Decode,
         services: Mapping[Task, ComponentRecord] | None = None,
+        has_room: Callable[[int], bool] = lambda _size: True,
     ) -> None:
         """Open the run directory and drop an earlier attempt's summary and its records after ``resumed_step``.
 
@@ -44,6 +46,7 @@ class RunFiles:
             resumed_step: the last step whose records stay.
             decode: returns the text of token ids, with special tokens.
             services: the settings and versions of the services, for config.json.
+            has_room: returns whether the volume has room for a number of bytes beside the run's other files.
         """
         from torch.utils.tensorboard.writer import SummaryWriter
 
@@ -55,6 +58,7 @@ class RunFiles:
         self._write_config()
         for name in ("metrics.jsonl", "samples.jsonl"):
             _drop_after(self.directory / name, resumed_step)
+        self.groups = GroupRecorder(settings, resumed_step, has_room)
         # A run that starts again from step 0 repeats the evaluation before the first step.
         kept_evaluations = resumed_step or -1
         _drop_after(self.directory / "evaluations.jsonl", kept_evaluations)
@@ -117,7 +121,8 @@ class RunFiles:
         _write_json(self.directory / "config.json", {"components": components})
 
     def close(self) -> None:
-        """Write buffered events and end the W&B run."""
+        """Write buffered events, remove records of groups that are not kept, and end the W&B run."""
+        self.groups.prune()
         try:
             self._tensorboard.close()
         except OSError as error:

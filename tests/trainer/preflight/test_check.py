@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
 from trainer.preflight.check import Machine, check, preflight
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import GIB, Limits, Work, find_limits, needed
+from trainer.preflight.sizes import GIB, Limits, VolumeRoom, Work, find_limits, needed, plan_records
 
 ROOT = Path(__file__).parents[3]
 SHAPES = {label: ModelShape.of(CONFIGS[label][1]) for label in ("0.5B", "8B")}
@@ -80,8 +81,9 @@ def test_a_cpu_with_little_memory_for_long_micro_batches_is_told_what_fits() -> 
         ("8B", 2, 8, replace(ROOM, shm=64 << 20), {}, "Mount a memory volume of 1Gi at /dev/shm"),
         ("8B", 2, 8, replace(ROOM, volume=200 * GIB), {}, r"volume.yaml `size: \d+Gi`"),
         ("8B", 2, 8, replace(ROOM, volume=400 * GIB), {}, "Set CHECKPOINTS_KEPT=1"),
+        ("8B", 2, 8, ROOM, {"record_groups": 15_000}, r"\(recorded groups \d+.*Set RECORD_GROUPS=off, or give"),
     ],
-    ids=["GPUs", "micro-batch", "user's choice", "host", "shm", "volume", "checkpoints"],
+    ids=["GPUs", "micro-batch", "user's choice", "host", "shm", "volume", "checkpoints", "records"],
 )
 def test_what_cannot_fit_is_refused_with_what_would(
     label: str, nodes: int, gpus: int, limits: Limits, given: dict[str, Any], message: str
@@ -126,6 +128,51 @@ def test_on_one_machine_a_full_disk_is_told_without_a_volume(tmp_path: Path, mon
 )
 def test_the_volume_has_room_for_the_checkpoints_of_evaluations(given: dict[str, Any], checkpoints: int) -> None:
     assert chosen("0.5B", 1, 1, **given).checkpoints == checkpoints
+
+
+STEP_BYTES = 128 * (512 + 16 * 2048) * 16
+"""Bytes of a step's record: prompts, each with its tokens and 16 completions, of 16 bytes a token."""
+
+
+@pytest.mark.parametrize(
+    ("given", "room", "kept", "files"),
+    [
+        ({}, 10**6, 1000, 1025),
+        ({}, 1000, 75, 100),
+        ({}, 200, 10, 20),
+        ({}, 10, "off", 0),
+        ({"max_steps": 100}, 1000, "all", 100),
+        ({"max_steps": 101}, 1000, 75, 100),
+        ({"replay_groups": 8}, 1000, 67, 100),
+        ({"checkpoint_every": 0}, 1000, 50, 100),
+        ({"record_groups": 30, "max_steps": 40}, 10, 30, 40),
+        ({"record_groups": 30}, 10, 30, 55),
+        ({"record_groups": "all", "max_steps": 40}, 10, "all", 40),
+        ({"record_groups": "off"}, 1000, "off", 0),
+    ],
+)
+def test_records_take_a_tenth_of_the_volumes_room_unless_set(
+    given: dict[str, Any], room: int, kept: Any, files: int
+) -> None:
+    assert plan_records(settings(**given), room * STEP_BYTES) == (kept, files * STEP_BYTES)
+
+
+def test_records_leave_the_room_that_a_run_needs_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "weights").write_bytes(bytes(300))
+    monkeypatch.setattr("trainer.preflight.sizes.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(9999, 0, 800))
+    room = VolumeRoom(tmp_path, needed=1000)
+    assert room.holds(100), "800 bytes are free, and 300 of the 1000 are written"
+    assert not room.holds(101)
+    assert VolumeRoom(tmp_path, needed=700).holds(100)
+
+
+def test_the_preflight_says_which_steps_are_recorded(alone: Ranks, model: Path, tmp_path: Path) -> None:
+    given = TrainerSettings.load(model_name=str(model), shared_dir=tmp_path, max_steps=2)
+    found, _, room = preflight(given, alone)
+    assert found.record_groups == "all"
+    assert room.run_dir == given.run_dir
+    assert room.needed > 0
 
 
 @pytest.mark.parametrize("file", JOB_GROUPS)
@@ -185,7 +232,7 @@ def test_on_a_cpu_nothing_is_recomputed_and_the_ranks_stay_as_they_are(
     alone: Ranks, model: Path, tmp_path: Path
 ) -> None:
     given = TrainerSettings.load(model_name=str(model), shared_dir=tmp_path)
-    found, ranks = preflight(given, alone)
+    found, ranks, _ = preflight(given, alone)
     assert (found.activation_checkpointing, found.shard_parameters) == (False, True)
     assert ranks is alone
 
@@ -199,7 +246,7 @@ def test_a_model_beyond_this_machine_is_refused(
 
 
 def replicas_and_settings(ranks: Ranks, model: Path, directory: Path) -> tuple[int, str]:
-    found, chosen = preflight(TrainerSettings.load(model_name=str(model), shared_dir=directory), ranks)
+    found, chosen, _ = preflight(TrainerSettings.load(model_name=str(model), shared_dir=directory), ranks)
     return chosen.mesh.ndim, f"{found.activation_checkpointing} {found.shard_parameters}"
 
 
