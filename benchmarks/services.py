@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 import torch
 
-from benchmarks.harness import Benchmark, Given, Option, Side
+from benchmarks.harness import Args, Benchmark, Option, Side
 from benchmarks.service import (
     NO_FAIL,
     Connection,
@@ -202,13 +202,13 @@ def _add(port: int, count: int) -> float:
     """Return the seconds to add groups, 32 a request over 2 connections, without the time to make the requests."""
     rng = np.random.default_rng(0)
     # Groups share experiences, because it takes longer to make an experience than to store it.
-    made = [_experiences(rng) for _ in range(50)]
+    experiences = [_experiences(rng) for _ in range(50)]
     seconds = 0.0
     for start in range(0, count, 2000):
         bodies = []
         for first in range(start, min(start + 2000, count), 32):
             numbers = range(first, min(first + 32, start + 2000, count))
-            groups = [_group(number, made[number % len(made)]) for number in numbers]
+            groups = [_group(number, experiences[number % len(experiences)]) for number in numbers]
             priorities = [0.1 + (number % 97) / 97 for number in numbers]
             bodies.append(orjson.dumps({"groups": groups, "priorities": priorities}))
         seconds += asyncio.run(send_all(port, 2, "/groups", bodies))[0]
@@ -386,7 +386,7 @@ SERVICES = {
 }
 
 
-def measure(given: Given) -> list[Side]:
+def measure(args: Args) -> list[Side]:
     """Measure services under the loads for which they are built.
 
     Each service runs as a process of its own, as in a job group, and gets its load over HTTP. Latencies are measured at
@@ -394,7 +394,7 @@ def measure(given: Given) -> list[Side]:
     in every number. The table shows median, least and most of the rounds. A target is met if the median meets it. The
     exit code is 1 if a target is missed. With --quick loads are smaller.
     """
-    return measure_figures({name: partial(SERVICES[name], quick=given.quick) for name in given.only.split(",")}, given)
+    return measure_figures({name: partial(SERVICES[name], quick=args.quick) for name in args.only.split(",")}, args)
 
 
 SERVICES_UNDER_LOAD = Benchmark(
