@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from evaluation.metrics import Metrics, accuracy, lengths
 from evaluation.pool import ServerPool
 from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
-from services.core.files import atomic_write
+from services.core.files import write_json
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import FinishReason
 
@@ -224,12 +223,6 @@ def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, 
         figures["agent"]["turns"] = statistics.fmean(s.turns for s in episodes)
         figures["agent"]["tool_calls"] = statistics.fmean(s.tool_calls for s in episodes)
     return figures
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write ``content`` as JSON; readers see the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, json.dumps(content, indent=2) + "\n")
 
 
 def show(console: Console, everything: Sequence[Results]) -> None:

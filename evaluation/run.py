@@ -26,6 +26,7 @@ from evaluation.settings import Api, SchedulerName
 from services.agents import EPISODES_AT_ONCE, Score
 from services.clients.agent_episodes import EpisodePlayer
 from services.clients.reward import RewardClient
+from services.core.files import write_json
 from services.core.models import vocabulary_size
 from services.core.settings import Settings
 from services.core.tasks import in_background, run_until_first_ends
@@ -58,12 +59,14 @@ async def evaluate(plan: Plan) -> None:
             results = await _evaluate_on_cluster(plan, checkpoint, console)
         else:
             results = await _evaluate_here(plan, checkpoint, console)
-        report.write_json(plan.directory(checkpoint) / report.RESULTS, results.model_dump())
+        directory = plan.directory(checkpoint)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json(directory / report.RESULTS, results.model_dump())
         everything.append(results)
     content: Mapping[str, Any] = everything[0].model_dump()
     if len(everything) > 1:
         content = {"checkpoints": [results.model_dump() for results in everything]}
-        report.write_json(plan.output / report.RESULTS, content)
+        write_json(plan.output / report.RESULTS, content)
         report.write_curve(plan.output, everything)
     report.show(console, everything)
     console.print(f"written to {plan.output}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -13,14 +12,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from local_runner.nodes import Run
 from local_runner.supervisor import START_MARK
 from services.core.errors import ConfigurationError
-from services.core.files import atomic_write
+from services.core.files import write_json
 from services.core.run_ids import UNDER_WAY_SECONDS
 from services.run_page.directory import is_run, read_object
 
@@ -78,7 +76,7 @@ def record_nodes(run: Run) -> None:
     with contextlib.suppress(OSError):  # such as a missing file; the run's end tells of one that cannot be written
         (run.run_dir / OUTCOME).unlink()
     try:
-        write_object(run.run_dir / FILE, content)
+        write_json(run.run_dir / FILE, content)
     except OSError as error:
         raise ConfigurationError(
             f"the run directory {run.run_dir} cannot be written: {error}; make room there"
@@ -88,18 +86,13 @@ def record_nodes(run: Run) -> None:
 def record_states(run: Run, states: dict[str, str]) -> None:
     """Write the states of the run's nodes into nodes.json, unless it cannot be written."""
     with contextlib.suppress(OSError):
-        write_object(run.run_dir / FILE, read_object(run.run_dir / FILE) | {"states": states})
+        write_json(run.run_dir / FILE, read_object(run.run_dir / FILE) | {"states": states})
 
 
 def read_nodes(run_dir: Path) -> Nodes | None:
     """Return the content of nodes.json; None for a run that no local runner has run."""
     content = read_object(run_dir / FILE)
     return Nodes(**content) if content else None
-
-
-def write_object(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON object; the old file stays whole when the disk is full."""
-    atomic_write(path, json.dumps(content, indent=2) + "\n")
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from local_runner.view import View
 from services.core import machine
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
+from services.core.files import write_json
 from services.run_page.directory import first_failure, read_object
 
 JobGroupPath = Annotated[
@@ -243,7 +244,7 @@ async def _run_with_view(run: Run, launch: Launch | None, console: Console, *, l
             await asyncio.gather(watcher, return_exceptions=True)
     record = asdict(outcome)
     try:
-        directory.write_object(run.run_dir / directory.OUTCOME, record)
+        write_json(run.run_dir / directory.OUTCOME, record)
     except OSError as error:
         console.print(f"the run's record cannot be written: {error}", soft_wrap=True)
     summary.show(console, run, launch, record, summary.trainer_summary(run, since))

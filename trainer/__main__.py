@@ -35,7 +35,7 @@ STOP_SECONDS = 600.0
 """Time between SIGTERM and SIGKILL of a rank that writes a checkpoint because the run was asked to stop. Whoever asked
 has a limit of its own: the local runner 60 s, the hook in jobgroup.yaml as long as this."""
 FAILED_SECONDS = 30.0
-"""The same time after another rank has failed: there is no checkpoint to wait for."""
+"""The same time after another rank has failed, when there is no checkpoint to wait for."""
 PEER_LOST_SECONDS = 15.0
 """Delay before a rank that lost its peers ends, so that the rank that failed by itself ends first. The launcher and
 SkyPilot then kill the others and act on the first rank's exit code."""
@@ -106,9 +106,9 @@ def launch_ranks(count: int, command: Sequence[str] = (sys.executable, "-m", "tr
         signal.signal(number, lambda number, _frame: received.append(number))
     ranks = []
     for local in range(count):
-        own = {"RANK": str(node_rank() * count + local), "LOCAL_RANK": str(local)}
+        numbers = {"RANK": str(node_rank() * count + local), "LOCAL_RANK": str(local)}
         # In a session of its own, so that a signal reaches a rank once: from here.
-        ranks.append(subprocess.Popen(command, env=environment | own, start_new_session=True))
+        ranks.append(subprocess.Popen(command, env=environment | numbers, start_new_session=True))
     codes = [rank.poll() for rank in ranks]
     while None in codes and not received and not any(codes):
         time.sleep(POLL_SECONDS)
@@ -128,9 +128,9 @@ def node_code(rank_codes: Collection[int]) -> int:
     """
     if EXIT_CONFIGURATION in rank_codes:
         return EXIT_CONFIGURATION
-    own = [shell_code(code) for code in rank_codes if code not in (EXIT_RECOVERABLE, EXIT_PEER_LOST)]
-    if own:
-        return max(own)
+    codes = [shell_code(code) for code in rank_codes if code not in (EXIT_RECOVERABLE, EXIT_PEER_LOST)]
+    if codes:
+        return max(codes)
     return EXIT_RECOVERABLE if EXIT_RECOVERABLE in rank_codes else EXIT_PEER_LOST
 
 

@@ -1,7 +1,7 @@
 """Collectors of the asynchronous mode: prompts in, scored groups into the replay buffer's fresh queue.
 
-One runs beside the trainer by default; ``python -m trainer.collector`` runs one by itself, any number of them, on any
-node of the job group. They share the data-server's cursor, so that each prompt is taken once per epoch. The prompts
+By default one runs in the trainer's process. ``python -m trainer.collector`` runs further ones, any number of them, on
+any node of the job group. They share the data-server's cursor, so that each prompt is taken once per epoch. The prompts
 that a collector has taken are on disk, and its next process begins with those of which it pushed no group.
 """
 
@@ -47,8 +47,8 @@ def collector_name(number: int) -> str:
 class Collector:
     """A producer of fresh groups, which keeps many prompts in flight until they are used up.
 
-    It waits for the learner in one case only: it takes no prompt whose group would be too stale when the learner comes
-    to it. The replay-buffer says so, which knows how far the learner is and how many prompts all collectors have.
+    It waits for the learner in one case only: while a further prompt's group would be too stale when the learner
+    reaches it. The replay buffer decides that, because it knows the learner's progress and the prompts in flight.
     """
 
     def __init__(self, settings: TrainerSettings, clients: Clients, maker: GroupMaker, number: int = 0) -> None:
@@ -195,7 +195,7 @@ class InFlightPrompts:
         return await self._ask()
 
     def finish(self, prompt: Prompt) -> None:
-        """Note that a prompt's group is in the queue, or that there is none to expect."""
+        """Note that a prompt's group is in the queue, or will never be."""
         self._record.open.remove((prompt.epoch, prompt.position))
         self._save()
 

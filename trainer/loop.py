@@ -103,7 +103,8 @@ class TrainingLoop:
         batch = Batch(self.objective)
         if settings.mode is Mode.ASYNC:
             self.enter("wait", f"waiting for the groups of step {state.step + 1}")
-            services.lease_groups(batch, state.policy_version, self.keep_policy)  # 1 to 4: collectors have taken them
+            # 1 to 4: collectors have taken them
+            services.lease_groups(batch, state.policy_version, self.publisher.keep_on_volume)
         else:
             self.make_groups(batch)  # 1. fetch, 2. generate, 3. score
             self.enter("store", "storing the groups")
@@ -148,7 +149,8 @@ class TrainingLoop:
                 return
             batch.prompts_used += len(prompts)
             self.enter("generate", f"generating completions for step {self.state.step + 1}")
-            batch.add(self.services.generate_and_score(prompts, batch, self.keep_policy))  # 2. generate, 3. score
+            # 2. generate, 3. score
+            batch.add(self.services.generate_and_score(prompts, batch, self.publisher.keep_on_volume))
             self.status.clock.move(batch.seconds_scoring, "score")
 
     def training_groups(self, batch: Batch) -> list[TrainingGroup]:
@@ -221,7 +223,7 @@ class TrainingLoop:
     def evaluate(self, *, is_last: bool = False) -> dict[str, float]:
         """Evaluate on held-out prompts, note the accuracy in the state, and return the metrics of it.
 
-        Where the prompts fail in the last evaluation, it has no metrics: that must not cost the model.
+        If every prompt fails in the last evaluation, return no metrics, so that the model is still saved.
         """
         if not self.settings.eval_prompts:
             return {}
@@ -251,10 +253,6 @@ class TrainingLoop:
         metrics = self.evaluate(is_last=is_last)
         with writing(self.settings.run_dir):
             self.files.show(self.state.step, metrics)
-
-    def keep_policy(self) -> None:
-        """Write the policy version again if the volume has lost it; called while groups are awaited."""
-        self.publisher.keep_on_volume()
 
     def enter(self, phase: str, what: str) -> None:
         """Enter a phase of the step, to which the time from here on belongs; ``what`` describes it to people."""

@@ -1,4 +1,4 @@
-"""Import the functions of the user's own that AGENT, LOSS and ADVANTAGE name: ``python -m trainer.own_code``."""
+"""Import the user's functions that AGENT, LOSS and ADVANTAGE name: ``python -m trainer.own_code``."""
 
 from __future__ import annotations
 

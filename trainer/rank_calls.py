@@ -36,7 +36,7 @@ log = get_logger(__name__)
 
 
 class TrainingDivergedError(ComponentError):
-    """In more steps in a row than MAX_SKIPPED_STEPS no update had a finite loss and gradient."""
+    """The updates of more than MAX_SKIPPED_STEPS steps in a row had a loss or gradient that was not finite."""
 
 
 ENDINGS = (

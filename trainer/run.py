@@ -100,7 +100,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
     """Train a whole run on this rank: rank 0 drives, the others follow.
 
     Raises:
-        ConfigurationError: a setting, model or dataset that cannot be had.
+        ConfigurationError: a setting, model or dataset cannot be used.
         DependencyLostError: a service was lost.
         NeverReadyError: a service did not come up at the start.
         InterruptedCallError: a signal came; the last completed step is in a checkpoint.

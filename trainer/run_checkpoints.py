@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 
 LEAVE_SNAPSHOT_SECONDS = 15.0
-"""Longest wait for the replay buffer's snapshot when the run ends: whoever asked it to stop may kill it before long."""
+"""Longest wait for the replay buffer's snapshot when the run ends: it may be killed soon after it was asked to stop."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class RunCheckpoints:
             elif self.state.step:
                 self.save(wait=True, snapshot_seconds=LEAVE_SNAPSHOT_SECONDS)
         except DiskFullError as full:
-            # Not raised: it would hide why the run ends. A full disk that ends the run is said once, by its own error.
+            # Not raised: it would hide why the run ends. A full disk that ends the run is reported by its own error.
             reason = None if isinstance(error, DiskFullError) else str(full)
             log.error("no checkpoint of the last completed step", step=self.state.step, reason=reason)
 
@@ -127,12 +127,12 @@ def resume(
         forms=FORMS,
         job=job_id(),
     )
-    found = checkpoints.newest(fresh.model_type, fresh.parameters)
-    if found is None:
+    newest = checkpoints.newest(fresh.model_type, fresh.parameters)
+    if newest is None:
         # An earlier attempt may have published versions before its first checkpoint.
         fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
         return fresh
-    path, state = found
+    path, state = newest
     before = state.fingerprint
     ranks.on_main(partial(_check_resumed, settings, path, state, fresh), ConfigurationError)
     state.fingerprint, state.forms, state.job = before or fresh.fingerprint, FORMS, fresh.job
@@ -164,11 +164,13 @@ def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh
     check_same(settings, path, state.fingerprint, fresh.fingerprint)
     then = state.forms
     if changed := [f"{name}: {then.get(name)} then, {now} now" for name, now in FORMS.items() if then.get(name) != now]:
-        log.warning("this release goes on otherwise than the one that saved the checkpoint", changed="; ".join(changed))
+        log.warning(
+            "this release continues in another way than the one that saved the checkpoint", changed="; ".join(changed)
+        )
     if "run_id" not in settings.model_fields_set and state.job != fresh.job:
         log.warning(
             "another job, or one before a restart of the jobs controller, started this run; this job continues it. "
-            "Give another RUN_ID to start anew",
+            "Give another RUN_ID to begin a new run",
             run=settings.run_id,
             step=state.step,
             begun_by=state.job,

@@ -45,7 +45,7 @@ class ServiceCalls:
     def __init__(
         self, settings: TrainerSettings, thread: ServiceThread, clients: Clients, activity: Activity | None = None
     ) -> None:
-        """Wrap the clients; ``activity`` is told what the methods wait for."""
+        """Wrap the clients; ``activity`` shows what the methods wait for."""
         self.settings = settings
         self.thread = thread
         self.clients = clients
@@ -81,18 +81,18 @@ class ServiceCalls:
             thread.call(clients.close())
 
     def describe_data(self) -> DataStats:
-        """Ask the data-server what there is to train on."""
-        data, asked = self.thread.call(self.clients.data.stats()), self.settings.eval_prompts
-        if data.test_prompts < asked:
-            log.warning(f"EVAL_PROMPTS: {asked} asked, the data set holds out {data.test_prompts} (DATASET_HELD_OUT)")
+        """Return the data-server's description of the training data."""
+        data, wanted = self.thread.call(self.clients.data.stats()), self.settings.eval_prompts
+        if data.test_prompts < wanted:
+            log.warning(f"EVAL_PROMPTS is {wanted}, but the data hold out {data.test_prompts} (DATASET_HELD_OUT)")
         return data
 
     def describe_components(self) -> dict[Task, ComponentRecord]:
-        """Ask the services what they run with."""
+        """Return the settings and versions that each service runs with."""
         return {client.task: self.thread.call(client.settings()) for client in self.clients.services}
 
     def start_collector(self) -> None:
-        """Start the asynchronous mode's collector beside the trainer, unless collectors run elsewhere."""
+        """Start the asynchronous mode's collector in this process, unless collectors run elsewhere."""
         if self.settings.mode is Mode.ASYNC and self.settings.collector_in_process:
             collecting = Collector(self.settings, self.clients, self.maker).run()
             self.fresh_queue.collector = self.thread.start(collecting)
@@ -144,7 +144,7 @@ class ServiceCalls:
         self.thread.call(self.fresh_queue.lease(batch, policy_version), interruptible=True, meanwhile=meanwhile)
 
     def draw_replayed(self, batch: Batch, step: int, policy_version: int) -> None:
-        """Draw the groups from the replay buffer that the step trains on beside its fresh ones."""
+        """Draw the groups from the replay buffer that the step trains on besides its fresh ones."""
         sampling = sample_groups(self.settings, self.clients.replay, step, policy_version, batch.groups)
         batch.replayed = self.thread.call(sampling)
 
@@ -160,7 +160,7 @@ class ServiceCalls:
             self.thread.call(self.clients.replay.update_priorities(priorities))
 
     def evaluate(self) -> dict[str, float]:
-        """Measure what the rollout workers serve on held-out prompts; see Evaluator."""
+        """Evaluate the policy that the rollout workers serve on held-out prompts; see Evaluator."""
         return self.thread.call(self.evaluator.evaluate(), interruptible=True)
 
     def statistics(self) -> dict[str, float]:
@@ -190,7 +190,7 @@ class ServiceCalls:
             if snapshot is None:
                 self.save_replay(start)
             else:
-                log.warning("the replay buffer has lost the checkpoint's contents and goes on with what it holds")
+                log.warning("the replay buffer has lost the checkpoint's contents and continues with those it holds")
 
     def forget_replay(self, label: str) -> None:
         """Delete a snapshot of the replay buffer."""

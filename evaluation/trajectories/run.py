@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from evaluation.identity import check_identity, locked_file
 from evaluation.trajectories.arenas import OpenArena, open_arena
 from evaluation.trajectories.play import Plan, Shard, ShardPlayer, lineups_of, read_summary, write_shard
 from services.core.errors import ConfigurationError
-from services.core.files import atomic_write
+from services.core.files import write_json
 from services.evaluation_head.policy import Policy, make_policy
 from services.evaluation_head.settings import HeadSettings
 from services.protocol.evaluation import EnvironmentInfo
@@ -87,7 +86,7 @@ async def generate(options: Options, say: Callable[[str], None]) -> dict[str, An
         stack.callback(asyncio.create_task(_keep_fresh(policies)).cancel)
         await _play_missing(options, plan, place, policies, say)
     results = results_of(options.save_to, plan, place.info.seats)
-    atomic_write(options.save_to / RESULTS, json.dumps(results, indent=2) + "\n")
+    write_json(options.save_to / RESULTS, results)
     return results
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 from services.core.errors import ConfigurationError
 
@@ -32,6 +34,11 @@ def atomic_write(path: Path, content: bytes | str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write ``content`` as JSON by ``atomic_write``."""
+    atomic_write(path, json.dumps(content, indent=2) + "\n")
 
 
 def replace_directory(new: Path, old: Path) -> None:

@@ -49,12 +49,19 @@ def promised_gpus() -> int | None:
     Raises:
         ConfigurationError: SKYPILOT_NUM_GPUS_PER_NODE is not a whole number.
     """
-    text = os.environ.get(PROMISED_GPUS_VARIABLE)
-    if text is None:
-        return None
-    if not text.isdecimal():
-        raise ConfigurationError(f"{PROMISED_GPUS_VARIABLE} is {text!r}; allowed is a whole number")
-    return int(text)
+    return whole_number(PROMISED_GPUS_VARIABLE)
+
+
+def whole_number(variable: str) -> int | None:
+    """Return the value of an environment variable; None if it is not set.
+
+    Raises:
+        ConfigurationError: it is not a whole number.
+    """
+    text = os.environ.get(variable)
+    if text is not None and not text.isdecimal():
+        raise ConfigurationError(f"{variable} is {text!r}; allowed is a whole number")
+    return None if text is None else int(text)
 
 
 def gpu_memory() -> int | None:

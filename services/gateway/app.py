@@ -42,7 +42,7 @@ MAX_BODY_BYTES = 8 * 2**20
 def create_app(settings: GatewaySettings, *, own_process: bool = False) -> FastAPI:
     """Return the gateway's application; it loads tokenizer and sessions once it runs.
 
-    In a process of its ``own`` it loads transformers without torch.
+    With ``own_process`` nothing else runs in this process, so that it loads transformers without torch.
     """
     gateway = Gateway(settings, lambda error: app.state.lifecycle.fail(error), own_process=own_process)
 
@@ -97,7 +97,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.delete("/sessions/{session_id}", status_code=204, tags=["sessions"])
     async def delete_session(session_id: str) -> Response:
-        """Delete a session and everything stored of it; an unknown session is no error."""
+        """Delete a session and everything stored of it; an unknown session is not an error."""
         await gateway.delete(session_id)
         return Response(status_code=204)
 
@@ -114,7 +114,7 @@ def add_agent_routes(app: FastAPI, gateway: Gateway) -> None:
     async def of_path(http: Request, session_id: str) -> Session:
         """Return the session that the path names; where JOBGROUP_TOKEN is set, the key must be the token or the id."""
         token, key = gateway.settings.token, _key(http)
-        if token and not any(hmac.compare_digest(key, known.encode()) for known in (token, session_id)):
+        if token and not any(hmac.compare_digest(key, accepted.encode()) for accepted in (token, session_id)):
             raise ProblemError(401, "give the session's id as API key", {"WWW-Authenticate": "Bearer"})
         return await gateway.find(session_id)
 
@@ -136,7 +136,7 @@ class DirectCalls:
     """ASGI middleware that answers calls of sessions in the path, which are nearly all requests, by their endpoints.
 
     FastAPI's routing and dependencies would take as long as the rest of a call. It gets everything else, also bodies
-    that are no objects, which it refuses.
+    that are not objects, which it refuses.
     """
 
     def __init__(self, app: ASGIApp, find: Callable[[Request, str], Awaitable[Session]], router: APIRouter) -> None:
@@ -165,7 +165,7 @@ class DirectCalls:
 
 
 class Reply(Response):
-    """A reply to an agent, which tells when the connection has taken it whole."""
+    """A reply to an agent; it calls ``on_taken`` once the connection has taken the whole reply."""
 
     def __init__(self, content: bytes, media_type: str, on_taken: Callable[[], None]) -> None:
         super().__init__(content, media_type=media_type)
@@ -183,7 +183,7 @@ class Reply(Response):
 
 
 async def _json_object(request: JsonRequest) -> dict[str, Any] | None:
-    """Return the object in a request's body; None if there is none."""
+    """Return the object in a request's body; None for any other body."""
     content = await request.body()
     try:
         parsed = await request.json() if content and is_json(request) else None

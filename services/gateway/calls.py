@@ -102,7 +102,7 @@ class Calls:
     async def complete(self, session: Session, request: ChatRequest, api: Api, asker: Asker) -> Call:
         """Return the call that answers a request: a new one, or the earlier one that the request repeats.
 
-        The call goes on if its client leaves, so that the client can ask again. Its reply is as ``api`` has it.
+        The call continues if its client leaves, so that the client can ask again. Its reply is as ``api`` has it.
 
         Raises:
             ProblemError: 400, the request cannot be answered; 409, the session is finished; 429, a limit is reached;
@@ -190,17 +190,17 @@ class Calls:
         self, session: Session, request: ChatRequest, messages: list[dict[str, Any]], keys: Sequence[bytes], name: str
     ) -> Call:
         """Return the call, without turns, at its place in the tree."""
-        asked = session.request
-        sampling: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": -1}
+        limits = session.request
+        sampling: dict[str, Any] = {"temperature": limits.temperature, "top_p": limits.top_p, "top_k": -1}
         if request.stop:
             sampling["stop"] = request.stop
         tools, options = request.offered_tools, request.chat_template_kwargs
-        turn, known = session.tree.deepest(keys)
+        turn, length = session.tree.deepest(keys)
         if turn is not None:
-            held = messages[known - 1]
-            suffix = await self.prompts.suffix(held, turn.completion, messages[known:], tools, options)
+            message, following = messages[length - 1], messages[length:]
+            suffix = await self.prompts.suffix(message, turn.completion, following, tools, options)
             if suffix is not None:
-                return Call(name, turn, suffix, request.messages[known:], sampling, {})
+                return Call(name, turn, suffix, request.messages[length:], sampling, {})
             BROKEN.inc()
         whole = await self.prompts.whole(messages, tools, options)
         return Call(name, None, whole, request.messages, sampling, {})
@@ -313,7 +313,7 @@ class EngineClient:
 
     @functools.cached_property
     def _http(self) -> aiohttp.ClientSession:
-        """The connections, which are made within the event loop. Each new one resolves the router's name anew."""
+        """The connections, which are made within the event loop. Each new one resolves the router's name again."""
         connector = aiohttp.TCPConnector(
             limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, use_dns_cache=False, socket_factory=watched_socket
         )
@@ -346,7 +346,7 @@ class EngineClient:
 
         Raises:
             RequestRefusedError: the engine refuses the request.
-            DependencyLostError: there is no completion within the deadline.
+            DependencyLostError: no completion came within the deadline.
         """
         payload = {
             "input_ids": list(prompt_ids),

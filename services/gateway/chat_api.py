@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -35,6 +35,28 @@ class Api:
 def named_event(content: Mapping[str, Any]) -> bytes:
     """Return a server-sent event with the name that its content has as ``type``."""
     return f"event: {content['type']}\ndata: ".encode() + orjson.dumps(content) + b"\n\n"
+
+
+class HasText(Protocol):
+    """A part of a message's content."""
+
+    text: str
+
+
+def as_parts(content: Any) -> Any:
+    """Return content that is text as a list of parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+
+
+def joined_text(parts: Iterable[HasText]) -> str:
+    """Return the text of all parts."""
+    return "".join(part.text for part in parts)
+
+
+def offered_function(name: str, description: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as chat completions offer it."""
+    described = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
 
 
 def add_turns(
@@ -114,15 +136,15 @@ def _message(
     if calls:
         # The ids follow from the request, so that a call that is sampled again after a crash has the same.
         named = (
-            dataclasses.replace(found, id=f"call_{call.name[:20]}{call.name[32:]}_{len(call.turns)}_{number}")
-            for number, found in enumerate(calls)
+            dataclasses.replace(tool, id=f"call_{call.name[:20]}{call.name[32:]}_{len(call.turns)}_{number}")
+            for number, tool in enumerate(calls)
         )
-        message["tool_calls"] = [found.as_openai() for found in named]
+        message["tool_calls"] = [tool.as_openai() for tool in named]
     return message, unparsed
 
 
 def _matched_stop(completion: TokenSequence, request: ChatRequest, prompts: PromptMaker) -> str | None:
-    """Return the stop string that ended a completion, None if none did."""
+    """Return the stop string that ended a completion; None if it ended otherwise."""
     if not request.stop:
         return None
     text = prompts.text(completion, ())

@@ -110,10 +110,10 @@ class Gateway:
         return Calls(self.settings, self._account)
 
     async def _load(self, session_id: str) -> Session | None:
-        """Return a session as it is on disk; None if there is none.
+        """Return the session of an id from the disk; None for an unknown id.
 
         Raises:
-            ProblemError: 500, what is on disk of it is damaged.
+            ProblemError: 500, its rows are damaged.
         """
         rows = await self._store.read(_SESSION, session_id)
         if not rows:
@@ -121,8 +121,8 @@ class Gateway:
         request, created, finished, reward, reason, refused = rows[0]
         records = await self._store.read(_RECORDS, session_id)
         try:
-            asked = CreateSessionRequest.model_validate_json(request)
-            session = Session(asked, created, bool(finished), reward, reason, refused=refused)
+            opened = CreateSessionRequest.model_validate_json(request)
+            session = Session(opened, created, bool(finished), reward, reason, refused=refused)
             for (record,) in records:
                 session.restore(orjson.loads(record))
         except (ValueError, TypeError, LookupError) as error:  # among them what orjson and pydantic raise
@@ -156,7 +156,7 @@ class Gateway:
         ).model_dump()
 
     async def create(self, request: CreateSessionRequest) -> SessionReply:
-        """Open a session; it takes the place of open ones that only differ in their ids, because their owner has died.
+        """Open a session. Delete open sessions with the same request but another id: their owner must have died.
 
         Raises:
             ProblemError: 409, another request opened a session of this id.
@@ -180,12 +180,12 @@ class Gateway:
         if not request.group_id or request.seed is None:
             return []
         place = (request.group_id, request.index, request.seed)
-        asked = (s.request for s in self._sessions.values())
-        same = (r for r in asked if (r.group_id, r.index, r.seed) == place)
+        requests = (s.request for s in self._sessions.values())
+        same = (r for r in requests if (r.group_id, r.index, r.seed) == place)
         return [other.id for other in same if other.model_copy(update={"id": request.id}) == request]
 
     async def get(self, session_id: str) -> Session | None:
-        """Return a session, None if there is none. A finished one is a copy of what is on disk."""
+        """Return the session of an id, None for an unknown id. A finished one is a copy of that on disk."""
         session = self._sessions.get(session_id) or await self._load(session_id)
         # An open one that is not in memory is being opened or deleted.
         return session if session is None or session.is_finished else self._sessions.get(session_id)
@@ -194,7 +194,7 @@ class Gateway:
         """Return a session as ``get`` does.
 
         Raises:
-            ProblemError: 404, there is no such session.
+            ProblemError: 404, unknown session.
         """
         session = await self.get(session_id)
         if session is None:

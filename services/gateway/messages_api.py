@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, Field, field_validator
 
-from services.gateway.chat_api import Api, named_event
-from services.gateway.requests import ChatRequest, as_float, check_tool_choice, must_be_absent, validated
+from services.gateway.chat_api import Api, as_parts, joined_text, named_event, offered_function
+from services.gateway.requests import ChatRequest, as_float, check_tool_choice, refuse_if_set, validated
 from services.gateway.sessions import Session
 from services.http.problems import ProblemError
 
 _BILLING = "x-anthropic-billing-header:"
-"""Begins the line of the system prompt by which Claude Code tells Anthropic of itself. It has another hash in every
+"""Begins the line of the system prompt in which Claude Code describes itself to Anthropic. It has another hash in every
 request, so that no request would continue the conversation before it."""
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
 
@@ -27,11 +27,6 @@ _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
 class _Text(BaseModel):
     type: Literal["text"]
     text: str
-
-
-def _blocks(content: Any) -> Any:
-    """Return content that is text as a list of blocks."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
 
 
 class _ToolUse(BaseModel):
@@ -46,7 +41,7 @@ class _ToolResult(BaseModel):
     tool_use_id: str
     content: list[_Text] = Field(default_factory=list)
 
-    _as_blocks = field_validator("content", mode="before")(_blocks)
+    _as_blocks = field_validator("content", mode="before")(as_parts)
 
 
 class _Thinking(BaseModel):
@@ -66,7 +61,7 @@ class _AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: list[_AssistantBlock]
 
-    _as_blocks = field_validator("content", mode="before")(_blocks)
+    _as_blocks = field_validator("content", mode="before")(as_parts)
 
     def as_chat(self) -> Iterator[dict[str, Any]]:
         text = "".join(block.text for block in self.content if isinstance(block, _Text))
@@ -80,7 +75,7 @@ class _UserMessage(BaseModel):
     role: Literal["user", "system"]
     content: list[_UserBlock]
 
-    _as_blocks = field_validator("content", mode="before")(_blocks)
+    _as_blocks = field_validator("content", mode="before")(as_parts)
 
     def as_chat(self) -> Iterator[dict[str, Any]]:
         texts: list[str] = []
@@ -91,7 +86,7 @@ class _UserMessage(BaseModel):
             if texts:
                 yield {"role": self.role, "content": "".join(texts)}
                 texts = []
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined_text(block.content)}
         if texts or not self.content:
             yield {"role": self.role, "content": "".join(texts)}
 
@@ -119,7 +114,7 @@ class _ToolChoice(BaseModel):
 class _OutputConfig(BaseModel):
     format: Any = None
 
-    _is_absent = field_validator("format")(must_be_absent)
+    _is_absent = field_validator("format")(refuse_if_set)
 
 
 class _Request(BaseModel):
@@ -136,8 +131,8 @@ class _Request(BaseModel):
     compaction: Any = None
     stream: bool = False
 
-    _are_absent = field_validator("output_format", "mcp_servers", "compaction")(must_be_absent)
-    _as_blocks = field_validator("system", mode="before")(_blocks)
+    _are_absent = field_validator("output_format", "mcp_servers", "compaction")(refuse_if_set)
+    _as_blocks = field_validator("system", mode="before")(as_parts)
 
     @field_validator("messages")
     @classmethod
@@ -163,7 +158,7 @@ def _request(body: Mapping[str, Any], _session: Session) -> ChatRequest:
         "messages": messages,
         "max_tokens": request.max_tokens,
         "stop": request.stop_sequences,
-        "tools": [_function(tool) for tool in request.tools],
+        "tools": [offered_function(tool.name, tool.description, tool.input_schema) for tool in request.tools],
         "tool_choice": request.tool_choice.type,
         "stream": request.stream,
     }
@@ -227,15 +222,6 @@ MESSAGES = Api("/messages", _request, _reply, _stream)
 def _call(block: _ToolUse) -> dict[str, Any]:
     function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
     return {"id": block.id, "type": "function", "function": function}
-
-
-def _function(tool: _Tool) -> dict[str, Any]:
-    description = {} if tool.description is None else {"description": tool.description}
-    return {"type": "function", "function": {"name": tool.name, **description, "parameters": tool.input_schema}}
-
-
-def _joined(blocks: list[_Text]) -> str:
-    return "".join(block.text for block in blocks)
 
 
 def _without_billing(block: _Text) -> str:

@@ -88,7 +88,7 @@ class PromptMaker:
     ) -> list[int] | None:
         """Return the token ids to append to a held turn for its close, ``new`` messages, and the next turn's beginning.
 
-        Returns None if the template does not render ``turn`` in the same way once the conversation goes on; an empty
+        Returns None if the template does not render ``turn`` in the same way once the conversation continues; an empty
         thought that is left out later does not count, because the held tokens keep it.
 
         Args:
@@ -100,11 +100,11 @@ class PromptMaker:
         """
         shape = _shape(turn, new, tools, options)
         try:
-            close, continuation = found = self._continued(turn, new, tools, options, _DUMMIES[0])
+            close, continuation = rendered = self._continued(turn, new, tools, options, _DUMMIES[0])
             if close is None or continuation is None:
                 return None
             if shape not in self._independent:
-                if self._continued(turn, new, tools, options, _DUMMIES[1]) != found:
+                if self._continued(turn, new, tools, options, _DUMMIES[1]) != rendered:
                     return None
                 if len(self._independent) == MAX_SHAPES:
                     self._independent.clear()
@@ -137,8 +137,8 @@ class PromptMaker:
         """Return what the template writes after an assistant's ``text``; None if it does not write the text."""
         opening = [_USER, {"role": "assistant", "content": text}]
         rendered = self._render(opening, None, orjson.loads(options), adds_generation_prompt=False)
-        _, found, close = rendered.rpartition(text)
-        return close if found else None
+        _, separator, close = rendered.rpartition(text)
+        return close if separator else None
 
     def _render(
         self,
@@ -159,7 +159,7 @@ class PromptMaker:
         return rendered
 
     async def _encode(self, text: str) -> list[int]:
-        """Return the text's tokens. A thread encodes a long text, without the interpreter, while other calls go on.
+        """Return the text's tokens. A thread encodes a long text, without the interpreter, while other calls continue.
 
         Raises:
             ProblemError: 400, the text cannot fit, however long its tokens; to encode it could take minutes and GBs.

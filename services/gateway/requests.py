@@ -94,7 +94,7 @@ class ChatRequest(BaseModel):
         """
         request = validated(cls, body)
         request._api = api
-        request._asked = _given(body if asked is None else asked)
+        request._asked = _without_nulls(body if asked is None else asked)
         return request
 
     @property
@@ -134,20 +134,20 @@ class ChatRequest(BaseModel):
 
 
 def next_key(key: bytes, message: Mapping[str, Any]) -> bytes:
-    """Return the key of a conversation that goes on with ``message``, which for_template made.
+    """Return the key of a conversation that continues with ``message``, which for_template made.
 
     Only role, name, content without surrounding space, thoughts, and the names and parsed arguments of calls count,
-    because agents give calls other ids and write their JSON anew.
+    because agents give calls other ids and write their JSON again.
     """
     calls = [call["function"] for call in message.get("tool_calls") or []]
-    said = [message["role"], message.get("name"), message["content"].strip()]
+    parts = [message["role"], message.get("name"), message["content"].strip()]
     if thoughts := message.get("reasoning_content"):
-        said.append(thoughts)
-    return _hash(key, [*said, [[call.get("name"), _comparable(call["arguments"])] for call in calls]])
+        parts.append(thoughts)
+    return _hash(key, [*parts, [[call.get("name"), _comparable(call["arguments"])] for call in calls]])
 
 
 def _comparable(value: Any) -> Any:
-    """Return parsed JSON with its numbers as any library writes them anew: JavaScript makes 1 of 1.0."""
+    """Return parsed JSON with equal numbers for equal values, because JavaScript writes 1.0 as 1."""
     if isinstance(value, dict):
         return {name: _comparable(member) for name, member in value.items()}
     if isinstance(value, list):
@@ -160,7 +160,7 @@ def _comparable(value: Any) -> Any:
 
 
 def as_float(value: int) -> float | None:
-    """Return the float next to a large integer; None, as JSON has no infinity, if there is none."""
+    """Return the float next to a large integer; None where that would be infinite, which JSON lacks."""
     try:
         return float(value)
     except OverflowError:
@@ -176,7 +176,7 @@ def check_tool_choice(choice: Any) -> Any:
     if choice not in ("auto", "none"):
         raise ValueError(
             "a call of a tool cannot be forced here; allowed are 'auto' and 'none'. Send 'auto' and take an answer "
-            "without a call, too, or set FORCED_TOOL_CALLS=auto, by which the gateway reads a forced call as 'auto'"
+            "without a call, too, or set FORCED_TOOL_CALLS=auto, with which the gateway reads a forced call as 'auto'"
         )
     return choice
 
@@ -189,14 +189,14 @@ def unforced(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in body.items() if name != "tool_choice"} if is_forced else body
 
 
-def must_be_absent(value: Any) -> Any:
-    """Return a value that stands for nothing.
+def refuse_if_set(value: Any) -> Any:
+    """Return an empty value.
 
     Raises:
         ValueError: it asks for something that the gateway cannot give.
     """
     if value:
-        raise ValueError("this cannot be had here; leave it out")
+        raise ValueError("not supported by the gateway; leave it out")
     return value
 
 
@@ -207,16 +207,16 @@ def validated(model: type[M], body: Mapping[str, Any]) -> M:
         ProblemError: 400, the body is not valid.
     """
     try:
-        return model.model_validate(_given(body))
+        return model.model_validate(_without_nulls(body))
     except ValidationError as error:
-        told = [
+        mistakes = [
             f"{'.'.join(str(part) for part in e['loc'])}: {e['msg'].removeprefix('Value error, ')}"
             for e in error.errors()[:3]
         ]
-        raise ProblemError(400, "; ".join(map(printable, told))) from error
+        raise ProblemError(400, "; ".join(map(printable, mistakes))) from error
 
 
-def _given(body: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from services.gateway.chat_api import Api, named_event
-from services.gateway.requests import ChatRequest, check_tool_choice, must_be_absent, validated
+from services.gateway.chat_api import Api, as_parts, joined_text, named_event, offered_function
+from services.gateway.requests import ChatRequest, check_tool_choice, refuse_if_set, validated
 from services.gateway.sessions import Session, refuse
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -24,17 +24,12 @@ class _Text(BaseModel):
     text: str
 
 
-def _parts(content: Any) -> Any:
-    """Return content that is text as a list of parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-
-
 class _Message(BaseModel):
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
     content: list[_Text]
 
-    _as_parts = field_validator("content", mode="before")(_parts)
+    _as_parts = field_validator("content", mode="before")(as_parts)
 
 
 class _FunctionCall(BaseModel):
@@ -49,7 +44,7 @@ class _FunctionCallOutput(BaseModel):
     call_id: str
     output: list[_Text]
 
-    _as_parts = field_validator("output", mode="before")(_parts)
+    _as_parts = field_validator("output", mode="before")(as_parts)
 
 
 class _Thought(BaseModel):
@@ -112,17 +107,17 @@ class _Request(BaseModel):
     stream: bool = False
 
     _is_not_forced = field_validator("tool_choice", mode="before")(check_tool_choice)
-    _are_absent = field_validator("background", "conversation", "prompt", mode="before")(must_be_absent)
+    _are_absent = field_validator("background", "conversation", "prompt", mode="before")(refuse_if_set)
 
     @field_validator("input", mode="before")
     @classmethod
-    def _as_items(cls, given: Any) -> Any:
+    def _as_items(cls, value: Any) -> Any:
         """Return input that is text as a list of items, and items without a type as messages."""
-        if isinstance(given, str):
-            return [{"type": "message", "role": "user", "content": given}]
-        if isinstance(given, list):
-            return [{"type": "message", **item} if isinstance(item, dict) else item for item in given]
-        return given
+        if isinstance(value, str):
+            return [{"type": "message", "role": "user", "content": value}]
+        if isinstance(value, list):
+            return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
+        return value
 
 
 def _request(body: Mapping[str, Any], session: Session) -> ChatRequest:
@@ -135,7 +130,7 @@ def _request(body: Mapping[str, Any], session: Session) -> ChatRequest:
         "model": request.model,
         "messages": messages,
         "max_tokens": request.max_output_tokens,
-        "tools": [_function(tool) for tool in request.tools],
+        "tools": [offered_function(tool.name, tool.description, tool.parameters or {}) for tool in request.tools],
         "tool_choice": request.tool_choice,
         "logprobs": _LOGPROBS in request.include,
         "stream": request.stream,
@@ -144,7 +139,7 @@ def _request(body: Mapping[str, Any], session: Session) -> ChatRequest:
 
 
 def find(session: Session, response_id: str) -> dict[str, Any] | None:
-    """Return a response that the session gave, None if there is none of this id."""
+    """Return the response of an id that the session has given; None for any other id."""
     call = session.tree.calls.get(response_id.removeprefix("resp_"))
     return call.reply if call is not None and call.reply.get("id") == response_id else None
 
@@ -163,15 +158,15 @@ def _messages(session: Session, items: list[Any]) -> list[dict[str, Any]]:
     """Return input items as messages: a text and the calls after it are one message, as the model wrote it."""
     messages: list[dict[str, Any]] = []
     thoughts: dict[str, Any] = {}
-    for given in items:
-        item = _referred(session, given) if isinstance(given, _ItemReference) else given
+    for listed in items:
+        item = _referred(session, listed) if isinstance(listed, _ItemReference) else listed
         if isinstance(item, _Reasoning):
             text = "".join(thought.text for thought in item.content or item.summary)
             thoughts = {"reasoning_content": text} if text else {}
         elif isinstance(item, _FunctionCallOutput):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined_text(item.output)})
         elif isinstance(item, _Message):
-            message = {"role": item.role, "content": _joined(item.content)}
+            message = {"role": item.role, "content": joined_text(item.content)}
             messages.append(message | (thoughts if item.role == "assistant" else {}))
             thoughts = {}
         else:
@@ -186,8 +181,8 @@ def _messages(session: Session, items: list[Any]) -> list[dict[str, Any]]:
 
 def _referred(session: Session, reference: _ItemReference) -> _Message | _FunctionCall:
     """Return the item of an earlier response that an item refers to."""
-    given = [item for call in session.tree.calls.values() for item in call.reply.get("output", ())]
-    item = next((item for item in given if item["id"] == reference.id), None)
+    earlier = [item for call in session.tree.calls.values() for item in call.reply.get("output", ())]
+    item = next((item for item in earlier if item["id"] == reference.id), None)
     if item is None:
         refuse(400, f"session {session.id} has no item {reference.id}; send the item itself", "item_not_found")
     return _Message.model_validate(item) if item["type"] == "message" else _FunctionCall.model_validate(item)
@@ -247,10 +242,10 @@ def _stream(reply: Mapping[str, Any], _request: ChatRequest) -> Iterator[bytes]:
     ]
     for index, item in enumerate(reply["output"]):
         where = {"item_id": item["id"], "output_index": index}
-        begun, told = _text_events(item, where) if item["type"] == "message" else _call_events(item, where)
+        begun, content = _text_events(item, where) if item["type"] == "message" else _call_events(item, where)
         added = {**item, **begun, "status": "in_progress"}
         events.append({"type": "response.output_item.added", "output_index": index, "item": added})
-        events += told
+        events += content
         events.append({"type": "response.output_item.done", "output_index": index, "item": item})
     events.append({"type": f"response.{reply['status']}", "response": reply})
     for number, event in enumerate(events):
@@ -281,12 +276,3 @@ def _call_events(item: dict[str, Any], where: dict[str, Any]) -> tuple[dict[str,
 
 
 RESPONSES = Api("/responses", _request, _reply, _stream)
-
-
-def _function(tool: _Tool) -> dict[str, Any]:
-    description = {} if tool.description is None else {"description": tool.description}
-    return {"type": "function", "function": {"name": tool.name, **description, "parameters": tool.parameters or {}}}
-
-
-def _joined(parts: list[_Text]) -> str:
-    return "".join(part.text for part in parts)

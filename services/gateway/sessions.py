@@ -38,7 +38,7 @@ class Asker:
         key = headers.get("idempotency-key")
         mark, again, _ = headers.get(REQUEST_MARK, "").partition(AGAIN)
         self.receive: Receive = http.receive
-        self.keys = [given for given in (key, mark) if given]
+        self.keys = [name for name in (key, mark) if name]
         self.is_retry = headers.get("x-stainless-retry-count", "").strip("0").isdecimal()
         """The clients of OpenAI, Anthropic and others count their retries."""
         counts_retries = any(name.startswith("x-stainless-") for name in headers)
@@ -49,7 +49,7 @@ class Asker:
 
 @dataclass(eq=False)
 class Handover:
-    """A call whose reply no connection has taken whole yet."""
+    """A call whose whole reply no connection has taken yet."""
 
     keys: list[str] = field(default_factory=list)
     """The keys of the requests for it."""
@@ -86,10 +86,10 @@ class Session:
     in_flight: dict[str, asyncio.Task[Call]] = field(default_factory=dict)
     """The calls that are being answered, by name."""
     handovers: dict[str, Handover] = field(default_factory=dict)
-    """Those, and calls whose reply may not have arrived, by name, the oldest first."""
+    """Calls in flight, and calls whose reply may not have arrived, by name, the oldest first."""
     delivered: list[str] = field(default_factory=list)
     """The calls whose replies were taken whole since the last record."""
-    known: dict[tuple[str, str], str] = field(default_factory=dict)
+    names: dict[tuple[str, str], str] = field(default_factory=dict)
     """Names of calls by digest and key."""
     repeated: int = 0
     """The requests that got the reply of an earlier call."""
@@ -145,17 +145,17 @@ class Session:
     def earlier(self, digest: str, asker: Asker) -> str | None:
         """Return the name of the call that a request repeats, None if it is a new call; ``calls`` has the rules."""
         for key in asker.keys:
-            if name := self.known.get((digest, key)):
+            if name := self.names.get((digest, key)):
                 return name
         if not asker.may_repeat:
             return None
         equal = {name: handover for name, handover in self.handovers.items() if name.startswith(digest)}
-        found = next((name for name in equal if equal[name].is_abandoned), None)
-        if found is None and asker.is_retry:
-            found = next((name for name in equal if name in self.in_flight and not equal[name].is_joined), None)
-        if found is not None:
-            equal[found].is_joined = True
-        return found
+        repeated = next((name for name in equal if equal[name].is_abandoned), None)
+        if repeated is None and asker.is_retry:
+            repeated = next((name for name in equal if name in self.in_flight and not equal[name].is_joined), None)
+        if repeated is not None:
+            equal[repeated].is_joined = True
+        return repeated
 
     def begin(self, digest: str) -> str:
         """Return the name of a new call."""
@@ -166,7 +166,7 @@ class Session:
 
     def attach(self, name: str, digest: str, asker: Asker) -> None:
         """Let a request wait for the reply of a call."""
-        self.known.update({(digest, key): name for key in asker.keys})
+        self.names.update({(digest, key): name for key in asker.keys})
         if handover := self.handovers.get(name):
             handover.keys += asker.keys
             handover.connections.append(asker.receive)
@@ -184,7 +184,7 @@ class Session:
     def forget(self, name: str) -> None:
         """Forget a call that failed."""
         del self.handovers[name]
-        self.known = {key: known for key, known in self.known.items() if known != name}
+        self.names = {key: other for key, other in self.names.items() if other != name}
 
     def record(self, call: Call) -> dict[str, Any]:
         """Return a call with what has changed in the session since the last record, as plain data for ``restore``."""
@@ -196,7 +196,7 @@ class Session:
         name = self.tree.restore(record).name
         digest, _, _ = name.partition("-")
         self.handovers[name] = Handover()
-        self.known.update({(digest, key): name for key in record.get("keys", ())})
+        self.names.update({(digest, key): name for key in record.get("keys", ())})
         for delivered in record.get("delivered", ()):
             self.handovers.pop(delivered, None)
         self.repeated = record.get("repeated", 0)

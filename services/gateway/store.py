@@ -61,7 +61,7 @@ LOCK_SECONDS = 20.0
 
 @dataclass
 class Write:
-    """Statements that wait to be written, and the future of whoever waits for them."""
+    """Statements that wait to be written, and the future that their writer awaits."""
 
     statements: Sequence[Statement]
     done: asyncio.Future[None]
@@ -162,7 +162,7 @@ class Store:
         def run() -> None:
             try:
                 result, error = work(), None
-            except Exception as raised:  # noqa: BLE001  # raised in whoever waits
+            except Exception as raised:  # noqa: BLE001  # raised where the result is awaited
                 result, error = None, raised
             loop.call_soon_threadsafe(then, result, error)
 
@@ -175,12 +175,12 @@ class Store:
 
     def _damage(self, error: Exception) -> ConfigurationError | None:
         """Return the error that ends the process, and report it, if ``error`` says that the file is damaged."""
-        found = files.database_damage(
-            error, self._file, "the open episodes are lost, and their prompts are played anew"
+        damage = files.database_damage(
+            error, self._file, "the open episodes are lost, and their prompts are played again"
         )
-        if found is not None:
-            self._on_damage(found)
-        return found
+        if damage is not None:
+            self._on_damage(damage)
+        return damage
 
     def _commit(self, batch: Sequence[Write]) -> None:
         """Execute the statements of a batch, and let the thread commit them."""
@@ -197,8 +197,8 @@ class Store:
                 error = OSError(f"another file took the place of {str(self._file)!r}")
             if self._db.in_transaction:  # SQLite rolls back by itself after some errors.
                 self._db.execute("ROLLBACK")
-        except (sqlite3.Error, OSError) as found:
-            error = error or found
+        except (sqlite3.Error, OSError) as failure:
+            error = error or failure
         self._is_in_use = False
         if error is not None and len(batch) > 1:
             self._waiting.extendleft(Write(write.statements, write.done, is_alone=True) for write in reversed(batch))
@@ -209,7 +209,7 @@ class Store:
         self._begin()
 
     def _refusal(self, error: Exception) -> ProblemError:
-        """Return how a write is refused that failed of ``error``."""
+        """Return the refusal of a write that failed with ``error``."""
         if isinstance(error, sqlite3.OperationalError | OSError):
             space = ""
             with contextlib.suppress(OSError):
@@ -233,9 +233,9 @@ class Store:
             files.require_database_format(self._db, self._file, FORMAT)
             self._db.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT")
             # Open sessions take some MB, which are read in no time.
-            [(found,)] = self._db.execute("PRAGMA integrity_check(1)")
-            if found != "ok":
-                raise sqlite3.DatabaseError(" ".join(found.split()))
+            [(verdict,)] = self._db.execute("PRAGMA integrity_check(1)")
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(" ".join(verdict.split()))
             self._inodes = self._find_inodes()
         except (OSError, sqlite3.Error) as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
@@ -249,7 +249,7 @@ class Store:
 
 
 def _settle(done: asyncio.Future[T], result: T, error: Exception | None) -> None:
-    """Give whoever waits for ``done`` its result or error, unless they have left."""
+    """Set the result or error of ``done``, unless nobody waits for it any more."""
     if done.cancelled():
         return
     if error is None:
@@ -267,7 +267,7 @@ _ADD = "INSERT INTO account VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET token
 _RECORDED, _TRACED, _LOST = "recorded", "traced", "lost:"
 
 LOST_WITH_SESSION = ("deleted", "expired", "abandoned")
-"""Reasons of losing tokens that were recorded: their session was removed before it was finished."""
+"""Loss reasons whose tokens were counted as recorded before, because their session was removed unfinished."""
 
 
 class Account:
@@ -301,7 +301,7 @@ class Account:
         TRACED.inc(tokens)
 
     async def lose(self, reason: str, tokens: int, *change: Statement) -> None:
-        """Write a change by which tokens are lost; raises as ``record`` does."""
+        """Write a change that loses tokens; raises as ``record`` does."""
         await self._enter(f"{_LOST}{reason}", tokens, change)
         LOST.labels(reason).inc(tokens)
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from evaluation import launchers
 from scripts.evaluate import main
-from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
+from services.core.errors import ComponentError
 
 
 def run() -> None:
@@ -28,8 +28,8 @@ def run() -> None:
         result = CliRunner().invoke(app, case["arguments"])
         error = None if isinstance(result.exception, SystemExit) else result.exception
         code, text = result.exit_code, result.output
-        if isinstance(error, ConfigurationError):
-            code, text, error = EXIT_CONFIGURATION, f"{text}error: {error}\n", None
+        if isinstance(error, ComponentError):
+            code, text, error = error.exit_code, f"{text}error: {error}\n", None
         told.append({"code": code, "text": text, "unexpected": error and repr(error)})
     print(json.dumps(told))
 

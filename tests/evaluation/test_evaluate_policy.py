@@ -66,7 +66,7 @@ def return_of(seed: int, environment_id: str = "CartPole-v1") -> float:
     return total
 
 
-def test_results_are_those_of_the_environment_and_a_longer_run_goes_on(tmp_path: Path, head: str) -> None:
+def test_results_are_those_of_the_environment_and_a_longer_run_continues(tmp_path: Path, head: str) -> None:
     run(tmp_path, head, episodes=2)
     with pytest.raises(ConfigurationError, match="policy was 'lean' and is 'left'"):
         run(tmp_path, head, policy="left")
@@ -241,7 +241,7 @@ def test_episodes_of_another_content_of_the_policys_file_are_not_continued(tmp_p
         run(tmp_path / "out", "", **own)
 
 
-def test_a_server_that_is_no_head_and_a_head_with_a_token_are_refused(tmp_path: Path) -> None:
+def test_a_server_that_is_not_a_head_and_a_head_with_a_token_are_refused(tmp_path: Path) -> None:
     other = FastAPI()
     other.get("/stats")(lambda: {"service": "data-server"})
     with served(other) as url, pytest.raises(ConfigurationError, match="is not an evaluation head: /stats answers"):

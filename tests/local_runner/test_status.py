@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from local_runner import health, status
-from local_runner.directory import write_object
+from services.core.files import write_json
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import fake_service
 from tests.ports import free_port
@@ -41,7 +41,7 @@ def shown(run_dir: Path, trainer: int, reward: int, **states: str) -> dict[str, 
         "endpoints": {"ppo-trainer-0:8004": f"127.0.0.1:{trainer}", "reward-server-0:8002": f"127.0.0.1:{reward}"},
         "states": {f"{task.replace('_', '-')}-0": state for task, state in states.items()},
     }
-    write_object(run_dir / "nodes.json", nodes)
+    write_json(run_dir / "nodes.json", nodes)
     console = Console(file=io.StringIO(), width=200)
     asyncio.run(status.print_status(console, run_dir, None))
     return {words[0]: words[1:] for line in console.file.getvalue().splitlines() if (words := line.split())}
@@ -81,10 +81,10 @@ def test_a_run_says_what_it_waits_for(running):
 def test_a_run_that_is_over_says_what_came_of_it_and_which_component_named_an_error(running):
     (running / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.25}\n{"step": 2, "reward_mean": 0.75}\n')
     nodes = {"pid": 1, "started": 0.0, "machine": socket.gethostname(), "endpoints": {}}
-    write_object(running / "nodes.json", nodes)
-    write_object(running / "runner.json", {"exit_code": 0, "reason": "done", "seconds": 65, "failed": None})
+    write_json(running / "nodes.json", nodes)
+    write_json(running / "runner.json", {"exit_code": 0, "reason": "done", "seconds": 65, "failed": None})
     summary = {"status": "succeeded", "steps": 2, "accuracy_before": 0.1, "accuracy_after": 0.9}
-    write_object(running / "summary.json", summary)
+    write_json(running / "summary.json", summary)
     (running / FIRST_FAILURE).write_text("reward_error: mine:score: KeyError (mine.py, line 3, in score)\n")
     said = printed(running)
     assert "first failed answer reward_error: mine:score: KeyError (mine.py, line 3, in score)" in said

@@ -101,7 +101,7 @@ class AttentionLayout:
 
 
 def runs(ends: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield the path of each run, [K] packed indices, and how many of its tokens are the run's own."""
+    """Yield the path of each run, [K] packed indices, and the number of its tokens."""
     following = torch.arange(1, len(ends))
     starts = [0, *following[ends[:-1] <= following].tolist()]
     path = torch.arange(0)

@@ -76,43 +76,43 @@ def generalized_advantages(
         [N] in the dtype of ``rewards``, computed in float64; 0 at observations.
     """
     sampled = loss_mask.nonzero().squeeze(1)
-    own, value = sequence_ids[sampled], values[sampled].double()
-    goes_on, is_within = torch.zeros(2, len(sampled), dtype=torch.bool)
-    goes_on[:-1] = own[1:] == own[:-1]
-    if turn_ids is not None:
-        is_within[:-1] = turn_ids[sampled[1:]] == turn_ids[sampled[:-1]]
-
-    def once_a_step(factor: float) -> Tensor:
-        factors = torch.full_like(value, factor)
-        factors[is_within] = 1.0
-        factors[~goes_on] = 0.0
-        return factors
-
-    decays = once_a_step(gamma * lam)
-    deltas = _credited(rewards.double(), sequence_ids, loss_mask, own) + once_a_step(gamma) * value.roll(-1) - value
+    ids, value = sequence_ids[sampled], values[sampled].double()
+    turns = None if turn_ids is None else turn_ids[sampled]
+    reward = _credited(rewards.double(), sequence_ids, loss_mask, ids)
+    deltas = reward + _once_a_step(gamma, ids, turns) * value.roll(-1) - value
     advantages = torch.zeros(len(rewards), dtype=torch.float64)
-    advantages[sampled] = _backward_sums(deltas, decays)
+    advantages[sampled] = _backward_sums(deltas, _once_a_step(gamma * lam, ids, turns))
     return advantages.to(rewards.dtype)
+
+
+def _once_a_step(factor: float, sequence_ids: Tensor, turn_ids: Tensor | None) -> Tensor:
+    """Return the weight [M] of each token's successor: ``factor``, 1 within a turn, 0 at a completion's end."""
+    factors = torch.full((len(sequence_ids),), factor, dtype=torch.float64)
+    if turn_ids is not None:
+        factors[:-1][turn_ids[1:] == turn_ids[:-1]] = 1.0
+    factors[:-1][sequence_ids[1:] != sequence_ids[:-1]] = 0.0
+    factors[-1:] = 0.0
+    return factors
 
 
 def _backward_sums(terms: Tensor, decays: Tensor) -> Tensor:
     """Return the solution [M] of x_t = terms_t + decays_t x_(t+1)."""
-    found, following = [], 0.0
+    sums, following = [], 0.0
     for term, decay in zip(reversed(terms.tolist()), reversed(decays.tolist()), strict=True):
         following = term + decay * following
-        found.append(following)
-    return torch.tensor(found[::-1], dtype=torch.float64)
+        sums.append(following)
+    return torch.tensor(sums[::-1], dtype=torch.float64)
 
 
-def _credited(rewards: Tensor, sequence_ids: Tensor, loss_mask: Tensor, own: Tensor) -> Tensor:
+def _credited(rewards: Tensor, sequence_ids: Tensor, loss_mask: Tensor, sampled_ids: Tensor) -> Tensor:
     """Return the rewards [M] of the M sampled tokens, each with those of the observations that follow it.
 
     A reward before a completion's first sampled token is left out, because no token of the completion could earn it.
     """
     latest = loss_mask.cumsum(0) - 1
     has_earned = latest >= 0
-    has_earned[has_earned.clone()] = own[latest[has_earned]] == sequence_ids[has_earned]
-    return torch.zeros(len(own), dtype=rewards.dtype).index_add_(0, latest[has_earned], rewards[has_earned])
+    has_earned[has_earned.clone()] = sampled_ids[latest[has_earned]] == sequence_ids[has_earned]
+    return torch.zeros(len(sampled_ids), dtype=rewards.dtype).index_add_(0, latest[has_earned], rewards[has_earned])
 
 
 def value_targets(advantages: Tensor, values: Tensor) -> Tensor:
@@ -211,23 +211,16 @@ def with_critic_targets(
     sequences = [s for group in groups for s in group.sequences]
     if not any(s.trained_tokens for s in sequences):
         return list(groups)
-    value = [scatter(s, np.asarray(own)) for s, own in zip(sequences, chain(*values), strict=True)]
+    value = [scatter(s, np.asarray(numbers)) for s, numbers in zip(sequences, chain(*values), strict=True)]
     rewards = _rewards_less_kl(groups, reference, kl_coef)
     old_values = torch.from_numpy(np.concatenate(value))
-    lengths = torch.tensor([s.tokens for s in sequences])
-    turn_ids = torch.from_numpy(np.concatenate([_turn_ids(s) for s in sequences]))
+    lengths = [s.tokens for s in sequences]
+    ids = torch.arange(len(sequences)).repeat_interleave(torch.tensor(lengths))
     loss_mask = torch.from_numpy(np.concatenate([s.mask for s in sequences]))
-    advantages = generalized_advantages(
-        rewards,
-        old_values,
-        torch.arange(len(sequences)).repeat_interleave(lengths),
-        loss_mask,
-        gamma,
-        lam,
-        turn_ids=turn_ids if is_per_turn else None,
-    )
-    returns = value_targets(advantages, old_values).split(lengths.tolist())
-    parts = zip(whitened(advantages, loss_mask).split(lengths.tolist()), returns, value, strict=True)
+    turn_ids = torch.from_numpy(np.concatenate([_turn_ids(s) for s in sequences])) if is_per_turn else None
+    advantages = generalized_advantages(rewards, old_values, ids, loss_mask, gamma, lam, turn_ids=turn_ids)
+    returns = value_targets(advantages, old_values).split(lengths)
+    parts = zip(whitened(advantages, loss_mask).split(lengths), returns, value, strict=True)
     updated = (
         with_arrays(s, advantages=a.numpy(), returns=r.numpy(), values=v)
         for s, (a, r, v) in zip(sequences, parts, strict=True)

@@ -186,7 +186,7 @@ class PolicyLoss:
     truncates_alone: bool = False
     """The policy loss truncates the ratio itself, and a step has one update."""
     is_own_function: bool = False
-    """The policy loss is a function of the user's own."""
+    """The policy loss is a function of the user's."""
     off_policy_max_kl: float | None = None
     """See ``off_policy_mask``; None: no completion is masked."""
     entropy_coef: float = 0.0

@@ -4,7 +4,7 @@ The prompt and completions of a group are a prefix tree: equal tokens after equa
 the prompt, an episode's earlier turns, or what two completions happen to begin with. The nodes lie one after the other
 in depth-first order, and the trees of a micro-batch in one row. A token sees the token at k before it as long as the
 subtree of k has not ended. So every distinct token is computed once. The last token of a completion is not in the row,
-unless another one goes on from it, because no token is predicted from it.
+unless another completion continues it, because no token is predicted from it.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class MicroBatch:
     """True for a micro-batch without loss: its rank has none left, but must take part in the collectives."""
 
     def pinned(self) -> MicroBatch:
-        """Return a copy in memory that a CUDA device can read while the host goes on."""
+        """Return a copy in memory that a CUDA device can read while the host continues."""
         return self._each(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -169,8 +169,8 @@ class MicroBatch:
     def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Return a copy with every tensor changed; the layout must be a TreeMask."""
         assert isinstance(self.layout, TreeMask), "the layout of a CPU stays there"
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors: dict[str, Any] = {name: change(x) for name, x in own.items() if isinstance(x, Tensor)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors: dict[str, Any] = {name: change(x) for name, x in values.items() if isinstance(x, Tensor)}
         return replace(self, **tensors, layout=self.layout.each(change))
 
 
@@ -215,7 +215,7 @@ def pack(
 def _per_token(sequences: Sequence[TokenSequence], name: str, dtype: Any = np.float32) -> Tensor:
     """Return the numbers [N] of a name of the trained tokens; 0 for a completion without such numbers."""
     parts = [
-        np.zeros(s.trained_tokens, dtype) if (own := s.per_token.get(name)) is None else s.trained(own).astype(dtype)
+        np.zeros(s.trained_tokens, dtype) if (x := s.per_token.get(name)) is None else s.trained(x).astype(dtype)
         for s in sequences
     ]
     return torch.from_numpy(np.concatenate(parts))

@@ -240,7 +240,7 @@ def clip_cov(
     """Return PPO's clipped loss without the gradient of a few tokens whose covariance is high (Clip-Cov).
 
     The equation is 11 of arXiv:2505.22617. The covariance of a token is (A - mean A) (log pi_theta - mean log
-    pi_theta), with means over the tokens given, those of a micro-batch; tokens with a high one make entropy fall most.
+    pi_theta), with means over the tokens of a micro-batch; tokens with a high one make entropy fall most.
     Of the tokens with a covariance inside ``bounds``, ``share`` of all tokens (at least one) lose their gradient: those
     with the highest covariance, where the paper draws them at random.
     """

@@ -1,4 +1,4 @@
-"""From scored groups to what the loss sees: rewards with their penalties, masks, advantages."""
+"""Scored groups in the form that the loss reads: rewards with their penalties, masks, advantages."""
 
 from __future__ import annotations
 
@@ -155,10 +155,7 @@ def with_advantages(
         function: the formula.
         credit: what shares an advantage, episodes or turns.
         eps: see ``Outcomes``.
-        reference: log-probabilities of the reference for each group, for KL in the reward. An episode's reward is
-            then less by ``kl_coef`` times the sum over its trained tokens of log(pi_behaviour / pi_reference): k1,
-            whose gradient by way of the reward is that of KL(theta || reference) (arXiv:2501.03262, eq. 3). A turn's
-            reward has the terms of its own tokens and of the episode's later turns.
+        reference: log-probabilities of the reference for each group, for KL in the reward; see ``_kl_to_go``.
         kl_coef: the weight of KL in the reward.
         is_normalised: the formula divides by a deviation of rewards; then the KL less the mean of the group is
             subtracted from the advantages.
@@ -170,11 +167,7 @@ def with_advantages(
     if reference is None:
         computed = function(outcomes)
     else:
-        penalties = kl_coef * _kl_to_go(units, kl_terms(groups, reference))
-        if is_normalised:
-            computed = function(outcomes) - dr_grpo(replace(outcomes, rewards=penalties))
-        else:
-            computed = function(replace(outcomes, rewards=outcomes.rewards - penalties))
+        computed = _less_kl(function, outcomes, kl_coef * _kl_to_go(units, kl_terms(groups, reference)), is_normalised)
     advantages = {id(s): np.zeros(s.tokens) for group in groups for s in group.sequences}
     for unit, advantage in zip(units, computed.tolist(), strict=True):
         for s, start, end in unit.spans:
@@ -187,9 +180,18 @@ def with_advantages(
 
 def with_arrays(sequence: TokenSequence, advantages: Array, **arrays: Array) -> TokenSequence:
     """Return a sequence with advantages, unless it brings its own, and with further arrays by name."""
-    own = sequence.advantages
+    brought = sequence.advantages
     further = {"arrays": {**sequence.arrays, **arrays}} if arrays else {}
-    return sequence.model_copy(update={"advantages": advantages if own is None else own, **further})
+    return sequence.model_copy(update={"advantages": advantages if brought is None else brought, **further})
+
+
+def _less_kl(
+    function: AdvantageFunction, outcomes: Outcomes, penalties: torch.Tensor, is_normalised: bool
+) -> torch.Tensor:
+    """Return the advantages of rewards less their penalties; see ``with_advantages``."""
+    if is_normalised:
+        return function(outcomes) - dr_grpo(replace(outcomes, rewards=penalties))
+    return function(replace(outcomes, rewards=outcomes.rewards - penalties))
 
 
 def _outcomes(units: Sequence[CreditUnit], eps: float) -> Outcomes:
@@ -203,11 +205,15 @@ def _outcomes(units: Sequence[CreditUnit], eps: float) -> Outcomes:
 
 
 def _kl_to_go(units: Sequence[CreditUnit], terms: Mapping[int, Array]) -> torch.Tensor:
-    """Return the sum of the KL terms of each unit's tokens and of those of its episode's later units, float64."""
+    """Return the KL of each unit, float64: the terms of its own tokens and of its episode's later units.
+
+    A term is log(pi_behaviour / pi_reference) of a trained token: k1, whose gradient by way of the reward is that of
+    KL(theta || reference) (arXiv:2501.03262, eq. 3).
+    """
     to_go: list[float] = []
     for _, of_episode in groupby(units, lambda unit: unit.episode):
-        own = [sum(sum(terms[id(s)][start:end].tolist()) for s, start, end in unit.spans) for unit in of_episode]
-        to_go += [*accumulate(reversed(own))][::-1]
+        kl = [sum(sum(terms[id(s)][start:end].tolist()) for s, start, end in unit.spans) for unit in of_episode]
+        to_go += [*accumulate(reversed(kl))][::-1]
     return torch.tensor(to_go, dtype=torch.float64)
 
 
@@ -222,6 +228,6 @@ def kl_terms(groups: Sequence[TrainingGroup], reference: Sequence[PerToken]) -> 
     """Return log(pi_behaviour / pi_reference) of each sequence's L tokens, 0 outside the loss mask, by its ``id``."""
     sequences = [sequence for group in groups for sequence in group.sequences]
     return {
-        id(s): scatter(s, s.trained(s.logprobs) - np.asarray(own))
-        for s, own in zip(sequences, chain(*reference), strict=True)
+        id(s): scatter(s, s.trained(s.logprobs) - np.asarray(logprobs))
+        for s, logprobs in zip(sequences, chain(*reference), strict=True)
     }

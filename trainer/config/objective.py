@@ -1,4 +1,4 @@
-"""The objective of a run: the algorithm's functions with the values, and the user's own functions, of the settings.
+"""The objective of a run: the algorithm's functions, or the user's, with the values of the settings.
 
 Unlike the rest of the package it needs torch.
 """
@@ -31,7 +31,7 @@ class Objective:
         """Choose the advantages.
 
         Raises:
-            ConfigurationError: ADVANTAGE is a function of the user's own that cannot be had.
+            ConfigurationError: ADVANTAGE names a function of the user's that cannot be loaded.
         """
         self.settings = settings
         self._advantages = None if settings.has_critic else advantage_function(settings)
@@ -67,7 +67,7 @@ class Objective:
             values: the critic's values before the trained tokens, with ADVANTAGE=gae.
 
         Raises:
-            ConfigurationError: the user's own function returns something else.
+            ConfigurationError: the user's function returns something else.
         """
         settings = self.settings
         if self._advantages is None:
@@ -96,7 +96,7 @@ def policy_loss(settings: TrainerSettings) -> PolicyLoss:
     """Return the loss of a step's micro-batches.
 
     Raises:
-        ConfigurationError: LOSS names a function that cannot be had, or that lacks an option that is set.
+        ConfigurationError: LOSS names a function that cannot be loaded, or that lacks an option that is set.
     """
     return PolicyLoss(
         _loss_function(settings),
@@ -138,7 +138,7 @@ def advantage_function(settings: TrainerSettings) -> AdvantageFunction:
     """Return the function that ADVANTAGE names.
 
     Raises:
-        ConfigurationError: it is a function of the user's own that cannot be had.
+        ConfigurationError: it is a function of the user's that cannot be loaded.
     """
     if not is_own_function(settings.advantage):
         return ADVANTAGE_FUNCTIONS[settings.advantage]

@@ -91,7 +91,7 @@ class RunSection(ModelSettings):
     num_epochs: int = Field(3, ge=1)
     """Passes over the training prompts."""
     batch_size: int = Field(4, ge=1, le=4096)
-    """Prompts a step. The default is that of SkyPilot's example, which any machine bears; the published runs in
+    """Prompts a step. The default is that of SkyPilot's example, which runs on any machine; the published runs in
     recipes/ have 8 to 256."""
     max_steps: int = Field(0, ge=0)
     """Stop after this many steps even within an epoch; 0: no limit."""
@@ -102,14 +102,14 @@ class RunSection(ModelSettings):
     max_staleness: int = Field(4, ge=0)
     """Oldest fresh group that is trained on, in policy versions (`async`)."""
     collector_in_process: bool = True
-    """Run a collector beside the trainer (`async`); off when collectors run elsewhere. [advanced]"""
+    """Run a collector in the trainer's process (`async`); off when collectors run elsewhere. [advanced]"""
     checkpoint_every: int = Field(25, ge=0)
-    """Checkpoint every so many steps; 0: at the end, and with EVAL_EVERY at each best accuracy. Even with 0 a run
+    """Steps between two checkpoints; 0: at the end, and with EVAL_EVERY at each best accuracy. Even with 0 a run
     leaves its last checkpoint, whose optimizer makes it three times as large as the float32 weights: 1.6 GB of the 3.4
     GB that a run of the demo's model leaves."""
     checkpoints_kept: int = Field(2, ge=1)
-    """Newest checkpoints that are kept, beside the best one: that with the highest greedy pass@1 on the EVAL_PROMPTS
-    held-out prompts, a point estimate."""
+    """Newest checkpoints that are kept, besides the best one. The best has the highest greedy pass@1, a point estimate,
+    on the EVAL_PROMPTS held-out prompts."""
     record_groups: RecordGroups | None = None
     """Record the groups that each step trains on, with their tokens, in the run directory: `off`, the last n steps
     (`100`), or `all`. Unset: as many of the last 1000 as a tenth of the volume's free space holds, which the preflight
@@ -140,7 +140,7 @@ class SamplingSection(AgentSettings):
     opponent: str = SELF
     """The other seats of an environment that has several, such as `nim`. `self`: the policy plays all seats, and each
     is trained. `http://host:port`: the first model of that OpenAI endpoint, which asks for no key, plays them; one seat
-    is trained, by turns."""
+    is trained, another one for each seed."""
     agent_concurrency: int | None = Field(None, ge=1)
     """Most episodes at once in a collector. Unset: 256 (`agent`), or the smaller of 8 per core and 1 per GiB of
     memory (`program`)."""
@@ -204,10 +204,10 @@ class AlgorithmSection(Settings):
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     replay_groups: int = Field(0, ge=0, le=4096)
-    """Groups from the replay buffer that are trained on beside the fresh ones; 0: off. docs/results.md has learning
+    """Groups from the replay buffer that are trained on besides the fresh ones; 0: off. docs/results.md has learning
     curves with and without."""
     replay_every: int = Field(1, ge=1)
-    """Replay every so many steps. [advanced]"""
+    """Steps between two draws from the replay buffer. [advanced]"""
     replay_strategy: SampleStrategy = SampleStrategy.PRIORITY
     """`priority`, `recency` or `uniform`. [advanced]"""
     replay_exponent: float = Field(1.0, ge=0, le=10)
@@ -239,7 +239,7 @@ class CriticSection(Settings):
     batch on. 0.2 as in PPO's first code (arXiv:2005.12729); verl has 0.5, half of the range of a reward from 0 to 1.
     [advanced]"""
     value_coef: float = Field(0.1, gt=0)
-    """Weight of the value loss beside the policy's (`shared`). [advanced]"""
+    """Weight of the value loss in the sum with the policy's (`shared`). [advanced]"""
     critic_learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate of the critic; of its head alone with `shared`. Schedule and warm-up are the policy's."""
     critic_warmup_steps: int = Field(0, ge=0)
@@ -310,8 +310,9 @@ class PublishingSection(Settings):
     """The same for the trained model in the run directory. Unset: PUBLISH_TYPE, so that it is the last published
     version byte for byte; with LORA_RANK float32."""
     publish_in_place: bool | None = None
-    """Change weights under generations in flight, which go on with the new ones; each token's version is recorded. Off:
-    they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`. [advanced]"""
+    """Change weights under generations in flight, which continue with the new ones; each token's version is recorded.
+    Off: they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`.
+    [advanced]"""
     publish_probe: bool = False
     """After publishing, compare each worker's logprobs of a probe with the trainer's. With LORA_RANK a probe of the
     adapters always does. [advanced]"""
@@ -323,12 +324,12 @@ class EvaluationSection(Settings):
     """Evaluation on held-out prompts."""
 
     eval_every: int = Field(0, ge=0)
-    """Evaluate every so many steps; 0: at the start and end only."""
+    """Steps between two evaluations; 0: at the start and end only."""
     eval_prompts: int = Field(128, ge=0)
     """Held-out prompts of an evaluation (n); 0: no evaluation. The standard error of accuracy p is sqrt(p(1-p)/n): at
     most 0.045 for 128."""
     eval_samples: int = Field(0, ge=0)
-    """Also sample so many completions: avg@k and pass@k; 0: off."""
+    """Completions sampled of each held-out prompt for avg@k and pass@k; 0: off."""
     target_accuracy: float | None = Field(None, gt=0, le=1)
     """Stop early when greedy pass@1 on the EVAL_PROMPTS held-out prompts is at least this. The point estimate is
     compared, without regard to its standard error."""

@@ -37,7 +37,7 @@ from trainer.config.sections import (
     SamplingSection,
     Transport,
 )
-from trainer.config.ways import Way, check_way, way_of
+from trainer.config.ways import WAYS, Way, check_way
 
 LEAST_CONCURRENCY = 64
 """Prompts in flight at once if a batch has fewer, so that an evaluation keeps the engines busy."""
@@ -63,7 +63,7 @@ class TrainerSettings(
         return self
 
     def total_steps(self, train_prompts: int) -> int:
-        """Return the steps of a run with so many training prompts.
+        """Return the number of steps of a run with ``train_prompts`` training prompts.
 
         Raises:
             ConfigurationError: they are too few for one step.
@@ -79,8 +79,22 @@ class TrainerSettings(
 
     @property
     def cautions(self) -> list[str]:
-        """Sentences on settings that are allowed, but have no effect or are hardly meant."""
-        return cautions(self)
+        """A sentence for each setting that is allowed, but has no effect or probably not the intended one."""
+        sentences = []
+        bounds = [name.upper() for name in LOSS_OPTIONS if getattr(self, name) is not None]
+        is_decoupled = self.importance_correction is not ImportanceCorrection.NONE and not self.loss_truncates
+        if bounds and self.loss in LOSSES and self.updates_per_step == 1 and is_decoupled:
+            sentences.append(
+                f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the "
+                "ratio of the policy to that at the start of the step is 1; IMPORTANCE_CAP bounds the weight of stale "
+                "tokens"
+            )
+        if self.lora_rank and "learning_rate" not in self.model_fields_set:
+            sentences.append(
+                f"LORA_RANK is set, but LEARNING_RATE is the whole model's default, {self.learning_rate:g}; adapters "
+                "learn at 10 to 30 times the rate of the whole model, such as 3e-5"
+            )
+        return sentences
 
     @property
     def publishes_in_place(self) -> bool:
@@ -89,7 +103,7 @@ class TrainerSettings(
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """The functions of the user's own among AGENT, where agents play, LOSS and ADVANTAGE, by variable."""
+        """The user's functions among AGENT (where agents play), LOSS and ADVANTAGE, by variable."""
         named = {**self.way.own_functions, "LOSS": self.loss, "ADVANTAGE": self.advantage}
         return {variable: name for variable, name in named.items() if is_own_function(name)}
 
@@ -130,7 +144,7 @@ class TrainerSettings(
     @property
     def way(self) -> Way:
         """The way of rolling out that ROLLOUT names."""
-        return way_of(self)
+        return WAYS[self.rollout](self)
 
     @property
     def generation_concurrency(self) -> int:
@@ -202,12 +216,12 @@ def episodes_fit(settings: TrainerSettings) -> None:
 
 def methods_exist(settings: TrainerSettings) -> None:
     """Check ADVANTAGE and LOSS, and that LOSS uses the bounds that are set."""
-    for variable, name, known in (
+    for variable, name, names in (
         ("ADVANTAGE", settings.advantage, ADVANTAGES),
         ("LOSS", settings.loss, tuple(LOSSES)),
     ):
-        if name not in known and not is_own_function(name):
-            raise ValueError(f"{variable} is {name!r}; allowed is {', '.join(known)}, or module:function")
+        if name not in names and not is_own_function(name):
+            raise ValueError(f"{variable} is {name!r}; allowed is {', '.join(names)}, or module:function")
     for option in LOSS_OPTIONS if settings.loss in LOSSES else ():
         if getattr(settings, option) is not None and option not in LOSSES[settings.loss].options:
             raise ValueError(f"{option.upper()} has no effect with LOSS={settings.loss}; unset it")
@@ -250,24 +264,6 @@ def importance_cap_has_an_effect(settings: TrainerSettings) -> None:
             f"IMPORTANCE_CAP is set, but LOSS={settings.loss} truncates the weight of a token itself; "
             "set CLIP_HIGH instead"
         )
-
-
-def cautions(settings: TrainerSettings) -> list[str]:
-    """Return a sentence for each setting that is allowed but has no effect, or hardly the one that is meant."""
-    found = []
-    bounds = [name.upper() for name in LOSS_OPTIONS if getattr(settings, name) is not None]
-    is_decoupled = settings.importance_correction is not ImportanceCorrection.NONE and not settings.loss_truncates
-    if bounds and settings.loss in LOSSES and settings.updates_per_step == 1 and is_decoupled:
-        found.append(
-            f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the ratio "
-            "of the policy to that at the start of the step is 1; IMPORTANCE_CAP bounds the weight of stale tokens"
-        )
-    if settings.lora_rank and "learning_rate" not in settings.model_fields_set:
-        found.append(
-            f"LORA_RANK is set, but LEARNING_RATE is the whole model's default, {settings.learning_rate:g}; adapters "
-            "learn at 10 to 30 times the rate of the whole model, such as 3e-5"
-        )
-    return found
 
 
 CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (

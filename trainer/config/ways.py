@@ -38,7 +38,7 @@ class Way:
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """The functions of the user's own that answer prompts, by variable."""
+        """The user's functions that answer prompts, by variable."""
         return {}
 
     @property
@@ -145,11 +145,6 @@ WAYS: dict[Rollout, type[Way]] = {
 }
 
 
-def way_of(settings: SamplingSection) -> Way:
-    """Return the way of rolling out that ROLLOUT names."""
-    return WAYS[settings.rollout](settings)
-
-
 def check_way(settings: SamplingSection) -> None:
     """Check the settings of the way that ROLLOUT names, and that those of the other ways are unset."""
     for name, way in WAYS.items():
@@ -161,4 +156,4 @@ def check_way(settings: SamplingSection) -> None:
                 f"{way.variable} is {value!r}, but ROLLOUT is {settings.rollout}; set ROLLOUT={name}, or unset "
                 f"{way.variable}"
             )
-    way_of(settings).check()
+    WAYS[settings.rollout](settings).check()

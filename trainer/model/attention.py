@@ -110,10 +110,10 @@ def tree_attention(
     Raises:
         ConfigurationError: the model asks for dropout or an unsupported option.
     """
-    asked = [name for name in UNSUPPORTED_OPTIONS if options.get(name) is not None] + ["dropout"] * (dropout != 0)
-    if asked:
+    unsupported = [name for name in UNSUPPORTED_OPTIONS if options.get(name) is not None] + ["dropout"] * (dropout != 0)
+    if unsupported:
         raise ConfigurationError(
-            f"MODEL_NAME: the model's attention has {', '.join(asked)}, which the trainer does not support; "
+            f"MODEL_NAME: the model's attention has {', '.join(unsupported)}, which the trainer does not support; "
             f"choose a model of another family ({FAMILIES})"
         )
     if isinstance(layout, BlockMask):

@@ -87,7 +87,7 @@ class CriticLearner:
             self.optimizer = make_optimizer(self.settings, self.module)
 
     def trains_alone(self, step: int) -> bool:
-        """Return whether the critic has an update of its own in a training step, beside or instead of the policy's."""
+        """Return whether the critic has an update of its own in a training step, after or instead of the policy's."""
         return not self.is_shared or step < self.settings.critic_warmup_steps
 
     def values(self, groups: Sequence[TrainingGroup]) -> list[PerToken]:
@@ -124,10 +124,10 @@ class CriticLearner:
         parts = [parts[i] for i in part_order(settings, step)]
         rate = learning_rate(settings, step, self.total_steps, settings.critic_learning_rate, position)
         rates = [rate] * len(self.optimizer.param_groups)
-        batches = packed([pieces for part in parts for pieces in part.own], self.ranks)
-        passes = [[partial(self._backward, batches, part.size) for _ in part.own] for part in parts]
-        taken = optimizer_steps(settings, self.ranks, self.module, self.optimizer, passes, rates, should_stop)
-        result = UpdateResult.of(taken, parts, started)
+        batches = packed([pieces for part in parts for pieces in part.micro_batches], self.ranks)
+        passes = [[partial(self._backward, batches, part.size) for _ in part.micro_batches] for part in parts]
+        steps = optimizer_steps(settings, self.ranks, self.module, self.optimizer, passes, rates, should_stop)
+        result = UpdateResult.of(steps, parts, started)
         return replace(result, metrics={name: value for name, value in result.metrics.items() if "value_" in name})
 
     def _backward(self, batches: Iterator[MicroBatch], size: StepSize) -> Diagnostics:

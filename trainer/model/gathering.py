@@ -15,7 +15,7 @@ from trainer.model.ranks import Ranks
 from trainer.model.rounding import Rounding
 
 BUCKET_BYTES = 1 << 28
-"""Bytes of one collective: large enough that a collective's start takes no time beside its transfer."""
+"""Bytes of one collective: large enough that the start of a collective takes no time compared with its transfer."""
 BLOCK_BYTES = 1 << 28
 """Bytes of a block of page-locked memory, a power of two, because torch rounds each allocation up to one."""
 
@@ -26,8 +26,8 @@ def by_layer(named: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
     """Yield the parameters of one decoder layer after the other, and those between layers."""
 
     def layer(item: tuple[str, Tensor]) -> str:
-        found = _LAYER.match(item[0])
-        return found[0] if found else ""
+        prefix = _LAYER.match(item[0])
+        return prefix[0] if prefix else ""
 
     for _, items in groupby(named, layer):
         yield dict(items)
@@ -131,7 +131,7 @@ def gather_state(parameters: Iterator[tuple[str, Tensor]], ranks: Ranks, *, copy
 
 
 class PinnedMemory:
-    """Page-locked host memory in blocks, out of which tensors are cut. A GPU copies into it beside other work."""
+    """Page-locked host memory in blocks, out of which tensors are cut. A GPU copies into it while it computes."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)

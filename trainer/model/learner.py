@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +36,7 @@ class UpdateResult:
     skipped: int = 0
     """Optimizer steps left out because the loss or the gradient was not finite."""
     is_without_effect: bool = False
-    """True when that left out every optimizer step of the policy, or every one of the critic."""
+    """True if every optimizer step of the policy, or every one of the critic, was skipped."""
     refused: int = 0
     """Groups left out because the model does not know some of their tokens."""
     tokens: int = 0
@@ -46,22 +46,22 @@ class UpdateResult:
     """Over the optimizer steps that have the metric; see ``over_steps``."""
 
     @classmethod
-    def of(cls, taken: Sequence[dict[str, float]], parts: Sequence[Part], started: float) -> Self:
+    def of(cls, steps: Sequence[Mapping[str, float]], parts: Sequence[Part], started: float) -> Self:
         """Return the result of an update that began at ``started`` (time.perf_counter).
 
         Args:
-            taken: the metrics of its optimizer steps.
+            steps: the metrics of its optimizer steps.
             parts: this rank's parts of them.
             started: when the update began.
         """
-        skipped = sum(not is_finite(metrics) for metrics in taken)
+        skipped = sum(not is_finite(metrics) for metrics in steps)
         return cls(
-            steps=len(taken),
+            steps=len(steps),
             skipped=skipped,
-            is_without_effect=skipped == len(taken) > 0,
+            is_without_effect=skipped == len(steps) > 0,
             tokens=sum(part.tokens for part in parts),
             seconds=time.perf_counter() - started,
-            metrics=over_steps(taken),
+            metrics=over_steps(steps),
         )
 
     def with_critic(self, critic: UpdateResult) -> UpdateResult:
@@ -121,17 +121,21 @@ class Learner:
         # The log-probabilities of the proximal policy; those of the first part come with its gradient.
         is_decoupled = self.settings.importance_correction is not ImportanceCorrection.NONE
         proximal: list[list[Tensor | None]] = [
-            self._logprobs(part) if is_decoupled and i else [None] * len(part.own) for i, part in enumerate(parts)
+            self._logprobs(part) if is_decoupled and i else [None] * len(part.micro_batches)
+            for i, part in enumerate(parts)
         ]
         rates = self._rates(step, position)
         order = part_order(self.settings, step)
-        batches = packed([pieces for i in order for pieces in parts[i].own], self.ranks)
+        batches = packed([pieces for i in order for pieces in parts[i].micro_batches], self.ranks)
         passes = [
-            [partial(self._backward, batches, parts[i].size, proximal[i], n) for n in range(len(parts[i].own))]
+            [
+                partial(self._backward, batches, parts[i].size, proximal[i], n)
+                for n in range(len(parts[i].micro_batches))
+            ]
             for i in order
         ]
-        taken = optimizer_steps(self.settings, self.ranks, self.policy, self.optimizer, passes, rates, should_stop)
-        result, refused = UpdateResult.of(taken, [parts[i] for i in order], started), len(groups) - len(known)
+        steps = optimizer_steps(self.settings, self.ranks, self.policy, self.optimizer, passes, rates, should_stop)
+        result, refused = UpdateResult.of(steps, [parts[i] for i in order], started), len(groups) - len(known)
         metrics = result.metrics | {"learning_rate": rates[0], "groups_refused": float(refused)}
         return replace(result, refused=refused, metrics=metrics)
 
@@ -192,7 +196,7 @@ class Learner:
 
     @torch.no_grad()
     def _logprobs(self, part: Part) -> list[Tensor | None]:
-        return [self.policy(batch)[0] for batch in packed(part.own, self.ranks)]
+        return [self.policy(batch)[0] for batch in packed(part.micro_batches, self.ranks)]
 
     def _backward(
         self, batches: Iterator[MicroBatch], size: StepSize, proximal: list[Tensor | None], number: int

@@ -144,8 +144,8 @@ def _places(chunk: Tensor, rows: slice, targets: Tensor, state_ids: Tensor) -> t
     their number, and on CUDA the host would have to wait for it.
     """
     n_rows, vocabulary = chunk.shape
-    own = state_ids - rows.start
-    return own.clamp(0, n_rows - 1) * vocabulary + targets, (own >= 0) & (own < n_rows)
+    row = state_ids - rows.start
+    return row.clamp(0, n_rows - 1) * vocabulary + targets, (row >= 0) & (row < n_rows)
 
 
 class _Head:

@@ -156,7 +156,7 @@ def _fill(pieces: list[TrainingGroup], max_tokens: int) -> list[list[TrainingGro
 class Part:
     """This rank's part of one optimizer step."""
 
-    own: list[list[TrainingGroup]]
+    micro_batches: list[list[TrainingGroup]]
     """This rank's micro-batches, not yet packed."""
     size: StepSize
     tokens: int
@@ -166,7 +166,7 @@ class Part:
 def make_part(
     groups: Sequence[TrainingGroup], trainable: Sequence[TrainingGroup], max_tokens: int, ranks: Ranks
 ) -> Part:
-    """Return this rank's part of an optimizer step, which is empty when there is no token to train on.
+    """Return this rank's part of an optimizer step, which is empty without a token to train on.
 
     Args:
         groups: the groups of the step, which the loss's denominators count.
@@ -176,7 +176,7 @@ def make_part(
     """
     shares = share_out([group for group in trainable if group.trained_tokens], ranks.world_size, max_tokens)
     return Part(
-        own=shares[ranks.rank],
+        micro_batches=shares[ranks.rank],
         size=StepSize(
             tokens=sum(g.trained_tokens for g in groups),
             sequences=sum(s.trained_tokens > 0 for g in groups for s in g.sequences),
@@ -246,9 +246,9 @@ def token_numbers(
     # Queue all passes before the first read, so that the GPU never waits for the host.
     computed = [compute(batch) for batch in packed(shares[ranks.rank], ranks)]
     # A filler, which computes one token of no group, only keeps the ranks in step.
-    own = [values.cpu() for pieces, values in zip(shares[ranks.rank], computed, strict=True) if pieces]
+    computed_here = [values.cpu() for pieces, values in zip(shares[ranks.rank], computed, strict=True) if pieces]
     numbers: dict[int, NDArray[np.float64]] = {}
-    for share, values in zip(shares, ranks.gather_vectors(torch.cat([torch.empty(0), *own])), strict=True):
+    for share, values in zip(shares, ranks.gather_vectors(torch.cat([torch.empty(0), *computed_here])), strict=True):
         sequences = [s for pieces in share for piece in pieces for s in piece.sequences]
         parts = values.split([s.trained_tokens for s in sequences]) if sequences else ()
         numbers |= {id(s): part.double().numpy() for s, part in zip(sequences, parts, strict=True)}

@@ -62,11 +62,11 @@ def optimizer_steps(
     Raises:
         StopRequestedError: ``should_stop`` was true on some rank before the first step was taken; nothing has changed.
     """
-    taken: list[dict[str, float]] = []
+    metrics: list[dict[str, float]] = []
     for passes in filter(None, steps):
-        stop = None if taken else should_stop
-        taken.append(optimizer_step(settings, ranks, module, optimizer, passes, rates, stop))
-    return taken
+        stop = None if metrics else should_stop
+        metrics.append(optimizer_step(settings, ranks, module, optimizer, passes, rates, stop))
+    return metrics
 
 
 def optimizer_step(
@@ -133,18 +133,18 @@ def _all_finite(diagnostics: Diagnostics, norm: Tensor, ranks: Ranks) -> Tensor:
     return loss.isfinite() & norm.isfinite()
 
 
-def is_finite(metrics: dict[str, float]) -> bool:
+def is_finite(metrics: Mapping[str, float]) -> bool:
     """Return whether the loss and the gradient of an optimizer step are finite."""
     return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return each metric over the optimizer steps that have it: its mean, and of extreme ratios the most extreme."""
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for metrics in steps:
         for name, value in metrics.items():
-            found.setdefault(name, []).append(value)
-    return {name: _combination(name)(values) for name, values in found.items()}
+            by_name.setdefault(name, []).append(value)
+    return {name: _combination(name)(values) for name, values in by_name.items()}
 
 
 def _combination(name: str) -> Callable[[Sequence[float]], float]:

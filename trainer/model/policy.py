@@ -276,7 +276,9 @@ def check_names(model: PreTrainedModel, model_name: str, *, has_adapters: bool) 
         return
     tied = _tied(model)  # They may lie in the files once or twice.
     ignored = [re.compile(pattern) for pattern in (ROTARY, *(model._keys_to_ignore_on_load_unexpected or ()))]
-    missing = [name for name in sorted(there - published - tied) if not any(found.search(name) for found in ignored)]
+    missing = [
+        name for name in sorted(there - published - tied) if not any(pattern.search(name) for pattern in ignored)
+    ]
     surplus = sorted(published - there - tied)
     if missing or surplus:
         raise ConfigurationError(

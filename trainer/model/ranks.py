@@ -70,30 +70,30 @@ def meet(rank: int, world_size: int, device: torch.device, backend: str) -> Stor
 
     Raises:
         ConfigurationError: the ranks differ in device, backend or torch.
-        DistError: other ranks did not come within MEETING_SECONDS; the message names them.
+        DistError: other ranks did not join within MEETING_SECONDS; the message names them.
     """
     limit = timedelta(seconds=MEETING_SECONDS)
     store: Store = next(rendezvous("env://", rank, world_size, timeout=limit))[0]
-    own: Facts = {"device": device.type, "backend": backend, "torch": torch.__version__, "host": socket.gethostname()}
-    compare(store, rank, world_size, own)
+    facts: Facts = {"device": device.type, "backend": backend, "torch": torch.__version__, "host": socket.gethostname()}
+    compare(store, rank, world_size, facts)
     return store
 
 
-def compare(store: Store, rank: int, world_size: int, own: Facts) -> None:
-    """Say ``own`` facts to the other ranks and compare theirs; ``host`` may differ. See ``meet`` for the errors."""
+def compare(store: Store, rank: int, world_size: int, facts: Facts) -> None:
+    """Send this rank's facts to the others, and compare theirs; ``host`` may differ. See ``meet`` for the errors."""
     keys = [f"facts/{other}" for other in range(world_size)]
-    store.set(keys[rank], orjson.dumps(own).decode())
+    store.set(keys[rank], orjson.dumps(facts).decode())
     try:
         store.wait(keys, timedelta(seconds=MEETING_SECONDS))
     except dist.DistStoreError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise dist.DistStoreError(f"ranks {missing} did not come within {MEETING_SECONDS:g} s") from error
+        raise dist.DistStoreError(f"ranks {missing} did not join within {MEETING_SECONDS:g} s") from error
     everyone: list[Facts] = [orjson.loads(store.get(key)) for key in keys]
     for name in ("device", "backend", "torch"):
-        if any(facts[name] != own[name] for facts in everyone):
-            found = ", ".join(f"rank {other} on {facts['host']}: {facts[name]}" for other, facts in enumerate(everyone))
+        if any(others[name] != facts[name] for others in everyone):
+            values = ", ".join(f"rank {other} on {of['host']}: {of[name]}" for other, of in enumerate(everyone))
             raise ConfigurationError(
-                f"the ranks differ in their {name} ({found}); give all nodes of ppo-trainer the same GPUs, driver and "
+                f"the ranks differ in their {name} ({values}); give all nodes of ppo-trainer the same GPUs, driver and "
                 "image"
             )
 
@@ -129,7 +129,7 @@ class Ranks:
         return self.rank == 0
 
     def replicated(self, replicas: int) -> Ranks:
-        """Return these ranks on a mesh that shards among neighbours and replicates the shards so many times."""
+        """Return these ranks on a mesh that shards among neighbours and replicates the shards ``replicas`` times."""
         if replicas == 1:
             return self
         shape, names = (replicas, self.world_size // replicas), ("replicate", "shard")
@@ -156,7 +156,7 @@ class Ranks:
         return array
 
     def wait_for_main(self) -> None:
-        """Wait until rank 0 makes the same call. This is no collective, so that rank 0 may take long.
+        """Wait until rank 0 makes the same call. Rank 0 may take long, because this is not a collective.
 
         Raises:
             DistError: rank 0 did not make it within MAIN_SECONDS.
@@ -221,7 +221,7 @@ class Ranks:
     def gather_json(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, by rank, on every rank."""
         payload = torch.frombuffer(bytearray(orjson.dumps(value)), dtype=torch.uint8)
-        return [orjson.loads(found.numpy().tobytes()) for found in self.gather_vectors(payload)]
+        return [orjson.loads(text.numpy().tobytes()) for text in self.gather_vectors(payload)]
 
     def gather_vectors(self, vector: Tensor) -> list[Tensor]:
         """Return every rank's vector on the CPU, by rank, on every rank. Types are equal, lengths may differ."""
@@ -233,7 +233,7 @@ class Ranks:
         padded[: len(vector)] = vector
         vectors = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(vectors, padded)
-        return [found[: int(length)] for found, length in zip(vectors, lengths, strict=True)]
+        return [padded[: int(length)] for padded, length in zip(vectors, lengths, strict=True)]
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -254,7 +254,7 @@ def join_ranks() -> Iterator[Ranks]:
 
     Raises:
         ConfigurationError: torch sees fewer GPUs than the node has, or the ranks compute on different devices.
-        PeerLostError: another rank did not come, or went away during a collective.
+        PeerLostError: another rank did not join, or was lost during a collective.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = choose_device()

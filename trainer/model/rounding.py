@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from trainer.model.ranks import Ranks
 
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Weights rounded at a time, by device: what is computed on the way stays in a processor's cache, and a GPU has few
+"""Weights rounded at a time, by device: intermediate results stay in a processor's cache, and a GPU has few
 kernels to start."""
 _PER_WORD = 4
 """16-bit numbers in a 64-bit word of the hash."""
@@ -53,10 +53,10 @@ class UnbiasedRounding(Rounding):
 
     def __call__(self, name: str, values: Tensor, first: int = 0) -> Tensor:
         """See Rounding."""
-        given = values.contiguous().view(-1)
-        rounded = torch.empty_like(given, dtype=torch.bfloat16)
+        flat = values.contiguous().view(-1)
+        rounded = torch.empty_like(flat, dtype=torch.bfloat16)
         start = 0
-        for block in given.split(BLOCK[given.device.type]):
+        for block in flat.split(BLOCK[flat.device.type]):
             rounded[start : start + len(block)] = round_up_or_down(block, self.bits(name, first + start, block))
             self.look(name, start, block, rounded[start : start + len(block)])
             start += len(block)
@@ -67,7 +67,7 @@ class UnbiasedRounding(Rounding):
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
         return random_bits(seed, first, like)
 
-    def look(self, name: str, start: int, given: Tensor, rounded: Tensor) -> None:
+    def look(self, name: str, start: int, values: Tensor, rounded: Tensor) -> None:
         """Do nothing; a subclass measures a block's weights, which begin at ``start`` of this rank's."""
 
 
@@ -85,10 +85,10 @@ class MeasuredRounding(UnbiasedRounding):
         self._sums: list[Tensor] = []
         """[2] float32 of each block: the numerator and the denominator of the share."""
 
-    def look(self, name: str, start: int, given: Tensor, rounded: Tensor) -> None:
+    def look(self, name: str, start: int, values: Tensor, rounded: Tensor) -> None:
         """Add a block to the sums."""
-        before = self._start[name][start : start + len(given)].to(given.device, torch.float32, non_blocking=True)
-        trained = given - before
+        before = self._start[name][start : start + len(values)].to(values.device, torch.float32, non_blocking=True)
+        trained = values - before
         self._sums.append(torch.stack((torch.dot(rounded.float() - before, trained), torch.dot(trained, trained))))
 
     def share(self, ranks: Ranks) -> float | None:

@@ -55,7 +55,7 @@ def writing(path: Path) -> Iterator[None]:
         raise DiskFullError(
             f"the disk is full: {path} cannot be written, {usage.free / 1e9:.3f} of {usage.total / 1e9:.3f} GB are "
             "free there. Make room on that volume, for example by removing old runs (grpo clean), or keep fewer "
-            "checkpoints (CHECKPOINTS_KEPT); started again, the run goes on from its newest checkpoint."
+            "checkpoints (CHECKPOINTS_KEPT); started again, the run continues from its newest checkpoint."
         ) from error
 
 
@@ -124,7 +124,7 @@ def write_model(policy: Policy, state: dict[str, Tensor], directory: Path, dtype
 
 
 def write_adapter(policy: Policy, state: dict[str, Tensor], directory: Path) -> None:
-    """Write a directory with the LoRA adapters, which PEFT and every engine load beside MODEL_NAME. For rank 0.
+    """Write a directory with the LoRA adapters, which PEFT and every engine load on top of MODEL_NAME. For rank 0.
 
     Raises:
         DiskFullError: the disk is full.

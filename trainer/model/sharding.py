@@ -61,16 +61,16 @@ class PairwiseReduceScatter(ReduceScatter):
             raise ValueError(
                 f"reduce-scatter with {op} and async_op={async_op}: only SUM and AVG with async_op=False are supported"
             )
-        ranks, own = group.size(), group.rank()
+        ranks, this = group.size(), group.rank()
         parts = list(input_tensor.chunk(ranks))
-        others = [rank for rank in range(ranks) if rank != own]
+        others = [rank for rank in range(ranks) if rank != this]
         received = {rank: torch.empty_like(output_tensor) for rank in others}
         transfers = [dist.irecv(received[rank], group=group, group_src=rank) for rank in others]
         transfers += [dist.isend(parts[rank], group=group, group_dst=rank) for rank in others]
         for transfer in transfers:
             assert transfer is not None, "this process is in the group"
             transfer.wait()
-        received[own] = parts[own]
+        received[this] = parts[this]
         output_tensor.copy_(received[0])
         for rank in range(1, ranks):
             output_tensor.add_(received[rank])
@@ -240,7 +240,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def leave_gpu(modules: Iterable[nn.Module]) -> None:
-    """Free what the next step does not need of a GPU, for another process on it: gathered parameters, cached blocks."""
+    """Free GPU memory that the next step does not need, for other processes: gathered parameters and cached blocks."""
     for module in modules:
         reshard(module)
     torch.cuda.empty_cache()

@@ -27,7 +27,7 @@ class Batch:
     """The groups of one step: BATCH_SIZE of them, fewer when prompts were left out or are used up.
 
     With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) groups without a signal give way to those of further
-    prompts: DYNAMIC_SAMPLING_TRIES times at most, or so many batches of groups from the queue.
+    prompts: DYNAMIC_SAMPLING_TRIES times at most, or that many batches of groups from the queue.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -59,16 +59,16 @@ class Batch:
         """The number of prompts to fetch next."""
         return 0 if self._is_closed else self.settings.batch_size - len(self.groups)
 
-    def add(self, made: Sequence[Group]) -> None:
+    def add(self, groups: Sequence[Group]) -> None:
         """Take in the groups of the prompts that were fetched last; none if all of them were left out."""
-        if not made:
+        if not groups:
             return
         self._is_closed = self._tries_left == 0
-        kept = [group for group in made if self._is_closed or self._has_signal(group)]
+        kept = [group for group in groups if self._is_closed or self._has_signal(group)]
         self._tries_left -= 1
-        self.scored += made
+        self.scored += groups
         self.groups += kept
-        self.counts["groups_resampled"] = self.counts.get("groups_resampled", 0.0) + len(made) - len(kept)
+        self.counts["groups_resampled"] = self.counts.get("groups_resampled", 0.0) + len(groups) - len(kept)
 
     def take(self, leased: Sequence[Group]) -> list[Group]:
         """Take in groups from the queue of fresh groups, and return those that are kept."""
@@ -154,8 +154,8 @@ class FreshQueue:
             batch.counts["groups_dropped_stale"] += reply.dropped_stale
             batch.prompts_used += reply.dropped_stale
             # A lease that ran out meanwhile gave its groups back, and they may come once more.
-            held = {group.group_id for group in batch.groups}
-            new = [group for group in reply.groups if group.group_id not in held]
+            ids = {group.group_id for group in batch.groups}
+            new = [group for group in reply.groups if group.group_id not in ids]
             kept = batch.take(new)
             batch.prompts_used += len(new)
             if new:

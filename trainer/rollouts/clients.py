@@ -48,12 +48,13 @@ class Clients:
             seed_each_completion=settings.engine_deterministic,
             lora_path=ADAPTER_NAME if settings.lora_rank else None,
         )
+        kind: type[Sampler] = pkgutil.resolve_name(settings.way.sampler)
         return cls(
             DataClient(token=token, deadline=deadline),
             rewards,
             ReplayClient(token=token, deadline=deadline),
             rollouts,
-            make_sampler(settings, rollouts, rewards),
+            kind.of(settings, rollouts, rewards),
         )
 
     @property
@@ -83,13 +84,3 @@ class Clients:
     async def close(self) -> None:
         """Close the clients."""
         await self._stack.aclose()
-
-
-def make_sampler(settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> Sampler:
-    """Return the way of rolling out that ROLLOUT names, with its clients.
-
-    Raises:
-        ConfigurationError: AGENT cannot be imported.
-    """
-    kind: type[Sampler] = pkgutil.resolve_name(settings.way.sampler)
-    return kind.of(settings, rollouts, rewards)

@@ -141,7 +141,7 @@ def greedy_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
 
 
 def describe_accuracy(metrics: Mapping[str, float]) -> str:
-    """Return what the best checkpoint and TARGET_ACCURACY compare, the point estimate, with interval and prompts."""
+    """Return the accuracy that TARGET_ACCURACY is compared with, a point estimate, with its interval and prompts."""
     accuracy, low, high = (metrics[name] for name in ("accuracy", "accuracy_low", "accuracy_high"))
     prompts = _judged_prompts(metrics)
     interval_ = f"({low:.3f} to {high:.3f})"

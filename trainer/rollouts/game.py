@@ -133,10 +133,10 @@ class Game:
             raise AgentFailedError(str(error), "refused") from error
         except DependencyLostError as error:
             raise AgentFailedError(str(error), "server") from error
-        played = self._seats[seat]
-        example.turn_rewards = played.turn_rewards
-        example.figures = {name: fmean(values) for name, values in played.figures.items()}
-        return played.episode_return
+        record = self._seats[seat]
+        example.turn_rewards = record.turn_rewards
+        example.figures = {name: fmean(values) for name, values in record.figures.items()}
+        return record.episode_return
 
     async def _play(self, seat: int, ask: Ask, waits: Stopwatch) -> None:
         """Answer whenever it is the seat's turn, until the game is over; ``waits`` runs while it is another's."""

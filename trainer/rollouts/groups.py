@@ -48,14 +48,14 @@ SCORING_TRIES = 2
 LEAST_FAILURES = 8
 """After this many prompts in a row whose every answer failed, the prompts are not at fault."""
 OWN_BATCHES = 2
-"""After this many batches of prompts in a row whose every answer failed by the user's own code, the run ends."""
+"""After this many batches of prompts in a row whose every answer failed by the user's code, the run ends."""
 OWN_REASONS = frozenset({"exception", "reward", "reward_error", "turn_rewards", "environment", "refused"})
-"""The reasons of failures of the user's own code: not of limits, and not of services that were lost."""
+"""The reasons of failures of the user's code, as opposed to limits and lost services."""
 
 
 @dataclass
 class Answers:
-    """The scored answers to a prompt, before they are a group; none of them is of use if there is an ``error``."""
+    """The scored answers to a prompt, before they are a group. With an ``error`` none of them is used."""
 
     prompt_ids: list[int] = field(default_factory=list)
     sequences: list[TokenSequence] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Sampler(ABC):
             await stack.enter_async_context(client)
 
     def awaited(self) -> dict[str, Callable[[float], Awaitable[None]]]:
-        """Return the waits, each for a number of seconds, for what must be healthy before the first answer, by name."""
+        """Return, by name, a wait for each service that must be healthy before the first answer; it takes seconds."""
         return {client.task.value: client.wait_healthy for client in self.services}
 
     @abstractmethod
@@ -126,7 +126,7 @@ class Sampler(ABC):
         return results
 
     def report(self, reason: str, text: str) -> None:
-        """Log the run's first failure of the user's own code, and write it where terminal, page and status read it."""
+        """Log the run's first failure of the user's code, and write it where terminal, page and status read it."""
         if self._has_reported:
             return
         self._has_reported = True
@@ -189,7 +189,7 @@ class Completions(Sampler):
 
 
 class GroupMaker:
-    """The maker of groups from prompts. It leaves out and counts a prompt without an answer of use.
+    """The maker of groups from prompts. It leaves out and counts a prompt without a usable answer.
 
     A run whose every answer fails can learn nothing, so many failed prompts in a row end it; see ``check``.
     """
@@ -198,7 +198,7 @@ class GroupMaker:
         self.settings = settings
         self.sampler = sampler
         self.last_generated = 0.0
-        """The time of the newest completions (time.perf_counter): what a step waits after it, it waits for rewards."""
+        """The time of the newest completions (time.perf_counter): a step that waits longer waits for rewards."""
         self.failed_in_a_row = 0
         """Prompts whose every answer failed since the last prompt with another answer."""
         self.last_failure: Exception | None = None
@@ -215,13 +215,13 @@ class GroupMaker:
         Raises:
             ConfigurationError, DependencyLostError: too many prompts in a row failed; see ``check``.
         """
-        made = await self.activity.gather(map(self.make_group, prompts), "prompts answered")
-        groups = [group for group in made if group is not None]
+        answered = await self.activity.gather(map(self.make_group, prompts), "prompts answered")
+        groups = [group for group in answered if group is not None]
         self.judge(groups)
         return groups
 
     def judge(self, groups: Sequence[Group]) -> None:
-        """Count the groups, new ones of any collector, at whose every answer the reward function failed.
+        """Count the new groups, of any collector, in which the reward function failed at every answer.
 
         Raises:
             ConfigurationError, DependencyLostError: too many prompts in a row failed; see ``check``.
@@ -244,7 +244,7 @@ class GroupMaker:
         return await self.sample_group(prompt, params, settings.group_size, seed)
 
     async def sample_group(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Group | None:
-        """Answer a prompt ``n`` times and return the answers as a group; None, counted, when none is of use."""
+        """Answer a prompt ``n`` times and return the answers as a group; None, counted, if none is usable."""
         answers = await self.sampler.answer(prompt, params, n, seed)
         self.last_generated = max(self.last_generated, answers.generated)
         self._failed += answers.failed
@@ -271,19 +271,19 @@ class GroupMaker:
         )
 
     def _leave_out(self, prompt: Prompt, error: Exception) -> None:
-        """Count a prompt without an answer of use; ``error`` is the reason."""
+        """Count a prompt without a usable answer; ``error`` is the reason."""
         self.last_failure = error
         self.failed_in_a_row += 1
         PROMPTS_FAILED.inc()
         log.warning("prompt left out: no completion could be generated", prompt_id=prompt.id, reason=str(error))
 
     def check(self) -> None:
-        """Pass until every answer of a batch of prompts in a row failed, and no fewer than LEAST_FAILURES.
+        """End the run once every answer failed of a batch of prompts in a row, and of LEAST_FAILURES at least.
 
-        Failures of the user's own code may be OWN_BATCHES batches.
+        Failures of the user's code may last OWN_BATCHES batches.
 
         Raises:
-            ConfigurationError: a restart would fail again: the user's own code failed, or the engine refuses them.
+            ConfigurationError: a restart would fail again: the user's code failed, or the engine refuses them.
             DependencyLostError: no engine answers.
         """
         is_own = isinstance(self.last_failure, AgentFailedError) and self.last_failure.reason in OWN_REASONS

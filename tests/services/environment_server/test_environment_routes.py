@@ -282,7 +282,9 @@ async def test_a_full_server_refuses_with_retry_after(serving: Any, app: Any, mo
         await begin(client, episodes=1)
 
 
-async def test_episodes_that_nobody_steps_are_dropped(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_episodes_that_are_not_stepped_are_dropped(
+    serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(app_module, "IDLE_SECONDS", 0.05)
     async with serving(app()) as client:
         episode = (await begin(client))[0]["episode"]
@@ -292,7 +294,7 @@ async def test_episodes_that_nobody_steps_are_dropped(serving: Any, app: Any, mo
         assert "reset a new one" in result["detail"]
 
 
-async def test_a_sweep_that_fails_is_made_again(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sweep_that_fails_is_repeated(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_module, "SWEEP_SECONDS", 0.02)
     monkeypatch.setattr(app_module, "IDLE_SECONDS", 0.05)
     update, failures = UsageMeter.update, iter([OSError("no /proc")])
@@ -338,7 +340,7 @@ async def test_malformed_steps_are_refused(serving: Any, app: Any, body: Any) ->
         assert (await client.post("/step", json=body)).status_code == 422
 
 
-async def test_nan_is_no_action(serving: Any, app: Any) -> None:
+async def test_nan_is_refused_as_an_action(serving: Any, app: Any) -> None:
     async with serving(app(environment="Pendulum-v1")) as client:
         text = '{"steps": [{"episode": "a", "step": 0, "action": [NaN]}]}'
         response = await client.post("/step", content=text, headers={"Content-Type": "application/json"})

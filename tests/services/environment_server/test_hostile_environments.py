@@ -180,7 +180,7 @@ async def test_a_step_that_cannot_be_written_loses_its_episode_only(serving: Any
         assert [r["steps"] for r in await take(client, (first, 1, "a"), (last, 1, "b"))] == [2, 2]
 
 
-async def test_a_refusal_that_cannot_be_written_is_told_with_escapes(serving: Any, app: Any) -> None:
+async def test_a_refusal_that_cannot_be_written_is_reported_with_escapes(serving: Any, app: Any) -> None:
     async with serving(app(environment=HOSTILE)) as client:
         [episode] = await ids(client, 1)
         [refused] = await take(client, (episode, 0, "refuse"))

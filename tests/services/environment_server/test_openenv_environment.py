@@ -59,8 +59,8 @@ async def test_an_environment_behind_openenv_plays_as_it_does_here(
                 await steps(client, reply["episodes"][0]["episode"], *actions)
                 for client, reply in zip((through, here), begun, strict=True)
             ]
-            told = [[{**r, "episode": None, "detail": None} for r in results] for results in played]
-            assert told[0] == told[1]
+            comparable = [[{**r, "episode": None, "detail": None} for r in results] for results in played]
+            assert comparable[0] == comparable[1]
 
 
 @asynccontextmanager
@@ -215,7 +215,7 @@ def test_a_server_that_never_starts_ends_the_start(start_service: Any) -> None:
     assert "start the server" in refused.log
 
 
-async def test_a_reason_that_the_server_gives_before_it_closes_is_told() -> None:
+async def test_a_reason_that_the_server_gives_before_it_closes_is_reported() -> None:
     reason = error("CAPACITY_REACHED")
     async with closing_at_once(json.dumps(reason).encode()) as url:
         environment = OpenEnvEnvironment(url, Forms.of({"action": SAY, "observation": {}}))

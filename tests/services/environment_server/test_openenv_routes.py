@@ -129,7 +129,7 @@ async def begun(player: Player) -> dict[str, Any] | None:
     return frame if frame["type"] == "observation" else None
 
 
-async def test_a_session_that_lost_its_socket_goes_on_at_another(app: Any) -> None:
+async def test_a_session_that_lost_its_socket_continues_at_another(app: Any) -> None:
     with served_ready(app()) as url:
         async with playing(url) as player:
             session = (await player.say("reset", {"seed": 3}))["data"]["metadata"]["session_id"]

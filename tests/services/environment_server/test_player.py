@@ -90,7 +90,7 @@ async def test_an_action_that_does_not_fit_loses_the_episode(serving: Any, app: 
     assert head.finished == []
 
 
-def test_the_service_plays_as_a_process_and_ends_when_told(start_service: Any, head: Head) -> None:
+def test_the_service_plays_as_a_process_and_ends_at_sigterm(start_service: Any, head: Head) -> None:
     with served(head.app) as url:
         server = start_service(
             "services.environment_server", "--eval-head-url", url, "--environment-push-total", "4", LOG_LEVEL="warning"

@@ -257,11 +257,11 @@ async def test_a_server_that_breaks_the_protocol_is_reported_and_not_counted(
         async with serving(head(game_server_addresses=f"{url} {honest}", **options)) as client:
             name = url.removeprefix("http://")
 
-            def is_told_off(stats: dict[str, Any]) -> bool:
+            def has_the_detail(stats: dict[str, Any]) -> bool:
                 details = [s["detail"] or "" for s in stats["servers"] if s["name"] == name]
                 return any(word in detail for word in says.split("|") for detail in details)
 
-            stats = await stats_show(client, is_told_off)
+            stats = await stats_show(client, has_the_detail)
             assert row(stats, name)["finished"] == 0
             honest_name = honest.removeprefix("http://")
             before = row(stats, honest_name)["states"]

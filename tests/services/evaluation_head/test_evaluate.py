@@ -209,7 +209,7 @@ async def test_a_name_belongs_to_the_server_with_its_key(serving: Any, head: Any
         assert (await client.get("/stats")).json()["episodes"]["lost"] == 1
 
 
-async def test_a_slow_client_delays_nobody_else(head: Any) -> None:
+async def test_a_slow_client_delays_no_other(head: Any) -> None:
     """Batches go on while one client sends half a request and another never reads its large reply."""
     with served(head(head_batch_size=64, head_timeout_ms=20)) as url:
         address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))

@@ -159,13 +159,13 @@ async def test_an_episode_at_a_replica_that_is_not_connected_is_left_to_it(
     assert stats["episodes"]["lost"] == 0
 
 
-async def test_servers_tell_their_processor_and_memory(serving: Any, service_head: Any, replicas: list[str]) -> None:
+async def test_servers_report_their_processor_and_memory(serving: Any, service_head: Any, replicas: list[str]) -> None:
     async with serving(service_head("http://127.0.0.1:9", replicas, ENTRANCE_SECONDS=0.2)) as client:
         client.headers.update(headers())
 
-        async def told() -> bool:
+        async def usages_are_there() -> bool:
             servers = (await client.get("/stats")).json()["servers"]
             usages = [server["usage"] for server in servers]
             return bool(usages) and all(u and u["cores"] >= 0 and u["memory_bytes"] > 1e6 for u in usages)
 
-        await eventually(told)
+        await eventually(usages_are_there)

@@ -40,7 +40,7 @@ async def test_the_websocket_wants_the_token(head: Any, first: str) -> None:
         assert httpx.get(f"{url}/dashboard", timeout=IDLE_SECONDS, trust_env=False).status_code == 200  # noqa: ASYNC210
 
 
-async def test_a_watcher_that_does_not_read_delays_nobody_else(head: Any) -> None:
+async def test_a_watcher_that_does_not_read_delays_no_other(head: Any) -> None:
     with served(head()) as url:
         deaf = [await websockets.connect(url.replace("http", "ws") + "/ws", max_queue=1) for _ in range(10)]
         async with websockets.connect(url.replace("http", "ws") + "/ws") as socket:

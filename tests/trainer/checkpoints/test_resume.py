@@ -140,7 +140,7 @@ def test_a_checkpoint_of_an_earlier_release_is_gone_on_with_and_says_what_differ
     assert state.fingerprint is not None
     assert state.fingerprint.data == DATA
     assert any("model and data cannot be checked" in entry["event"] for entry in logged)
-    (changed,) = (entry["changed"] for entry in logged if "goes on otherwise" in entry["event"])
+    (changed,) = (entry["changed"] for entry in logged if "continues in another way" in entry["event"])
     assert "objective: with one update a batch clipped around the policy that sampled then, decoupled" in changed
     assert "rounding of published weights: to the nearest then, " in changed
     assert state.forms == FORMS

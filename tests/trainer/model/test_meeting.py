@@ -68,7 +68,7 @@ def test_ranks_on_different_gpus_may_compute_together() -> None:
 
 def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "MEETING_SECONDS", 0.2)
-    with pytest.raises(dist.DistStoreError, match=r"ranks \[1, 2\] did not come within 0.2 s"):
+    with pytest.raises(dist.DistStoreError, match=r"ranks \[1, 2\] did not join within 0.2 s"):
         ranks.compare(HashStore(), 0, 3, CPU)
 
 

@@ -242,7 +242,7 @@ def test_an_environment_of_numbers_is_refused(stage: Stage) -> None:
     assert isinstance(maker.all_failed(), ConfigurationError)
 
 
-def test_a_prompt_that_is_no_seed_names_the_setting(stage: Stage) -> None:
+def test_a_prompt_that_is_not_a_seed_names_the_setting(stage: Stage) -> None:
     maker = stage.maker()
     assert stage.thread.call(maker.make_group(PROMPT.model_copy(update={"ground_truth": "1/2"}))) is None
     assert "set DATASET=seeds" in str(maker.last_failure)

@@ -37,10 +37,9 @@ from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, fake_service
 from tests.trainer.rollouts.fake_gateway import END, FakeGateway, ids
 from trainer.config import Rollout, TrainerSettings
-from trainer.rollouts.episodes import Agents, Programs
+from trainer.rollouts.episodes import Agents, Programs, sequences_of
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
-from trainer.rollouts.traces import sequences_of
 from trainer.service_calls import ServiceCalls
 
 PROMPT = Prompt(id="p/0", prompt="6*7=", ground_truth="42", prompt_ids=[1], epoch=0, position=3)

@@ -579,7 +579,7 @@ def test_fewer_held_out_prompts_than_asked_for_are_said_once(services: Services,
     services.data.routes["GET /stats"] = lambda _: stats() | {"test_prompts": 1}
     with structlog.testing.capture_logs() as logged:
         services.main(services.settings(eval_prompts=asked)).describe_data()
-    said = "EVAL_PROMPTS: 4 asked, the data set holds out 1 (DATASET_HELD_OUT)"
+    said = "EVAL_PROMPTS is 4, but the data hold out 1 (DATASET_HELD_OUT)"
     assert [entry["event"] for entry in logged if entry["log_level"] == "warning"] == [said] * lines
 
 

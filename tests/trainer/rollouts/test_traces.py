@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from services.protocol.episodes import CalledTool, Message
-from trainer.rollouts import traces
-from trainer.rollouts.traces import shorten
+from trainer.rollouts import episodes
+from trainer.rollouts.episodes import shorten
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -29,7 +29,7 @@ def test_tool_calls_and_results_have_the_tools_name() -> None:
 
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "MOST_CHARACTERS", 10)
+    monkeypatch.setattr(episodes, "MOST_CHARACTERS", 10)
     messages = [{"role": role, "content": "12345678"} for role in ("user", "assistant", "user", "assistant")]
     shown = shorten(messages)
     assert [message.content for message in shown] == ["12345678", "12… 6 more characters", "… 2 more messages"]
