@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.table import Table
 
-from benchmarks import harness, trl
+from benchmarks import harness, trl_runs
 from benchmarks.harness import DTYPE, MODEL, Args, Benchmark, Option, Side, spread
 from benchmarks.job import DEMO, JOB_GROUP, QUESTIONS, Steps, run_job
 from services.core.machine import cores
@@ -49,7 +49,7 @@ def both_sides(
 
     def theirs(seed: int) -> Measured:
         seeded = {**settings, "SEED": str(seed)}
-        steps = trl.train(seeded, python, threads=cores(), target=target, limit_seconds=limit_seconds)
+        steps = trl_runs.train(seeded, python, threads=cores(), target=target, limit_seconds=limit_seconds)
         return {"seconds": [step["seconds"] for step in steps], "rewards": [step["reward"] for step in steps]}
 
     return [Side("ours", ours), Side("TRL", theirs)]
