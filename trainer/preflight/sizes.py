@@ -252,7 +252,7 @@ def _size(run_dir: Path, *names: str) -> int:
 
 @dataclass(frozen=True)
 class VolumeRoom:
-    """The room on the volume beside the checkpoints, versions and model of a run, which need ``needed`` bytes."""
+    """The room on the volume, of which the checkpoints, versions and model of the run need ``needed`` bytes."""
 
     run_dir: Path
     needed: int
@@ -350,9 +350,9 @@ def choose(settings: TrainerSettings, shape: ModelShape, work: Work, limits: Lim
 
     On a CPU ``auto`` is what takes least time for short completions: no checkpointing, a flat mesh.
     """
-    found = list(_ways(settings, work))
-    fitting = (way for way in found if needed(shape, way).total("device") <= USABLE * limits.device)
-    return next(fitting, min(found, key=lambda way: needed(shape, way).total("device")))
+    ways = list(_ways(settings, work))
+    fitting = (way for way in ways if needed(shape, way).total("device") <= USABLE * limits.device)
+    return next(fitting, min(ways, key=lambda way: needed(shape, way).total("device")))
 
 
 def _ways(settings: TrainerSettings, work: Work) -> Iterator[Work]:
