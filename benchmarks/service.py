@@ -21,6 +21,7 @@ from benchmarks import harness
 from benchmarks.harness import Given, Option, Side
 
 START_SECONDS = 120.0
+JSON = "application/json"
 MISSED = "missed"
 NO_FAIL = Option(False, "end with 0 even if a target is missed")
 
@@ -97,13 +98,15 @@ class Connection:
         self._reader = reader
         self._writer = writer
 
-    async def request(self, method: str, path: str, body: bytes = b"", media_type: str = "application/json") -> bytes:
+    async def request(
+        self, method: str, path: str, body: bytes = b"", media_type: str = JSON, *, accept: str = JSON
+    ) -> bytes:
         """Return the body of the reply.
 
         Raises:
             RuntimeError: the status is not 200.
         """
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAccept: {accept}\r\n"
         if body:
             head += f"Content-Type: {media_type}\r\nContent-Length: {len(body)}\r\n"
         self._writer.write(head.encode() + b"\r\n" + body)
@@ -125,7 +128,9 @@ async def connect(port: int) -> AsyncIterator[Connection]:
         writer.close()
 
 
-async def send_all(port: int, connections: int, path: str, bodies: Sequence[bytes]) -> tuple[float, list[bytes]]:
+async def send_all(
+    port: int, connections: int, path: str, bodies: Sequence[bytes], media_type: str = JSON
+) -> tuple[float, list[bytes]]:
     """Send POST requests over several connections; return the seconds for all, and the replies in any order."""
     waiting = list(reversed(bodies))
     replies: list[bytes] = []
@@ -133,7 +138,7 @@ async def send_all(port: int, connections: int, path: str, bodies: Sequence[byte
     async def feed() -> None:
         async with connect(port) as connection:
             while waiting:
-                replies.append(await connection.request("POST", path, waiting.pop()))
+                replies.append(await connection.request("POST", path, waiting.pop(), media_type))
 
     started = time.perf_counter()
     await asyncio.gather(*(feed() for _ in range(connections)))

@@ -33,6 +33,10 @@ from benchmarks.service import (
 from services.evaluation_head import checkpoint
 from services.evaluation_head.app import MSGPACK, RAW
 from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
+from services.protocol.groups import Group, TokenSequence, pack
+from services.protocol.prompts import Prompt
+from services.protocol.replay import GROUPS_TYPE, framed, unframed
+from services.protocol.rewards import FinishReason, RewardResult
 
 ITEMS = 500
 """Completions of a request to the reward-server."""
@@ -169,49 +173,45 @@ def replay_figures(*, quick: bool) -> Iterator[Figure]:
             yield Figure(f"restart with {count}", service.start_seconds, "s", at_most=10)
 
 
-def _experiences(rng: np.random.Generator) -> list[dict[str, object]]:
-    ids = rng.integers(0, 150_000, (GROUP_SIZE, COMPLETION_TOKENS)).tolist()
-    logprobs = (-rng.exponential(size=(GROUP_SIZE, COMPLETION_TOKENS))).astype(np.float32).tolist()
+def _sequences(rng: np.random.Generator) -> list[TokenSequence]:
+    ids = rng.integers(0, 150_000, (GROUP_SIZE, COMPLETION_TOKENS))
+    logprobs = (-rng.exponential(size=(GROUP_SIZE, COMPLETION_TOKENS))).astype(np.float32)
     return [
-        {
-            "completion": "She sold 48 clips in April, and half as many in May. " * 8,
-            "completion_ids": ids[i],
-            "logprobs": logprobs[i],
-            "policy_versions": [0] * COMPLETION_TOKENS,
-            "finish_reason": "stop",
-            "result": {"reward": float(i % 2)},
-        }
+        TokenSequence(
+            completion="She sold 48 clips in April, and half as many in May. " * 8,
+            completion_ids=ids[i],
+            logprobs=logprobs[i],
+            policy_versions=[0] * COMPLETION_TOKENS,
+            finish_reason=FinishReason.STOP,
+            result=RewardResult(reward=float(i % 2)),
+        )
         for i in range(GROUP_SIZE)
     ]
 
 
-def _group(number: int, experiences: list[dict[str, object]]) -> dict[str, object]:
-    return {
-        "group_id": f"group-{number}",
-        "prompt": {
-            "id": f"clips/{number}",
-            "prompt": "Natalia sold clips to 48 of her friends in April. How many?",
-            "ground_truth": "72",
-            "prompt_ids": list(range(number, number + 80)),
-        },
-        "sequences": experiences,
-    }
+def _group(number: int, sequences: list[TokenSequence]) -> Group:
+    prompt = Prompt(
+        id=f"clips/{number}",
+        prompt="Natalia sold clips to 48 of her friends in April. How many?",
+        ground_truth="72",
+        prompt_ids=list(range(number, number + 80)),
+    )
+    return Group(group_id=f"group-{number}", prompt=prompt, sequences=sequences)
 
 
 def _add(port: int, count: int) -> float:
     """Return the seconds to add groups, 32 a request over 2 connections, without the time to make the requests."""
     rng = np.random.default_rng(0)
-    # Groups share experiences, because it takes longer to make an experience than to store it.
-    made = [_experiences(rng) for _ in range(50)]
+    # Groups share sequences, because it takes longer to make a sequence than to store it.
+    sequences = [_sequences(rng) for _ in range(50)]
     seconds = 0.0
     for start in range(0, count, 2000):
         bodies = []
         for first in range(start, min(start + 2000, count), 32):
             numbers = range(first, min(first + 32, start + 2000, count))
-            groups = [_group(number, made[number % len(made)]) for number in numbers]
-            priorities = [0.1 + (number % 97) / 97 for number in numbers]
-            bodies.append(orjson.dumps({"groups": groups, "priorities": priorities}))
-        seconds += asyncio.run(send_all(port, 2, "/groups", bodies))[0]
+            groups = [pack(_group(number, sequences[number % len(sequences)])) for number in numbers]
+            bodies.append(framed({"priorities": [0.1 + (number % 97) / 97 for number in numbers]}, groups))
+        seconds += asyncio.run(send_all(port, 2, "/groups", bodies, GROUPS_TYPE))[0]
     return seconds
 
 
@@ -223,9 +223,9 @@ async def _sample(port: int, strategy: str, requests: int) -> list[float]:
         for _ in range(requests):
             request = {"batch_size": 64, "strategy": strategy, "correction": 0.4, "seed": chooser.randrange(2**32)}
             started = time.perf_counter()
-            reply = await connection.request("POST", "/groups/sample", orjson.dumps(request))
+            reply = await connection.request("POST", "/groups/sample", orjson.dumps(request), accept=GROUPS_TYPE)
             latencies.append(1e3 * (time.perf_counter() - started))
-    assert len(orjson.loads(reply)["groups"]) == 64
+    assert len(unframed(reply)["groups"]) == 64
     return latencies
 
 

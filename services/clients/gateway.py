@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import functools
 
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError
@@ -26,15 +26,14 @@ class GatewayClient(ServiceClient):
 
     task = Task.GATEWAY
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._received: list[str] = []
+    @functools.cached_property
+    def _received(self) -> list[str]:
         """The finished sessions whose traces are here."""
+        return []
 
     async def __aexit__(self, *_: object) -> None:
-        received, self._received = self._received, []
         try:
-            await asyncio.gather(*map(self._delete, received))
+            await asyncio.gather(*map(self._delete, self._take_received()))
         finally:
             await super().__aexit__()
 
@@ -62,7 +61,7 @@ class GatewayClient(ServiceClient):
         Raises:
             RequestRefusedError: 409, the session is finished with another reward.
         """
-        received, self._received = self._received, []
+        received = self._take_received()
         request = FinishRequest(reward=reward, reason=reason, received=received)
         try:
             trace = await self.call("POST", f"/sessions/{session_id}/finish", Trace, request)
@@ -75,6 +74,11 @@ class GatewayClient(ServiceClient):
     async def stats(self, *, deadline: float | None = None) -> GatewayStats:
         """Return the account of sampled tokens; ``deadline``, in seconds, replaces the client's."""
         return await self.call("GET", "/stats", GatewayStats, deadline=deadline)
+
+    def _take_received(self) -> list[str]:
+        received = [*self._received]
+        self._received.clear()
+        return received
 
     async def _delete(self, session_id: str) -> None:
         """Delete a session; where that fails, the gateway does it after the deadline."""

@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from services.core.errors import ConfigurationError
-from services.core.machine import NODE_RANK_VARIABLE
+from services.core.machine import NODE_RANK_VARIABLE, whole_number
 
 
 class Task(StrEnum):
@@ -125,12 +125,12 @@ def reached_at(bind: Endpoint, usual: Endpoint) -> Endpoint:
 
 def node_rank() -> int:
     """Return this node's rank within its task."""
-    return _integer(NODE_RANK_VARIABLE, 0)
+    return whole_number(NODE_RANK_VARIABLE) or 0
 
 
 def num_nodes() -> int:
     """Return the number of nodes of this node's task."""
-    return _integer("SKYPILOT_NUM_NODES", 1)
+    return whole_number("SKYPILOT_NUM_NODES") or 1
 
 
 def node_addresses() -> list[str]:
@@ -165,12 +165,3 @@ def _parse_mapping(text: str) -> dict[str, str]:
         raise ConfigurationError(
             f'{ENDPOINTS_VARIABLE} is {text!r}; allowed is a JSON object such as {{"task-rank:port": "host:port"}}'
         ) from error
-
-
-def _integer(name: str, default: int) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    if not text.isdecimal():
-        raise ConfigurationError(f"{name} is {text!r}; allowed is a whole number")
-    return int(text)

@@ -89,10 +89,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of a dataset: training and held-out ones, their format, and the number of refused rows by reason."""
+    """The rows of a dataset: training and held-out ones, and the number of refused rows by reason."""
 
     name: str
-    ground_truth_format: GroundTruthFormat
     instruction: str | None
     """Asks for the form in which the verifier reads answers; appended to every question."""
     train: Rows
@@ -139,7 +138,7 @@ def load(settings: DataSettings, first: int | None = None) -> Source:
                 f"DATASET {settings.dataset!r} has no {split} row with a question and a ground truth ({left_out}); "
                 "check the columns and GROUND_TRUTH_FORMAT"
             )
-    return Source(name, form, instruction, train_rows, test_rows, dict(+refused))
+    return Source(name, instruction, train_rows, test_rows, dict(+refused))
 
 
 def _load_file(variable: str, path: Path, settings: DataSettings) -> ReadTable:

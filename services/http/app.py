@@ -31,7 +31,7 @@ from services.protocol.base import ComponentRecord, Health
 
 log = logs.get_logger(__name__)
 
-
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 Stats = Mapping[str, Any]
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no annotation there
@@ -151,9 +151,6 @@ def _complete_openapi(app: FastAPI, *, asks_token: bool) -> None:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents replacing it
-
-
-Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 class Lifecycle:

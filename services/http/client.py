@@ -103,7 +103,12 @@ class HttpClient:
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else None,
-            transport=_transport(httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEP_ALIVE_SECONDS)),
+            transport=httpx.AsyncHTTPTransport(
+                verify=_ssl_context(),
+                limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEP_ALIVE_SECONDS),
+                trust_env=False,
+                socket_options=_socket_options(),
+            ),
             # A proxy from the environment must not come between the nodes of a job group.
             trust_env=False,
         )
@@ -296,12 +301,6 @@ def describe(error: BaseException) -> str:
     if isinstance(error, httpx.HTTPStatusError):
         return f"{error.response.status_code} {problem_detail(error.response)}"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
-    return httpx.AsyncHTTPTransport(
-        verify=_ssl_context(), limits=limits, trust_env=False, socket_options=_socket_options()
-    )
 
 
 def watched_socket(address: tuple[Any, ...]) -> socket.socket:

@@ -2,5 +2,5 @@
 
 Everything is rows of one SQLite file (``database``). ``store`` adds groups, samples them through an index in memory,
 and saves and restores the contents; ``fresh_queue`` leases fresh groups to consumers and admits collectors' prompts;
-``packing`` makes groups small; ``app`` has the routes.
+``app`` has the routes.
 """

@@ -110,11 +110,11 @@ class Buffer:
         try:
             yield
         except sqlite3.DatabaseError as error:
-            found = damage(error, self._directory)
-            if found is None:
+            reason = damage(error, self._directory)
+            if reason is None:
                 raise
-            self._on_damage(found)
-            raise found from error
+            self._on_damage(reason)
+            raise reason from error
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run ``work`` after everything that was asked for before it, and set the gauges.

@@ -149,13 +149,13 @@ class Database(sqlite3.Connection):
     @property
     def newest_sequence(self) -> int:
         """The highest sequence number used so far, 0 before any."""
-        found = self.execute("SELECT seq FROM sqlite_sequence WHERE name = 'contents'").fetchone()
-        return 0 if found is None else found[0]
+        row = self.execute("SELECT seq FROM sqlite_sequence WHERE name = 'contents'").fetchone()
+        return 0 if row is None else row[0]
 
     def contents(self, sequences: Iterable[int]) -> list[bytes]:
         """Return the contents of records, leaving out records that are gone."""
-        found = (self.execute("SELECT data FROM contents WHERE sequence = ?", (number,)) for number in sequences)
-        return [row[0] for cursor in found for row in cursor]
+        cursors = (self.execute("SELECT data FROM contents WHERE sequence = ?", (number,)) for number in sequences)
+        return [row[0] for cursor in cursors for row in cursor]
 
     def groups(self, sequences: Iterable[int]) -> list[bytes]:
         """Return packed groups, leaving out groups that are gone.
@@ -179,5 +179,5 @@ class Database(sqlite3.Connection):
 def damage(error: BaseException, directory: Path) -> ConfigurationError | None:
     """Return the error that ends the process if ``error`` says that the file is damaged, None otherwise."""
     return files.database_damage(
-        error, directory / _FILE, "the groups in it are lost, and the run goes on without them"
+        error, directory / _FILE, "the groups in it are lost, and the run continues without them"
     )

@@ -58,7 +58,7 @@ class FreshQueue:
         """Queue the groups whose id is not known yet.
 
         Raises:
-            ProblemError: 429, there is no room for them.
+            ProblemError: 429, the queue has too little room for them.
         """
         queued = sum(self.counts())
         if queued + len(groups) > QUEUE_CAPACITY:
@@ -83,31 +83,31 @@ class FreshQueue:
         """Return a LeaseReply as framed bytes; None if fewer than ``min_groups`` wait, unless ``take_fewer``."""
         self.expire_due()
         if request.request_id is not None:
-            known = self._db.execute(
+            repeated = self._db.execute(
                 "SELECT id, sequences FROM leases WHERE consumer = ? AND request_id = ? AND NOT expired",
                 (request.consumer, request.request_id),
             ).fetchone()
-            if known is not None:
-                return self._reply(known[0], json.loads(known[1]), 0)
-        taken, stale = self._first(request.max_groups, request.min_policy_version)
-        if len(taken) < request.min_groups and not take_fewer:
+            if repeated is not None:
+                return self._reply(repeated[0], json.loads(repeated[1]), 0)
+        fresh, stale = self._first(request.max_groups, request.min_policy_version)
+        if len(fresh) < request.min_groups and not take_fewer:
             return None
-        lease_id = uuid.uuid4().hex if taken else None
-        if taken or stale:
+        lease_id = uuid.uuid4().hex if fresh else None
+        if fresh or stale:
             with self._store.transaction():
                 self._store.delete(stale)
                 if lease_id is not None:
                     expires_at = self._store.clock() + request.lease_seconds
                     self._db.execute(
                         "INSERT INTO leases VALUES (?, ?, ?, ?, ?, 0)",
-                        (lease_id, request.consumer, request.request_id, json.dumps(taken), expires_at),
+                        (lease_id, request.consumer, request.request_id, json.dumps(fresh), expires_at),
                     )
                     self._db.executemany(
                         "UPDATE members SET lease = ? WHERE snapshot = 0 AND sequence = ?",
-                        [(lease_id, sequence) for sequence in taken],
+                        [(lease_id, sequence) for sequence in fresh],
                     )
             self._store.counts["dropped_stale"] += len(stale)
-        return self._reply(lease_id, taken, len(stale))
+        return self._reply(lease_id, fresh, len(stale))
 
     def acknowledge(self, request: AcknowledgeRequest) -> AcknowledgeReply:
         """Take a lease's groups off the queue, into the store or for good.
@@ -115,25 +115,25 @@ class FreshQueue:
         An acknowledgement after the lease has expired still counts for the groups that nobody else has leased since.
         """
         self.expire_due()
-        found = self._db.execute("SELECT sequences FROM leases WHERE id = ?", (request.lease_id,)).fetchone()
-        if found is None:
+        lease = self._db.execute("SELECT sequences FROM leases WHERE id = ?", (request.lease_id,)).fetchone()
+        if lease is None:
             return AcknowledgeReply(acknowledged=0)
-        sequences: list[int] = json.loads(found[0])
+        sequences: list[int] = json.loads(lease[0])
         with self._store.transaction():
             self._db.execute("DELETE FROM leases WHERE id = ?", (request.lease_id,))
             # Groups of an expired lease wait again, or another lease holds them.
             rows = self._db.execute(
                 "SELECT sequence, version, priority FROM json_each(?1) CROSS JOIN members ON sequence = value "
                 "WHERE snapshot = 0 AND place = 'queue' AND ifnull(lease, ?2) = ?2 ORDER BY sequence",
-                (found[0], request.lease_id),
+                (lease[0], request.lease_id),
             )
-            held = [Record(*row) for row in rows.fetchall()]
+            acknowledged = [Record(*row) for row in rows.fetchall()]
             if request.keep:
-                self._store.keep(held)
+                self._store.keep(acknowledged)
             else:
-                self._store.delete(record.sequence for record in held)
-        self._store.counts["acknowledged"] += len(held)
-        return AcknowledgeReply(acknowledged=len(held), lost=len(sequences) - len(held))
+                self._store.delete(record.sequence for record in acknowledged)
+        self._store.counts["acknowledged"] += len(acknowledged)
+        return AcknowledgeReply(acknowledged=len(acknowledged), lost=len(sequences) - len(acknowledged))
 
     def expire_due(self) -> None:
         """Let the groups of leases that have run out wait again, at their old places."""
@@ -156,18 +156,18 @@ class FreshQueue:
 
     def _first(self, count: int, least_version: int) -> tuple[list[int], list[int]]:
         """Return the first ``count`` waiting groups of at least that policy version, and the older ones before them."""
-        taken: list[int] = []
+        fresh: list[int] = []
         stale: list[int] = []
         rows = self._db.execute(
             "SELECT sequence, version FROM members INDEXED BY queued "
             "WHERE snapshot = 0 AND place = 'queue' AND lease IS NULL ORDER BY sequence"
         )
         for sequence, version in rows:
-            if len(taken) == count:
+            if len(fresh) == count:
                 break
-            (taken if version >= least_version else stale).append(sequence)
+            (fresh if version >= least_version else stale).append(sequence)
         rows.close()
-        return taken, stale
+        return fresh, stale
 
     def _reply(self, lease_id: str | None, sequences: Sequence[int], dropped: int) -> bytes:
         fields = {"lease_id": lease_id, "dropped_stale": dropped, "waiting": self.counts()[0]}
@@ -217,8 +217,8 @@ class Admission:
     def in_flight(self) -> dict[str, int]:
         """Return the prompts in flight by collector, without the collectors that fell silent."""
         now = self._clock()
-        self._collectors = {name: known for name, known in self._collectors.items() if known.until > now}
-        return {name: known.in_flight for name, known in self._collectors.items()}
+        self._collectors = {name: collector for name, collector in self._collectors.items() if collector.until > now}
+        return {name: collector.in_flight for name, collector in self._collectors.items()}
 
     def ask(self, request: AdmissionRequest) -> Asking:
         """Note what a collector has in flight, and put its request behind the others; drop its earlier request."""
@@ -235,8 +235,8 @@ class Admission:
 
     def finish(self, collector: str, groups: int) -> None:
         """Note that a collector has queued the groups of some of its prompts."""
-        if known := self._collectors.get(collector):
-            known.in_flight = max(0, known.in_flight - groups)
+        if state := self._collectors.get(collector):
+            state.in_flight = max(0, state.in_flight - groups)
 
     def admit(self, waiting: int, leased: int) -> None:
         """Give places to the requests, given the numbers of groups that wait in the queue and that leases hold.

@@ -264,8 +264,8 @@ class Store:
 
     def sample(self, request: SampleGroupsRequest) -> bytes:
         """Return a SampleGroupsReply as framed bytes."""
-        found = (self._find(group_id) for group_id in request.exclude)
-        exclude = [position for place, _, position in filter(None, found) if place == "store"]
+        rows = (self._find(group_id) for group_id in request.exclude)
+        exclude = [position for place, _, position in filter(None, rows) if place == "store"]
         if request.strategy is SampleStrategy.RECENCY:
             draws = self.groups.newest(request.batch_size, least_version=request.min_policy_version, exclude=exclude)
         else:
@@ -292,9 +292,9 @@ class Store:
         updated = 0
         with self.transaction():
             for group_id, priority in priorities.items():
-                found = self._find(group_id)
-                if found is not None and found[0] == "store":
-                    _, sequence, position = found
+                row = self._find(group_id)
+                if row is not None and row[0] == "store":
+                    _, sequence, position = row
                     self.groups.set_priority(position, priority)
                     self.database.execute(
                         "UPDATE members SET priority = ? WHERE snapshot = 0 AND sequence = ?", (priority, sequence)
@@ -310,8 +310,8 @@ class Store:
 
     def _find(self, group_id: str) -> tuple[str, int, int] | None:
         """Return place, sequence number and position of a group in the store or the queue."""
-        found: tuple[str, int, int] | None = self.database.execute(_FIND, (group_id,)).fetchone()
-        return found
+        row: tuple[str, int, int] | None = self.database.execute(_FIND, (group_id,)).fetchone()
+        return row
 
     def _insert(self, data: bytes) -> int:
         """Write contents and return their sequence number."""
@@ -334,9 +334,9 @@ class Store:
 
 def _priority(experience: FlatExperience) -> float:
     """Return the experience's own ``priority`` if it has a valid one, else the size of its reward."""
-    given = (experience.model_extra or {}).get("priority")
-    if isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= _HIGHEST_PRIORITY:
-        return float(given)
+    priority = (experience.model_extra or {}).get("priority")
+    if isinstance(priority, int | float) and not isinstance(priority, bool) and 0 <= priority <= _HIGHEST_PRIORITY:
+        return float(priority)
     return min(abs(experience.reward) + _LEAST_PRIORITY, _HIGHEST_PRIORITY)
 
 
@@ -374,17 +374,17 @@ class Snapshots:
         """Take store and queue back to a snapshot. Groups added since are unknown again, and leases have ended.
 
         Raises:
-            ProblemError: 404, there is no such snapshot.
+            ProblemError: 404, the label has no snapshot.
         """
-        found = self._db.execute("SELECT id FROM snapshots WHERE label = ?", (label,)).fetchone()
-        if found is None:
-            known = ", ".join(self.labels) or "none"
-            raise ProblemError(404, f"there is no snapshot {label!r}; there are: {known}")
+        snapshot = self._db.execute("SELECT id FROM snapshots WHERE label = ?", (label,)).fetchone()
+        if snapshot is None:
+            labels = ", ".join(self.labels) or "none"
+            raise ProblemError(404, f"there is no snapshot {label!r}; there are: {labels}")
         with self._store.transaction():
             self._db.execute("DELETE FROM leases")
             self._db.execute("DELETE FROM members WHERE snapshot = 0")
             self._db.execute("DELETE FROM histories WHERE snapshot = 0")
-            self._copy(found[0], 0)
+            self._copy(snapshot[0], 0)
             self._db.execute(
                 "INSERT INTO histories VALUES (0, ?, 9223372036854775807)", (self._db.newest_sequence + 1,)
             )

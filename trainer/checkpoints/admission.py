@@ -1,4 +1,4 @@
-"""The check before a run goes on: not with another model or data, and not after success unless RUN_ID asks for it.
+"""The check before a run continues: not with another model or data, and not after success unless RUN_ID asks for it.
 
 This module loads without torch, because collectors, which have no torch, compare the data, too.
 """
@@ -34,7 +34,7 @@ class Fingerprint(BaseModel):
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     """Return a line for each difference of weights, tokenizer and data, with the old and the new value."""
-    found = [
+    of_model = [
         f"the {part} of MODEL_NAME: {before.model!r} (digest {old}) then, {now.model!r} (digest {new}) now"
         for part, old, new in (
             ("weights", before.weights, now.weights),
@@ -42,7 +42,7 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
         )
         if old != new
     ]
-    return found + data_differences(before, now.dataset, now.data)
+    return of_model + data_differences(before, now.dataset, now.data)
 
 
 def data_differences(before: Fingerprint, dataset: str, data: dict[str, str]) -> list[str]:
@@ -74,7 +74,7 @@ def has_succeeded(settings: TrainerSettings) -> bool:
     raise ConfigurationError(
         f"run {settings.run_id} in {settings.run_dir} has succeeded after {summary.get('steps')} steps, as job "
         f"{summary.get('job') or 'unknown'}; job {job_id() or 'unknown'} only has the same default name and changes "
-        f"nothing. Give RUN_ID={settings.run_id} to go on with that run, or another RUN_ID for a new one"
+        f"nothing. Give RUN_ID={settings.run_id} to continue that run, or another RUN_ID for a new one"
     )
 
 
@@ -86,8 +86,8 @@ def check_same(settings: TrainerSettings, checkpoint: Path, before: Fingerprint 
     """
     if before is None:
         log.warning("checkpoint of an earlier release: its model and data cannot be checked", path=str(checkpoint))
-    elif found := differences(before, now):
-        raise _refusal(settings, checkpoint, found)
+    elif changes := differences(before, now):
+        raise _refusal(settings, checkpoint, changes)
 
 
 def check_data(settings: TrainerSettings, data: DataStats) -> None:
@@ -100,14 +100,15 @@ def check_data(settings: TrainerSettings, data: DataStats) -> None:
     before = None if newest is None else _read(newest / "state.json").get("fingerprint")
     if newest is None or before is None:
         return
-    if found := data_differences(Fingerprint.model_validate(before), data.source, data.fingerprint):
-        raise _refusal(settings, newest, found)
+    if changes := data_differences(Fingerprint.model_validate(before), data.source, data.fingerprint):
+        raise _refusal(settings, newest, changes)
 
 
-def _refusal(settings: TrainerSettings, checkpoint: Path, found: list[str]) -> ConfigurationError:
+def _refusal(settings: TrainerSettings, checkpoint: Path, changes: list[str]) -> ConfigurationError:
     return ConfigurationError(
-        f"RUN_ID {settings.run_id} cannot go on from {checkpoint}, which is of something else: {'. '.join(found)}. "
-        "Give the former MODEL_NAME, DATASET and its settings to go on, or another RUN_ID to start anew; with "
+        f"RUN_ID {settings.run_id} cannot continue from {checkpoint}, which is of something else: "
+        f"{'. '.join(changes)}. Give the former MODEL_NAME, DATASET and its settings to continue, or another RUN_ID "
+        "to start anew; with "
         f"MODEL_NAME={settings.run_dir / 'model' if settings.lora_rank else settings.policy_dir / 'v...'} the new run "
         "starts from what this one has trained"
     )
@@ -115,7 +116,7 @@ def _refusal(settings: TrainerSettings, checkpoint: Path, found: list[str]) -> C
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        found = orjson.loads(path.read_bytes())
+        content = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

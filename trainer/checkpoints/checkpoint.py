@@ -1,4 +1,4 @@
-"""Checkpoints: everything that makes a resumed run the same run, written beside the training and renamed into place.
+"""Checkpoints: all that makes a resumed run the same run, written while the training continues, and renamed into place.
 
 A checkpoint is a directory ``step-000025`` with the sharded model and optimizer (torch.distributed.checkpoint; any
 number of ranks can read it), ``state.json`` with the rest of the state, and ``manifest.json`` with the size and the
@@ -225,9 +225,9 @@ class CheckpointStore:
         """Step of the newest checkpoint that this process started to write, or loaded; None after a failed write."""
         self._removed_snapshots: list[str] = []
         self._pending: _Pending | None = None
-        # Saving runs its collectives in a thread beside the training, so it needs its own process group.
+        # Saving runs its collectives in a thread of its own while the model trains, so it needs its own process group.
         self._group = dist.new_group(backend="gloo")
-        # Checksums are computed beside the training, because they read the whole checkpoint: 84 GB for a 7B model.
+        # Checksums are computed while the model trains, because they read the whole checkpoint: 84 GB for a 7B model.
         self._sealer = ThreadPoolExecutor(1, "checkpoint-sealer")
         if ranks.is_main:
             directory.mkdir(parents=True, exist_ok=True)
@@ -244,7 +244,7 @@ class CheckpointStore:
         critic: SavedCritic | None = None,
         wait: bool = False,
     ) -> None:
-        """Start to write a checkpoint: of a copy, beside the training; with ``wait``, of the state itself.
+        """Start to write a checkpoint: of a copy, while the training continues; with ``wait``, of the state itself.
 
         Args:
             policy: the model.
@@ -312,8 +312,8 @@ class CheckpointStore:
 
     def take_removed_snapshots(self) -> list[str]:
         """Return the replay buffer's snapshots of checkpoints removed since the last call. For rank 0 alone."""
-        taken, self._removed_snapshots = self._removed_snapshots, []
-        return taken
+        removed, self._removed_snapshots = self._removed_snapshots, []
+        return removed
 
     def _remove_old(self, state: RunState) -> None:
         """Remove the checkpoints up to ``state`` that are not kept; later ones could not be used and do not count."""
@@ -331,8 +331,8 @@ class CheckpointStore:
         Raises:
             ConfigurationError: there are checkpoints, and all are damaged or of another model.
         """
-        found = self.ranks.on_main(lambda: self._newest(model_type, parameters), ConfigurationError)
-        return None if found is None else (Path(found), _read_state(Path(found)))
+        path = self.ranks.on_main(lambda: self._newest(model_type, parameters), ConfigurationError)
+        return None if path is None else (Path(path), _read_state(Path(path)))
 
     def load(
         self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer, critic: SavedCritic | None = None
@@ -341,14 +341,14 @@ class CheckpointStore:
 
         The optimizers keep this run's parameter groups with their hyperparameters.
         """
-        found = _tensors(policy, optimizer, critic)
-        state = {name: {"state": x["state"]} if name.endswith("optimizer") else x for name, x in found.items()}
+        tensors = _tensors(policy, optimizer, critic)
+        state = {name: {"state": x["state"]} if name.endswith("optimizer") else x for name, x in tensors.items()}
         load(state, storage_reader=CheckpointReader(path))
         for name, value in state.items():
-            found[name] = found[name] | value
-        set_state_dict(policy, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+            tensors[name] = tensors[name] | value
+        set_state_dict(policy, optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
         if critic is not None and not critic.is_shared:
-            model, moments = found["critic_model"], found["critic_optimizer"]
+            model, moments = tensors["critic_model"], tensors["critic_optimizer"]
             set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)
         self.saved_step = int(path.name.removeprefix("step-"))
 
@@ -402,7 +402,7 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _seal(written: Future[Any], directory: Path, state: RunState) -> None:
-    """Wait until the tensors are written, then write state and manifest beside them."""
+    """Wait until the tensors are written, then write state and manifest into the same directory."""
     written.result()
     (directory / "state.json").write_bytes(orjson.dumps(state.model_dump(mode="json")))
     write_manifest(directory)

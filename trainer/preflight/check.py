@@ -262,8 +262,8 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
     """
     chosen = choose_compute(settings, ranks)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if ranks.world_size > 1 else 1
-    own = find_limits(ranks.device, settings.run_dir, is_shared=settings.engine_sleeps)
-    limits = own.smallest(ranks.gather_json(vars(own)) if ranks.world_size > 1 else [])
+    local = find_limits(ranks.device, settings.run_dir, is_shared=settings.engine_sleeps)
+    limits = local.smallest(ranks.gather_json(vars(local)) if ranks.world_size > 1 else [])
 
     def choose() -> dict[str, Any]:
         shape = ModelShape.of(load_config(settings), trust_remote_code=settings.trust_remote_code)
@@ -278,11 +278,11 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
             "volume": needed(shape, work).total("volume") - work.record_bytes,
         }
 
-    found = ranks.on_main(choose, ConfigurationError, DiskFullError)
+    choices = ranks.on_main(choose, ConfigurationError, DiskFullError)
     changes = {
-        "activation_checkpointing": found["checkpointing"],
-        "shard_parameters": found["frees"],
-        "record_groups": found["record_groups"],
+        "activation_checkpointing": choices["checkpointing"],
+        "shard_parameters": choices["frees"],
+        "record_groups": choices["record_groups"],
     }
-    room = VolumeRoom(settings.run_dir, found["volume"])
-    return settings.model_copy(update=changes), ranks.replicated(found["replicas"]), room
+    room = VolumeRoom(settings.run_dir, choices["volume"])
+    return settings.model_copy(update=changes), ranks.replicated(choices["replicas"]), room

@@ -203,14 +203,14 @@ class GroupRecorder:
             )
             for group in trained
         ]
-        own = [entry.group_id for entry in entries if entry.step is None]
+        included = [entry.group_id for entry in entries if entry.step is None]
         settings = self._settings.model_dump(mode="json", exclude_unset=True, exclude=NOT_SETTINGS)
         head = StepHead.model_validate({"step": step, "settings": settings, "groups": entries, **fields})
-        parts = [pack_sequences(head.model_dump(mode="json"), []), *(pack(by_id[group_id]) for group_id in own)]
+        parts = [pack_sequences(head.model_dump(mode="json"), []), *(pack(by_id[group_id]) for group_id in included)]
         if not self._put(step, joined(parts)):
             return len(trained)
         self._steps.append(step)
-        self._ids = {s: ids for s, ids in self._ids.items() if s > step - self._reach} | {step: set(own)}
+        self._ids = {s: ids for s, ids in self._ids.items() if s > step - self._reach} | {step: set(included)}
         self.prune()
         return 0
 

@@ -165,7 +165,7 @@ DERIVED = {
     "episodes_failed": "Episodes of an agent without a reward, and those over a limit, over all reasons.",
     "trained_tokens_per_second": "trained_tokens over the seconds of the updates; in Prometheus, from the counters.",
 }
-"""Columns that are no metrics of their own in Prometheus."""
+"""Columns that Prometheus has no metric for."""
 
 AT_K = Measure("avg_at_<k>, pass_at_<k>", "trainer_samples_ratio", "avg@k and pass@k on held-out prompts, by k.")
 AT_K_STDERR = Measure(
@@ -241,11 +241,12 @@ def count_step(step: int) -> None:
 def export(metrics: Mapping[str, float]) -> None:
     """Export metrics by column. A gauge keeps its value when a step lacks it, such as the accuracy."""
     for column, value in metrics.items():
-        found = _measure(column)
-        if found is None:
+        measured = _measure(column)
+        if measured is None:
             continue
-        metric = _METRICS[found[0].name]
-        child = metric.labels(**found[1]) if found[1] else metric
+        measure, labels = measured
+        metric = _METRICS[measure.name]
+        child = metric.labels(**labels) if labels else metric
         if isinstance(child, Counter):
             child.inc(value)
         else:
@@ -257,5 +258,5 @@ def _measure(column: str) -> tuple[Measure, Mapping[str, str]] | None:
     for measure, pattern in NAMED:
         if match := pattern.fullmatch(column):
             return measure, match.groupdict()
-    known = _BY_COLUMN.get(column)
-    return None if known is None else (known, known.labels)
+    of_column = _BY_COLUMN.get(column)
+    return None if of_column is None else (of_column, of_column.labels)

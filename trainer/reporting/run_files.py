@@ -46,7 +46,7 @@ class RunFiles:
             resumed_step: the last step whose records stay.
             decode: returns the text of token ids, with special tokens.
             services: the settings and versions of the services, for config.json.
-            has_room: returns whether the volume has room for a number of bytes beside the run's other files.
+            has_room: returns whether the volume has room for a number of bytes and for the run's other files.
         """
         from torch.utils.tensorboard.writer import SummaryWriter
 
@@ -72,9 +72,9 @@ class RunFiles:
         """Append samples of a step's ``groups``, with the advantages that ``trained`` has."""
         _append(self.directory / "samples.jsonl", self._samples.of_step(step, groups, trained))
 
-    def record_step(self, step: int, metrics: dict[str, float], made: Sequence[Group]) -> None:
-        """Append a step's metrics; ``made`` are its groups and those that dynamic sampling dropped."""
-        counts = {"reward_counts": reward_counts(made), "failures": failures(made)}
+    def record_step(self, step: int, metrics: dict[str, float], scored: Sequence[Group]) -> None:
+        """Append a step's metrics; ``scored`` are its groups and those that dynamic sampling dropped."""
+        counts = {"reward_counts": reward_counts(scored), "failures": failures(scored)}
         _append(self.directory / "metrics.jsonl", [{"step": step, "time": time.time(), **metrics, **counts}])
         exported_metrics.count_step(step)
         self.show(step, metrics)
@@ -115,8 +115,8 @@ class RunFiles:
         left = [Task.ROLLOUT_SERVER]
         if self.settings.mode is Mode.ASYNC and not self.settings.collector_in_process:
             left.append(Task.COLLECTOR)
-        found = {task: provenance.read_record(self.directory, task) for task in left}
-        records = self._components | {task: record for task, record in found.items() if record is not None}
+        left_records = {task: provenance.read_record(self.directory, task) for task in left}
+        records = self._components | {task: record for task, record in left_records.items() if record is not None}
         components = {task.value: record.model_dump() for task, record in records.items()}
         _write_json(self.directory / "config.json", {"components": components})
 

@@ -95,7 +95,7 @@ def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
 
 
 async def log_activity(status: RunStatus) -> None:
-    """Log an activity that goes on, at intervals, until cancelled."""
+    """Log an activity that lasts, at intervals, until cancelled."""
     report_timer = ReportTimer()
     while True:
         await asyncio.sleep(1.0)

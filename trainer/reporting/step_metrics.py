@@ -73,18 +73,18 @@ class StepClock:
 
 
 def step_metrics(
-    groups: Sequence[Group], made: Sequence[Group], update: UpdateResult, policy_version: int
+    groups: Sequence[Group], scored: Sequence[Group], update: UpdateResult, policy_version: int
 ) -> dict[str, float]:
     """Return the metrics of a step's groups and of its update.
 
     Args:
         groups: the groups to train on, not empty.
-        made: with dynamic sampling these, and the groups that it dropped.
+        scored: with dynamic sampling these, and the groups that it dropped.
         update: of the step's groups and the replayed ones.
         policy_version: the version that the update made.
     """
     return {
-        **group_metrics(groups, policy_version - 1, made),
+        **group_metrics(groups, policy_version - 1, scored),
         **update.metrics,
         "updates_skipped": float(update.skipped),
         "trained_tokens": float(update.tokens),
@@ -109,7 +109,7 @@ def headline(metrics: Mapping[str, float]) -> dict[str, str]:
     }
 
 
-def group_metrics(groups: Sequence[Group], policy_version: int, made: Sequence[Group] = ()) -> dict[str, float]:
+def group_metrics(groups: Sequence[Group], policy_version: int, scored: Sequence[Group] = ()) -> dict[str, float]:
     """Return the metrics of a batch of groups; means are over completions unless named otherwise.
 
     An agent's episode counts as one completion, as long as the tokens that the policy sampled in its sequences.
@@ -119,7 +119,7 @@ def group_metrics(groups: Sequence[Group], policy_version: int, made: Sequence[G
     Args:
         groups: the groups to train on, not empty.
         policy_version: the version in training, from which staleness is counted.
-        made: with dynamic sampling these, and the groups that it dropped.
+        scored: with dynamic sampling these, and the groups that it dropped.
     """
     staleness = [policy_version - g.policy_version for g in groups]
     of_groups = {
@@ -128,9 +128,9 @@ def group_metrics(groups: Sequence[Group], policy_version: int, made: Sequence[G
         "staleness_mean": statistics.fmean(staleness),
         "staleness_max": float(max(staleness)),
     }
-    if made and (trained := _rewards(groups)):
+    if scored and (trained := _rewards(groups)):
         of_groups["reward_trained_mean"] = statistics.fmean(trained)
-    return of_groups | _completion_metrics(made or groups)
+    return of_groups | _completion_metrics(scored or groups)
 
 
 def _completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -190,12 +190,12 @@ def _episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def environment_figures(groups: Sequence[Group]) -> dict[str, float]:
     """Return the mean over episodes of each figure that the environment gives; nothing without an environment."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
         for episode in (group.episode_figures or {}).values():
             for name, value in episode.figures.items():
-                found[name].append(value)
-    return {f"environment_{name}": statistics.fmean(values) for name, values in found.items()}
+                by_name[name].append(value)
+    return {f"environment_{name}": statistics.fmean(values) for name, values in by_name.items()}
 
 
 def _win_rates(groups: Sequence[Group]) -> dict[str, float]:
@@ -210,12 +210,14 @@ def _win_rates(groups: Sequence[Group]) -> dict[str, float]:
 
 def _reward_parts(experiences: Sequence[TokenSequence]) -> dict[str, float]:
     """Return the mean value of each reward function before its weight; nothing where there is only one function."""
-    values: defaultdict[str, list[float]] = defaultdict(list)
+    by_function: defaultdict[str, list[float]] = defaultdict(list)
     for experience in experiences:
         for name, value in experience.scoring.components.items():
             if value is not None:
-                values[name].append(value)
-    return {f"reward_part_{name}": statistics.fmean(found) for name, found in values.items()} if len(values) > 1 else {}
+                by_function[name].append(value)
+    if len(by_function) < 2:
+        return {}
+    return {f"reward_part_{name}": statistics.fmean(values) for name, values in by_function.items()}
 
 
 def reward_counts(groups: Sequence[Group]) -> list[tuple[float, int]]:
@@ -251,8 +253,8 @@ def failures(groups: Sequence[Group]) -> list[tuple[str, int, str]]:
             reason = f"reward_{result.status.value}"
             counts[reason] += 1
             examples.setdefault(reason, result.reason or "")
-    said = {reason: " ".join(text.split())[:EXAMPLE_CHARACTERS] for reason, text in examples.items()}
-    return [(reason, count, said.get(reason, "")) for reason, count in counts.most_common()]
+    texts = {reason: " ".join(text.split())[:EXAMPLE_CHARACTERS] for reason, text in examples.items()}
+    return [(reason, count, texts.get(reason, "")) for reason, count in counts.most_common()]
 
 
 def _rewards(groups: Sequence[Group]) -> list[float]:

@@ -80,9 +80,9 @@ def test_a_model_that_this_user_cannot_read_is_named(monkeypatch: pytest.MonkeyP
 
 def test_the_projects_own_demo_model_is_named_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.core.files.PROJECT", tmp_path)
-    made = tmp_path / ".cache/models/smollm2-135m"
-    made.mkdir(parents=True)
-    with pytest.raises(ConfigurationError, match=f"it is there as --env MODEL_NAME={made}"):
+    demo_model = tmp_path / ".cache/models/smollm2-135m"
+    demo_model.mkdir(parents=True)
+    with pytest.raises(ConfigurationError, match=f"it is there as --env MODEL_NAME={demo_model}"):
         check_model_directory("elsewhere/models/smollm2-135m")
 
 

@@ -68,8 +68,8 @@ def test_a_row_is_the_same_in_any_batch_without_packed_weights(shape: tuple[int,
 @pytest.mark.parametrize("instructions", ["AVX512_CORE", "AVX2"])
 def test_a_row_is_the_same_in_any_batch_on_processors_with_fewer_instructions(instructions: str) -> None:
     """oneDNN emulates bfloat16 with AVX512_CORE, and does not pack it with AVX2."""
-    own = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions}
-    subprocess.run([sys.executable, "-c", CHECK_ALL], cwd=ROOT, env=own, check=True)
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions}
+    subprocess.run([sys.executable, "-c", CHECK_ALL], cwd=ROOT, env=environment, check=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

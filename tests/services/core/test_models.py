@@ -168,7 +168,7 @@ def test_a_models_vocabulary_is_what_transformers_says(tiny_model):
     assert vocabulary_size(str(tiny_model), "MODEL_NAME") == AutoConfig.from_pretrained(tiny_model).vocab_size == 17
 
 
-def test_a_model_of_several_modalities_says_it_for_its_text(tmp_path):
+def test_the_vocabulary_of_a_multimodal_model_is_that_of_its_text(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 5}, "vision_config": {}}))
     assert vocabulary_size(str(tmp_path), "MODEL_NAME") == 5
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 6, "text_config": None}))
@@ -176,12 +176,12 @@ def test_a_model_of_several_modalities_says_it_for_its_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [(None, "No such file"), ("{", "Expecting"), ("{}", "has no vocab_size"), ("[]", "list")]
+    ("text", "message"), [(None, "No such file"), ("{", "Expecting"), ("{}", "has no vocab_size"), ("[]", "list")]
 )
-def test_what_does_not_say_it_is_named(tmp_path, text, said):
+def test_a_model_whose_configuration_lacks_a_number_is_named(tmp_path, text, message):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigurationError, match=f"MODEL_NAME .*configuration cannot be loaded: .*{said}"):
+    with pytest.raises(ConfigurationError, match=f"MODEL_NAME .*configuration cannot be loaded: .*{message}"):
         vocabulary_size(str(tmp_path), "MODEL_NAME")
 
 

@@ -25,23 +25,23 @@ def test_every_epoch_is_a_permutation_of_its_own_and_the_same_for_the_same_seed(
 
 
 def test_a_walk_goes_on_into_the_next_epoch_or_ends_with_it() -> None:
-    found, after = walk(order(5, curriculum=Curriculum.SOURCE), Cursor(position=3), 4, lambda place: True)
-    assert found == [(3, 0, 3), (4, 0, 4), (0, 1, 0), (1, 1, 1)]
+    prompts, after = walk(order(5, curriculum=Curriculum.SOURCE), Cursor(position=3), 4, lambda place: True)
+    assert prompts == [(3, 0, 3), (4, 0, 4), (0, 1, 0), (1, 1, 1)]
     assert after == Cursor(epoch=1, position=2)
-    found, after = walk(
+    prompts, after = walk(
         order(5, curriculum=Curriculum.SOURCE), Cursor(position=3), 4, lambda place: True, ends_with_epoch=True
     )
-    assert [place for place, _, _ in found] == [3, 4]
+    assert [place for place, _, _ in prompts] == [3, 4]
     assert after == Cursor(epoch=1, position=0)
-    found, after = walk(
+    prompts, after = walk(
         order(5, curriculum=Curriculum.SOURCE), Cursor(position=5), 2, lambda place: True, ends_with_epoch=True
     )
-    assert found == [(0, 1, 0), (1, 1, 1)]
+    assert prompts == [(0, 1, 0), (1, 1, 1)]
 
 
 def test_a_walk_gives_up_after_an_epoch_in_which_nothing_qualifies() -> None:
-    found, _ = walk(order(50), Cursor(), 4, lambda place: False)
-    assert found == []
+    prompts, _ = walk(order(50), Cursor(), 4, lambda place: False)
+    assert prompts == []
 
 
 @given(
@@ -60,10 +60,10 @@ def test_from_any_cursor_each_unused_prompt_comes_once_before_the_epoch_ends(
     places = order(size)
     seen: list[int] = []
     while cursor.epoch == epoch:
-        found, cursor = walk(places, cursor, batch, lambda place: place in short)
-        seen += [p for place, e, p in found if e == epoch]
-        assert all(places.of(e)[p] == place for place, e, p in found)
-        if not found:
+        prompts, cursor = walk(places, cursor, batch, lambda place: place in short)
+        seen += [p for place, e, p in prompts if e == epoch]
+        assert all(places.of(e)[p] == place for place, e, p in prompts)
+        if not prompts:
             break
     expected = [p for p in range(position, size) if p not in skip and int(places.of(epoch)[p]) in short]
     assert seen == expected
@@ -77,8 +77,8 @@ def test_a_curriculum_brings_the_wanted_success_rates_early_and_each_prompt_once
     curriculum: Curriculum, early: float
 ) -> None:
     rates = np.repeat(np.array([0.0, 0.5, 1.0], np.float32), 400)
-    made = order(1200, curriculum=curriculum, rates_at_start=lambda epoch: rates)
-    places = made.of(1)
+    permutations = order(1200, curriculum=curriculum, rates_at_start=lambda epoch: rates)
+    places = permutations.of(1)
     assert sorted(places.tolist()) == list(range(1200))
     first = rates[places[:300]]
     assert np.mean(first == early) > 0.5

@@ -107,10 +107,10 @@ async def test_cursors_survive_a_restart_in_the_run_directory(serving: Any, app:
 
 async def test_a_state_that_cannot_be_written_stops_the_start(app: Any, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("not a directory")
-    made = app(on_disk=True)
-    async with made.router.lifespan_context(made):
+    application = app(on_disk=True)
+    async with application.router.lifespan_context(application):
         with pytest.raises(ConfigurationError, match=r"cannot keep its cursors in .*make SHARED_DIR a directory"):
-            await wait_ready(made)
+            await wait_ready(application)
 
 
 async def test_prompts_of_too_many_tokens_are_passed_over_and_counted(serving: Any, app: Any, chat_model: str) -> None:
@@ -130,10 +130,10 @@ async def test_prompts_of_too_many_tokens_are_passed_over_and_counted(serving: A
 
 
 async def test_when_every_prompt_is_too_long_the_service_does_not_start(app: Any, chat_model: str) -> None:
-    made = app(model_name=chat_model, max_prompt_tokens=2)
-    async with made.router.lifespan_context(made):
+    application = app(model_name=chat_model, max_prompt_tokens=2)
+    async with application.router.lifespan_context(application):
         with pytest.raises(ConfigurationError, match=r"MAX_PROMPT_TOKENS is 2, but every prompt .* is longer"):
-            await wait_ready(made)
+            await wait_ready(application)
 
 
 async def test_few_shot_examples_are_never_asked(serving: Any, app: Any) -> None:

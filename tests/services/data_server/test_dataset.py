@@ -24,15 +24,15 @@ def maker(model: str | None, form: str = "plain", examples: list[Row] | None = N
 
 
 def test_chat_prompts_are_the_template_with_system_turn_instruction_and_generation_marker(chat_model: str) -> None:
-    made = maker(chat_model, system_prompt="Be brief.", instruction="Answer in words.")
+    renderer = maker(chat_model, system_prompt="Be brief.", instruction="Answer in words.")
     text = "<system>Be brief.</s><user>3 + 4?\nAnswer in words.</s><assistant>"
-    assert made.text("3 + 4?") == text
+    assert renderer.text("3 + 4?") == text
     tokenizer: Any = load_tokenizer(chat_model)
-    ids = made.token_ids(["3 + 4?"])[0]
+    ids = renderer.token_ids(["3 + 4?"])[0]
     assert tokenizer.decode(ids) == text
     # The template writes the special tokens; a second begin token must not come before it.
     assert ids[0] == tokenizer.convert_tokens_to_ids("<system>")
-    assert made.messages("3 + 4?") == [
+    assert renderer.messages("3 + 4?") == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "3 + 4?\nAnswer in words."},
     ]
@@ -42,20 +42,20 @@ def test_arguments_of_the_chat_template_reach_it_and_make_other_prompts(chat_mod
     tokenizer: Any = load_tokenizer(chat_model)
     tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking is false %} /no_think{% endif %}"
     settings = DataSettings(dataset="x", model_name=chat_model, chat_template_args={"enable_thinking": False})
-    made, other = (
+    renderer, other = (
         PromptMaker(settings, None, tokenizer, []),
         PromptMaker(DataSettings(dataset="x"), None, tokenizer, []),
     )
-    assert made.text("3 + 4?") == "3 + 4? /no_think"
+    assert renderer.text("3 + 4?") == "3 + 4? /no_think"
     assert other.text("3 + 4?") == "3 + 4?"
-    assert made.digest() != other.digest()
+    assert renderer.digest() != other.digest()
 
 
 def test_plain_prompts_are_the_text_with_the_tokenizers_begin_token(base_model: str) -> None:
-    made = maker(base_model, prompt_style="plain", system_prompt="Sums.")
-    assert made.text("3 + 4?") == "Sums.\n\n3 + 4?"
+    renderer = maker(base_model, prompt_style="plain", system_prompt="Sums.")
+    assert renderer.text("3 + 4?") == "Sums.\n\n3 + 4?"
     tokenizer: Any = load_tokenizer(base_model)
-    assert tokenizer.decode(made.token_ids(["3 + 4?"])[0]) == "<s>Sums.\n\n3 + 4?"
+    assert tokenizer.decode(renderer.token_ids(["3 + 4?"])[0]) == "<s>Sums.\n\n3 + 4?"
 
 
 def test_few_shot_examples_are_turns_with_a_chat_template_and_text_without(chat_model: str, base_model: str) -> None:
@@ -82,9 +82,9 @@ def test_without_a_model_there_are_no_token_ids(chat_model: str) -> None:
 
 
 def test_a_batch_of_questions_gets_the_same_ids_as_each_question_alone(chat_model: str) -> None:
-    made = maker(chat_model)
+    renderer = maker(chat_model)
     questions = [f"What is {i}?" for i in range(300)]
-    assert made.token_ids(questions) == [made.token_ids([question])[0] for question in questions]
+    assert renderer.token_ids(questions) == [renderer.token_ids([question])[0] for question in questions]
 
 
 def test_a_chat_style_without_a_template_is_refused(base_model: str) -> None:
@@ -117,8 +117,8 @@ def fingerprint(tmp_path: Path, chat_model: str) -> Any:
     """The fingerprint with some settings; by default of ROWS in a file."""
 
     def of(**settings: Any) -> dict[str, str]:
-        given = {"dataset": str(write_rows(tmp_path / "rows.jsonl", ROWS)), "model_name": chat_model} | settings
-        return load(DataSettings.load(**given)).fingerprint
+        values = {"dataset": str(write_rows(tmp_path / "rows.jsonl", ROWS)), "model_name": chat_model} | settings
+        return load(DataSettings.load(**values)).fingerprint
 
     return of
 

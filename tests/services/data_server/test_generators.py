@@ -92,10 +92,10 @@ def test_held_out_questions_are_distinct_and_none_is_a_training_question() -> No
     config = '{"chain_sum": {"max_terms": 2, "max_digits": 1}}'
     source = load("reasoning_gym:chain_sum", config, dataset_held_out=0.2)
     train, test = (rows.take(list(range(len(rows)))) for rows in (source.train, source.test))
-    asked = [row.question for row in test]
-    assert len(set(asked)) == len(asked) >= 30
+    held_out = [row.question for row in test]
+    assert len(set(held_out)) == len(held_out) >= 30
     assert len({row.question for row in train}) < len(train)
-    assert not {row.question for row in train} & set(asked)
+    assert not {row.question for row in train} & set(held_out)
     assert source.instruction is not None
     assert "<answer>" in source.instruction
     row = train[0]

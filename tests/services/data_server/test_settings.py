@@ -37,9 +37,9 @@ def test_the_command_of_the_refusal_makes_a_file_that_is_read(
     Path(name).write_text(content, encoding="utf-8")
     with pytest.raises(ConfigurationError) as error:
         sources.load(DataSettings(dataset=name))
-    told = str(error.value)
-    assert told.startswith(f"DATASET {name!r}: allowed are files that end in .jsonl or .parquet; ")
-    command = shlex.split(told.partition("it: ")[2])
+    message = str(error.value)
+    assert message.startswith(f"DATASET {name!r}: allowed are files that end in .jsonl or .parquet; ")
+    command = shlex.split(message.partition("it: ")[2])
     subprocess.run([sys.executable if part == "python3" else part for part in command], check=True)
     source = sources.load(DataSettings(dataset=str(Path(name).with_suffix(".jsonl"))))
     rows = [row for split in (source.train, source.test) for row in split.take(list(range(len(split))))]
@@ -48,7 +48,7 @@ def test_the_command_of_the_refusal_makes_a_file_that_is_read(
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("missing.csv", "DATASET 'missing.csv' is not a file, seen from {here}; give the path of one"),
         ("rows.txt", "DATASET 'rows.txt': allowed are files that end in .jsonl or .parquet"),
@@ -56,11 +56,11 @@ def test_the_command_of_the_refusal_makes_a_file_that_is_read(
     ],
 )
 def test_what_is_no_file_of_rows_is_not_taken_for_a_dataset_of_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows.txt").write_text("a question")
     Path("folder.jsonl").mkdir()
     with pytest.raises(ConfigurationError) as error:
         sources.load(DataSettings(dataset=name))
-    assert str(error.value).startswith(told.format(here=tmp_path))
+    assert str(error.value).startswith(message.format(here=tmp_path))

@@ -30,7 +30,7 @@ def test_gsm8k_ground_truths_stand_behind_the_last_hashes_without_separators(loa
     answers = ["It is 2.\n#### 2", "#### 1\nno\n#### 70,000", "####-3 ", "a\n#### $18.50"]
     test = write_rows(tmp_path / "test.jsonl", [{"question": "q", "answer": "#### 5"}])
     source = load([{"question": f"q{i}", "answer": a} for i, a in enumerate(answers)], dataset_test=test)
-    assert source.ground_truth_format is GroundTruthFormat.HASH
+    assert source.instruction == sources.INSTRUCTIONS[GroundTruthFormat.HASH]
     assert truths(source.train) == ["2", "70000", "-3", "$18.50"]
     assert truths(source.test) == ["5"]
 
@@ -66,7 +66,7 @@ def test_rows_without_question_or_ground_truth_are_left_out_and_counted(load: An
 def test_boxed_and_plain_ground_truths(load: Any) -> None:
     boxed = [{"problem": f"p{i}", "solution": rf"so \boxed{{\frac{{{i}}}{{2}}}}"} for i in range(3)]
     source = load(boxed)
-    assert source.ground_truth_format is GroundTruthFormat.BOXED
+    assert source.instruction == sources.INSTRUCTIONS[GroundTruthFormat.BOXED]
     assert sorted(truths(source.train) + truths(source.test)) == [rf"\frac{{{i}}}{{2}}" for i in range(3)]
     numbers = load([{"prompt": f"p{i}", "ground_truth": i} for i in range(3)])
     assert sorted(truths(numbers.train) + truths(numbers.test)) == ["0", "1", "2"]
@@ -168,10 +168,10 @@ def test_a_hub_dataset_that_cannot_be_reached_is_an_error_and_never_something_el
 def test_a_hub_dataset_is_taken_by_splits_and_configuration(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    asked: list[tuple[Any, ...]] = []
+    requested: list[tuple[Any, ...]] = []
 
     def hub(name: str, config: str | None, **_: Any) -> Any:
-        asked.append((name, config))
+        requested.append((name, config))
         rows = {"question": ["a", "b"], "answer": ["1", "2"]}
         return datasets.DatasetDict(
             {"train": datasets.Dataset.from_dict(rows), "validation": datasets.Dataset.from_dict(rows)}
@@ -179,7 +179,7 @@ def test_a_hub_dataset_is_taken_by_splits_and_configuration(load: Any, monkeypat
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
     source = load("owner/name", dataset_config="hard", dataset_test_split="validation")
-    assert asked == [("owner/name", "hard")]
+    assert requested == [("owner/name", "hard")]
     assert (len(source.train), len(source.test)) == (2, 2)
     with pytest.raises(ConfigurationError, match=r"no split 'exam'; set DATASET_TEST_SPLIT to one of \['train'"):
         load("owner/name", dataset_test_split="exam")

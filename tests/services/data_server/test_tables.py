@@ -39,7 +39,7 @@ def test_numbers_are_written_in_full(tmp_path: Path, answers: Any, expected: str
 
 
 @pytest.mark.parametrize(
-    ("answers", "told"),
+    ("answers", "message"),
     [
         (pa.array([1.0, None, 9007199254740992.0]), "holds double, and row 2 (from 0) has 9007199254740992.0"),
         (pa.array([1.0, float("nan")]), "holds double, and row 1 (from 0) has nan"),
@@ -47,10 +47,12 @@ def test_numbers_are_written_in_full(tmp_path: Path, answers: Any, expected: str
         (pa.array([2.0**24, 1.0], pa.float32()), "holds float, and row 0 (from 0) has 16777216.0"),
     ],
 )
-def test_numbers_whose_type_has_lost_digits_are_refused_with_their_row(tmp_path: Path, answers: Any, told: str) -> None:
+def test_numbers_whose_type_has_lost_digits_are_refused_with_their_row(
+    tmp_path: Path, answers: Any, message: str
+) -> None:
     with pytest.raises(ConfigurationError) as error:
         truths(tmp_path / "rows.parquet", answers)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "store the column as text or as whole numbers" in str(error.value)
 
 
@@ -140,7 +142,7 @@ NESTED = "[" * 3000 + "]" * 3000
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ('{"question": "caf\xe9", "answer": "1"}'.encode("latin-1"), "line 3, column 18: byte 0xe9 is not UTF-8"),
         ('{"question": "q", "answer": "1"}\n'.encode("utf-16"), "line 3, column 1: byte 0xff is not UTF-8"),
@@ -161,12 +163,12 @@ NESTED = "[" * 3000 + "]" * 3000
     ],
     ids=range(16),
 )
-def test_a_line_that_is_no_row_is_refused_with_its_place(tmp_path: Path, line: str | bytes, told: str) -> None:
+def test_a_line_that_is_no_row_is_refused_with_its_place(tmp_path: Path, line: str | bytes, message: str) -> None:
     content = answered(1).encode() + b"\n" + (line.encode() if isinstance(line, str) else line)
     with pytest.raises(ConfigurationError) as error:
         loaded(tmp_path / "rows.jsonl", content + b"\n" + answered(2, 3).encode())
     assert f"DATASET '{tmp_path}/rows.jsonl'" in str(error.value)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert len(str(error.value)) < 400
 
 

@@ -59,9 +59,9 @@ def sequences(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def groups(draw: st.DrawFn) -> Group:
-    made = draw(st.lists(sequences(), min_size=1, max_size=3))
+    drawn = draw(st.lists(sequences(), min_size=1, max_size=3))
     fields: dict[str, Any] = {}
-    for place, sequence in enumerate(made):
+    for place, sequence in enumerate(drawn):
         if place % 2:
             messages = [{"role": "assistant", "tool_calls": [{"name": "add"}], "sampled": True}]
             sequence |= {"episode": place, "seat": 1, "messages": messages}
@@ -78,7 +78,7 @@ def groups(draw: st.DrawFn) -> Group:
         row=draw(text).encode(),
         source=draw(text),
         epoch=draw(st.integers(0, 100)),
-        sequences=made,
+        sequences=drawn,
         **fields,
     )
 

@@ -228,7 +228,7 @@ def test_a_run_without_a_job_does_not_go_on_after_it_has_succeeded(
     with pytest.raises(ConfigurationError) as refused:
         has_succeeded(settings)
     assert "has succeeded after 12 steps, as job 1 of 2026-01-01" in str(refused.value)
-    assert f"RUN_ID={settings.run_id} to go on with that run" in str(refused.value)
+    assert f"RUN_ID={settings.run_id} to continue that run" in str(refused.value)
 
 
 def test_a_run_that_is_asked_for_by_name_is_gone_on_with(succeeded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
