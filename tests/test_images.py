@@ -114,3 +114,26 @@ def test_make_says_which_python_is_not_there(tmp_path: Path) -> None:
     done = make("python-version", "PYTHON=python3.99", f"VENV={tmp_path}/venv")
     assert done.returncode == 2
     assert done.stdout == "there is no python3.99 here; name a Python of 3.11 or newer: make PYTHON=python3.12 ...\n"
+
+
+LIBRARIES = {"libibverbs1", "ibverbs-providers", "librdmacm1"}
+
+
+@pytest.mark.parametrize("name", JOB_GROUPS)
+def test_the_trainer_has_the_libraries_without_which_nccl_uses_tcp(name: str) -> None:
+    [trainer] = [task for task in yaml.safe_load_all((ROOT / name).read_text()) if task["name"] == "ppo-trainer"]
+    [install] = [line for line in trainer["setup"].splitlines() if "apt-get install" in line]
+    assert set(install.split()) >= LIBRARIES
+    _, its = stages()[IMAGES["ppo-trainer"]]
+    assert any(set(rest.split()) >= LIBRARIES for instruction, rest in its if instruction == "RUN")
+
+
+def test_both_tasks_with_gpus_are_on_the_same_network() -> None:
+    assert (ROOT / "jobgroup.yaml").read_text().count("network_tier: best") == 2
+    for name in JOB_GROUPS:
+        tiers = {
+            task["resources"].get("network_tier")
+            for task in list(yaml.safe_load_all((ROOT / name).read_text()))[1:]
+            if "accelerators" in task["resources"]
+        }
+        assert len(tiers) == 1

@@ -43,7 +43,9 @@ SkyPilot then kill the others and act on the first rank's exit code."""
 
 def main() -> int:
     """Run this node's part of the trainer and return its exit code."""
+    machine.use_mounted_driver()
     set_allocator()
+    set_compiler()
     if "RANK" not in os.environ:
         try:
             kill_stale_processes()
@@ -70,6 +72,16 @@ def set_allocator() -> None:
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def set_compiler() -> None:
+    """Have torch's compiler share the node's cores among the ranks, unless the user chose.
+
+    torch itself starts up to 32 compiling processes a rank by the machine's cores, of which a pod may have few.
+    It reads the variable when it is imported.
+    """
+    processes = machine.promised_gpus() or 1
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(machine.threads(processes=processes)))
 
 
 def ranks_per_node() -> int:

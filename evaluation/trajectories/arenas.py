@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    nullcontext,
-)
+from contextlib import AbstractAsyncContextManager as AsyncContext
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -57,21 +52,18 @@ class LocalArena:
 
     async def begin(self, seeds: Sequence[int]) -> list[Episode]:
         """See Arena."""
-        episodes: list[Episode] = []
-        for seed in seeds:
-            with self._limit():
-                episodes.append(await self._begin(seed))
-        return episodes
+        return [await self._begin(seed) for seed in seeds]
 
     async def _begin(self, seed: int) -> Episode:
         try:
-            environment = self._make(seed)
-            try:
-                state = environment.reset(seed)
-                first = await state if inspect.isawaitable(state) else state
-            except BaseException:
-                environment.close()
-                raise
+            with self._limit():
+                environment = self._make(seed)
+                try:
+                    state = environment.reset(seed)
+                    first = await state if inspect.isawaitable(state) else state
+                except BaseException:
+                    environment.close()
+                    raise
         # Environments are other people's code and may raise anything; it is the end of their episode.
         except Exception as error:  # noqa: BLE001
             return Episode.not_begun(seed, why_failed(error))
@@ -80,16 +72,13 @@ class LocalArena:
 
     async def step(self, moves: Sequence[tuple[LocalEpisode, Action]]) -> list[StepResult]:
         """See Arena."""
-        results: list[StepResult] = []
-        for episode, action in moves:
-            with self._limit():
-                results.append(await self._step(episode, action))
-        return results
+        return [await self._step(episode, action) for episode, action in moves]
 
     async def _step(self, episode: LocalEpisode, action: Action) -> StepResult:
         try:
-            outcome = episode.environment.step(action)
-            transition = await outcome if inspect.isawaitable(outcome) else outcome
+            with self._limit():
+                outcome = episode.environment.step(action)
+                transition = await outcome if inspect.isawaitable(outcome) else outcome
             return result_of(transition, self._info, episode.id, episode.steps + 1, episode.episode_return)
         except ActionRefusedError as error:
             return StepResult(episode=episode.id, status=StepStatus.REFUSED, detail=str(error))
@@ -105,7 +94,7 @@ class LocalArena:
 
 def open_arena(
     environment: str | None, url: str | None, token: str | None, limit: Limit = nullcontext
-) -> AbstractAsyncContextManager[OpenArena]:
+) -> AsyncContext[OpenArena]:
     """Return an environment in this process, or the environment of the server at ``url``, as a context manager.
 
     ``limit`` is for each call of an environment in this process. Entering the context raises ConfigurationError if the

@@ -7,10 +7,12 @@ arguments, so that every case can be tested on any machine.
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,6 +28,10 @@ VISIBLE_GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 PROMISED_GPUS_VARIABLE = "SKYPILOT_NUM_GPUS_PER_NODE"
 """Set by SkyPilot and the local runner on every node of every task."""
 QUERY_SECONDS = 30
+LIBRARIES_VARIABLE = "LD_LIBRARY_PATH"
+DRIVER_LIBRARIES = Path("/usr/local/nvidia/lib64")
+"""Where GKE mounts the driver's libraries, which no plain image looks into."""
+INFINIBAND = Path("/dev/infiniband")
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 # GKE mounts the driver's programs here and does not add the directory to PATH.
 _PROGRAMS = os.pathsep.join(["/usr/local/nvidia/bin", "/usr/bin"])
@@ -99,17 +105,42 @@ def check_cuda(devices: int, build: str | None) -> None:
         remedy = f"unset {VISIBLE_GPUS_VARIABLE}, which is {visible!r}"
     elif driver is None:
         remedy = (
-            "install NVIDIA's driver on the node; on GKE also set LD_LIBRARY_PATH=/usr/local/nvidia/lib64, where the "
-            "driver's libraries are mounted"
+            f"install NVIDIA's driver on the node; if its libraries are not on the loader's path and not in "
+            f"{DRIVER_LIBRARIES}, name their directory in {LIBRARIES_VARIABLE}"
         )
     else:
         remedy = (
             f"take a node whose driver is new enough for CUDA {build} (CUDA 13 needs driver 580), or install a torch "
-            "built for an older CUDA; on GKE set LD_LIBRARY_PATH=/usr/local/nvidia/lib64"
+            "built for an older CUDA"
         )
     raise ConfigurationError(
         f"{PROMISED_GPUS_VARIABLE} is {promised}, but torch sees {devices} CUDA devices (driver "
         f"{driver or 'not found'}, torch built for {f'CUDA {build}' if build else 'processors only'}); {remedy}"
+    )
+
+
+def use_mounted_driver() -> None:
+    """Start this program again with the driver's libraries on LD_LIBRARY_PATH, where GKE mounts them off the path.
+
+    The loader reads the variable only when a program starts. Child processes inherit it.
+    """
+    paths = [path for path in os.environ.get(LIBRARIES_VARIABLE, "").split(os.pathsep) if path]
+    if str(DRIVER_LIBRARIES) in paths or not (DRIVER_LIBRARIES / "libcuda.so.1").exists():
+        return
+    environment = os.environ | {LIBRARIES_VARIABLE: os.pathsep.join([*paths, str(DRIVER_LIBRARIES)])}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def network_caution() -> str | None:
+    """Return a warning that NCCL will use TCP on a node that has InfiniBand or RoCE; None elsewhere.
+
+    NCCL loads libibverbs when it starts, and takes TCP without an error if the library is missing.
+    """
+    if not INFINIBAND.is_dir() or ctypes.util.find_library("ibverbs"):
+        return None
+    return (
+        f"NCCL will use TCP between nodes: {INFINIBAND} is there, but libibverbs is not; install libibverbs1, "
+        "ibverbs-providers and librdmacm1 in the image"
     )
 
 
@@ -159,17 +190,21 @@ _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
 CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""The limit of a container's memory, by version of the kernel's interface; SkyPilot's ``memory:`` sets it on a pod."""
+"""The limit of a container's memory, by version of the kernel's interface."""
+POD_MEMORY_VARIABLE = "SKYPILOT_POD_MEMORY_BYTES_LIMIT"
+"""SkyPilot's variable with the bytes of the task's ``memory:``. They are the pod's request, and a limit only with
+``set_pod_resource_limits``: a pod that takes more is evicted when its node runs short."""
 
 KEPT_BLOCK_BYTES = 64 * 2**20
 KEPT_BYTES = 2**31 - 1
 
 
 def host_memory() -> int:
-    """Return the bytes of memory of this machine or, where it is less, of this container."""
+    """Return the bytes of memory of this machine or, where it is less, of this container or of the pod's request."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [int(text) for file in CGROUP_FILES if file.exists() and (text := file.read_text().strip()).isdecimal()]
-    return min([whole, *limits])
+    texts = [file.read_text().strip() for file in CGROUP_FILES if file.exists()]
+    limits = [int(text) for text in (*texts, os.environ.get(POD_MEMORY_VARIABLE, "")) if text.isdecimal()]
+    return min([whole, *filter(None, limits)])
 
 
 def keep_freed_memory() -> None:

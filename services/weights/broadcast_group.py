@@ -11,7 +11,8 @@ NCCL forms a communicator within the first collective, which has no deadline of 
 does it in a thread that may be left behind.
 
 A worker that dies must cost the trainer the group only. With gloo, a wait raises an error after its deadline. With
-NCCL, torch's watchdog would end the process, so this module makes NCCL groups without the watchdog and aborts a group
+NCCL, torch's watchdog would report the failure to the monitor of the process's first group, which ends the process
+minutes later. So this module makes NCCL groups in torch's blocking mode, which has no watchdog, and aborts a group
 whose deadline has passed.
 """
 
@@ -41,8 +42,9 @@ REACH_POLL_SECONDS = 0.1
 CUMEM, CUMEM_OF_SGLANG = "NCCL_CUMEM_ENABLE", "0"
 """NCCL's variable, and its value in SGLang's engines unless a user chose another (entrypoints/engine.py)."""
 
-ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Read by torch when an NCCL group is made; 0 switches off the watchdog."""
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""Read by torch when it makes an NCCL group; with 1 the group has no watchdog thread (ProcessGroupNCCL.cpp). Without
+error handling (TORCH_NCCL_ASYNC_ERROR_HANDLING=0) it has one all the same."""
 
 
 def join_weights_group(
@@ -210,12 +212,12 @@ def _wait_for_device(work: dist.Work, group: dist.ProcessGroup, timeout: float) 
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    before = os.environ.get(ASYNC_ERROR_HANDLING)
-    os.environ[ASYNC_ERROR_HANDLING] = "0"
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[ASYNC_ERROR_HANDLING]
+            del os.environ[BLOCKING_WAIT]
         else:
-            os.environ[ASYNC_ERROR_HANDLING] = before
+            os.environ[BLOCKING_WAIT] = before

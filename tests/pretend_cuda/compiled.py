@@ -100,3 +100,20 @@ def _kernel(node: Any, attention: float) -> Kernel | None:
     if isinstance(node, ExternKernelSchedulerNode):
         return Kernel("product", float(node.estimate_flops() or 0), moved)
     return Kernel("fused", 0.0, moved)
+
+
+def moved_by(function: Callable[..., Any], *arguments: Any) -> list[int]:
+    """Return the bytes that each kernel of a compiled function without gradients reads and writes."""
+    moved: list[int] = []
+
+    def record(graph: GraphLowering) -> None:
+        graph.init_wrapper_code()
+        graph._update_scheduler()
+        moved.extend(node.get_read_write_buffers_sizes() for node in graph.scheduler.nodes)
+        raise _CountedError
+
+    with pytest.MonkeyPatch.context() as patch, config.patch(force_disable_caches=True, compile_threads=1):
+        patch.setattr(GraphLowering, "compile_to_module", record)
+        backend = partial(compile_fx, inner_compile=_without_kernels)
+        torch.compile(function, backend=backend, dynamic=False, fullgraph=True)(*arguments)
+    return moved

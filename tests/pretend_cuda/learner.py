@@ -26,7 +26,7 @@ from tests.trainer.tiny import save_model
 from trainer.algorithm.attention_layout import TreeMask
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
 from trainer.config import TrainerSettings
-from trainer.model import attention, loading, policy, sharding
+from trainer.model import attention, loading, logprobs, policy, sharding
 from trainer.model.attention import TREE_ATTENTION
 from trainer.model.learner import Learner
 from trainer.model.policy import Policy
@@ -63,12 +63,26 @@ def pretended_ranks(nodes: int = 1, gpus: int = 1) -> Iterator[Ranks]:
 
 
 def without_compilation(patch: pytest.MonkeyPatch) -> None:
-    """Leave layers to eager execution, and let SDPA stand for flex_attention, which keeps the same for its backward."""
+    """Leave layers to eager execution, and let other operations stand for kernels: they read, write and keep the same.
+
+    SDPA stands for flex_attention, and operations in place for the compiled arithmetic of the output head, whose
+    forward kernel reads the logits twice and writes them.
+    """
 
     def causal(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, **_: Any) -> Tensor:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
 
+    def normalise(logits: Tensor, _: None) -> tuple[Tensor, Tensor]:
+        numbers = logits.amax(1)
+        logits.neg_()
+        return numbers, numbers
+
+    def differentiate(log_p: Tensor, *_: Any) -> Tensor:
+        return log_p.neg_()
+
+    in_place = {logprobs._normalise: normalise, logprobs._differentiate: differentiate}
     patch.setattr(attention, "flex_attention", causal)
+    patch.setattr(logprobs, "_fused", lambda function, device: in_place[function])
     patch.setattr(sharding, "compile_layers", lambda layers: None)
 
 
@@ -133,7 +147,8 @@ def pretended_learner(
         patch.setattr(policy, "with_adapters", _adapted_on_the_device)
         patch.setattr(sharding, "_receive", lambda *_: None)
         patch.setattr(policy, "weights_digest", lambda model: "")
-        patch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=True))
+        patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        patch.setattr(logprobs, "_fused", lambda function, device: function)
         # Packing happens in a thread outside of this mode, so its tensors are not fake.
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield make_learner(ranks, directory, compute_type="bfloat16", micro_batch_tokens=200, **settings)

@@ -126,5 +126,5 @@ def test_the_trainer_takes_the_bytes_of_the_table(label: str) -> None:
     step = more.step + layers * (more.step - few.step)
     between = more.between + layers * (more.between - few.between)
     expected = foreseen(config, settings)
-    assert step == pytest.approx(expected.step, rel=0.01)
+    assert step == pytest.approx(expected.step, rel=0.02)
     assert between == pytest.approx(expected.between, rel=0.02), "nothing else is kept while the engine generates"

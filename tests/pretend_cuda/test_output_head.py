@@ -6,22 +6,26 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.pretend_cuda.compiled import moved_by
 from tests.pretend_cuda.seen import Seen
-from trainer.model.logprobs import chunk_states, token_logprobs
+from trainer.model import logprobs
+from trainer.model.logprobs import _differentiate, _normalise, chunk_states, token_logprobs
 
 pytestmark = pytest.mark.cuda
 
 QWEN, DIMENSIONS = 151_936, 896
 
 
-def test_the_gradient_of_the_output_embedding_is_rewritten_a_few_times_a_micro_batch() -> None:
+def test_the_gradient_of_the_output_embedding_is_rewritten_a_few_times_a_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     states = 16_384
+    monkeypatch.setattr(logprobs, "_fused", lambda function, device: function)
     with FakeTensorMode(), Seen() as seen:
         hidden = torch.empty(states, DIMENSIONS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(QWEN, DIMENSIONS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         targets = torch.zeros(states, dtype=torch.int64, device="cuda")
-        logprobs, _ = token_logprobs(hidden, weight, targets, torch.arange(states, device="cuda"))
-        logprobs.sum().backward()
+        token_logprobs(hidden, weight, targets, torch.arange(states, device="cuda"))[0].sum().backward()
     additions = [c for c in seen.calls if c.name == "aten.add_.Tensor" and c.result.shape == weight.shape]
     assert 1 <= len(additions) <= 8
     largest = max(call.result.nbytes for call in seen.calls if isinstance(call.result, torch.Tensor))
@@ -31,3 +35,13 @@ def test_the_gradient_of_the_output_embedding_is_rewritten_a_few_times_a_micro_b
 def test_a_chunk_has_2048_states_however_large_the_vocabulary() -> None:
     assert chunk_states(10**9, torch.device("cuda", 0)) == 2048
     assert chunk_states(QWEN, torch.device("cuda", 0)) > 4096
+
+
+def test_the_arithmetic_over_the_logits_is_one_kernel_forward_and_one_backward() -> None:
+    rows = 4096
+    with FakeTensorMode(), torch.device("cuda"):
+        logits, numbers = torch.empty(rows, QWEN), torch.empty(rows, 1)
+        forward = moved_by(_normalise, logits, None)
+        backward = moved_by(_differentiate, logits, numbers, numbers, (numbers, numbers), None)
+    # One kernel each, which writes them in place: no array of probabilities is ever written down.
+    assert [moved / logits.nbytes for moved in (*forward, *backward)] == pytest.approx([2, 2], abs=0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from tests.pretend_cuda.seen import Call, Seen
 from tests.trainer.tiny import FAMILIES, random_groups
 from tests.waiting import LIMIT_SECONDS
 from trainer.algorithm.attention_layout import TreeMask
+from trainer.algorithm.loss import StepSize
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
 from trainer.checkpoints import checkpoint
-from trainer.model import micro_batching
+from trainer.model import attention, micro_batching
+from trainer.model.policy import load_policy
 
 pytestmark = pytest.mark.cuda
 
@@ -147,3 +150,45 @@ def test_the_next_micro_batch_is_packed_into_pinned_memory_while_the_device_comp
         assert len(list(batches)) == 1
     assert threading.current_thread() not in threads
     assert len(pinned) > 2 * 10
+
+
+RUNS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "all weights and a reference": ("qwen2", {"kl_coef": 0.1}, 3),
+    "adapters and a reference": ("qwen3", {"lora_rank": 4, "kl_coef": 0.1}, 4),
+    "a mixture with a dense layer": ("qwen3_moe", {}, 4),
+}
+"""Family, settings, and the number of graphs at most."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_rows_of_any_length_share_graphs_and_attention_is_always_one_kernel(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, settings, most = RUNS[name]
+    counters.clear()
+    torch._dynamo.reset()
+    uncompiled: list[int] = []
+    kernel = attention.flex_attention
+
+    def watched(query: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            uncompiled.append(query.shape[2])
+        return kernel(query, *arguments, **options)
+
+    monkeypatch.setattr(attention, "flex_attention", watched)
+    # No work on a rank, one tile, several; whole tiles and tiles in part. Packed outside of FakeTensorMode.
+    rows = [pack(random_groups(1, n_groups=n, longest=12) if n else [], TreeMask) for n in (0, 1, 5, 25)]
+    with pretended_learner(tmp_path, FAMILIES[family], **settings) as learner:
+        models = [learner.policy]
+        if settings.get("kl_coef") and not settings.get("lora_rank"):
+            models.append(load_policy(learner.settings, learner.ranks, trainable=False))
+        for batch in (row.to(learner.ranks.device) for row in rows):
+            with torch.no_grad():
+                for model in models:
+                    model(batch)
+                with learner.policy.without_adapters():
+                    learner.policy(batch)
+            with suppress(DataDependentOutputException):
+                learner._backward(iter([batch]), StepSize(10, 10), [None], 0)
+    assert uncompiled == []
+    assert counters["stats"]["unique_graphs"] <= most

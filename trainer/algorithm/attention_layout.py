@@ -69,6 +69,11 @@ class AttentionLayout:
     unpack: Tensor
     """[T] int64: index of each packed token among the queries of all blocks, one after the other."""
 
+    @staticmethod
+    def row_length(tokens: int) -> int:
+        """Return the length of a row with this number of tokens: no padding."""
+        return tokens
+
     @classmethod
     def of(cls, ends: Tensor) -> AttentionLayout:
         """Return the layout of trees in depth-first order.
@@ -139,6 +144,15 @@ class TreeMask:
     tables: tuple[Tensor, ...]
     """The tables of a BlockMask, int32: counts [1, 1, B] and tiles [1, 1, B, B] of keys by query tile, first for tiles
     that are seen in part, then for those seen whole; then the same of queries by key tile."""
+
+    @staticmethod
+    def row_length(tokens: int) -> int:
+        """Return the length of a row with this number of tokens: whole tiles, at least two.
+
+        So a compiled layer has one graph for rows of all lengths. A row of one token, of one tile, or with a tile in
+        part would each have a graph of its own.
+        """
+        return TILE * max(2, -(-tokens // TILE))
 
     @classmethod
     def of(cls, ends: Tensor) -> TreeMask:

@@ -1,4 +1,4 @@
-"""Packing of groups into micro-batches: their tokens as trees in depth-first order, without padding.
+"""Packing of groups into micro-batches: their tokens as trees in depth-first order.
 
 The prompt and completions of a group are a prefix tree: equal tokens after equal tokens are one node, whether they are
 the prompt, an episode's earlier turns, or what two completions happen to begin with. The nodes lie one after the other
@@ -186,7 +186,7 @@ def pack(
     is_filler = not pieces
     if is_filler:
         pieces = [FILLER]
-    trees = _Trees(sum(piece.tokens for piece in pieces))
+    trees = _Trees(order.row_length(sum(piece.tokens for piece in pieces)))
     predicting = np.concatenate([rows for piece in pieces for rows in trees.add(piece)])
     predict_rows, state_ids = torch.from_numpy(predicting).unique(return_inverse=True)
     sequences = [sequence for piece in pieces for sequence in piece.sequences]
@@ -222,10 +222,14 @@ def _per_token(sequences: Sequence[TokenSequence], name: str, dtype: Any = np.fl
 
 
 class _Trees:
-    """Tokens in depth-first order, with their depths, and the packed index at which the subtree of each ends."""
+    """Tokens in depth-first order, with their depths, and the packed index at which the subtree of each ends.
 
-    def __init__(self, tokens: int) -> None:
-        self.ids, self.depths, self.ends = (np.empty(tokens, np.int64) for _ in range(3))
+    The rest of the row is padding: tokens 0, each a tree of its own, which no other token sees.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.ids, self.depths = np.zeros(length, np.int64), np.zeros(length, np.int64)
+        self.ends = np.arange(1, length + 1)
         self._used = 0
 
     def add(self, group: TrainingGroup) -> list[Rows]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -78,13 +79,12 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         normalisers, entropies = (logprobs.new_empty(len(hidden)) for _ in range(2))
         head, log_p = _Head(hidden, weight, chunk_tokens), None
+        normalise = _fused(_normalise, hidden.device)
         for rows in _chunks(hidden, chunk_tokens):
-            logits = head.logits(rows, temperature)
-            normalisers[rows] = logits.logsumexp(1)
-            log_p = logits.sub_(normalisers[rows, None])
+            log_p = head.logits(rows, temperature)
+            normalisers[rows], entropies[rows] = normalise(log_p, head.buffer(log_p))
             places, is_here = _places(log_p, rows, targets, state_ids)
             logprobs = torch.where(is_here, log_p.view(-1)[places], logprobs)
-            entropies[rows] = -torch.linalg.vecdot(head.exp(log_p), log_p)
         ctx.save_for_backward(hidden, weight, targets, state_ids, normalisers, entropies)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.last = head, log_p
@@ -105,17 +105,12 @@ class _TokenLogprobs(torch.autograd.Function):
         # The first backward pass uses up the last chunk; another backward pass computes all logits again.
         head, log_p = ctx.last or (_Head(hidden, weight, ctx.chunk_tokens), None)
         ctx.last = None
+        differentiate = _fused(_differentiate, hidden.device)
         for rows in reversed(_chunks(hidden, ctx.chunk_tokens)):
-            if log_p is None:
-                logits = head.logits(rows, ctx.temperature)
-                log_p = logits.sub_(normalisers[rows, None])
-            p = head.exp(log_p)
-            # d logp[target] / d logits = onehot - p;  d H / d logits = -p (log p + H)
-            if entropy_gradient is None:
-                gradient = p.mul_(-by_state[rows, None])
-            else:
-                scale = log_p.add_(entropies[rows, None]).mul_(entropy_gradient[rows, None])
-                gradient = p.mul_(scale.add_(by_state[rows, None])).neg_()
+            shift = None if log_p is not None else normalisers[rows, None]
+            log_p = head.logits(rows, ctx.temperature) if log_p is None else log_p
+            of_entropy = None if entropy_gradient is None else (entropies[rows, None], entropy_gradient[rows, None])
+            gradient = differentiate(log_p, shift, by_state[rows, None], of_entropy, head.buffer(log_p))
             places, is_here = _places(gradient, rows, targets, state_ids)
             gradient.view(-1).scatter_add_(0, places, logprob_gradient * is_here)
             if ctx.temperature != 1:
@@ -148,8 +143,54 @@ def _places(chunk: Tensor, rows: slice, targets: Tensor, state_ids: Tensor) -> t
     return row.clamp(0, n_rows - 1) * vocabulary + targets, (row >= 0) & (row < n_rows)
 
 
+def _normalise(logits: Tensor, buffer: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Turn logits [n, V] into log-probabilities in place; return the normalisers [n] and the entropies [n].
+
+    ``buffer`` takes the probabilities; without it they are not written down.
+    """
+    normalisers = logits.logsumexp(1)
+    log_p = logits.sub_(normalisers[:, None])
+    return normalisers, -torch.linalg.vecdot(torch.exp(log_p, out=buffer), log_p)
+
+
+def _differentiate(
+    log_p: Tensor,
+    normalisers: Tensor | None,
+    by_state: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+    buffer: Tensor | None,
+) -> Tensor:
+    """Return the gradient of the logits [n, V] but for the targets' own terms, in ``buffer`` or in place of ``log_p``.
+
+    d logp[target] / d logits = onehot - p;  d H / d logits = -p (log p + H)
+
+    Args:
+        log_p: [n, V], overwritten; logits if there are ``normalisers`` [n, 1] to subtract.
+        normalisers: see ``log_p``.
+        by_state: [n, 1], the sum of the gradients of a state's log-probabilities.
+        of_entropy: the entropies and their gradients, [n, 1] each; None if nothing depends on them.
+        buffer: [n, V], or None.
+    """
+    if normalisers is not None:
+        log_p = log_p.sub_(normalisers)
+    p = torch.exp(log_p, out=buffer)
+    if of_entropy is None:
+        gradient = p.mul_(-by_state)
+    else:
+        entropies, entropy_gradient = of_entropy
+        scale = log_p.add_(entropies).mul_(entropy_gradient)
+        gradient = p.mul_(scale.add_(by_state)).neg_()
+    return gradient if buffer is not None else log_p.copy_(gradient)
+
+
+@cache
+def _fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return the function for a device: on CUDA as one kernel that reads the logits once, without buffers."""
+    return torch.compile(function, dynamic=True, fullgraph=True) if device.type == "cuda" else function
+
+
 class _Head:
-    """The output head, and two buffers of the size of one chunk's logits, which every chunk uses again.
+    """The output head, and buffers of the size of one chunk's logits, which every chunk uses again.
 
     On a CPU, allocating new memory for each chunk takes as much time as computing the logits.
     """
@@ -160,7 +201,8 @@ class _Head:
         self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
         self._is_bfloat16 = weight.dtype == torch.bfloat16
         shape = (min(len(hidden), chunk_tokens), len(weight))
-        self._logits, self._other = (torch.empty(shape, dtype=torch.float32, device=hidden.device) for _ in range(2))
+        self._logits = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+        self._other = torch.empty_like(self._logits) if hidden.device.type == "cpu" else None
 
     def logits(self, rows: slice, temperature: float) -> Tensor:
         """Return the logits of ``rows`` over the temperature, [n, V] float32; valid until the next call."""
@@ -177,9 +219,9 @@ class _Head:
             return out.add_(torch.mm(left, right, out_dtype=torch.float32))
         return torch.mm(left, right, out_dtype=torch.float32, out=out)
 
-    def exp(self, values: Tensor) -> Tensor:
-        """Return exp of float32 values of the shape of the logits; valid until the next call."""
-        return torch.exp(values, out=self._other[: len(values)])
+    def buffer(self, logits: Tensor) -> Tensor | None:
+        """Return a second buffer of the shape of the logits, valid until the next call; None on CUDA."""
+        return None if self._other is None else self._other[: len(logits)]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ before.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,8 +29,17 @@ from trainer.config import TrainerSettings
 from trainer.model.ranks import Ranks
 
 KEYS_PER_TOKEN = 4
-"""Most keys in attention for each token of the budget, before padding, which at most doubles them. Every branch gets a
-copy of the keys and values of its path, so the memory of attention depends on this number."""
+"""Most keys in attention on a CPU for each token of the budget, before padding, which at most doubles them. Every
+branch gets a copy of the keys and values of its path there, so the memory of attention depends on this number. On CUDA
+nothing is copied, and a group is cut only where it exceeds the tokens."""
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """The most that a micro-batch holds."""
+
+    tokens: int
+    keys: float
 
 
 @dataclass(frozen=True)
@@ -55,23 +65,27 @@ class _Size:
     def __add__(self, other: _Size) -> _Size:
         return _Size(self.tokens + other.tokens, self.keys + other.keys)
 
-    def fits(self, max_tokens: int) -> bool:
-        return self.tokens <= max_tokens and self.keys <= KEYS_PER_TOKEN * max_tokens
+    def fits(self, limit: _Limit) -> bool:
+        return self.tokens <= limit.tokens and self.keys <= limit.keys
 
 
-def share_out(groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int) -> list[list[list[TrainingGroup]]]:
+def share_out(
+    groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int, device: str = "cpu"
+) -> list[list[list[TrainingGroup]]]:
     """Share groups among ranks and micro-batches: ``result[rank][micro_batch]`` is a list of pieces.
 
-    Every rank gets the same number of micro-batches (some may be empty). Each has at most ``max_tokens`` tokens and
-    ``KEYS_PER_TOKEN`` times as many keys in attention; a completion beyond that gets a micro-batch of its own. The same
-    groups are always shared in the same way.
+    Every rank gets the same number of micro-batches (some may be empty). Each has at most ``max_tokens`` tokens and, on
+    a CPU, ``KEYS_PER_TOKEN`` times as many keys in attention; a completion beyond that gets a micro-batch of its own.
+    The same groups are always shared in the same way.
 
     Args:
         groups: the groups to train on.
         n_ranks: the number of ranks.
         max_tokens: tokens in one micro-batch.
+        device: the ranks' type of device, ``cpu`` or ``cuda``.
     """
-    pieces = [piece for group in groups for piece in _split(group, max_tokens)]
+    limit = _Limit(max_tokens, KEYS_PER_TOKEN * max_tokens if device == "cpu" else math.inf)
+    pieces = [piece for group in groups for piece in _split(group, limit)]
     # With fewer pieces than ranks, halve the largest piece: an idle rank costs more than a second copy of the prompt.
     while len(pieces) < n_ranks:
         divisible = [piece for piece in pieces if len(piece.sequences) > 1]
@@ -81,22 +95,22 @@ def share_out(groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int) ->
         pieces.remove(largest)
         pieces += _halve(largest)
     by_rank = _balance(pieces, n_ranks)
-    filled = [_fill(own, max_tokens) for own in by_rank]
+    filled = [_fill(own, limit) for own in by_rank]
     most = max(len(batches) for batches in filled)
     return [batches + [[] for _ in range(most - len(batches))] for batches in filled]
 
 
-def _split(group: TrainingGroup, max_tokens: int) -> list[TrainingGroup]:
+def _split(group: TrainingGroup, limit: _Limit) -> list[TrainingGroup]:
     """Cut a group that exceeds the budget; a piece ends, in its second half, where the next one repeats least."""
     branches = group.branches
-    if _Size.of(branches).fits(max_tokens):
+    if _Size.of(branches).fits(limit):
         return [group] if branches else []
     pieces: list[TrainingGroup] = []
     while branches:
         size, count = _Size(), 0
         for branch in branches:
             size = size.with_branch(branch)
-            if count and not size.fits(max_tokens):
+            if count and not size.fits(limit):
                 break
             count += 1
         if count < len(branches):
@@ -135,14 +149,14 @@ def _balance(pieces: list[TrainingGroup], n_ranks: int) -> list[list[TrainingGro
     return by_rank
 
 
-def _fill(pieces: list[TrainingGroup], max_tokens: int) -> list[list[TrainingGroup]]:
+def _fill(pieces: list[TrainingGroup], limit: _Limit) -> list[list[TrainingGroup]]:
     """Fill micro-batches by first fit, the largest pieces first."""
     batches: list[list[TrainingGroup]] = []
     sizes: list[_Size] = []
     for piece in sorted(pieces, key=lambda piece: piece.tokens, reverse=True):
         size = _Size.of(piece.branches)
         for i, used in enumerate(sizes):
-            if (used + size).fits(max_tokens):
+            if (used + size).fits(limit):
                 batches[i].append(piece)
                 sizes[i] = used + size
                 break
@@ -174,7 +188,8 @@ def make_part(
         max_tokens: tokens in one micro-batch.
         ranks: all ranks.
     """
-    shares = share_out([group for group in trainable if group.trained_tokens], ranks.world_size, max_tokens)
+    computed = [group for group in trainable if group.trained_tokens]
+    shares = share_out(computed, ranks.world_size, max_tokens, ranks.device.type)
     return Part(
         micro_batches=shares[ranks.rank],
         size=StepSize(
@@ -242,7 +257,7 @@ def token_numbers(
         ranks: all ranks.
     """
     is_known = [not len(unknown_ids(group, vocabulary)) for group in groups]
-    shares = share_out(list(compress(groups, is_known)), ranks.world_size, max_tokens)
+    shares = share_out(list(compress(groups, is_known)), ranks.world_size, max_tokens, ranks.device.type)
     # Queue all passes before the first read, so that the GPU never waits for the host.
     computed = [compute(batch) for batch in packed(shares[ranks.rank], ranks)]
     # A filler, which computes one token of no group, only keeps the ranks in step.

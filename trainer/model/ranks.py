@@ -62,6 +62,8 @@ def log_device(device: torch.device, rank: int) -> None:
             "driver": machine.driver_version(),
             "cuda": torch.version.cuda,
         }
+        if caution := machine.network_caution():
+            log.warning(caution, rank=rank)
     log.info("device", rank=rank, device=str(device), **facts, torch=torch.__version__)
 
 

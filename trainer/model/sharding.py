@@ -188,14 +188,21 @@ def _decoder_layers(decoder: PreTrainedModel) -> list[nn.Module]:
     return list(layers)
 
 
+GRAPHS = 64
+"""Most graphs of the layers of a process; policy, reference and critic count together. torch's own limit is 8."""
+
+
 def compile_layers(layers: Sequence[nn.Module]) -> None:
     """Compile the forward pass of decoder layers for CUDA at their first call, with attention as one kernel.
 
-    All layers share one graph, in which the lengths of micro-batches are variables. The hooks of FSDP, which run before
-    and after ``forward``, stay outside of it.
+    Layers share their graphs, in which the lengths of micro-batches are variables: one each with and without gradients,
+    adapters and a frozen input. The hooks of FSDP, which run before and after ``forward``, stay outside of them.
+    A layer that cannot be compiled raises an error: uncompiled attention would write down a matrix of T x T numbers.
     """
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+        layer.forward = torch.compile(  # type: ignore[call-overload]  # the overloads lack the limit
+            layer.forward, dynamic=True, fullgraph=True, recompile_limit=GRAPHS
+        )
 
 
 def _fully_shard(

@@ -181,12 +181,14 @@ def layer_bytes(shape: ModelShape, work: Work) -> int:
 def _head(shape: ModelShape, work: Work) -> int:
     """Return the bytes of the head's forward pass or, if these are more, of the beginning of its backward pass."""
     size, rows = work.compute_bytes, min(work.chunk_states, work.tokens)
-    # Logits, their exponentials, and those of the normaliser, in float32.
-    forward = work.tokens * shape.hidden * (4 + 2 * size) + rows * shape.vocabulary * 12
+    # Logits in float32; on a CPU also their exponentials, and those of the normaliser.
+    copies = 4 if work.device == "cuda" else 12
+    forward = work.tokens * shape.hidden * (4 + 2 * size) + rows * shape.vocabulary * copies
     # The last norm's states; the predicting states and their gradients; the float32 terms of the norm's gradient.
     states = work.tokens * shape.hidden * (4 + 2 * size + (4 + 2 * size) + (12 + 4 * size))
-    # Logits and their exponentials in float32, and the gradient of the logits in the compute type.
-    logits = rows * shape.vocabulary * (8 + (size if size < 4 else 0))
+    # Logits, on a CPU also their exponentials, in float32, and the gradient of the logits in the compute type.
+    copies = 4 if work.device == "cuda" else 8
+    logits = rows * shape.vocabulary * (copies + (size if size < 4 else 0))
     gradient = 0 if work.lora_rank else (4 + size) * shape.head_parameters
     in_float32 = 4 * shape.head_parameters if work.device == "cpu" and size < 4 else 0
     return max(forward, states + logits + gradient) + in_float32

@@ -33,6 +33,7 @@ from services.reward_server.reward_model import RewardModel
 from services.rollout_server.settings import RolloutSettings
 from tests.services.evaluation_head.policies import publish_lean
 from tests.tolerance import BOTH_TYPES
+from tests.waiting import LIMIT_SECONDS
 from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
@@ -43,7 +44,7 @@ from trainer.model.ranks import join_ranks
     [
         (None, "580.65.06", None, "torch built for processors only.*install a torch that is built for CUDA"),
         ("13.0", "550.54.14", None, r"driver 550.54.14, torch built for CUDA 13.0.*whose driver is new enough"),
-        ("13.0", None, None, "driver not found.*LD_LIBRARY_PATH=/usr/local/nvidia/lib64"),
+        ("13.0", None, None, "driver not found.*not in /usr/local/nvidia/lib64, .* LD_LIBRARY_PATH"),
         ("13.0", "580.65.06", "0", "unset CUDA_VISIBLE_DEVICES, which is '0'"),
     ],
 )
@@ -225,6 +226,38 @@ def test_otherwise_it_goes_back_at_once(before: str, size: int) -> None:
     assert freed < 0.5 * size
 
 
+@pytest.mark.parametrize(
+    ("has_device", "library", "is_warned"),
+    [(False, None, False), (True, None, True), (True, "libibverbs.so.1", False)],
+    ids=["no InfiniBand", "InfiniBand without its library", "InfiniBand"],
+)
+def test_a_node_on_which_nccl_would_use_tcp_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_device: bool, library: str | None, is_warned: bool
+) -> None:
+    monkeypatch.setattr(machine, "INFINIBAND", tmp_path if has_device else tmp_path / "none")
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: library)
+    caution = machine.network_caution()
+    assert (caution is not None and "install libibverbs1" in caution) == is_warned
+
+
+@pytest.mark.parametrize("is_mounted", [True, False])
+def test_a_program_finds_the_driver_where_gke_mounts_it(tmp_path: Path, is_mounted: bool) -> None:
+    if is_mounted:
+        (tmp_path / "libcuda.so.1").touch()
+    program = (
+        "import os, sys; from pathlib import Path; from services.core import machine; "
+        "machine.DRIVER_LIBRARIES = Path(sys.argv[1]); machine.use_mounted_driver(); "
+        "print(os.getpid(), os.environ.get('LD_LIBRARY_PATH'), sys.argv[1:])"
+    )
+    environment = os.environ | {"LD_LIBRARY_PATH": "/opt/libraries"}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path), "two words"], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        said, _ = process.communicate(timeout=LIMIT_SECONDS)
+    paths = f"/opt/libraries:{tmp_path}" if is_mounted else "/opt/libraries"
+    assert said.split(" ", 2) == [str(process.pid), paths, f"{[str(tmp_path), 'two words']}\n"]
+
+
 def test_a_containers_limit_counts_where_it_is_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(machine, "CGROUP_FILES", (tmp_path / "another", limit))
@@ -233,6 +266,8 @@ def test_a_containers_limit_counts_where_it_is_less(tmp_path: Path, monkeypatch:
     assert machine.host_memory() == 1000000
     limit.write_text("max\n")
     assert machine.host_memory() == whole > 1000000
+    monkeypatch.setenv(machine.POD_MEMORY_VARIABLE, "2000000")
+    assert machine.host_memory() == 2000000, "what a pod asked for, which the kernel does not limit it to"
 
 
 WITH, WITHOUT = {"avx512_bf16": True}, {"avx512_f": True, "avx512_bf16": False, "amx_bf16": False}

@@ -31,7 +31,7 @@ def test_a_crash_restarts_the_task_three_times(tmp_path: Path, code: int, last: 
 @pytest.mark.parametrize("section", ["setup", "run"])
 def test_the_commands_of_the_job_group_end_so(tmp_path: Path, section: str) -> None:
     trainer = list(yaml.safe_load_all((ROOT / "jobgroup.yaml").read_text()))[1]
-    first, command = trainer[section].splitlines()
+    first, *_, command = trainer[section].splitlines()
     _, end = command.split(" || ")
     environment = os.environ | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),

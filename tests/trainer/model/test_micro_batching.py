@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,6 +102,18 @@ def test_short_completions_of_a_long_prompt_do_not_multiply_it_without_bound() -
     sizes = [len(piece.sequences) for pieces in batches for piece in pieces]
     assert sum(sizes) == 1000
     assert max(sizes) * 4012 <= KEYS_PER_TOKEN * 16_384
+
+
+@pytest.mark.parametrize(("prompt", "count", "length"), [(4096, 16, 256), (8192, 16, 128), (16_000, 8, 40)])
+def test_on_cuda_every_distinct_token_is_computed_once_wherever_a_group_fits(
+    prompt: int, count: int, length: int
+) -> None:
+    group = group_of(prompt, [length] * count)
+    assert group.tokens <= 16_384
+    (batches,) = share_out([group], 1, 16_384, "cuda")
+    assert [piece.tokens for pieces in batches for piece in pieces] == [group.tokens]
+    (on_cpu,) = share_out([group], 1, 16_384)
+    assert sum(piece.tokens for pieces in on_cpu for piece in pieces) > group.tokens, "keys are copied there"
 
 
 def test_the_demo_trains_in_one_micro_batch() -> None:
