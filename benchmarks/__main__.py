@@ -197,11 +197,11 @@ def measure_page(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds")
     parser.add_argument("--only", nargs="+", choices=names, help="what to measure")
     parser.add_argument("--page-only", action="store_true", help="measure nothing, write the page of what is kept")
-    given, more = parser.parse_known_args(arguments)
+    args, more = parser.parse_known_args(arguments)
     harness.end_in_order()
-    if more and len(given.only or ()) != 1:
+    if more and len(args.only or ()) != 1:
         parser.error(f"{' '.join(more)}: options of a benchmark need --only with its name alone")
-    for name in [] if given.page_only else given.only or names:
+    for name in [] if args.page_only else args.only or names:
         section = SECTIONS[names.index(name)]
         if section.needs and not os.environ.get(section.needs):
             harness.say(f"{name} is left out: {section.needs} is not set; see docs/rollouts.md")
@@ -209,7 +209,7 @@ def measure_page(arguments: Sequence[str] | None) -> None:
         if section.needs_gpu and not torch.cuda.is_available():
             harness.say(f"{name} is left out: torch sees no GPU")
             continue
-        measured = measure(section, ["--quick", *more] if given.quick else more)
+        measured = measure(section, ["--quick", *more] if args.quick else more)
         kept = kept_files(name)[harness.has_bfloat16()]
         kept.write_text(json.dumps(asdict(measured), indent=2) + "\n")
         print(measured.output)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.table import Table
 
-from benchmarks import harness, trl
-from benchmarks.harness import DTYPE, MODEL, Benchmark, Given, Option, Side, spread
+from benchmarks import harness, trl_runs
+from benchmarks.harness import DTYPE, MODEL, Args, Benchmark, Option, Side, spread
 from benchmarks.job import DEMO, JOB_GROUP, QUESTIONS, Steps, run_job
 from services.core.machine import cores
 
@@ -49,7 +49,7 @@ def both_sides(
 
     def theirs(seed: int) -> Measured:
         seeded = {**settings, "SEED": str(seed)}
-        steps = trl.train(seeded, python, threads=cores(), target=target, limit_seconds=limit_seconds)
+        steps = trl_runs.train(seeded, python, threads=cores(), target=target, limit_seconds=limit_seconds)
         return {"seconds": [step["seconds"] for step in steps], "rewards": [step["reward"] for step in steps]}
 
     return [Side("ours", ours), Side("TRL", theirs)]
@@ -60,7 +60,7 @@ def measured(steps: Steps) -> Measured:
     return {"seconds": [step["seconds_step"] for step in steps], "rewards": [step["reward_mean"] for step in steps]}
 
 
-def measure_steps(given: Given) -> list[Side]:
+def measure_steps(args: Args) -> list[Side]:
     """Measure whole GRPO steps of the job group on this machine against TRL's GRPOTrainer.
 
     Both sides train the model on the demo's questions with the same numbers of prompts, completions, tokens and
@@ -70,27 +70,27 @@ def measure_steps(given: Given) -> list[Side]:
     round warms up and is left out.
     """
     settings = QUESTIONS | {
-        "MODEL_NAME": given.model,
-        "BATCH_SIZE": str(given.prompts),
-        "GROUP_SIZE": str(given.group_size),
-        "MAX_NEW_TOKENS": str(given.completion_tokens),
+        "MODEL_NAME": args.model,
+        "BATCH_SIZE": str(args.prompts),
+        "GROUP_SIZE": str(args.group_size),
+        "MAX_NEW_TOKENS": str(args.completion_tokens),
         "LEARNING_RATE": "1e-5",
-        "COMPUTE_TYPE": given.dtype,
-        "ENGINE_DTYPE": given.dtype,
-        "PUBLISH_TYPE": given.dtype,
-        "MAX_STEPS": str(given.steps),
+        "COMPUTE_TYPE": args.dtype,
+        "ENGINE_DTYPE": args.dtype,
+        "PUBLISH_TYPE": args.dtype,
+        "MAX_STEPS": str(args.steps),
         "MIN_WORKERS": "1",
     }
-    return harness.in_turn(both_sides(settings, given.trl_python), given.rounds)
+    return harness.in_turn(both_sides(settings, args.trl_python), args.rounds)
 
 
-def step_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
+def step_tables(args: Args, sides: Sequence[Side]) -> list[Table]:
     """Return medians, spreads and ratios to the last side, TRL."""
     seconds = {side.name: [second for one in side.rounds for second in one["seconds"][1:]] for side in sides}
     base = statistics.median(seconds[sides[-1].name])
     title = (
-        f"{given.prompts} prompts of {given.group_size} completions of at most {given.completion_tokens} tokens, "
-        f"{given.dtype}, {cores()} threads; to reach: {STEP_TARGET:g} of TRL's"
+        f"{args.prompts} prompts of {args.group_size} completions of at most {args.completion_tokens} tokens, "
+        f"{args.dtype}, {cores()} threads; to reach: {STEP_TARGET:g} of TRL's"
     )
     columns: harness.Columns = {
         "": harness.name_of,
@@ -126,7 +126,7 @@ def reached(rewards: Sequence[float], target: float) -> int | None:
     return None
 
 
-def measure_reward(given: Given) -> list[Side]:
+def measure_reward(args: Args) -> list[Side]:
     """Measure how long the demo's task takes to a mean reward of 0.9, for the job group and for TRL's GRPOTrainer.
 
     Ours is jobgroup.yaml with examples/demo.env, without its evaluations, on one trainer node and one rollout node.
@@ -135,22 +135,22 @@ def measure_reward(given: Given) -> list[Side]:
     reached when the mean of three steps reaches it. The seconds are those of the steps until then, without the start.
     Neither side trains longer than --minutes. Every round has its own seed, because luck decides over some steps.
     """
-    most = 60 * given.minutes
+    most = 60 * args.minutes
 
     def is_enough(run: Measured) -> bool:
-        return reached(run["rewards"], given.reward) is not None or sum(run["seconds"]) > most
+        return reached(run["rewards"], args.reward) is not None or sum(run["seconds"]) > most
 
-    sides = both_sides(REWARD_SETTINGS, given.trl_python, is_enough, target=given.reward, limit_seconds=most)
-    return harness.in_turn(sides, given.rounds)
+    sides = both_sides(REWARD_SETTINGS, args.trl_python, is_enough, target=args.reward, limit_seconds=most)
+    return harness.in_turn(sides, args.rounds)
 
 
-def reward_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
+def reward_tables(args: Args, sides: Sequence[Side]) -> list[Table]:
     """Return steps, seconds, and the ratio to the last side, TRL.
 
     A run that did not reach the reward would need more seconds than it had. So its side has no ratio, and the ratio of
     the other side is a bound.
     """
-    target: float = given.reward
+    target: float = args.reward
     is_reached = {side.name: [reached(one["rewards"], target) is not None for one in side.rounds] for side in sides}
 
     def until(side: Side, name: str) -> list[list[float]]:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import harness, slow_rollouts
-from benchmarks.harness import MODEL, Benchmark, Given, Option, Side
+from benchmarks.harness import MODEL, Args, Benchmark, Option, Side
 from benchmarks.job import QUESTIONS, Steps, run_job, write_job_group
 from services.core.machine import cores
 
@@ -55,7 +55,7 @@ def cases_of(slowdowns: Sequence[float], staleness: Sequence[int]) -> list[tuple
     ]
 
 
-def measure(given: Given) -> list[Side]:
+def measure(args: Args) -> list[Side]:
     """Measure the asynchronous against the synchronous job group at equal numbers of groups.
 
     Both modes have one rollout node, one trainer node and half of the machine's cores for each, so that the benchmark
@@ -66,25 +66,25 @@ def measure(given: Given) -> list[Side]:
     """
     settings = {
         **QUESTIONS,
-        "MODEL_NAME": given.model,
+        "MODEL_NAME": args.model,
         "BATCH_SIZE": 4,
         "GROUP_SIZE": 4,
         "MAX_NEW_TOKENS": 12,
-        "MAX_STEPS": given.steps,
+        "MAX_STEPS": args.steps,
         "OMP_NUM_THREADS": max(1, cores() // 2),
         # With an entropy term, groups without reward variance are computed as well.
         "ENTROPY_COEF": "1e-12",
         "LEARNING_RATE": "1e-9",
     }
     sides = []
-    for slowdown, bound in cases_of(given.slowdowns, given.staleness):
+    for slowdown, bound in cases_of(args.slowdowns, args.staleness):
         mode = "synchronous" if bound is None else f"asynchronous, staleness at most {bound}"
         side = Side(f"{slowdown:g} x slower, {mode}", partial(run_round, slowdown, bound, settings))
         sides.append(side)
-    return harness.in_turn(sides, given.rounds)
+    return harness.in_turn(sides, args.rounds)
 
 
-def tables(_given: Given, sides: Sequence[Side]) -> list[Table]:
+def tables(_args: Args, sides: Sequence[Side]) -> list[Table]:
     """Return the medians of the rounds, and the speed-up over the synchronous mode at the same slowdown."""
     rollouts = {side.name: side.name.split(", ", 1)[0] for side in sides}
     modes = {side.name: side.name.split(", ", 1)[1] for side in sides}

@@ -18,7 +18,7 @@ import orjson
 import uvloop
 
 from benchmarks import harness, service
-from benchmarks.harness import Benchmark, Given, Option, Side
+from benchmarks.harness import Args, Benchmark, Option, Side
 from benchmarks.models import PRETRAINED
 from benchmarks.service import Connection, Figure, percentile
 from services.core.endpoints import ENDPOINTS_VARIABLE
@@ -177,7 +177,7 @@ def figures(model: Path, directory: str | None, waves: int) -> Iterator[Figure]:
         yield percentile(f"at {rate} a second, added", 99, added, at_most=30)
 
 
-def measure(given: Given) -> list[Side]:
+def measure(args: Args) -> list[Side]:
     """Measure how many calls a second the gateway records, and what it adds to the engine's time.
 
     64 sessions at once play episodes of 4 turns with a tool; prompts grow from about 350 to 1,000 tokens, and each turn
@@ -189,9 +189,9 @@ def measure(given: Given) -> list[Side]:
     code is 1 if a target is missed. With --quick there are fewer episodes.
     """
     with tempfile.TemporaryDirectory() as name:
-        write_model(given.model, Path(name))
-        load = partial(figures, Path(name), given.directory, 2 if given.quick else 8)
-        return service.measure_figures({"gateway": load}, given)
+        write_model(args.model, Path(name))
+        load = partial(figures, Path(name), args.directory, 2 if args.quick else 8)
+        return service.measure_figures({"gateway": load}, args)
 
 
 GATEWAY = Benchmark(

@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from benchmarks import harness, models
-from benchmarks.harness import Benchmark, Given, Option, Side
+from benchmarks.harness import Args, Benchmark, Option, Side
 from benchmarks.job import QUESTIONS, Job, Steps, running, write_job_group
 from benchmarks.scaling.roofline import peak
 from benchmarks.training import Work, run
@@ -202,7 +202,7 @@ MACHINE = {
 """Files of the machine's description, and the commands that print them."""
 
 
-def measure(given: Given) -> list[Side]:
+def measure(args: Args) -> list[Side]:
     """Measure updates, publications by both transports, and a learning curve on this node's GPUs; about an hour in all.
 
     1. Updates of each model on random tokens, in completions of 500 and of 2,000 tokens, on 1, 2 and 8 GPUs.
@@ -216,33 +216,33 @@ def measure(given: Given) -> list[Side]:
     Raises:
         SystemExit: there is no GPU, and --quick is not given.
     """
-    if not given.quick and not torch.cuda.is_available():
+    if not args.quick and not torch.cuda.is_available():
         raise SystemExit("error: torch sees no GPU; see docs/gpus.md for drivers and images")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    given.results = Path(given.results)
-    given.results.mkdir(parents=True, exist_ok=True)
-    describe_machine(given.results)
+    args.results = Path(args.results)
+    args.results.mkdir(parents=True, exist_ok=True)
+    describe_machine(args.results)
     counts = [count for count in COUNTS if count <= torch.cuda.device_count()] or [0]
     with tempfile.TemporaryDirectory() as name:
-        if not given.models:
-            given.models = [str(models.directory("tiny", Path(name)))] if given.quick else MODELS
-        updates = list(measure_updates(given, counts))
-        settings, steps = (ADDITIONS, QUICK_STEPS) if given.quick else (GSM8K, STEPS)
+        if not args.models:
+            args.models = [str(models.directory("tiny", Path(name)))] if args.quick else MODELS
+        updates = list(measure_updates(args, counts))
+        settings, steps = (ADDITIONS, QUICK_STEPS) if args.quick else (GSM8K, STEPS)
         trained = []
-        for one in runs(given.models[0], counts, settings, steps):
-            trained.append(measure_run(one, given.results))
+        for one in runs(args.models[0], counts, settings, steps):
+            trained.append(measure_run(one, args.results))
             harness.say(f"run {one.name}: {trained[-1].get('error', 'done')}")
     return [Side("updates", lambda _: {}, updates), Side("runs", lambda _: {}, trained)]
 
 
-def measure_updates(given: Given, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
+def measure_updates(args: Args, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yield the figures of an update of each model, length and number of GPUs."""
-    for model in given.models:
-        if not given.quick and not Path(model).is_dir():
+    for model in args.models:
+        if not args.quick and not Path(model).is_dir():
             huggingface_hub.snapshot_download(model)
-        for length in [4] if given.quick else LENGTHS:
+        for length in [4] if args.quick else LENGTHS:
             for count in counts:
-                work = Work(model, 8 * max(count, 1), 8, 10 if given.quick else 100, length, rounds=given.rounds)
+                work = Work(model, 8 * max(count, 1), 8, 10 if args.quick else 100, length, rounds=args.rounds)
                 case = measure_update(work, max(count, 1))
                 harness.say(f"update: {case}")
                 yield case
@@ -297,20 +297,20 @@ def describe_machine(results: Path) -> None:
         (results / name).write_text(text)
 
 
-def tables(_given: Given, sides: Sequence[Side]) -> list[Table]:
+def tables(_args: Args, sides: Sequence[Side]) -> list[Table]:
     """Return the tables of updates, runs and their learning."""
     updates, trained = (side.rounds for side in sides)
     return [update_table(updates), *run_tables(trained)]
 
 
-def conclude(given: Given, sides: Sequence[Side]) -> int:
+def conclude(args: Args, sides: Sequence[Side]) -> int:
     """Write results.json, and pack everything into one file to send back."""
     gpus = torch.cuda.device_count()
     gpu = torch.cuda.get_device_name(0) if gpus else "none"
     machine = {"gpu": gpu, "gpus": gpus, "torch": torch.__version__, "cuda": torch.version.cuda}
     results = {"machine": machine, **{side.name: side.rounds for side in sides}}
-    (given.results / "results.json").write_bytes(orjson.dumps(results, default=str, option=orjson.OPT_INDENT_2))
-    packed = shutil.make_archive(str(given.results), "gztar", given.results)
+    (args.results / "results.json").write_bytes(orjson.dumps(results, default=str, option=orjson.OPT_INDENT_2))
+    packed = shutil.make_archive(str(args.results), "gztar", args.results)
     harness.say(f"please send back {packed}, and docs/benchmarks/gpu.json if it was written")
     return 0
 

@@ -28,7 +28,7 @@ END_SECONDS = 60.0
 """Time for a program to stop its own child processes after SIGTERM."""
 
 T = TypeVar("T")
-Given = argparse.Namespace
+Args = argparse.Namespace
 """The options of a command line."""
 
 
@@ -65,8 +65,8 @@ class Side:
 
     def values(self, name: str) -> list[Any]:
         """Return a measurement's values of all rounds."""
-        found = [one[name] for one in self.rounds]
-        return [value for one in found for value in (one if isinstance(one, list) else [one])]
+        rounds = [one[name] for one in self.rounds]
+        return [value for one in rounds for value in (one if isinstance(one, list) else [one])]
 
     def median(self, name: str) -> float:
         """Return the median of a measurement."""
@@ -85,15 +85,15 @@ Columns = Mapping[str, Callable[[Side], object]]
 class Benchmark:
     """A benchmark: how its sides are measured, and the tables of their measurements."""
 
-    measure: Callable[[Given], list[Side]]
+    measure: Callable[[Args], list[Side]]
     """Measures all rounds of all sides. Its docstring, what is measured and what counts, is the text of ``--help``."""
-    tables: Callable[[Given, Sequence[Side]], list[Table]]
+    tables: Callable[[Args, Sequence[Side]], list[Table]]
     rounds: int
     """Rounds of each side without --rounds and --quick."""
     quick: Mapping[str, object] = field(default_factory=dict)
     """The values of options with --quick, which has one round."""
     options: Mapping[str, Option] = field(default_factory=dict)
-    conclude: Callable[[Given, Sequence[Side]], int] = lambda _given, _sides: 0
+    conclude: Callable[[Args, Sequence[Side]], int] = lambda _args, _sides: 0
     """Say what follows from the measurements, and return the exit code."""
 
     def parser(self, name: str) -> argparse.ArgumentParser:
@@ -125,23 +125,23 @@ class Benchmark:
 
     def run(self, name: str, arguments: Sequence[str] | None = None) -> int:
         """Measure by a command line, print the tables, and return the exit code."""
-        given = self.parser(name).parse_args(arguments)
-        if given.quick:
-            vars(given).update({option.replace("-", "_"): value for option, value in self.quick.items()})
-        given.rounds = given.rounds or (1 if given.quick else self.rounds)
+        args = self.parser(name).parse_args(arguments)
+        if args.quick:
+            vars(args).update({option.replace("-", "_"): value for option, value in self.quick.items()})
+        args.rounds = args.rounds or (1 if args.quick else self.rounds)
         end_in_order()
-        sides = self.measure(given)
-        Console().print(*self.tables(given, sides))
-        if given.json:
-            measured = {"options": vars(given), "sides": {side.name: side.rounds for side in sides}}
-            given.json.write_bytes(orjson.dumps(measured, default=str, option=orjson.OPT_INDENT_2))
-        return self.conclude(given, sides)
+        sides = self.measure(args)
+        Console().print(*self.tables(args, sides))
+        if args.json:
+            measured = {"options": vars(args), "sides": {side.name: side.rounds for side in sides}}
+            args.json.write_bytes(orjson.dumps(measured, default=str, option=orjson.OPT_INDENT_2))
+        return self.conclude(args, sides)
 
 
-def made_of(kind: type[T], given: argparse.Namespace) -> T:
+def made_of(kind: type[T], args: argparse.Namespace) -> T:
     """Return a dataclass whose fields have the values of the options with their names."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in vars(given).items() if name in names})
+    return kind(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def end_in_order() -> None:
@@ -187,12 +187,12 @@ def table(title: str, sides: Iterable[Side], columns: Columns) -> Table:
 
 def table_of_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """Return a table of rows, whose first column is aligned to the left and the others to the right."""
-    made = Table(title=title)
+    shown = Table(title=title)
     for place, name in enumerate(columns):
-        made.add_column(name, justify="right" if place else "left")
+        shown.add_column(name, justify="right" if place else "left")
     for row in rows:
-        made.add_row(*map(str, row))
-    return made
+        shown.add_row(*map(str, row))
+    return shown
 
 
 def name_of(side: Side) -> str:

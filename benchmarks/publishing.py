@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import harness, models
-from benchmarks.harness import Benchmark, Given, Option, Side
+from benchmarks.harness import Args, Benchmark, Option, Side
 from benchmarks.job import running, write_job_group
 from services.core.files import atomic_write
 from services.core.machine import cores
@@ -42,8 +42,8 @@ def publish_rounds(rounds: int) -> list[dict[str, Any]]:
         policy = load_policy(settings, ranks)
         publishers = {}
         for transport in Transport:
-            chosen = settings.model_copy(update={"publish_transport": transport})
-            publishers[transport] = Publisher(chosen, thread, VersionWriter(chosen, policy, ranks))
+            of_transport = settings.model_copy(update={"publish_transport": transport})
+            publishers[transport] = Publisher(of_transport, thread, VersionWriter(of_transport, policy, ranks))
         version = 0
         for number in range(rounds + 1):
             for transport, publisher in publishers.items():
@@ -75,18 +75,18 @@ def measure(size: str, rounds: int) -> list[dict[str, Any]]:
             "ENGINE_DTYPE": "float32",
             "ROLLOUT_ENGINE": "embedded",
         }
-        found = directory / "publications.json"
-        command = f"exec python -m benchmarks.publishing {rounds} {found}"
+        file = directory / "publications.json"
+        command = f"exec python -m benchmarks.publishing {rounds} {file}"
         path = write_job_group(
             directory, "jobgroup.yaml", {"ppo-trainer": command}, only=["rollout-server", "ppo-trainer"]
         )
         with running(directory, path, settings, {"rollout-server": WORKERS, "ppo-trainer": 1}) as job:
-            job.wait(found.exists, CASE_SECONDS)
-        publications = [{"size": size, **publication} for publication in json.loads(found.read_text())]
+            job.wait(file.exists, CASE_SECONDS)
+        publications = [{"size": size, **publication} for publication in json.loads(file.read_text())]
     return sorted(publications, key=itemgetter("transport"))
 
 
-def measure_all(given: Given) -> list[Side]:
+def measure_all(args: Args) -> list[Side]:
     """Measure how long publishing weights takes, and for how long it stops generation, by transport and model size.
 
     The trainer's own publishers, on one rank, publish to real rollout nodes (router, embedded engines); every round
@@ -96,15 +96,15 @@ def measure_all(given: Given) -> list[Side]:
     first.
     """
     sides: dict[str, Side] = {}
-    for size in given.sizes:
-        for publication in measure(size, given.rounds):
+    for size in args.sizes:
+        for publication in measure(size, args.rounds):
             name = f"{size}, {publication['transport']}"
             sides.setdefault(name, Side(name, lambda _: {})).rounds.append(publication)
         harness.say(f"{size}: done")
     return list(sides.values())
 
 
-def tables(_given: Given, sides: Sequence[Side]) -> list[Table]:
+def tables(_args: Args, sides: Sequence[Side]) -> list[Table]:
     """Return medians and spreads of each size and transport."""
     columns: harness.Columns = {
         "model": lambda side: side.rounds[0]["size"],

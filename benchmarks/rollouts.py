@@ -16,7 +16,7 @@ import httpx
 from rich.table import Table
 
 from benchmarks import harness
-from benchmarks.harness import DTYPE, MODEL, Benchmark, Given, Option, Side
+from benchmarks.harness import DTYPE, MODEL, Args, Benchmark, Option, Side
 from benchmarks.job import running, write_job_group
 from services.clients.rollout import ROUTING_KEY
 from services.core.endpoints import ROUTER_PORT, Task
@@ -52,18 +52,18 @@ def rollout_nodes(model: str, dtype: str, count: int) -> Iterator[str]:
             yield str(job.url(*router))
 
 
-def server(url: str, given: Given) -> Callable[[], float]:
+def server(url: str, args: Args) -> Callable[[], float]:
     """Return a function that generates by a server with SGLang's /generate, ``--batch-size`` completions at a time."""
-    sampling = {"max_new_tokens": given.new_tokens, "temperature": 1.0, "ignore_eos": True}
+    sampling = {"max_new_tokens": args.new_tokens, "temperature": 1.0, "ignore_eos": True}
     request = {"sampling_params": sampling, "return_logprob": True, "logprob_start_len": -1}
-    token = os.environ.get("JOBGROUP_TOKEN") if given.url else None
+    token = os.environ.get("JOBGROUP_TOKEN") if args.url else None
     headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def generate() -> float:
-        limits = httpx.Limits(max_connections=given.batch_size)
+        limits = httpx.Limits(max_connections=args.batch_size)
         with (
             httpx.Client(headers=headers, timeout=REQUEST_SECONDS, limits=limits, trust_env=False) as http,
-            ThreadPoolExecutor(given.batch_size) as pool,
+            ThreadPoolExecutor(args.batch_size) as pool,
         ):
 
             def complete(prompt: str) -> int:
@@ -73,13 +73,13 @@ def server(url: str, given: Given) -> Callable[[], float]:
                 return int(reply.json()["meta_info"]["completion_tokens"])
 
             started = time.perf_counter()
-            tokens = sum(pool.map(complete, prompts(BATCHES * given.batch_size)))
+            tokens = sum(pool.map(complete, prompts(BATCHES * args.batch_size)))
             return tokens / (time.perf_counter() - started)
 
     return generate
 
 
-def transformers(given: Given) -> Callable[[Sequence[Sequence[str]]], float]:
+def transformers(args: Args) -> Callable[[Sequence[Sequence[str]]], float]:
     """Return a function that completes batches by transformers in this process and returns tokens a second."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -87,10 +87,10 @@ def transformers(given: Given) -> Callable[[Sequence[Sequence[str]]], float]:
 
     logging.disable_progress_bar()
     torch.set_num_threads(cores())
-    tokenizer = AutoTokenizer.from_pretrained(given.model, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.dtype)).eval()
-    length = {"min_new_tokens": given.new_tokens, "max_new_tokens": given.new_tokens}
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
+    length = {"min_new_tokens": args.new_tokens, "max_new_tokens": args.new_tokens}
 
     def generate(batches: Sequence[Sequence[str]]) -> float:
         tokens = 0
@@ -104,7 +104,7 @@ def transformers(given: Given) -> Callable[[Sequence[Sequence[str]]], float]:
     return generate
 
 
-def measure_speed(given: Given) -> list[Side]:
+def measure_speed(args: Args) -> list[Side]:
     """Measure how many tokens a second the rollout workers generate, against transformers' own `generate`.
 
     Without --url it starts rollout nodes as a job group would, with the real router in front; ROLLOUT_ENGINE and the
@@ -112,39 +112,39 @@ def measure_speed(given: Given) -> list[Side]:
     or rollout node. Every round measures ours, prompts one after the other, and a batch, so that all see the same
     machine.
     """
-    if given.url:
-        return _measure_speed(given.url.rstrip("/"), given)
-    with rollout_nodes(given.model, given.dtype, given.num_workers) as url:
-        return _measure_speed(url, given)
+    if args.url:
+        return _measure_speed(args.url.rstrip("/"), args)
+    with rollout_nodes(args.model, args.dtype, args.num_workers) as url:
+        return _measure_speed(url, args)
 
 
-def _measure_speed(url: str, given: Given) -> list[Side]:
+def _measure_speed(url: str, args: Args) -> list[Side]:
     """Measure all rounds; the server comes first and warms up before."""
 
     def side(name: str, generate: Callable[[], float]) -> Side:
         return Side(name, lambda _: {"tokens/s": generate()})
 
-    ours = server(url, given)
-    workers = "" if given.url else f", {given.num_workers} worker(s)"
-    sides = [side(f"server, {given.batch_size} in flight{workers}", ours)]
-    if not given.skip_baselines:
-        theirs = transformers(given)
-        one, batch = [[prompt] for prompt in prompts(ONE_BY_ONE)], [prompts(given.batch_size)]
+    ours = server(url, args)
+    workers = "" if args.url else f", {args.num_workers} worker(s)"
+    sides = [side(f"server, {args.batch_size} in flight{workers}", ours)]
+    if not args.skip_baselines:
+        theirs = transformers(args)
+        one, batch = [[prompt] for prompt in prompts(ONE_BY_ONE)], [prompts(args.batch_size)]
         sides.append(side("transformers generate, one after the other", lambda: theirs(one)))
-        sides.append(side(f"transformers generate, batch of {given.batch_size}", lambda: theirs(batch)))
+        sides.append(side(f"transformers generate, batch of {args.batch_size}", lambda: theirs(batch)))
     harness.say("warming up")
     ours()
-    return harness.in_turn(sides, given.rounds)
+    return harness.in_turn(sides, args.rounds)
 
 
-def speed_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
+def speed_tables(args: Args, sides: Sequence[Side]) -> list[Table]:
     """Return tokens a second, and the ratio of the server, the first side, to each."""
     columns: harness.Columns = {
         "": harness.name_of,
         "tokens/s": lambda side: side.spread("tokens/s", 0),
         "server to it": lambda side: f"{sides[0].median('tokens/s') / side.median('tokens/s'):.1f}x",
     }
-    return [harness.table(f"completions of {given.new_tokens} tokens, {given.dtype}, {cores()} cores", sides, columns)]
+    return [harness.table(f"completions of {args.new_tokens} tokens, {args.dtype}, {cores()} cores", sides, columns)]
 
 
 SPEED = Benchmark(

@@ -18,7 +18,7 @@ import psutil
 from rich.table import Table
 
 from benchmarks import harness
-from benchmarks.harness import Given, Option, Side
+from benchmarks.harness import Args, Option, Side
 
 START_SECONDS = 120.0
 JSON = "application/json"
@@ -145,11 +145,11 @@ async def send_all(
     return time.perf_counter() - started, replies
 
 
-def measure_figures(loads: Mapping[str, Callable[[], Iterable[Figure]]], given: Given) -> list[Side]:
+def measure_figures(loads: Mapping[str, Callable[[], Iterable[Figure]]], args: Args) -> list[Side]:
     """Measure all rounds of each load; a side is a figure of a load."""
     sides = []
     for name, measure in loads.items():
-        rounds = [list(measure()) for _ in range(given.rounds)]
+        rounds = [list(measure()) for _ in range(args.rounds)]
         for figures in zip(*rounds, strict=True):
             measured = [one._asdict() | {"service": name} for one in figures]
             sides.append(Side(f"{name}, {figures[0].load}", lambda _: {}, measured))
@@ -167,7 +167,7 @@ def target_of(side: Side) -> str:
     return ""
 
 
-def figure_table(title: str) -> Callable[[Given, Sequence[Side]], list[Table]]:
+def figure_table(title: str) -> Callable[[Args, Sequence[Side]], list[Table]]:
     """Return a function that makes the table of figures."""
     columns: harness.Columns = {
         "service": lambda side: side.rounds[0]["service"],
@@ -176,9 +176,9 @@ def figure_table(title: str) -> Callable[[Given, Sequence[Side]], list[Table]]:
         "unit": lambda side: side.rounds[0]["unit"],
         "target": target_of,
     }
-    return lambda _given, sides: [harness.table(title, sides, columns)]
+    return lambda _args, sides: [harness.table(title, sides, columns)]
 
 
-def has_missed(given: Given, sides: Sequence[Side]) -> int:
+def has_missed(args: Args, sides: Sequence[Side]) -> int:
     """Return 1 if a target is missed, unless --no-fail is given."""
-    return int(not given.no_fail and any(target_of(side).endswith(MISSED) for side in sides))
+    return int(not args.no_fail and any(target_of(side).endswith(MISSED) for side in sides))

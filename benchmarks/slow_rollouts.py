@@ -55,11 +55,11 @@ def run_engine() -> None:
 
 def run_node() -> None:
     """Run the rollout node."""
-    from services.rollout_server import commands
+    from services.engines.sglang import Embedded
     from services.rollout_server.__main__ import main
 
-    usual = commands.engine_command
-    commands.engine_command = lambda *of: replace(usual(*of), module="benchmarks.slow_rollouts")
+    usual = Embedded.command
+    Embedded.command = lambda *of: replace(usual(*of), module="benchmarks.slow_rollouts")  # type: ignore[method-assign]
     main()
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks import harness, models
-from benchmarks.harness import DTYPE, Benchmark, Given, Option, Side
+from benchmarks.harness import DTYPE, Args, Benchmark, Option, Side
 from services.core import machine
 from services.core.machine import cores
 from services.protocol.groups import TokenSequence
@@ -119,11 +119,11 @@ def threads() -> int:
 
 def measured_update(work: Work, ranks: int = 1, _round: int = 0) -> dict[str, Any]:
     """Return the seconds of each round of an update, and each rank's peak memory in GB."""
-    found = run(work, ranks, max(threads() // ranks, 1))
-    return {"seconds": found[0].seconds, "peak": [rank.peak_bytes / 1e9 for rank in found]}
+    by_rank = run(work, ranks, max(threads() // ranks, 1))
+    return {"seconds": by_rank[0].seconds, "peak": [rank.peak_bytes / 1e9 for rank in by_rank]}
 
 
-def measure_updates(given: Given) -> list[Side]:
+def measure_updates(args: Args) -> list[Side]:
     """Measure the trainer's update alone, by its seconds, tokens a second and memory, against a bare pass.
 
     Each case runs in new processes, which join as under torchrun. All cases have the same number of threads in total.
@@ -131,18 +131,18 @@ def measure_updates(given: Given) -> list[Side]:
     prompt, with the usual cross-entropy and no optimizer: the least cost without shared prompts. The trainer's settings
     are read from the environment (SHARD_PARAMETERS=false, LORA_RANK=8, ...).
     """
-    work = harness.made_of(Work, given)
+    work = harness.made_of(Work, args)
     sides = [Side("bare forward and backward", lambda _: measured_update(replace(work, is_bare=True)))]
-    for ranks in given.ranks:
+    for ranks in args.ranks:
         for shares, how in ((True, "shared prompts"), (False, "each its prompt")):
             one = replace(work, shares_prompts=shares)
             sides.append(Side(f"{ranks} rank{'s' * (ranks > 1)}, {how}", partial(measured_update, one, ranks)))
     return harness.in_turn(sides, 1)
 
 
-def update_tables(given: Given, sides: Sequence[Side]) -> list[Table]:
+def update_tables(args: Args, sides: Sequence[Side]) -> list[Table]:
     """Return seconds, tokens, and the ratio to the bare pass, the first side."""
-    work = harness.made_of(Work, given)
+    work = harness.made_of(Work, args)
     title = (
         f"{work.prompts} prompts of {work.prompt_tokens} tokens, {work.group_size} completions of "
         f"{work.completion_tokens} each, {work.dtype}; {threads()} threads in all; to reach: {BARE_TARGET} of the bare "

@@ -32,7 +32,7 @@ from services.core.endpoints import Endpoint, Task
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 from services.core.settings import Settings
 from services.core.tasks import in_background, run_until_first_ends
-from services.engines.engine import RouterAdmin
+from services.engines.router import RouterAdmin
 
 START_SECONDS = 60.0
 """The wait for the first of servers that run already."""
@@ -145,7 +145,7 @@ def slurm_script(plan: Plan, model: str, directory: Path) -> str:
 
 
 def _node_variables(plan: Plan, model: str) -> dict[str, str]:
-    return {**plan.variables, "MODEL_NAME": model, **plan.servers.allocation.sglang_variables(_user_variables(plan))}
+    return {**plan.variables, "MODEL_NAME": model, **plan.servers.allocation.engine_variables(_user_variables(plan))}
 
 
 def _user_variables(plan: Plan) -> dict[str, str]:
@@ -252,7 +252,9 @@ async def _wait_ready(router: Endpoint) -> None:
         try:
             async with asyncio.timeout(LOCAL_START_SECONDS):
                 # The router has no route that waits for a worker.
-                while not (await control.is_healthy() and await control.healthy_workers()):  # noqa: ASYNC110
+                while not (  # noqa: ASYNC110
+                    await control.is_healthy() and any(worker.is_healthy for worker in await control.workers())
+                ):
                     await asyncio.sleep(POLL_SECONDS)
         except TimeoutError as error:
             raise DependencyLostError(f"no rollout node is ready after {LOCAL_START_SECONDS:g} s") from error
@@ -267,7 +269,7 @@ def _group(model: str | None, plan: Plan) -> JobGroup:
         is_vllm = plan.servers.backend is Backend.VLLM
         module = f"{node.MODULE} {node.VLLM}" if is_vllm else "services.rollout_server"
         user = _user_variables(plan)
-        sizes = allocation.vllm_variables(user) if is_vllm else allocation.sglang_variables(user)
+        sizes = allocation.vllm_variables(user) if is_vllm else allocation.engine_variables(user)
         variables = {"MODEL_NAME": model, **sizes}
         tasks.append(_task(plan, Task.ROLLOUT_SERVER, module, num_nodes=allocation.data, gpus=share, **variables))
     return JobGroup("evaluation", tuple(tasks))

@@ -57,7 +57,7 @@ class Allocation:
     def __str__(self) -> str:
         return f"d{self.data}p{self.pipeline}t{self.tensor}"
 
-    def sglang_variables(self, user: Mapping[str, str]) -> dict[str, str]:
+    def engine_variables(self, user: Mapping[str, str]) -> dict[str, str]:
         """Return the rollout node's variables for engines of this size; ``user`` has the user's variables."""
         if self.gpus == 1:
             return {}

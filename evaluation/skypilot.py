@@ -51,7 +51,7 @@ def load(
     for task in group.tasks:
         if task.name == SERVERS_TASK:
             task.num_nodes = allocation.data
-            task.update_envs(allocation.sglang_variables(variables))
+            task.update_envs(allocation.engine_variables(variables))
             task.set_resources(_with_gpus(task.resources, allocation.gpus))
         if task.name in (SERVERS_TASK, EVALUATE_TASK):
             task.update_file_mounts(dict(uploads))

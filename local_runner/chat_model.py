@@ -8,7 +8,7 @@ from services.embedded_engine.compute.engine import Engine
 from services.embedded_engine.compute.loading import load
 from services.embedded_engine.http.requests import ChatRequest, CompletionRequest, OpenAIRequest, make_request
 from services.embedded_engine.http.sglang_routes import completion_text
-from services.embedded_engine.settings import EngineSettings
+from services.engines.settings import EngineSettings
 from services.http.problems import ProblemError
 
 CONTEXT_TOKENS = 8192

@@ -29,7 +29,7 @@ from services.core.errors import ConfigurationError
 from services.core.files import check_model, check_model_directory
 from services.core.settings import Settings
 from services.data_server.settings import DataSettings, check_file, named_files
-from services.rollout_server.settings import EngineKind, RolloutSettings
+from services.engines.settings import RolloutSettings
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Reader:
 READERS = (
     Reader("Trainer and collectors", "trainer.config", "TrainerSettings", (Task.TRAINER, Task.COLLECTOR)),
     Reader("data-server", "services.data_server.settings", "DataSettings", (Task.DATA_SERVER, "evaluate")),
-    Reader("rollout-server", "services.rollout_server.settings", "RolloutSettings", (Task.ROLLOUT_SERVER,)),
+    Reader("rollout-server", "services.engines.settings", "RolloutSettings", (Task.ROLLOUT_SERVER,)),
     Reader("reward-server", "services.reward_server.settings", "RewardSettings", (Task.REWARD_SERVER,)),
     Reader("replay-buffer", "services.replay_buffer.settings", "ReplaySettings", (Task.REPLAY_BUFFER,)),
     Reader("gateway", "services.gateway.settings", "GatewaySettings", (Task.GATEWAY,)),
@@ -224,19 +224,20 @@ def check_engines(run: Run, loaded: Sequence[Loaded]) -> None:
         if not isinstance(settings, RolloutSettings):
             continue
         n_gpus = len(gpus_of(run, task, 0)) or task.gpus_per_node
-        if settings.rollout_engine is EngineKind.EMBEDDED or not n_gpus:
+        if not n_gpus:
             _check_number(task, 1, min_workers)
             continue
-        _check_number(task, max(1, n_gpus // (settings.sglang_tp_size or 1)), min_workers)
-        # Only now: most runs on one machine have no such engine, and begin the sooner without these imports.
-        from services.rollout_server.placement import check_given_sizes, read_config
+        # Only now: most runs on one machine have no GPUs, and begin the sooner without these imports.
+        from services.engines.kinds import choose_engine
+        from services.engines.placement import read_config
 
         try:
             check_model_directory(settings.model_name)
             config = read_config(settings.model_name) if Path(settings.model_name).is_dir() else None
-            check_given_sizes(settings, n_gpus, config)
+            most = choose_engine(settings, n_gpus).check_sizes(settings, n_gpus, config)
         except ConfigurationError as error:
             raise ConfigurationError(f"{task.name}: {error}") from error
+        _check_number(task, most, min_workers)
 
 
 def _check_number(task: TaskSpec, each: int, min_workers: int) -> None:

@@ -1,1 +1,1 @@
-"""Reference recipes for GPUs: settings with published results, and the tasks that are no built-in ones."""
+"""Reference recipes for GPUs: settings with published results, and their tasks that are not built in."""

@@ -46,10 +46,10 @@ class Wordle(Conversation):
     async def step(self, action: Action) -> Transition:
         """Take the last guess in tags; a guess of another length gets no marks."""
         text = text_of(action)
-        found = _GUESS.findall(text)
-        guess = found[-1].lower() if found else ""
+        guesses = _GUESS.findall(text)
+        guess = guesses[-1].lower() if guesses else ""
         self._guesses += 1
-        self._tagged += bool(found)
+        self._tagged += bool(guesses)
         is_right = guess == self._secret
         if len(guess) == len(self._secret):
             self._marks = marks(guess, self._secret)

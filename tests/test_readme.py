@@ -12,9 +12,9 @@ import pytest
 
 from scripts.reference import demo
 from services.data_server.settings import DataSettings
+from services.engines.settings import RolloutSettings
 from services.replay_buffer.settings import ReplaySettings
 from services.reward_server.settings import RewardSettings
-from services.rollout_server.settings import RolloutSettings
 from tests.skypilot_facts import check_command
 from trainer.config import TrainerSettings
 

@@ -23,7 +23,7 @@ LOADERS = {
     "data-server": "from services.chat.tokenizers import load_tokenizer; load_tokenizer(directory)",
     "embedded engine": """
 from services.embedded_engine.compute.loading import load
-from services.rollout_server.settings import RolloutSettings
+from services.engines.settings import RolloutSettings
 load(RolloutSettings(model_name=directory))
 """,
     "reward model": """

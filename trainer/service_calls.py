@@ -16,7 +16,7 @@ from services.core.endpoints import Task
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
 from services.core.tasks import ServiceThread
-from services.engines.engine import RouterAdmin
+from services.engines.router import RouterAdmin, Worker
 from services.http.client import RequestRefusedError
 from services.protocol.base import ComponentRecord
 from services.protocol.groups import Group
@@ -197,7 +197,7 @@ class ServiceCalls:
         self.thread.call(self.clients.replay.drop_snapshot(label))
 
     async def _wait_for_workers(self, deadline_seconds: float) -> None:
-        workers: list[str] = []
+        workers: list[Worker] = []
         wanted = self.settings.min_workers
         what = f"waiting for {wanted} rollout worker{'s' if wanted > 1 else ''}"
         self.activity.begin(what, lambda: f"{len(workers)} there", deadline_seconds)

@@ -116,10 +116,10 @@ def _lacking_seeds(results: Results) -> str:
     for result in results:
         seeds[result.task][result.variant].add(result.seed)
     numbers = [
-        len(own)
+        len(of_variant)
         for variants in seeds.values()
-        for own in variants.values()
-        if len(own) < len(set().union(*variants.values()))
+        for of_variant in variants.values()
+        if len(of_variant) < len(set().union(*variants.values()))
     ]
     return f" (variants with fewer: {len(numbers)}, the least has {min(numbers)})" if numbers else ""
 
@@ -140,34 +140,36 @@ def report(parts: Sequence[Part], directory: Path) -> str:
     return f"{table(COLUMNS, rows)}\n\n{paragraph(agreement)}"
 
 
-def compared(part: str, kept: Results, again: Results) -> list[tuple[str, ...]]:
+def compared(part: str, earlier: Results, later: Results) -> list[tuple[str, ...]]:
     """Return a row for each task, variant and measure that both have, in the order of the kept runs."""
     rows = []
-    for task, variant in dict.fromkeys((result.task, result.variant) for result in kept):
-        own, new = (
+    for task, variant in dict.fromkeys((result.task, result.variant) for result in earlier):
+        first, second = (
             [result for result in results if (result.task, result.variant) == (task, variant)]
-            for results in (kept, again)
+            for results in (earlier, later)
         )
         for measure in (REWARD, ACCURACY):
-            before, after = ([v for result in group if (v := measure.of(result)) is not None] for group in (own, new))
+            before, after = (
+                [v for result in group if (v := measure.of(result)) is not None] for group in (first, second)
+            )
             if before and after:
                 cells = (spread(values, measure.digits) for values in (before, after))
-                rows.append((part, task, variant, measure.name, *cells, verdict(own, new, measure)))
+                rows.append((part, task, variant, measure.name, *cells, verdict(first, second, measure)))
     return rows
 
 
-def verdict(kept: Results, again: Results, measure: Measure) -> str:
+def verdict(earlier: Results, later: Results, measure: Measure) -> str:
     """Say whether new runs of a variant agree with the kept ones by a measure.
 
     Runs with a common seed are "identical" if they have the same numbers to the last digit. Otherwise the means are
     "equal" if they differ by less than the margin, "within the spread" if the new mean lies in the prediction interval
     of the kept values (Student's t, mean +- t s sqrt(1/n + 1/m)), else "apart".
     """
-    by_seed = {result.seed: result for result in kept}
-    pairs = [(by_seed[result.seed], result) for result in again if result.seed in by_seed]
+    by_seed = {result.seed: result for result in earlier}
+    pairs = [(by_seed[result.seed], result) for result in later if result.seed in by_seed]
     if pairs and all(measure.exact(one) == measure.exact(other) for one, other in pairs):
         return "identical"
-    before, after = (_values(results, measure) for results in (kept, again))
+    before, after = (_values(results, measure) for results in (earlier, later))
     difference = abs(statistics.fmean(after) - statistics.fmean(before))
     if difference < measure.margin:
         return "equal"
@@ -195,16 +197,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="make the runs once more, into a directory, from which an interrupted command continues; compare them "
         "with those that are kept, and write no page",
     )
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     harness.end_in_order()
     logs.configure("results", "warning")
     # Several threads would compute other sums, and a tiny model gains nothing by them.
     torch.set_num_threads(1)
-    parts = [part for part in PARTS if part.name in given.only]
-    for part in [] if given.page_only else parts:
-        part.make(given.seeds, given.again)
-    if given.again:
-        print(report(parts, given.again))
+    parts = [part for part in PARTS if part.name in args.only]
+    for part in [] if args.page_only else parts:
+        part.make(args.seeds, args.again)
+    if args.again:
+        print(report(parts, args.again))
     else:
         PAGE.write_text(page())
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import psutil
 
-from benchmarks import trl
+from benchmarks import trl_runs
 from benchmarks.harness import ROOT
 from benchmarks.results.comparisons import REWARD, compare, table
 from benchmarks.results.runs import Result, Results, Run, by_variant, result_of
@@ -32,7 +32,7 @@ def train_trl(run: Run) -> Result:
     result = result_of(run)
     with with_model(run.settings) as settings:
         started = _processor_seconds()
-        steps = trl.train(settings, str(python), threads=1)
+        steps = trl_runs.train(settings, str(python), threads=1)
         result.processor_seconds = _processor_seconds() - started
     for step in steps:
         result.rewards.append(step["reward"])

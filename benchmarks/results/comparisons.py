@@ -104,14 +104,14 @@ class Comparison:
         return f"{self.mean:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
-def compare(own: Sequence[Result], base: Sequence[Result], measure: Measure) -> Comparison | None:
+def compare(runs: Sequence[Result], base: Sequence[Result], measure: Measure) -> Comparison | None:
     """Return how a measure of ``own`` differs from that of ``base``; None with fewer than FEWEST_PAIRS common seeds.
 
     Only runs with the same seed on the same processor are a pair, because processors round sums differently.
     """
     others = {(result.seed, result.processor): result for result in base}
-    found = [(result, others.get((result.seed, result.processor))) for result in own]
-    pairs = [(result, other) for result, other in found if other is not None]
+    results_of_both = [(result, others.get((result.seed, result.processor))) for result in runs]
+    pairs = [(result, other) for result, other in results_of_both if other is not None]
     numbers = [(measure.of(result), measure.of(other)) for result, other in pairs]
     differences = [a - b for a, b in numbers if a is not None and b is not None]
     count = len(differences)
@@ -172,19 +172,19 @@ def comparison(results: Results, task: str, base: str) -> str:
     if not variants:
         return ""
     measures = [
-        one for one in (REWARD, ACCURACY) if any(one.of(run) is not None for own in variants.values() for run in own)
+        one for one in (REWARD, ACCURACY) if any(one.of(run) is not None for runs in variants.values() for run in runs)
     ]
-    processor = commonest_processor([run for own in variants.values() for run in own])
+    processor = commonest_processor([run for runs in variants.values() for run in runs])
     rows = []
-    for name, own in variants.items():
+    for name, runs in variants.items():
         others = variants.get(base, []) if name != base else []
-        timed = [run.processor_seconds for run in own if run.processor == processor]
+        timed = [run.processor_seconds for run in runs if run.processor == processor]
         cells: list[str] = []
         for measure in measures:
-            values = [value for run in own if (value := measure.of(run)) is not None]
-            cells += [spread(values, measure.digits), *_difference(own, others, measure)]
-        tokens = f"{statistics.fmean(sum(run.tokens) for run in own):,.0f}"
-        rows.append((name, len(own), *cells, tokens, f"{statistics.fmean(timed):.0f}" if timed else ""))
+            values = [value for run in runs if (value := measure.of(run)) is not None]
+            cells += [spread(values, measure.digits), *_difference(runs, others, measure)]
+        tokens = f"{statistics.fmean(sum(run.tokens) for run in runs):,.0f}"
+        rows.append((name, len(runs), *cells, tokens, f"{statistics.fmean(timed):.0f}" if timed else ""))
     compared = [column for measure in measures for column in (measure.name, f"difference from {base}", "verdict")]
     shown = table(("", "seeds", *compared, "tokens", "CPU s"), rows)
     return f"{shown}\n\nCPU seconds are means of the runs on {processor}."
@@ -193,23 +193,23 @@ def comparison(results: Results, task: str, base: str) -> str:
 def ranking(results: Results, task: str, base: str, measure: str = REWARD.name, left_out: str = "") -> str:
     """Return the verdicts on a task's variants compared with ``base`` by a measure, as a sentence; "" without any."""
     variants = by_variant(results, task)
-    found: dict[Verdict, list[str]] = {}
-    for name, own in variants.items():
+    by_verdict: dict[Verdict, list[str]] = {}
+    for name, runs in variants.items():
         is_compared = name not in (base, left_out)
-        compared = compare(own, variants.get(base, []), MEASURES[measure]) if is_compared else None
+        compared = compare(runs, variants.get(base, []), MEASURES[measure]) if is_compared else None
         if compared is not None:
             figure = "" if compared.verdict is Verdict.IDENTICAL else f" ({compared.mean:+.3f})"
-            found.setdefault(compared.verdict, []).append(f"{name}{figure}")
-    parts = [f"**{verdict}** {names(found[verdict])}" for verdict in Verdict if verdict in found]
+            by_verdict.setdefault(compared.verdict, []).append(f"{name}{figure}")
+    parts = [f"**{verdict}** {names(by_verdict[verdict])}" for verdict in Verdict if verdict in by_verdict]
     return f"{'; '.join(parts)}." if parts else ""
 
 
-def _difference(own: Sequence[Result], base: Sequence[Result], measure: Measure) -> tuple[str, str]:
+def _difference(runs: Sequence[Result], base: Sequence[Result], measure: Measure) -> tuple[str, str]:
     """Return the difference of ``own`` from ``base`` and its verdict; empty without numbers to compare."""
-    compared = compare(own, base, measure)
+    compared = compare(runs, base, measure)
     if compared is not None:
         return "" if compared.is_identical else str(compared), str(compared.verdict)
-    has_numbers = all(any(measure.of(result) is not None for result in results) for results in (own, base))
+    has_numbers = all(any(measure.of(result) is not None for result in results) for results in (runs, base))
     return "", NEEDS_SEEDS if has_numbers else ""
 
 
@@ -234,8 +234,8 @@ def difference(
 
 
 def _compared(results: Results, task: str, variant: str, other_task: str, base: str, measure: str) -> Comparison | None:
-    own, other = by_variant(results, task).get(variant, []), by_variant(results, other_task).get(base, [])
-    return compare(own, other, MEASURES[measure])
+    runs, other = by_variant(results, task).get(variant, []), by_variant(results, other_task).get(base, [])
+    return compare(runs, other, MEASURES[measure])
 
 
 def mean_figure(results: Results, figure: str, task: str, variant: str) -> str:

@@ -33,9 +33,9 @@ from services.core.errors import ConfigurationError
 Variants = dict[str, tuple[Settings, Train]]
 
 
-def variants(settings: Mapping[str, Settings], train: Train = in_process.train) -> Variants:
+def variants(by_name: Mapping[str, Settings], train: Train = in_process.train) -> Variants:
     """Return variants that one function makes; by default in this process."""
-    return {name: (own, train) for name, own in settings.items()}
+    return {name: (settings, train) for name, settings in by_name.items()}
 
 
 # --- equal ways -------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ UNTRAINED: Variants = {
     "best of 8, no training": ({"EVAL_SAMPLES": "8"}, partial(in_process.evaluate, best=True)),
 }
 """Ways to use the policy as it is."""
-AT_BEST_RATES = {name: own | {"LEARNING_RATE": methods.RATES[name]} for name, own in methods.METHODS.items()}
+AT_BEST_RATES = {name: settings | {"LEARNING_RATE": methods.RATES[name]} for name, settings in methods.METHODS.items()}
 DEMO_METHODS = methods.one_update(critic_rate="1e-5") | {"overlong penalty": {"OVERLONG_BUFFER": "4"}}
 # Rewards are 0 or 1, so that the best of a group are its right answers, but for groups that are all right.
 del DEMO_METHODS["SFT on the group's best"]

@@ -18,7 +18,7 @@ from services.embedded_engine.compute.engine import Engine
 from services.embedded_engine.compute.loading import load
 from services.embedded_engine.compute.sequences import Sequence as Completion
 from services.embedded_engine.http.requests import SamplingParams, make_request
-from services.embedded_engine.settings import EngineSettings
+from services.engines.settings import EngineSettings
 from services.protocol.base import derive_seed
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Cursor, Prompt, Split
@@ -84,11 +84,11 @@ class InProcess:
         lag: int = 0,
     ) -> None:
         """Load everything by ``settings``, which are environment variables of the trainer, the data and the engine."""
-        given = {name.lower(): value for name, value in settings.items()}
-        self.settings = TrainerSettings.load(**given)
+        lowered = {name.lower(): value for name, value in settings.items()}
+        self.settings = TrainerSettings.load(**lowered)
         self.objective = Objective(self.settings)
         self.reward, self.ranks, self.lag = reward, ranks, lag
-        self.data = Batches.load(DataSettings.load(**given))
+        self.data = Batches.load(DataSettings.load(**lowered))
         self.cursor = Cursor()
         self.policy = load_policy(self.settings, ranks)
         needs_reference = self.settings.kl_coef > 0 and not self.policy.has_adapters
@@ -97,7 +97,7 @@ class InProcess:
         self.critic = CriticLearner(self.learner) if self.settings.has_critic else None
         of_settings = VersionWriter(self.settings, self.policy, ranks).rounding
         self.rounding = of_settings if rounding is None else rounding(self.policy)
-        self.loaded = load(EngineSettings.load(**given))
+        self.loaded = load(EngineSettings.load(**lowered))
         self.engine = Engine(self.loaded, on_failure=print)
         self.index = PriorityIndex()
         self.stored: list[Group] = []
@@ -199,8 +199,8 @@ class InProcess:
         """Sample completions of each prompt with its seed by the policy that the engine serves."""
         requests = []
         for prompt, seed in zip(prompts, seeds, strict=True):
-            own = {"max_new_tokens": self.settings.max_new_tokens, "sampling_seed": seed}
-            params = sampling.model_copy(update=own)
+            changes = {"max_new_tokens": self.settings.max_new_tokens, "sampling_seed": seed}
+            params = sampling.model_copy(update=changes)
             requests.append(make_request(prompt["prompt_ids"], params, self.loaded))
             self.engine.submit(requests[-1])
         return [

@@ -125,19 +125,19 @@ def _spread_of(results: Results, figure: str, task: str) -> str:
 
 def task_row(results: Results, task: str) -> str:
     """Return the cells of a task: seeds, rewards of the first and the last steps, accuracies, prompts, CPU minutes."""
-    own = [result for result in results if result.task == task]
-    if not own:
+    runs = [result for result in results if result.task == task]
+    if not runs:
         return " | ".join(["0", "not run", *[""] * 5])
-    before, after = accuracies(own)
+    before, after = accuracies(runs)
     processor = commonest_processor(results)
     cells = (
-        len(own),
-        spread([run.rewards[0] for run in own]),
-        spread([run.final for run in own]),
+        len(runs),
+        spread([run.rewards[0] for run in runs]),
+        spread([run.final for run in runs]),
         spread(before),
         spread(after),
-        own[0].prompts if after else "",
-        spread([run.processor_seconds / 60 for run in own if run.processor == processor], 0),
+        runs[0].prompts if after else "",
+        spread([run.processor_seconds / 60 for run in runs if run.processor == processor], 0),
     )
     return " | ".join(map(str, cells))
 
@@ -156,13 +156,13 @@ def learned(results: Results, *tasks: str) -> str:
     """
     sentences: dict[bool, list[str]] = {}
     for task in tasks or dict.fromkeys(result.task for result in results):
-        own = [result for result in results if result.task == task]
-        before, after = accuracies(own)
+        runs = [result for result in results if result.task == task]
+        before, after = accuracies(runs)
         if before:
-            prompts = own[0].prompts
+            prompts = runs[0].prompts
             risen = sum(least_gain(first, last, prompts) > 0 for first, last in zip(before, after, strict=True))
             change = f"{statistics.fmean(before):.2f} to {names(f'{accuracy:.2f}' for accuracy in after)}"
-            highest = max(max(run.rewards) for run in own)
+            highest = max(max(run.rewards) for run in runs)
             text = f"in {risen} of {len(after)} seeds" if risen else f"highest reward of a step {highest:.2f}"
             sentences.setdefault(risen > 0, []).append(f"{task} {change} ({text})")
     parts = [

@@ -69,8 +69,8 @@ METHODS = one_update(critic_rate="1e-3")
 def choosing() -> list[Run]:
     """Return the runs that choose the learning rates."""
     variants = {
-        f"{method} at {rate}": (own | {"LEARNING_RATE": rate}, in_process.train)
-        for method, own in METHODS.items()
+        f"{method} at {rate}": (settings | {"LEARNING_RATE": rate}, in_process.train)
+        for method, settings in METHODS.items()
         for rate in TRIED
     }
     return runs_of(CHOICE, TINY, CHOOSING, variants)
@@ -80,9 +80,9 @@ def means_by_rate(results: Results) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield each method that has all runs of the choice, with its mean reward at each learning rate."""
     tried = by_variant(results, CHOICE)
     for method in METHODS:
-        runs = {rate: tried.get(f"{method} at {rate}", []) for rate in TRIED}
-        if all(len(own) == len(CHOOSING) for own in runs.values()):
-            yield method, {rate: statistics.fmean(run.area for run in own) for rate, own in runs.items()}
+        by_rate = {rate: tried.get(f"{method} at {rate}", []) for rate in TRIED}
+        if all(len(runs) == len(CHOOSING) for runs in by_rate.values()):
+            yield method, {rate: statistics.fmean(run.area for run in runs) for rate, runs in by_rate.items()}
 
 
 def best(results: Results) -> dict[str, str]:
@@ -106,9 +106,9 @@ def choice(results: Results) -> str:
 
 def by_tokens(results: Results, task: str) -> str:
     """Return how dynamic sampling compares with GRPO by generated tokens: the mean reward of equally many of them."""
-    own, base = (by_variant(results, task).get(name, []) for name in (DYNAMIC, BASE))
-    budget = min((sum(result.tokens) for result in (*own, *base)), default=0)
-    compared = compare(own, base, replace(REWARD, of=lambda result: reward_of_tokens(result, budget)))
+    runs, base = (by_variant(results, task).get(name, []) for name in (DYNAMIC, BASE))
+    budget = min((sum(result.tokens) for result in (*runs, *base)), default=0)
+    compared = compare(runs, base, replace(REWARD, of=lambda result: reward_of_tokens(result, budget)))
     if compared is None:
         return ""
     return (

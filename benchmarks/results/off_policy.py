@@ -17,11 +17,11 @@ LEVEL, WINDOW = 0.6, 3
 
 def staleness(results: Results) -> str:
     """Return the mean staleness of each asynchronous way's runs, and its spread over the seeds."""
-    found: dict[str, list[float]] = {}
+    by_bound: dict[str, list[float]] = {}
     for result in results:
         if result.variant.startswith("asynchronous"):
-            found.setdefault(result.variant[-1], []).append(result.figures["staleness"])
-    return ", ".join(f"{spread(values, 1)} of {allowed} allowed" for allowed, values in found.items())
+            by_bound.setdefault(result.variant[-1], []).append(result.figures["staleness"])
+    return ", ".join(f"{spread(values, 1)} of {allowed} allowed" for allowed, values in by_bound.items())
 
 
 def versions_until(result: Result, lag: int) -> float:
@@ -59,15 +59,15 @@ def break_even(results: Results, task: str) -> str:
 def multiple(results: Results, task: str, lag: str) -> str:
     """Return the updates that a lag needs, as multiples of those of no lag by seed."""
     needed = updates_needed(results, task)
-    return spread([own / base for own, base in zip(needed[lag], needed[NO_LAG], strict=True)])
+    return spread([updates / base for updates, base in zip(needed[lag], needed[NO_LAG], strict=True)])
 
 
 def costs(results: Results, task: str) -> str:
     """Return a table of the steps' processor time and the groups that were replayed, by variant."""
     processor = commonest_processor(results)
     rows = []
-    for variant, own in by_variant(results, task).items():
-        seconds = [run.figures[STEP_SECONDS] for run in own if run.processor == processor]
-        counts = [spread([run.figures[name] for run in own], 0) for name in ("replayed", "left_out")]
-        rows.append((variant, len(own[0].rewards), spread(seconds, 1), *counts))
+    for variant, runs in by_variant(results, task).items():
+        seconds = [run.figures[STEP_SECONDS] for run in runs if run.processor == processor]
+        counts = [spread([run.figures[name] for run in runs], 0) for name in ("replayed", "left_out")]
+        rows.append((variant, len(runs[0].rewards), spread(seconds, 1), *counts))
     return table(("", "steps", "CPU seconds of the steps", "groups replayed", "left out by their KL"), rows)

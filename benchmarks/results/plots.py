@@ -27,20 +27,20 @@ def curves(results: Results, name: str, task: str, title: str, timed: str = "") 
     variants, processor = by_variant(results, task), commonest_processor(results)
     figure = _figure(name, (15 if timed else 12, 4))
     panels = figure.subplots(1, 3 if timed else 2, sharey=True)
-    for number, (variant, own) in enumerate(variants.items()):
-        count = min(len(result.rewards) for result in own)
-        rewards = np.array([result.rewards[:count] for result in own])
-        clocked = [np.cumsum(result.seconds[:count]) for result in own if result.processor == processor]
+    for number, (variant, runs) in enumerate(variants.items()):
+        count = min(len(result.rewards) for result in runs)
+        rewards = np.array([result.rewards[:count] for result in runs])
+        clocked = [np.cumsum(result.seconds[:count]) for result in runs if result.processor == processor]
         places = [
             np.arange(1, count + 1),
-            np.mean([np.cumsum(result.tokens[:count]) for result in own], axis=0),
+            np.mean([np.cumsum(result.tokens[:count]) for result in runs], axis=0),
             *([np.median(clocked, axis=0)] if timed and clocked else []),
         ]
         # There are ten colours: lines from the eleventh on are dashed.
         colour, style = f"C{number % 10}", "-" if number < 10 else "--"
-        for axes, own_places in zip(panels, places, strict=False):
-            axes.plot(own_places, rewards.mean(axis=0), style, linewidth=1.2, color=colour, label=variant)
-            axes.fill_between(own_places, rewards.min(0), rewards.max(0), alpha=0.1, color=colour, linewidth=0)
+        for axes, run_places in zip(panels, places, strict=False):
+            axes.plot(run_places, rewards.mean(axis=0), style, linewidth=1.2, color=colour, label=variant)
+            axes.fill_between(run_places, rewards.min(0), rewards.max(0), alpha=0.1, color=colour, linewidth=0)
     panels[0].set(xlabel="step", ylabel="mean reward of completions", title=title)
     panels[1].set(xlabel="generated tokens")
     if timed:

@@ -134,19 +134,19 @@ class Part:
         file = self.file(directory)
         lines = file.read_bytes().splitlines() if file.exists() else []
         kept = {result.key: result for result in (Result(**orjson.loads(line)) for line in lines)}
-        made = [(run, kept[run.key]) for run in self.runs if run.key in kept]
-        return [result for run, result in made if _learned(result.settings) == _learned(run.settings)]
+        pairs = [(run, kept[run.key]) for run in self.runs if run.key in kept]
+        return [result for run, result in pairs if _learned(result.settings) == _learned(run.settings)]
 
     def make(self, seeds: int | None = None, directory: Path | None = None) -> None:
         """Make the missing runs of a task's first ``seeds`` seeds (None: all), and add each to the file."""
         file = self.file(directory)
-        had = {result.key for result in self.results(directory)}
+        present = {result.key for result in self.results(directory)}
         wanted = {
             (task, seed)
             for task in {run.task for run in self.runs}
             for seed in sorted({run.seed for run in self.runs if run.task == task})[:seeds]
         }
-        missing = [run for run in self.runs if run.key not in had and (run.task, run.seed) in wanted]
+        missing = [run for run in self.runs if run.key not in present and (run.task, run.seed) in wanted]
         for number, run in enumerate(missing, start=1):
             result = run.train(run)
             result.processor = processor()
@@ -168,11 +168,11 @@ def result_of(run: Run) -> Result:
 
 def by_variant(results: Results, task: str) -> Mapping[str, list[Result]]:
     """Return the results of a task by variant, in their first order."""
-    found: dict[str, list[Result]] = {}
+    variants: dict[str, list[Result]] = {}
     for result in results:
         if result.task == task:
-            found.setdefault(result.variant, []).append(result)
-    return found
+            variants.setdefault(result.variant, []).append(result)
+    return variants
 
 
 def commonest_processor(results: Results) -> str:

@@ -39,30 +39,30 @@ def fitted(paths: Sequence[Path] = FITTED) -> Rates:
     return fit([step for path in paths for step in read(path)])
 
 
-def check(given: argparse.Namespace) -> str:
+def check(args: argparse.Namespace) -> str:
     """Fit rates to runs, and compare predictions of other runs with their measurements."""
-    return check_text(fitted(given.fit), {path.stem: read(path) for path in given.against})
+    return check_text(fitted(args.fit), {path.stem: read(path) for path in args.against})
 
 
-def plan(given: argparse.Namespace) -> str:
+def plan(args: argparse.Namespace) -> str:
     """Search the cheapest layout for each model."""
-    batch = made_of(Batch, given)
-    models = [MODELS[label] for label in given.models.split(",")]
-    found = [(model, cheapest(model, batch, fitted(), given.step_seconds)) for model in models]
-    return plan_text(found, batch, given.step_seconds)
+    batch = made_of(Batch, args)
+    models = [MODELS[label] for label in args.models.split(",")]
+    predictions = [(model, cheapest(model, batch, fitted(), args.step_seconds)) for model in models]
+    return plan_text(predictions, batch, args.step_seconds)
 
 
-def expect(given: argparse.Namespace) -> str:
+def expect(args: argparse.Namespace) -> str:
     """Return what to expect of GPUs by their data sheets."""
     return roofline.table()
 
 
-def share(given: argparse.Namespace) -> str:
+def share(args: argparse.Namespace) -> str:
     """Return the memory of a GPU that engine and trainer share."""
     return one_gpu.table()
 
 
-def docs(given: argparse.Namespace) -> str:
+def docs(args: argparse.Namespace) -> str:
     """Write the output of the commands in docs/scaling.md and docs/gpus.md below them."""
     for path in (DOCS, GPU_DOCS):
         path.write_text(with_output(path.read_text()))
@@ -71,7 +71,7 @@ def docs(given: argparse.Namespace) -> str:
 
 def with_output(text: str) -> str:
     """Return a document in which the output of each of our commands follows it."""
-    return _BLOCK.sub(lambda found: f"{found[1]}{run(shlex.split(found[2]))}\n{found[4]}", text)
+    return _BLOCK.sub(lambda block: f"{block[1]}{run(shlex.split(block[2]))}\n{block[4]}", text)
 
 
 def run(arguments: Sequence[str] | None = None) -> str:
@@ -94,9 +94,9 @@ def run(arguments: Sequence[str] | None = None) -> str:
     one.set_defaults(command=share)
     one = commands.add_parser("docs", help="write docs/scaling.md and docs/gpus.md")
     one.set_defaults(command=docs)
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        return str(given.command(given))
+        return str(args.command(args))
     except (OSError, ValueError, KeyError) as error:
         raise SystemExit(f"error: {error}") from error
 

@@ -12,7 +12,7 @@ from benchmarks.harness import ROOT
 from local_runner.spec import env_file
 from scripts.launch.models import CONFIGS, MEMORY, WEIGHT_BYTES, Model
 from scripts.launch.tables import table as lines
-from services.rollout_server.settings import RolloutSettings
+from services.engines.settings import RolloutSettings
 from trainer.config import TrainerSettings
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import ENGINE_ASLEEP, GIB, USABLE, Limits, Need, choose, needed, work_of
@@ -79,8 +79,10 @@ def table() -> str:
         model = Model(label, name, ModelShape.of(config))
         for rank in (settings.lora_rank, 0):
             for card, memory in CARDS.items():
-                found = shared(model, settings.model_copy(update={"lora_rank": rank}), tokens, memory)
-                sizes = (f"{size / GIB:.1f}" for size in (found.training, found.generating, found.usable, found.host))
-                flags = ("yes" if flag else "no" for flag in (found.recomputes, found.fits))
+                moments = shared(model, settings.model_copy(update={"lora_rank": rank}), tokens, memory)
+                sizes = (
+                    f"{size / GIB:.1f}" for size in (moments.training, moments.generating, moments.usable, moments.host)
+                )
+                flags = ("yes" if flag else "no" for flag in (moments.recomputes, moments.fits))
                 rows.append([f"{label} {'adapters' if rank else 'whole'}", card, *sizes, *flags])
     return "\n".join(lines(["GiB", "card", "training", "generating", "usable", "host", "recomputes", "fits"], rows))

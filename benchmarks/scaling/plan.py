@@ -176,10 +176,10 @@ def cheapest(model: Model, batch: Batch, measured: Rates, step_seconds: float) -
     Raises:
         ValueError: there is no such layout.
     """
-    found = [predict(model, batch, layout, measured) for layout in layouts(model, batch)]
-    quick = [one for one in found if one.seconds.total <= step_seconds]
+    predictions = [predict(model, batch, layout, measured) for layout in layouts(model, batch)]
+    quick = [one for one in predictions if one.seconds.total <= step_seconds]
     if not quick:
-        best = min(one.seconds.total for one in found)
+        best = min(one.seconds.total for one in predictions)
         raise ValueError(f"{model.label}: the fastest step takes {best:.0f} s; --step-seconds {step_seconds:g} is less")
     return min(quick, key=lambda one: (one.layout.gpus, one.seconds.total))
 
@@ -204,7 +204,7 @@ def check_text(rates: Rates, unseen: Mapping[str, Sequence[Measured]]) -> str:
     return "\n".join(lines)
 
 
-def plan_text(found: Sequence[tuple[Model, Prediction]], batch: Batch, step_seconds: float) -> str:
+def plan_text(predictions: Sequence[tuple[Model, Prediction]], batch: Batch, step_seconds: float) -> str:
     """Return the assumptions, nodes and seconds of each model, and the changes to jobgroup.yaml."""
     lines = [
         f"a step: {batch.prompts} prompts of {batch.prompt_tokens} tokens, {batch.group_size} completions each of "
@@ -217,13 +217,13 @@ def plan_text(found: Sequence[tuple[Model, Prediction]], batch: Batch, step_seco
         value = getattr(ASSUMED, field.name)
         lines.append(f"  {field.name.replace('_', ' ')} {f'{value / GIGA:g} GB' if value >= GIGA else f'{value:g}'}")
     rows = []
-    for model, one in found:
+    for model, one in predictions:
         layout, seconds = one.layout, one.seconds
         nodes = (f"{layout.rollout_nodes} x {layout.rollout_gpus}", f"{layout.trainer_nodes} x {layout.trainer_gpus}")
         phases = [f"{getattr(seconds, phase):.1f}" for phase in (*PHASES, "total")]
         rows.append([model.label, *nodes, str(layout.gpus), *phases, f"{one.asynchronous_seconds:.1f}"])
     lines += ["", *table(["model", "rollout", "trainer", "GPUs", *PHASES, "step", "MODE=async"], rows)]
-    for model, one in found:
+    for model, one in predictions:
         lines += ["", f"{model.label}, in jobgroup.yaml"]
         need = needed(model.shape, work(model, batch, one.layout.trainer_nodes, one.layout.trainer_gpus))
         lines += [f"  {task}.{key}: {value}" for (task, key), value in changes(model, one.layout, need).items()]
@@ -234,11 +234,11 @@ def plan_text(found: Sequence[tuple[Model, Prediction]], batch: Batch, step_seco
 
 def variables(model: Model, one: Prediction, batch: Batch) -> dict[str, str]:
     """Return the settings of the launch."""
-    given = {
+    settings = {
         "MODEL_NAME": model.name,
         "BATCH_SIZE": str(batch.prompts),
         "GROUP_SIZE": str(batch.group_size),
         "MAX_NEW_TOKENS": str(batch.longest),
         "MIN_WORKERS": str(min_workers(one.layout.rollout_nodes)),
     }
-    return given if one.transport == "disk" else given | {"PUBLISH_TRANSPORT": one.transport}
+    return settings if one.transport == "disk" else settings | {"PUBLISH_TRANSPORT": one.transport}

@@ -95,9 +95,9 @@ class Counted:
     @classmethod
     def of(cls, label: str) -> Counted:
         """Return what was counted of a model in CONFIGS."""
-        found = json.loads(COUNTED.read_text())[label]
-        lists = {name: [Launches(**one) for one in part] for name, part in found.items() if isinstance(part, list)}
-        return cls(**(found | lists))
+        record = json.loads(COUNTED.read_text())[label]
+        lists = {name: [Launches(**one) for one in part] for name, part in record.items() if isinstance(part, list)}
+        return cls(**(record | lists))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from scripts.launch.tables import table, wrapped
 from services.core import logs
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.rollout_server.settings import RolloutSettings
+from services.engines.settings import RolloutSettings
 from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[2]

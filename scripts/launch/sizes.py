@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from scripts.launch.models import MEMORY, WEIGHT_BYTES, Model, config_of
 from services.core.errors import ConfigurationError
-from services.rollout_server.placement import Known, split_node
-from services.rollout_server.settings import EngineKind, RolloutSettings
+from services.engines.kinds import choose_engine
+from services.engines.placement import SizeFacts
+from services.engines.settings import RolloutSettings
 from trainer.config import TrainerSettings
 from trainer.preflight.check import Machine, NameNodes, check
 from trainer.preflight.sizes import GIB, PROCESS_BYTES, Limits, Need, needed
@@ -195,11 +196,12 @@ def _options(trainer: Tier, gpus: Gpus) -> NameNodes:
 
 def _engines(settings: RolloutSettings, model: Model, gpus: Gpus) -> int:
     """Return the number of engines of a rollout node, as its launcher will choose it."""
-    if settings.rollout_engine is EngineKind.EMBEDDED:
-        return 1
-    config = config_of(model.name).to_dict()
-    facts = Known(config | config.get("text_config", {}), model.parameters * WEIGHT_BYTES, gpus.memory)
-    return split_node(settings, gpus.count, lambda: facts).engines
+
+    def facts() -> SizeFacts:
+        config = config_of(model.name).to_dict()
+        return SizeFacts(config | config.get("text_config", {}), model.parameters * WEIGHT_BYTES, gpus.memory)
+
+    return choose_engine(settings, gpus.count).split(settings, gpus.count, facts).engines
 
 
 def _amount(size: str) -> float:

@@ -10,26 +10,74 @@ refuses token ids outside the vocabulary, because they would crash a worker.
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from prometheus_client import Counter, Gauge
+from tokenizers import Tokenizer
 
-from services.clients.completions import CompletionDecoder, read_completions
 from services.core.endpoints import Endpoint, Task, endpoint
-from services.core.errors import DependencyLostError
+from services.core.errors import DependencyLostError, first_line
+from services.core.logs import get_logger
+from services.core.models import model_file
+from services.engines.kinds import ROUTED
 from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.groups import EMPTY, TokenSequence
 from services.protocol.rewards import FinishReason
 from services.weights.policy_store import ADAPTER_NAME
 
+log = get_logger(__name__)
+
+
+class CompletionDecoder:
+    """A decoder of completions that came in several pieces, between which the bytes of a character may be cut.
+
+    It loads the model's tokenizer at its first call, because most runs have no such completions.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._load = functools.cache(functools.partial(_load_tokenizer, model_name))
+        self._loading = asyncio.Lock()
+
+    async def decode(self, completion: TokenSequence, stop: Sequence[str]) -> TokenSequence:
+        """Return a completion with the text that an engine gives for one request: no special tokens, and no ``stop``.
+
+        A model without a tokenizer.json keeps the texts of the pieces.
+        """
+        async with self._loading:
+            tokenizer = await asyncio.to_thread(self._load)
+        if tokenizer is None:
+            return completion
+        return completion.model_copy(update={"completion": _text(tokenizer, completion, stop)})
+
+
+def _load_tokenizer(model_name: str) -> Tokenizer | None:
+    """Load a tokenizer without transformers, which collectors do not have; None, with a warning, if that fails."""
+    try:
+        return Tokenizer.from_file(str(model_file(model_name, "tokenizer.json")))
+    except Exception as error:  # noqa: BLE001  # tokenizers raises no narrower one
+        log.warning("characters between pieces of completions stay cut", model=model_name, reason=first_line(error))
+        return None
+
+
+def _text(tokenizer: Tokenizer, completion: TokenSequence, stop: Sequence[str]) -> str:
+    """Return a completion's text without special tokens, up to the stop text or stop token that ended it."""
+    ids = completion.completion_ids.tolist()
+    text = tokenizer.decode(ids)
+    if completion.finish_reason is not FinishReason.STOP:
+        return text
+    places = [text.find(end) for end in stop if end in text]
+    return text[: min(places)] if places else tokenizer.decode(ids[:-1])
+
+
 REQUESTS = Counter("rollout_requests", "Generation requests sent.")
 COMPLETIONS = Counter("rollout_completions", "Completions received, by finish reason.", ["finish_reason"])
 RESUBMITTED = Counter("rollout_resubmitted", "Completions asked for again, by reason.", ["reason"])
 LOST = Counter("rollout_requests_lost", "Requests that no worker answered well, retries of router and client included.")
-MISSING = Counter("rollout_missing", "Completions that could not be had within deadline and tries.")
+MISSING = Counter("rollout_missing", "Completions that could not be generated within deadline and tries.")
 TOKENS = Counter("rollout_tokens", "Completion tokens received.")
 IN_FLIGHT = Gauge("rollout_requests_in_flight", "Generation requests waiting for their answer.")
 
@@ -189,9 +237,9 @@ class RolloutClient(HttpClient):
 
     async def use_adapter_if_served(self) -> str | None:
         """Generate with the trained LoRA adapter from now on if the workers serve one; return its name."""
-        probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "lora_path": ADAPTER_NAME}
+        probe = ROUTED.generate_body([0], {"max_new_tokens": 1}, lora_path=ADAPTER_NAME)
         try:
-            await self.request("POST", "/generate", probe)
+            await self.request("POST", ROUTED.generate_path, probe)
         except RequestRefusedError:
             return None
         self.lora_path = ADAPTER_NAME
@@ -220,25 +268,19 @@ class RolloutClient(HttpClient):
         sampling = {**asdict(params), "max_new_tokens": piece, "n": n}
         if seed is not None:
             sampling["sampling_seed"] = seed % 2**31
-        payload = {
-            "input_ids": [*prompt_ids, *begun.so_far.completion_ids.tolist()],
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "logprob_start_len": -1,
-            "return_text_in_logprobs": False,
-            **({"lora_path": self.lora_path} if self.lora_path else {}),
-        }
+        input_ids = [*prompt_ids, *begun.so_far.completion_ids.tolist()]
+        body = ROUTED.generate_body(input_ids, sampling, lora_path=self.lora_path)
         REQUESTS.inc()
         try:
             with IN_FLIGHT.track_inprogress():
                 headers = {ROUTING_KEY: begun.key}
-                reply = await self.request("POST", "/generate", payload, headers=headers, deadline=deadline)
-            completions = read_completions(str(reply.url), reply.content)
+                reply = await self.request("POST", ROUTED.generate_path, body, headers=headers, deadline=deadline)
+            completions = ROUTED.read_completions(str(reply.url), reply.content)
         except DependencyLostError as error:
             LOST.inc()
             # Under a new key, so that another worker continues it.
-            kept = [_Begun(secrets.token_hex(8), begun.so_far)] if begun.tokens else []
-            return _Reply([], kept, error)
+            again = [_Begun(secrets.token_hex(8), begun.so_far)] if begun.tokens else []
+            return _Reply([], again, error)
         TOKENS.inc(sum(completion.tokens for completion in completions))
         RESUBMITTED.labels("missing").inc(max(n - len(completions), 0))
         sorted_by_end = _sorted_by_end(begun, completions[:n], piece, params.max_new_tokens)
@@ -249,7 +291,7 @@ class RolloutClient(HttpClient):
 
 
 def _sorted_by_end(begun: _Begun, received: Sequence[TokenSequence], piece: int, most: int) -> _Reply:
-    """Return the completions that begin with ``begun`` and go on with what was ``received``; count them.
+    """Return the completions that begin with ``begun`` and continue with the ``received`` tokens; count them.
 
     Args:
         begun: the beginning of all of them.

@@ -1,6 +1,5 @@
 """The engine for machines without a GPU: the part of SGLang's HTTP contract that this project uses, on torch alone.
 
-    settings.py              the environment variables
     http/app.py              the application: loads the model and runs the engine
     http/state.py            the state that all routes share
     http/requests.py         the bodies of SGLang's and OpenAI's routes, and the engine's requests made from them

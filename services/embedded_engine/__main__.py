@@ -10,7 +10,7 @@ from services.chat.tokenizers import import_transformers_alone
 from services.core import endpoints, logs, machine
 from services.core.errors import exit_code_of
 from services.core.imports import pause_collection
-from services.embedded_engine.settings import EngineSettings
+from services.engines.settings import EngineSettings
 from services.http.server import listen, serve
 
 

@@ -8,35 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from services.engines.engine import Requests, WorkerAdmin, WorkerRefusedError
+from services.engines.engine import Engine, Requests, WorkerRefusedError
 from services.weights.policy_store import PublishedPolicy, is_adapter
 
 FIRST_VERSION = 0
 """The policy version of MODEL_NAME itself."""
 
 
-class Form:
+class Form(ABC):
     """A policy version as engines get it."""
 
     version: int
     is_adapter: bool = False
     """The version is a LoRA adapter, which engines compute with in addition to their weights."""
 
-    async def prepare(self, worker: WorkerAdmin) -> None:
+    async def prepare(self, worker: Engine) -> None:  # noqa: B027  # most forms are ready
         """Wait until a worker, which generates nothing now, can load the version."""
 
-    async def load(self, worker: WorkerAdmin) -> None:
+    @abstractmethod
+    async def load(self, worker: Engine) -> None:
         """Have a prepared worker load the version."""
-        raise NotImplementedError
 
-    def forgo(self, url: str) -> None:
+    def forgo(self, url: str) -> None:  # noqa: B027  # most forms wait for no worker
         """Expect the worker at ``url`` no longer."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027  # most forms hold nothing
         """Give back what the form holds, once no worker loads it any more."""
 
 
@@ -53,13 +54,13 @@ class Directory(Form):
         """Return a published version; this reads its directory."""
         return cls(policy.version, policy.path, is_adapter(policy.path))
 
-    async def load(self, worker: WorkerAdmin) -> None:
+    async def load(self, worker: Engine) -> None:
         """See Form."""
-        load = worker.load_adapter if self.is_adapter else worker.update_from_disk
+        load = worker.load_adapter if self.is_adapter else worker.load_model
         await load(self.path, self.version)
 
 
-async def serve(worker: WorkerAdmin, form: Form, requests: Requests, seconds: float | None = None) -> float:
+async def serve(worker: Engine, form: Form, requests: Requests, seconds: float | None = None) -> float:
     """Have a worker serve a version; return the seconds for which it generated nothing.
 
     After a failure the worker stays paused, because its weights may be of two versions. It must leave the routing then.
@@ -67,7 +68,7 @@ async def serve(worker: WorkerAdmin, form: Form, requests: Requests, seconds: fl
     Args:
         worker: the worker.
         form: the version to serve.
-        requests: what becomes of the requests in flight.
+        requests: the fate of the requests in flight.
         seconds: longest time for the pause to begin, and again for the load.
 
     Raises:

@@ -32,12 +32,12 @@ import orjson
 from prometheus_client import Counter, Gauge
 
 from services.chat.tokenizers import load_tokenizer
-from services.clients.completions import read_completions
 from services.clients.rollout import ROUTING_KEY
 from services.core.endpoints import Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.models import context_length, vocabulary_size
+from services.engines.kinds import ROUTED
 from services.gateway.chat_api import Api, add_turns, reply_of
 from services.gateway.prompts import PromptMaker
 from services.gateway.requests import ChatRequest
@@ -306,7 +306,7 @@ class EngineClient:
     """
 
     def __init__(self, token: str | None) -> None:
-        self._url = f"{endpoint(Task.ROLLOUT_SERVER).url}/generate"
+        self._url = endpoint(Task.ROLLOUT_SERVER).url + ROUTED.generate_path
         self._headers = {"Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -338,7 +338,7 @@ class EngineClient:
         Args:
             session_id: the router sends a session's requests to one worker, which has the conversation in its cache.
             prompt_ids: token ids of the whole prompt.
-            sampling: ``sampling_params`` of SGLang's /generate.
+            sampling: the parameters of sampling; see ``Engine.generate_body``.
             rid: the request's id; the number of the attempt is appended.
             seconds: for all attempts.
             on_aborted: called with the number of tokens of each aborted completion.
@@ -348,20 +348,13 @@ class EngineClient:
             RequestRefusedError: the engine refuses the request.
             DependencyLostError: no completion came within the deadline.
         """
-        payload = {
-            "input_ids": list(prompt_ids),
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "logprob_start_len": -1,
-            "return_text_in_logprobs": False,
-            **({"lora_path": lora_path} if lora_path else {}),
-        }
         end = time.monotonic() + seconds
         attempt, pause, failure = 0, FIRST_PAUSE_SECONDS, "the deadline had passed before the first attempt"
         with IN_FLIGHT.track_inprogress():
             while (left := end - time.monotonic()) > 0:
+                body = ROUTED.generate_body(prompt_ids, sampling, lora_path=lora_path, rid=f"{rid}-{attempt}")
                 try:
-                    completion = await self._ask(session_id, {**payload, "rid": f"{rid}-{attempt}"}, left)
+                    completion = await self._ask(session_id, body, left)
                     if completion.finish_reason is not FinishReason.ABORT and completion.tokens:
                         return completion
                     on_aborted(completion.tokens)
@@ -387,5 +380,5 @@ class EngineClient:
             if status >= 500 or status in _TRY_LATER:
                 raise DependencyLostError(f"{self._url} answered {status} {detail}")
             raise RequestRefusedError(Task.ROLLOUT_SERVER.value, self._url, status, detail)
-        [completion] = read_completions(self._url, body)
+        [completion] = ROUTED.read_completions(self._url, body)
         return completion

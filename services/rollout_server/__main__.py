@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import math
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from services.core import endpoints, logs, models
+from services.core import endpoints, logs, machine, models
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, exit_code_of
 from services.core.processes import Command, kill_stale_processes
 from services.core.supervisor import ChildRefusedError, SupervisedProcess
 from services.core.tasks import run_until_first_ends
-from services.engines.engine import RouterAdmin, WorkerAdmin
+from services.engines.engine import Engine, listen_flags
+from services.engines.kinds import choose_engine
+from services.engines.placement import EnginePlace, place_engines, size_facts
+from services.engines.router import RouterAdmin, check_router_installed, router_command
+from services.engines.settings import RolloutSettings
 from services.http import provenance
-from services.http.client import PROBE_SECONDS
-from services.rollout_server import commands
-from services.rollout_server.commands import Addresses, choose_addresses
-from services.rollout_server.placement import EnginePlace, place_engines
+from services.http.client import HttpClient
+from services.rollout_server.node_addresses import Addresses, choose_addresses
 from services.rollout_server.registration import WorkerRegistration
-from services.rollout_server.settings import EngineKind, RolloutSettings
 from services.rollout_server.watch import EngineWatch
 
 log = logs.get_logger(__name__)
@@ -38,7 +40,7 @@ ROUTER_START_SECONDS = 60.0
 
 
 async def run_node(
-    settings: RolloutSettings, kind: EngineKind, places: Sequence[EnginePlace], addresses: Addresses
+    settings: RolloutSettings, engine_class: type[Engine], places: Sequence[EnginePlace], addresses: Addresses
 ) -> None:
     """Run the engines, their registrations and, on node 0, the router until SIGTERM or SIGINT.
 
@@ -51,21 +53,27 @@ async def run_node(
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     rank = endpoints.node_rank()
     if rank == 0:
-        commands.check_installed("sglang_router", "rollout")
+        check_router_installed()
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(RouterAdmin(addresses.public_router, settings.token))
-        # A worker may take as long to load a version as to load its first weights.
-        admins = [
-            WorkerAdmin(own.url, settings.token, timeout=settings.engine_start_seconds) for own in addresses.own_workers
-        ]
-        workers = [await stack.enter_async_context(admin) for admin in admins]
         registrations, parts = [], []
-        for place, address, worker in zip(places, addresses.engines, workers, strict=True):
-            log.info("engine placed", engine=kind.value, **vars(place), listen=address.url)
-            command = commands.engine_command(settings, kind, address, place)
-            registration, own_parts = _engine(settings, command, worker, router, may_hang=kind is EngineKind.SGLANG)
+        for place, listen, reached_at in zip(places, addresses.engines, addresses.own_workers, strict=True):
+            log.info("engine placed", engine=engine_class.kind.value, **vars(place), listen=listen.url)
+            # A worker may take as long to load a version as to load its first weights.
+            worker = engine_class(reached_at.url, settings.token, timeout=settings.engine_start_seconds)
+            await stack.enter_async_context(worker)
+            process = SupervisedProcess(
+                engine_class.command(settings, listen, place),
+                worker.is_healthy,
+                max_restarts=settings.rollout_max_restarts,
+                start_seconds=settings.engine_start_seconds,
+                hang_seconds=settings.engine_hang_seconds,
+            )
+            registration = WorkerRegistration(settings, worker, router, process)
+            process.before_restart = registration.withdraw
             registrations.append(registration)
-            parts += own_parts
+            watch = EngineWatch(settings, worker, process, registration.is_updating)
+            parts += [process.run(), registration.run(), watch.run()]
 
         async def withdraw_all() -> None:
             await asyncio.gather(*(registration.withdraw_if_possible() for registration in registrations))
@@ -82,25 +90,6 @@ async def run_node(
         await run_until_first_ends(*parts)
 
 
-def _engine(
-    settings: RolloutSettings, command: Command, worker: WorkerAdmin, router: RouterAdmin, *, may_hang: bool
-) -> tuple[WorkerRegistration, list[Coroutine[None, None, None]]]:
-    """Return an engine's registration, and the coroutines that keep the engine running, registered and watched."""
-    engine = SupervisedProcess(
-        command,
-        worker.is_healthy,
-        max_restarts=settings.rollout_max_restarts,
-        start_seconds=settings.engine_start_seconds,
-        hang_seconds=settings.engine_hang_seconds,
-    )
-    registration = WorkerRegistration(settings, worker, router, engine)
-    engine.before_restart = registration.withdraw
-    parts = [engine.run(), registration.run()]
-    if may_hang or settings.engine_sleeps:
-        parts.append(EngineWatch(settings, worker, engine, registration.is_updating, may_hang=may_hang).run())
-    return registration, parts
-
-
 async def _run_router(settings: RolloutSettings, addresses: Addresses, public: RouterAdmin) -> None:
     """Start the router, and the proxy in front of it, when the first worker of any node answers; keep them running.
 
@@ -109,13 +98,15 @@ async def _run_router(settings: RolloutSettings, addresses: Addresses, public: R
     urls = sorted({worker.url for worker in (*addresses.own_workers, *addresses.first_workers)})
     log.info("the router starts once a rollout worker answers", workers=" ".join(urls))
     async with AsyncExitStack() as stack:
-        controls = [WorkerAdmin(url, settings.token, timeout=PROBE_SECONDS) for url in urls]
-        workers = [await stack.enter_async_context(control) for control in controls]
+        workers = [
+            await stack.enter_async_context(HttpClient(url, token=settings.token, service="worker")) for url in urls
+        ]
         # If none ever answers, this node's engine ends the wait, because its supervisor gives up in the end.
         await run_until_first_ends(*(worker.wait_healthy(math.inf) for worker in workers))
-    children = [commands.router_command(settings, addresses)]
+    children = [router_command(settings, addresses.router, addresses.router_metrics)]
     if addresses.auth_proxy is not None:
-        children.append(commands.auth_proxy_command(addresses.auth_proxy, addresses.router))
+        flags = [*listen_flags(addresses.auth_proxy), "--router", addresses.router.url]
+        children.append(Command("auth-proxy", sys.executable, "services.rollout_server.auth_proxy", flags))
     await run_until_first_ends(
         *(
             SupervisedProcess(
@@ -130,23 +121,37 @@ async def _run_router(settings: RolloutSettings, addresses: Addresses, public: R
     )
 
 
+def number_of_gpus() -> int:
+    """Return the number of this node's GPUs: SkyPilot's figure, else torch's."""
+    promised = machine.promised_gpus()
+    if promised is not None:
+        return promised
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def main() -> None:
     """Read command line and environment, and run the node."""
     parser = argparse.ArgumentParser(prog="python -m services.rollout_server")
     parser.add_argument("--host", help="address to listen on")
     parser.add_argument("--port", type=int, help="the router's port, default 30000")
     parser.add_argument("--engine-port", type=int, help="the first engine's port, default 30001; the next ones add 10")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     settings = RolloutSettings.load()
     logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
     kill_stale_processes()
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
-    kind = commands.choose_engine(settings)
+    n_gpus = number_of_gpus()
+    engine_class = choose_engine(settings, n_gpus)
+    engine_class.check_installed(settings)
     models.download_model(settings.model_name)
-    places = place_engines(settings, kind, commands.number_of_gpus())
-    addresses = choose_addresses(has_token=settings.token is not None, n_engines=len(places), **vars(given))
+    places = place_engines(engine_class.split(settings, n_gpus, lambda: size_facts(settings)), n_gpus)
+    addresses = choose_addresses(has_token=settings.token is not None, n_engines=len(places), **vars(arguments))
     try:
-        asyncio.run(run_node(settings, kind, places, addresses))
+        asyncio.run(run_node(settings, engine_class, places, addresses))
     except ChildRefusedError as error:
         # Not as the log's last `error: ` line, which everybody shows: the child's own says why.
         log.error(str(error))

@@ -22,11 +22,11 @@ from starlette.types import ASGIApp
 
 from services.core import logs
 from services.core.errors import ConfigurationError, exit_code_of
+from services.engines.settings import RolloutSettings
 from services.http import problems
 from services.http.middleware import ServiceMiddleware
 from services.http.problems import problem_response
 from services.http.server import ended_before_client_left, listen, server_config
-from services.rollout_server.settings import RolloutSettings
 
 SERVICE = "router"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")

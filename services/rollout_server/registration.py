@@ -19,10 +19,11 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.supervisor import SupervisedProcess
 from services.core.tasks import in_background
-from services.engines.engine import RouterAdmin, WorkerAdmin, WorkerRefusedError
+from services.engines.engine import Engine, WorkerRefusedError
+from services.engines.router import RouterAdmin
+from services.engines.settings import RolloutSettings
 from services.engines.versions import FIRST_VERSION, Directory, serve
 from services.http.client import RequestRefusedError
-from services.rollout_server.settings import RolloutSettings
 from services.weights.policy_store import PolicyStore, PublishedPolicy
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class WorkerRegistration:
     """The registration of one node's worker with the router."""
 
     def __init__(
-        self, settings: RolloutSettings, worker: WorkerAdmin, router: RouterAdmin, engine: SupervisedProcess
+        self, settings: RolloutSettings, worker: Engine, router: RouterAdmin, engine: SupervisedProcess
     ) -> None:
         self.store = PolicyStore(settings.policy_dir)
         self._settings = settings
@@ -125,7 +126,7 @@ class WorkerRegistration:
                 if not await self._router.is_healthy():
                     raise DependencyLostError("the router does not answer")
                 self._has_met_router = True
-                is_registered = self._url in await self._router.workers()
+                is_registered = self._url in {worker.url for worker in await self._router.workers()}
                 self._removals += was_registered and not is_registered
                 was_registered = is_registered
                 stale_since = (stale_since or time.monotonic()) if is_registered and await self._is_stale() else None
@@ -209,11 +210,14 @@ class WorkerRegistration:
         added_at = -ADD_AGAIN_SECONDS
         try:
             async with asyncio.timeout(LISTED_SECONDS):
-                while self._url not in await self._router.healthy_workers():
+                while True:
+                    listed = {worker.url: worker.is_healthy for worker in await self._router.workers()}
+                    if listed.get(self._url):
+                        return
                     # Again if the router was restarted meanwhile, since it has forgotten the worker.
                     is_due = time.monotonic() - added_at >= ADD_AGAIN_SECONDS
-                    if is_due and self._url not in await self._router.workers():
-                        await self._router.add(self._url)
+                    if is_due and self._url not in listed:
+                        await self._router.add(self._worker)
                         added_at = time.monotonic()
                     await asyncio.sleep(POLL_SECONDS / 10)
         except RequestRefusedError as error:
@@ -271,8 +275,7 @@ class WorkerRegistration:
             DependencyLostError: it fails, or takes too long; the message names the action.
         """
         try:
-            # A volume whose server is gone may block for ever, so the thread must not be one that the launcher's end
-            # waits for.
+            # A volume whose server is gone may block for ever, so the launcher must not wait for its thread at the end.
             async with asyncio.timeout(VOLUME_SECONDS):
                 return await in_background(work)
         except (OSError, TimeoutError) as error:

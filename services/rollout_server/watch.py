@@ -1,8 +1,8 @@
 """A watch over an engine whose process runs: kill it when its scheduler hangs, and wake it when its trainer is gone.
 
-SGLang's HTTP process answers /health by itself, also when the scheduler or its GPU hangs. The watch therefore has the
-scheduler generate a token now and then, by /health_generate, and kills an engine whose scheduler is silent. A scheduler
-that generates for others answers at once, so the check costs a busy engine nothing.
+An engine's HTTP process may answer /health by itself, also when the scheduler or its GPU hangs. The watch therefore
+asks the scheduler now and then, and kills an engine whose scheduler is silent. A scheduler that generates for others
+answers at once, so the check costs a busy engine nothing.
 
 With ENGINE_SLEEPS, the trainer wakes the engine with its next publication, and a restarted trainer with its first one.
 If the trainer is gone, the watch wakes the engine, so that requests of others do not wait for ever.
@@ -19,9 +19,9 @@ from services.core.endpoints import Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.supervisor import SupervisedProcess
-from services.engines.engine import WorkerAdmin, WorkerRefusedError
+from services.engines.engine import Engine, WorkerRefusedError
+from services.engines.settings import RolloutSettings
 from services.http.client import HttpClient
-from services.rollout_server.settings import RolloutSettings
 
 log = get_logger(__name__)
 
@@ -44,11 +44,9 @@ class EngineWatch:
     def __init__(
         self,
         settings: RolloutSettings,
-        worker: WorkerAdmin,
+        worker: Engine,
         engine: SupervisedProcess,
         is_updating: Callable[[], Awaitable[bool]],
-        *,
-        may_hang: bool,
     ) -> None:
         """Make a watch.
 
@@ -57,20 +55,18 @@ class EngineWatch:
             worker: the engine's routes.
             engine: the engine's process.
             is_updating: returns whether the engine's weights may be changing now, during which it is silent.
-            may_hang: the scheduler may hang although /health answers.
         """
         self._settings = settings
         self._worker = worker
         self._engine = engine
         self._is_updating = is_updating
-        self._may_hang = may_hang
 
     async def run(self) -> None:
         """Watch every start of the engine, from its first answer on, until cancelled."""
         start = 0
         while True:
             start = await self._engine.wait_until_healthy(after=start)
-            watches = [self._kill_if_hung(start)] if self._may_hang else []
+            watches = [self._kill_if_hung(start)]
             watches += [self._wake_if_alone(start)] if self._settings.engine_sleeps else []
             await asyncio.gather(*watches)
 

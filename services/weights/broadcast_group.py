@@ -39,7 +39,7 @@ REACH_SECONDS = 30.0
 """Longest wait until rank 0 listens: it invites the workers and begins to listen at the same time."""
 REACH_POLL_SECONDS = 0.1
 
-CUMEM, CUMEM_OF_SGLANG = "NCCL_CUMEM_ENABLE", "0"
+CUMEM, CUMEM_OF_ENGINES = "NCCL_CUMEM_ENABLE", "0"
 """NCCL's variable, and its value in SGLang's engines unless a user chose another (entrypoints/engine.py)."""
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -102,7 +102,7 @@ def match_engines_nccl() -> None:
 
     NCCL reads the variable when a process makes its first communicator.
     """
-    os.environ.setdefault(CUMEM, CUMEM_OF_SGLANG)
+    os.environ.setdefault(CUMEM, CUMEM_OF_ENGINES)
 
 
 def flattened(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -23,7 +23,6 @@ ADAPTER_NAME = "policy"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-
 _NAME = re.compile(r"v(\d{6,})")
 _BEGUN = re.compile(r"v(\d{6,})|\.v(\d{6,})\.partial")
 _HOLD = re.compile(r"\.v(\d{6,})\.held-[0-9a-f]+")
@@ -51,8 +50,8 @@ class PolicyStore:
         """Return all complete versions, the oldest first; empty if the directory does not exist."""
         if not self.policy_dir.is_dir():
             return []
-        found = [(match, path) for path in self.policy_dir.iterdir() if (match := _NAME.fullmatch(path.name))]
-        return sorted((PublishedPolicy(int(m[1]), path) for m, path in found), key=lambda policy: policy.version)
+        names = [(match, path) for path in self.policy_dir.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return sorted((PublishedPolicy(int(m[1]), path) for m, path in names), key=lambda policy: policy.version)
 
     def newest(self) -> PublishedPolicy | None:
         """Return the newest complete version; None if nothing was published."""
@@ -105,7 +104,7 @@ class PolicyStore:
                 self._remove(policy)
 
     def discard_after(self, version: int) -> None:
-        """Remove what a run published after the checkpoint of ``version`` that it resumes from, or left unfinished."""
+        """Remove the versions after ``version``, from whose checkpoint the run resumes, and all unfinished ones."""
         for policy in self.published():
             if policy.version > version:
                 self._remove(policy)

@@ -26,7 +26,7 @@ from benchmarks.results.comparisons import (
 from benchmarks.results.experiments import PARTS
 from benchmarks.results.runs import Part, Result, Run, result_of, runs_of
 from benchmarks.results.tasks import TINY, with_model
-from services.embedded_engine.settings import EngineSettings
+from services.engines.settings import EngineSettings
 from trainer.config import TrainerSettings
 
 RUNS = [run for part in PARTS for run in part.runs]

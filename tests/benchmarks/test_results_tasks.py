@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks import trl
+from benchmarks import trl_runs
 from benchmarks.job import Job
 from benchmarks.results import beside_trl, experiments, job_runs
 from benchmarks.results.runs import Result, Run
@@ -106,13 +106,13 @@ def test_trl_gets_the_prompts_of_the_run_in_their_order(tmp_path: Path) -> None:
         for seed in ("0", "1"):
             seeded = variables | {"DATA_SEED": seed}
             data = DataSettings.load(**{name.lower(): value for name, value in seeded.items()})
-            trl.write_questions(data, settings, tmp_path / "questions.jsonl")
+            trl_runs.write_questions(data, settings, tmp_path / "questions.jsonl")
             lines = (tmp_path / "questions.jsonl").read_bytes().splitlines()
             prompts.append([orjson.loads(line)["prompt"] for line in lines])
     assert [len(one) for one in prompts] == [2 * settings.batch_size] * 2
     assert len(set(prompts[0])) == len(prompts[0])
     assert prompts[0] != prompts[1]
-    assert trl.options(settings)["adam_beta2"] == settings.adam_beta2
+    assert trl_runs.options(settings)["adam_beta2"] == settings.adam_beta2
 
 
 def test_the_stages_of_a_run_are_compared_seed_by_seed() -> None:

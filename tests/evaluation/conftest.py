@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from services.embedded_engine.http.app import create_app
-from services.rollout_server.settings import RolloutSettings
+from services.engines.settings import RolloutSettings
 from tests.evaluation.agent_play import Ground, ground_on
 from tests.models import made_once
 from tests.services.gateway.conftest import make_model

@@ -15,7 +15,7 @@ import pytest
 
 from evaluation.report import Results
 from services.embedded_engine.http.app import create_app
-from services.rollout_server.settings import RolloutSettings
+from services.engines.settings import RolloutSettings
 from tests.evaluation.gsm8k_rows import COUNTS, ROWS
 from tests.services.run_page.serving import served_ready
 from tests.waiting import LIMIT_SECONDS

@@ -13,9 +13,9 @@ from evaluation.samples import Kind
 from evaluation.settings import EvaluationSettings
 from services.clients.agent_episodes import EpisodePlayer
 from services.embedded_engine.http.app import create_app
+from services.engines.settings import RolloutSettings
 from services.http.server import serving
 from services.protocol.prompts import Prompt
-from services.rollout_server.settings import RolloutSettings
 from tests.evaluation.agent_play import ground_at, score
 from tests.evaluation.tool_model import questions
 from tests.waiting import IDLE_SECONDS, wait_ready

@@ -50,11 +50,11 @@ def test_a_machine_holds_no_more_engines_than_it_has_gpus_for(text: str, gpus: i
 
 def test_engines_get_their_sizes() -> None:
     allocation = parse_allocation("d2p2t4")
-    assert allocation.sglang_variables({"SGLANG_EXTRA_FLAGS": "--mem-fraction-static 0.8"}) == {
+    assert allocation.engine_variables({"SGLANG_EXTRA_FLAGS": "--mem-fraction-static 0.8"}) == {
         "SGLANG_TP_SIZE": "4",
         "SGLANG_EXTRA_FLAGS": "--mem-fraction-static 0.8 --pp-size 2",
     }
-    assert Allocation(data=3).sglang_variables({}) == {}
+    assert Allocation(data=3).engine_variables({}) == {}
 
 
 def test_vllm_is_started_at_its_nodes_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
-from services.engines.engine import WorkerAdmin
+from services.engines import engine
 from tests.ports import free_ports
 from tests.services.rollout_server.conftest import check_installed
 from tests.services.rollout_server.nodes import SGLANG_PYTHON
@@ -62,7 +62,7 @@ while True:
 """
 
 
-class Engine:
+class Ranks:
     """An engine whose ranks are those of a process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -71,7 +71,7 @@ class Engine:
     async def tensor_parallel_size(self) -> int:
         return TENSOR_PARALLEL
 
-    async def init_group(self, *request: Any) -> None:
+    async def join_group(self, *request: Any) -> None:
         names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(dict(zip(names, request, strict=True))).encode() + b"\n")
@@ -92,7 +92,9 @@ async def test_the_ranks_of_every_engine_receive_the_weights(monkeypatch: pytest
             with join_ranks() as ranks:
                 broadcaster = Broadcaster(TrainerSettings.load(run_id="r"), ranks.device, LIMIT_SECONDS)
                 group = WorkerGroup("group", {})
-                await broadcaster._join(group, cast("list[WorkerAdmin]", [Engine(process), Engine(process)]))
+                await broadcaster._join(
+                    group, [cast(engine.Engine, Ranks(process)), cast(engine.Engine, Ranks(process))]
+                )
                 for broadcaster.flattens in (True, False):
                     await group.send(partial(broadcaster._broadcast, [list(SENT.values())]), LIMIT_SECONDS)
                 told = [json.loads(line) for line in (await process.stdout.read()).splitlines() if line[:1] == b"["]

@@ -36,7 +36,8 @@ from torch import Tensor
 from services.core.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.engines.engine import RouterAdmin, WorkerAdmin, WorkerRefusedError
+from services.engines.engine import Engine, WorkerRefusedError
+from services.engines.router import RouterAdmin, Worker
 from services.engines.versions import Form
 from services.weights.broadcast_group import (
     SOURCE,
@@ -78,7 +79,7 @@ class Broadcast(Form):
         self._sending: asyncio.Task[None] | None = None
         self._start = asyncio.create_task(self._start_sending())
 
-    async def prepare(self, worker: WorkerAdmin) -> None:
+    async def prepare(self, worker: Engine) -> None:
         """See Form; the wait ends when all workers are held or forgo the version, and a group of those held is formed.
 
         Raises:
@@ -88,10 +89,10 @@ class Broadcast(Form):
         self._held.append(worker.url)
         self.forgo(worker.url)
         await asyncio.shield(self._start)
-        if self._group is None or worker.url not in self._group.registrations:
+        if self._group is None or worker.url not in self._group.members:
             raise WorkerRefusedError(f"worker {worker.url} is in no group for the broadcast")
 
-    async def load(self, worker: WorkerAdmin) -> None:
+    async def load(self, worker: Engine) -> None:
         """See Form. If the worker fails, the sending is given up: the other workers would wait for it in vain.
 
         Raises:
@@ -129,7 +130,7 @@ class Broadcast(Form):
             self._group, self._buckets = group, make_buckets(self._state, has_first_alone=not group.is_formed)
             self._sending = asyncio.create_task(self._broadcaster.send(group, self._buckets))
 
-    async def _receive(self, worker: WorkerAdmin) -> None:
+    async def _receive(self, worker: Engine) -> None:
         """Have a worker receive all buckets; the last one carries the version."""
         assert self._group is not None, "the worker is prepared"
         for number, bucket in enumerate(self._buckets, start=1):
@@ -163,10 +164,6 @@ class Broadcaster:
         """Send the tensors of a bucket in one broadcast; over gloo that takes longer than one by one."""
         self.group: WorkerGroup | None = None
 
-    def form(self, version: int, state: dict[str, Tensor], urls: Sequence[str]) -> Broadcast:
-        """Return a version for the workers at ``urls``; this needs a running event loop."""
-        return Broadcast(self, version, state, urls)
-
     async def send(self, group: WorkerGroup, buckets: Sequence[Bucket]) -> None:
         """Send all buckets; give the group up when that fails, does not end in time, or is cancelled.
 
@@ -180,7 +177,7 @@ class Broadcaster:
                 tensors = tensors[1:]
             await group.send(partial(self._broadcast, tensors), self.seconds)
         except (GroupBrokenError, asyncio.CancelledError):
-            await asyncio.gather(group.leave(), *(self._dismiss(url, group.name) for url in group.registrations))
+            await asyncio.gather(group.leave(), *(self._dismiss(each, group.name) for each in group.members.values()))
             raise
 
     def _broadcast(self, buckets: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> None:
@@ -190,11 +187,11 @@ class Broadcaster:
         for tensor in chain.from_iterable(buckets):
             broadcast_weights(tensor.to(self.device), group, self.seconds)
 
-    async def _dismiss(self, url: str, group_name: str) -> None:
+    async def _dismiss(self, worker: Worker, group_name: str) -> None:
         """Tell a worker to leave a group, if it answers; a worker that restarted since does not know the group."""
-        async with WorkerAdmin(url, token=self.settings.token, timeout=LEAVE_SECONDS) as worker:
-            with contextlib.suppress(WorkerRefusedError, DependencyLostError):
-                await worker.destroy_group(group_name)
+        with contextlib.suppress(WorkerRefusedError, DependencyLostError):
+            async with worker.engine(self.settings.token, timeout=LEAVE_SECONDS) as engine:
+                await engine.leave_group(group_name)
 
     async def group_or_none(self, urls: list[str]) -> WorkerGroup | None:
         """Return a group of these workers; None if there are none, or if they do not meet."""
@@ -207,35 +204,36 @@ class Broadcaster:
     async def _group_of(self, urls: list[str]) -> WorkerGroup:
         """Return the group of these workers: the present one, or a new one when the workers have changed."""
         async with RouterAdmin(token=self.settings.token) as router:
-            registrations = {url: name for url, name in (await router.registrations()).items() if url in urls}
-        if self.group is not None and self.group.registrations == registrations:
+            members = {worker.url: worker for worker in await router.workers() if worker.url in urls}
+        ids = {worker.id for worker in members.values()}
+        if self.group is not None and self.group.ids == ids:
             return self.group
         old, self.group = self.group, None
         if old is not None:
-            kept = [url for url in old.registrations if url in registrations]
-            await asyncio.gather(old.leave(), *(self._dismiss(url, old.name) for url in kept))
+            remaining = [member for url, member in old.members.items() if url in members]
+            await asyncio.gather(old.leave(), *(self._dismiss(member, old.name) for member in remaining))
         # A new name each time: workers remember the groups of a trainer that died, and refuse their names.
-        group = WorkerGroup(f"{self.settings.run_id}-{uuid.uuid4().hex}", registrations)
+        group = WorkerGroup(f"{self.settings.run_id}-{uuid.uuid4().hex}", members)
         try:
             async with AsyncExitStack() as stack, asyncio.timeout(FORM_SECONDS):
-                workers = [await stack.enter_async_context(self._worker(url)) for url in registrations]
-                await self._join(group, workers)
+                engines = [member.engine(self.settings.token, timeout=self.seconds) for member in members.values()]
+                await self._join(group, [await stack.enter_async_context(engine) for engine in engines])
         except BaseException:
-            await asyncio.gather(group.leave(), *(self._dismiss(url, group.name) for url in registrations))
+            await asyncio.gather(group.leave(), *(self._dismiss(member, group.name) for member in members.values()))
             raise
         self.group = group
         return group
 
-    async def _join(self, group: WorkerGroup, workers: list[WorkerAdmin]) -> None:
+    async def _join(self, group: WorkerGroup, engines: list[Engine]) -> None:
         """Have rank 0 and the workers meet."""
-        sizes = [await worker.tensor_parallel_size() for worker in workers]
+        sizes = [await engine.tensor_parallel_size() for engine in engines]
         world_size = 1 + sum(sizes)
         if self.backend == "nccl":
-            own = ".".join(map(str, torch.cuda.nccl.version()))
-            others = [await worker.nccl_version() for worker in workers]
-            log.info("forming a group for the broadcast", nccl=own, nccl_of_workers=others)
-            if any(other not in (None, own) for other in others):
-                log.warning("trainer and workers have different versions of NCCL", trainer=own, workers=others)
+            trainers = ".".join(map(str, torch.cuda.nccl.version()))
+            others = [await engine.nccl_version() for engine in engines]
+            log.info("forming a group for the broadcast", nccl=trainers, nccl_of_workers=others)
+            if any(other not in (None, trainers) for other in others):
+                log.warning("trainer and workers have different versions of NCCL", trainer=trainers, workers=others)
         meeting = endpoint(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
         listen = bind_address(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
         join = partial(
@@ -249,15 +247,12 @@ class Broadcaster:
             FORM_SECONDS,
         )
         invitations = [
-            worker.init_group(
+            engine.join_group(
                 meeting.host, meeting.port, SOURCE + 1 + sum(sizes[:i]), world_size, group.name, self.backend
             )
-            for i, worker in enumerate(workers)
+            for i, engine in enumerate(engines)
         ]
         await asyncio.gather(group.join(join, FORM_SECONDS), *invitations)
-
-    def _worker(self, url: str) -> WorkerAdmin:
-        return WorkerAdmin(url, token=self.settings.token, timeout=self.seconds)
 
 
 def make_buckets(state: dict[str, Tensor], *, has_first_alone: bool) -> list[Bucket]:
@@ -295,15 +290,17 @@ class GroupBrokenError(Exception):
 class WorkerGroup:
     """A broadcast group. Its calls run one after the other in its own thread."""
 
-    def __init__(self, name: str, registrations: dict[str, str]) -> None:
+    def __init__(self, name: str, members: dict[str, Worker]) -> None:
         """Start the group's thread.
 
         Args:
             name: the group's name, the same for all members.
-            registrations: the router's id of each member, by its URL; a worker that restarted since has another id.
+            members: the workers by URL.
         """
         self.name = name
-        self.registrations = registrations
+        self.members = members
+        self.ids = {worker.id for worker in members.values()}
+        """The router's names of the members; a worker that restarted since has another one."""
         self.is_formed = False
         """True once a collective has ended, so that NCCL has its communicator."""
         self._process_group: dist.ProcessGroup | None = None

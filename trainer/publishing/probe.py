@@ -21,6 +21,7 @@ from torch import Tensor
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.engines.engine import WorkerRefusedError
+from services.engines.router import Worker
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
 from services.weights.policy_store import ADAPTER_NAME
@@ -122,32 +123,33 @@ async def probe_workers(
     Returns:
         The largest difference of a worker, as the mean over tokens of |log pi_worker - log pi_trainer|.
     """
-    urls = await publisher.registered_workers()
+    workers = await publisher.registered_workers()
 
-    async def difference_of(url: str) -> float:
-        scores = await _rescored(publisher, url, [*prompt_ids, *completion_ids], None)
+    async def difference_of(worker: Worker) -> float:
+        scores = await _rescored(publisher, worker, [*prompt_ids, *completion_ids], None)
         if scores is None:
             return float("inf")
         return statistics.fmean(abs(a - b) for a, b in zip(scores[-len(completion_ids) :], expected, strict=True))
 
-    differences = await asyncio.gather(*map(difference_of, urls))
-    far = [url for url, difference in zip(urls, differences, strict=True) if difference > TOLERANCE]
+    differences = await asyncio.gather(*map(difference_of, workers))
+    far = [worker for worker, difference in zip(workers, differences, strict=True) if difference > TOLERANCE]
     if far:
-        log.warning("workers compute something else than the trainer", urls=far, difference=max(differences))
+        urls = [worker.url for worker in far]
+        log.warning("workers compute something else than the trainer", urls=urls, difference=max(differences))
         await publisher.drop_workers(far)
     return max(differences, default=0.0)
 
 
 async def _rescored(
-    publisher: Publisher, url: str, token_ids: Sequence[int], adapter: str | None
+    publisher: Publisher, worker: Worker, token_ids: Sequence[int], adapter: str | None
 ) -> list[float] | None:
     """Return a worker's log-probabilities of ``token_ids[1:]``; None if it does not give any."""
-    async with publisher.worker(url) as worker:
-        try:
-            return await worker.rescore(token_ids, adapter)
-        except (WorkerRefusedError, DependencyLostError) as error:
-            log.warning("worker not probed", url=url, reason=str(error))
-            return None
+    try:
+        async with publisher.engine(worker) as engine:
+            return await engine.rescore(token_ids, adapter)
+    except (WorkerRefusedError, DependencyLostError) as error:
+        log.warning("worker not probed", url=worker.url, reason=str(error))
+        return None
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,10 @@ class Scores:
 
 
 @dataclass
-class _Worker:
-    """The scores at the last version that a worker is known to have, and the noise between it and the trainer."""
+class _LastDelivery:
+    """The scores at the last version that a worker certainly had, and the noise between it and the trainer."""
 
-    known: Scores
+    scores: Scores
     noise: float
 
 
@@ -170,7 +172,7 @@ class AdapterProbe:
     """The adapters' probe and what each worker answered.
 
     A worker starts from the scores of the model alone, without an adapter, whose differences are the numerical noise.
-    While the change since the last known version is within the noise, it is left to grow.
+    While the change since the last version that it certainly had is within the noise, it is left to grow.
     """
 
     def __init__(self, publisher: Publisher, token_ids: Sequence[int], model_alone: Sequence[float]) -> None:
@@ -184,7 +186,8 @@ class AdapterProbe:
         self._publisher = publisher
         self._token_ids = token_ids
         self._model_alone = _tensor(model_alone)
-        self._workers: dict[str, _Worker] = {}
+        self._last: dict[str, _LastDelivery] = {}
+        """By the workers' URLs."""
 
     async def check(self, expected: Sequence[float]) -> dict[str, float]:
         """Have every worker score the probe, and drop those without the published adapter.
@@ -196,17 +199,18 @@ class AdapterProbe:
             ``probe_difference``, the largest mean over tokens of |log pi_worker - log pi_trainer|, and
             ``probe_delivered``, the least share of the change that a worker sees, if the change can be judged.
         """
-        urls = await self._publisher.registered_workers()
-        results = await asyncio.gather(*(self._probe(url, _tensor(expected)) for url in urls))
+        workers = await self._publisher.registered_workers()
+        results = await asyncio.gather(*(self._probe(worker, _tensor(expected)) for worker in workers))
         wrong = [
-            url
-            for url, (difference, share) in zip(urls, results, strict=True)
+            worker
+            for worker, (difference, share) in zip(workers, results, strict=True)
             if difference > TOLERANCE or (share is not None and share < LEAST_SHARE)
         ]
         if wrong:
-            log.warning("workers do not compute with the published adapter", urls=wrong, difference_and_share=results)
-            for url in wrong:
-                self._workers.pop(url, None)
+            urls = [worker.url for worker in wrong]
+            log.warning("workers do not compute with the published adapter", urls=urls, difference_and_share=results)
+            for url in urls:
+                self._last.pop(url, None)
             await self._publisher.drop_workers(wrong)
         shares = [share for _, share in results if share is not None]
         return {
@@ -214,23 +218,23 @@ class AdapterProbe:
             **({"probe_delivered": min(shares)} if shares else {}),
         }
 
-    async def _probe(self, url: str, expected: Tensor) -> tuple[float, float | None]:
+    async def _probe(self, worker: Worker, expected: Tensor) -> tuple[float, float | None]:
         """Return a worker's mean difference, and its share of the change if that can be judged."""
-        if url not in self._workers:
-            alone = await _rescored(self._publisher, url, self._token_ids, None)
+        if worker.url not in self._last:
+            alone = await _rescored(self._publisher, worker, self._token_ids, None)
             if alone is None:
                 return float("inf"), None
             scores = Scores(self._model_alone, _tensor(alone))
-            self._workers[url] = _Worker(scores, _root_mean_square(scores.trainer - scores.worker))
-        rescored = await _rescored(self._publisher, url, self._token_ids, ADAPTER_NAME)
+            self._last[worker.url] = _LastDelivery(scores, _root_mean_square(scores.trainer - scores.worker))
+        rescored = await _rescored(self._publisher, worker, self._token_ids, ADAPTER_NAME)
         if rescored is None:
             return float("inf"), None
-        worker, now = self._workers[url], Scores(expected, _tensor(rescored))
+        last, now = self._last[worker.url], Scores(expected, _tensor(rescored))
         difference = float((now.trainer - now.worker).abs().mean())
-        if _root_mean_square(now.trainer - worker.known.trainer) <= NOISE_FACTOR * worker.noise:
+        if _root_mean_square(now.trainer - last.scores.trainer) <= NOISE_FACTOR * last.noise:
             return difference, None
-        share = delivered_share(worker.known, now)
-        worker.known = now
+        share = delivered_share(last.scores, now)
+        last.scores = now
         return difference, share
 
 

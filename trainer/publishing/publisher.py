@@ -30,7 +30,8 @@ from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.machine import release_memory
 from services.core.tasks import ServiceThread, in_background
-from services.engines.engine import Requests, RouterAdmin, WorkerAdmin, WorkerRefusedError
+from services.engines.engine import Engine, Requests, WorkerRefusedError
+from services.engines.router import RouterAdmin, Worker
 from services.engines.versions import Directory, Form, serve
 from services.weights.policy_store import PolicyStore
 from trainer.config import PublishedType, TrainerSettings, Transport
@@ -39,7 +40,7 @@ from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import DiskFullError, write_adapter, write_model, writing
-from trainer.publishing.broadcast import Broadcaster
+from trainer.publishing.broadcast import Broadcast, Broadcaster
 
 log = get_logger(__name__)
 
@@ -246,29 +247,29 @@ class Publisher:
             log.warning("policy version is written again", policy_version=version, reason="it has gone from the volume")
             self._write(version)
 
-    async def registered_workers(self, is_there: IsThere = lambda: True) -> list[str]:
-        """Return the URLs of the workers that the router knows, once they are at least MIN_WORKERS.
+    async def registered_workers(self, is_there: IsThere = lambda: True) -> list[Worker]:
+        """Return the workers that the router knows, once they are at least MIN_WORKERS.
 
         Raises:
             VersionGoneError: they are fewer, and the volume has lost the version that others could load.
             DependencyLostError: they are fewer after PUBLISH_SECONDS.
         """
 
-        async def everyone(registered: list[str]) -> list[str]:
+        async def everyone(registered: list[Worker]) -> list[Worker]:
             return registered
 
         return await self._wait_for_workers(everyone, "are registered with the router", is_there)
 
-    async def drop_workers(self, urls: Sequence[str]) -> None:
+    async def drop_workers(self, workers: Sequence[Worker]) -> None:
         """Remove workers from the routing; their launchers bring them up to date and register them again."""
-        WORKERS_DROPPED.inc(len(urls))
+        WORKERS_DROPPED.inc(len(workers))
         async with RouterAdmin(token=self.settings.token) as router:
-            for url in urls:
-                await router.remove(url)
+            for worker in workers:
+                await router.remove(worker.url)
 
-    def worker(self, url: str) -> WorkerAdmin:
-        """Return a client of a worker that gives it PUBLISH_SECONDS for each answer."""
-        return WorkerAdmin(url, token=self.settings.token, timeout=PUBLISH_SECONDS)
+    def engine(self, worker: Worker) -> Engine:
+        """Return a worker's engine, with PUBLISH_SECONDS for each answer."""
+        return worker.engine(self.settings.token, timeout=PUBLISH_SECONDS)
 
     async def _deliver(self, version: int) -> dict[str, float]:
         """Have all workers serve the version at once, drop those that do not, and return metrics.
@@ -280,25 +281,25 @@ class Publisher:
             DependencyLostError: fewer than MIN_WORKERS serve the version, even after PUBLISH_SECONDS more.
         """
         is_there = partial(self.writer.is_on_volume, version)
-        urls = await self.registered_workers(is_there)
-        form = self._form(version, urls)
+        workers = await self.registered_workers(is_there)
+        form = self._form(version, workers)
         try:
-            pauses = await asyncio.gather(*(self._bring(url, form) for url in urls))
+            pauses = await asyncio.gather(*(self._bring(worker, form) for worker in workers))
         finally:
             await form.close()
-        if failed := [url for url, pause in zip(urls, pauses, strict=True) if pause is None]:
+        if failed := [worker for worker, pause in zip(workers, pauses, strict=True) if pause is None]:
             await self.drop_workers(failed)
-        served = len(urls) - len(failed)
+        served = len(workers) - len(failed)
         if served < self.settings.min_workers:
 
-            async def up_to_date(registered: list[str]) -> list[str]:
+            async def up_to_date(registered: list[Worker]) -> list[Worker]:
                 versions = await asyncio.gather(*map(self._version_or_none, registered))
-                return [url for url, served in zip(registered, versions, strict=True) if served == version]
+                return [worker for worker, served in zip(registered, versions, strict=True) if served == version]
 
             served = len(await self._wait_for_workers(up_to_date, f"serve policy version {version}", is_there))
         return {"workers": float(served), "pause_seconds": max((pause or 0.0 for pause in pauses), default=0.0)}
 
-    def _form(self, version: int, urls: Sequence[str]) -> Form:
+    def _form(self, version: int, workers: Sequence[Worker]) -> Form:
         """Return the form in which the workers get the version that was written last."""
         state, path = self.writer.state, self.writer.store.path(version)
         if not state:
@@ -306,25 +307,25 @@ class Publisher:
         if self.broadcaster is None:
             return AdapterTensors(version, self.writer.policy.adapter_config(), pickle.dumps(state))
         self.writer.state = {}
-        return self.broadcaster.form(version, state, urls)
+        return Broadcast(self.broadcaster, version, state, [worker.url for worker in workers])
 
-    async def _bring(self, url: str, form: Form) -> float | None:
+    async def _bring(self, worker: Worker, form: Form) -> float | None:
         """Have one worker serve a version; return the seconds of its pause, or None if it does not serve it."""
         requests: Requests = "continue" if self.settings.publishes_in_place else "finish"
         try:
-            async with self.worker(url) as worker:
-                return await serve(worker, form, requests, PUBLISH_SECONDS)
+            async with self.engine(worker) as engine:
+                return await serve(engine, form, requests, PUBLISH_SECONDS)
         except (WorkerRefusedError, DependencyLostError, TimeoutError) as error:
-            form.forgo(url)
+            form.forgo(worker.url)
             reason = str(error) or "timed out"
-            log.warning("worker not updated", url=url, policy_version=form.version, reason=reason)
+            log.warning("worker not updated", url=worker.url, policy_version=form.version, reason=reason)
             return None
 
     async def _wait_for_workers(
-        self, select: Callable[[list[str]], Awaitable[list[str]]], state: str, is_there: IsThere
-    ) -> list[str]:
+        self, select: Callable[[list[Worker]], Awaitable[list[Worker]]], state: str, is_there: IsThere
+    ) -> list[Worker]:
         """Wait until ``select`` keeps MIN_WORKERS registered workers or more; ``state`` describes them in the error."""
-        selected: list[str] = []
+        selected: list[Worker] = []
         wanted = self.settings.min_workers
         try:
             async with asyncio.timeout(PUBLISH_SECONDS), RouterAdmin(token=self.settings.token) as router:
@@ -341,12 +342,12 @@ class Publisher:
                 "the rollout-server's log"
             ) from None
 
-    async def _version_or_none(self, url: str) -> int | None:
-        async with WorkerAdmin(url, token=self.settings.token, timeout=PROBE_SECONDS) as worker:
-            try:
-                return await worker.version()
-            except (WorkerRefusedError, DependencyLostError):
-                return None
+    async def _version_or_none(self, worker: Worker) -> int | None:
+        try:
+            async with worker.engine(self.settings.token, timeout=PROBE_SECONDS) as engine:
+                return await engine.version()
+        except (WorkerRefusedError, DependencyLostError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -360,13 +361,13 @@ class AdapterTensors(Form):
     """The pickled tensors."""
     is_adapter: bool = True
 
-    async def load(self, worker: WorkerAdmin) -> None:
+    async def load(self, worker: Engine) -> None:
         """See Form."""
         await worker.load_adapter_from_tensors(self.config, self.tensors, self.version)
 
 
 async def put_workers_to_sleep(settings: TrainerSettings) -> None:
-    """Have every registered worker give its GPU's memory away; ``WorkerAdmin.hold`` wakes it for the next version.
+    """Have every registered worker give its GPU's memory away; ``Engine.hold`` wakes it for the next version.
 
     A worker that does not fall asleep keeps its memory, and the step may do without.
 
@@ -374,12 +375,12 @@ async def put_workers_to_sleep(settings: TrainerSettings) -> None:
         DependencyLostError: the router does not answer.
     """
 
-    async def put_to_sleep(url: str) -> None:
-        async with WorkerAdmin(url, token=settings.token, timeout=SLEEP_SECONDS) as worker:
-            try:
-                await worker.sleep()
-            except (WorkerRefusedError, DependencyLostError) as error:
-                log.warning("worker does not sleep and keeps its memory", url=url, reason=str(error))
+    async def put_to_sleep(worker: Worker) -> None:
+        try:
+            async with worker.engine(settings.token, timeout=SLEEP_SECONDS) as engine:
+                await engine.sleep()
+        except (WorkerRefusedError, DependencyLostError) as error:
+            log.warning("worker does not sleep and keeps its memory", url=worker.url, reason=str(error))
 
     async with RouterAdmin(token=settings.token) as router:
         await asyncio.gather(*map(put_to_sleep, await router.workers()))

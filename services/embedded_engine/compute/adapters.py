@@ -1,8 +1,8 @@
-"""LoRA adapters, computed beside the weights that they adapt (Hu et al., arXiv:2106.09685).
+"""LoRA adapters, computed in addition to the weights that they adapt (Hu et al., arXiv:2106.09685).
 
 A layer returns y = x W^T + b + s (x A^T) B^T with A [r, in], B [out, r] and s = lora_alpha / r. The low-rank product is
 computed in float32 whatever the type of W, and W is never changed: a sum W + s B A, rounded to bfloat16, would lose a
-trained change that is small beside W.
+trained change that is small compared with W.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def unpickle_tensors(data: bytes) -> dict[str, Tensor]:
     """Return the tensors of a pickled dictionary, as SGLang takes it; nothing else is ever executed.
 
     Raises:
-        WeightsError: the data are no such dictionary.
+        WeightsError: the data are something else.
     """
     try:
         tensors = _TensorUnpickler(io.BytesIO(data)).load()
@@ -148,7 +148,7 @@ def unpickle_tensors(data: bytes) -> dict[str, Tensor]:
     except Exception as error:
         raise WeightsError(f"the adapter's tensors cannot be read: {error!r}") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise WeightsError("the adapter's tensors are no pickled dictionary of tensors by name")
+        raise WeightsError("the adapter's tensors are not a pickled dictionary of tensors by name")
     return tensors
 
 
@@ -180,15 +180,15 @@ def _check(tensors: Mapping[str, Tensor], architecture: Architecture, rank: int,
     adaptable = {projection for projections in _MERGED.values() for projection in projections}
     problems = [] if tensors else ["there are no tensors"]
     for name, tensor in tensors.items():
-        found = _TENSOR.fullmatch(name)
-        weight = shapes.get(f"{found[1]}.weight") if found else None
-        if found is None or weight is None or found[3] not in adaptable:
+        match = _TENSOR.fullmatch(name)
+        weight = shapes.get(f"{match[1]}.weight") if match else None
+        if match is None or weight is None or match[3] not in adaptable:
             problems.append(f"{name} adapts no projection of the model")
             continue
-        expected = (rank, weight[1]) if found[4] == "A" else (weight[0], rank)
+        expected = (rank, weight[1]) if match[4] == "A" else (weight[0], rank)
         if tuple(tensor.shape) != expected:
             problems.append(f"{name} is {list(tensor.shape)} instead of {list(expected)}")
-        other = name.replace(f"lora_{found[4]}", "lora_B" if found[4] == "A" else "lora_A")
+        other = name.replace(f"lora_{match[4]}", "lora_B" if match[4] == "A" else "lora_A")
         if other not in tensors:
             problems.append(f"{other} is missing")
     if problems:

@@ -1,4 +1,4 @@
-"""Causal attention that gives a token the same result to the bit, however many tokens are computed beside it.
+"""Causal attention that gives a token the same result to the bit, however many tokens are computed with it.
 
 A prompt's keys and values then equal those of the same tokens computed one by one, so a conversation can continue on
 what its completions left in the cache. Two properties of matrix products stand in the way. Long sums are split by their
@@ -79,8 +79,8 @@ def attend_causally(query: Tensor, keys: Tensor, values: Tensor, start: int, sca
         seen_keys, seen_values = keys[:, :length], values[:, :length]
         if joins:
             rows = mask.flatten(0, 1).expand(kv_heads, -1, -1)
-            found = attend(grouped[:, part].flatten(1, 2), seen_keys, seen_values, rows, scale)
-            attended[:, part] = found.view_as(attended[:, part])
+            result = attend(grouped[:, part].flatten(1, 2), seen_keys, seen_values, rows, scale)
+            attended[:, part] = result.view_as(attended[:, part])
             continue
         for head in range(kv_heads):
             own_keys, own_values = (side[head].expand(len(positions), -1, -1) for side in (seen_keys, seen_values))

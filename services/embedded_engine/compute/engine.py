@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 WAITING = Gauge("sglang:num_queue_reqs", "Requests with completions that do not run yet.")
 MAX_QUEUED_REQUESTS = 4096
-"""Queued requests beyond which the engine refuses more, as many as SGLang is told to take."""
+"""Queued requests beyond which the engine refuses more, as many as for SGLang."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -229,7 +229,7 @@ class Engine:
         return self._between_steps(lambda: None, changes_weights=True)
 
     def stats(self) -> dict[str, Any]:
-        """Return what runs and waits, approximately: it is read while the thread works."""
+        """Return the counts of running and waiting work; approximate, because the thread works meanwhile."""
         return {
             "running": len(self._scheduler.running),
             "waiting": self._num_queued(),

@@ -72,11 +72,11 @@ class KVCache:
         if wanted == self.row_length or (wanted < self.row_length and used_rows):
             return
         old = [(self.keys[i], self.values[i]) for i in range(self.num_layers)]
-        kept = []
+        contents = []
         if used_rows:
-            kept = [tuple(side[:used_rows, :, :used_length].clone() for side in pair) for pair in old]
+            contents = [tuple(side[:used_rows, :, :used_length].clone() for side in pair) for pair in old]
         self._divide(wanted)
-        for layer, pair in enumerate(kept):
+        for layer, pair in enumerate(contents):
             for side, content in zip((self.keys[layer], self.values[layer]), pair, strict=True):
                 side[:used_rows, :, :used_length] = content
 
@@ -144,7 +144,7 @@ class PrefixCache:
         self.generation = 0
         """Grows when the cache is cleared: keys and values computed before that must not be inserted."""
         self._roots: dict[bool, Node] = {}
-        # From the one that was not used for longest; parents come after their children.
+        # The least recently used first; parents come after their children.
         self._nodes: OrderedDict[Node, None] = OrderedDict()
 
     def clear(self) -> None:

@@ -19,7 +19,7 @@ from services.core.logs import get_logger
 from services.embedded_engine.compute.kv_cache import KVCache
 from services.embedded_engine.compute.model import Model, Weights, pack_weights
 from services.embedded_engine.compute.weights import Architecture, WeightsError, read_directory
-from services.embedded_engine.settings import EngineSettings
+from services.engines.settings import EngineSettings
 
 log = get_logger(__name__)
 

@@ -32,7 +32,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Return True when the likeliest token is always taken."""
+        """Return whether the likeliest token is always chosen."""
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
@@ -117,8 +117,8 @@ class Sampler:
         before = cumulative - ranked
         is_left = (ranks < self._top_k) & (before <= self._top_p * total[:, None]) & (ranked >= self._min_p)
         is_left[:, 0] = True
-        kept = torch.where(is_left, ranked, 0.0)
-        places = _draw(kept, _block_sums(kept), drawn)
+        remaining = torch.where(is_left, ranked, 0.0)
+        places = _draw(remaining, _block_sums(remaining), drawn)
         return order.gather(1, places[:, None]).squeeze(1)
 
 

@@ -245,8 +245,8 @@ class Scheduler:
         for entry, end in zip(entries, ends, strict=True):
             request = entry.request
             if request.logprob_start is not None and not request.input_logprobs:
-                own = hidden[end - len(entry.tokens) : end]
-                request.input_logprobs = self._input_logprobs(request.prompt_ids, request.logprob_start, own)
+                states = hidden[end - len(entry.tokens) : end]
+                request.input_logprobs = self._input_logprobs(request.prompt_ids, request.logprob_start, states)
         return dict(zip(entries, last.split(1), strict=True))
 
     def _start(self, admission: Admission, logits: Tensor | None) -> None:
@@ -276,13 +276,13 @@ class Scheduler:
 
     def _input_logprobs(self, prompt_ids: list[int], start: int, hidden: Tensor) -> list[float | None]:
         """Return the log-probabilities of a prompt's tokens from ``start`` on; the first token has none."""
-        found: list[float | None] = [None]
+        logprobs: list[float | None] = [None]
         targets = torch.tensor(prompt_ids[start + 1 :], device=hidden.device)
         sources = hidden[start : len(prompt_ids) - 1]
         for rows, tokens in zip(sources.split(LOGITS_ROWS), targets.split(LOGITS_ROWS), strict=True):
             if len(rows):
-                found += log_softmax_of(self.model.logits(rows), tokens).tolist()
-        return found
+                logprobs += log_softmax_of(self.model.logits(rows), tokens).tolist()
+        return logprobs
 
 
 def _top_logprobs(logits: Tensor, count: int) -> list[tuple[float, int]]:
@@ -292,7 +292,7 @@ def _top_logprobs(logits: Tensor, count: int) -> list[tuple[float, int]]:
 
 @dataclass(frozen=True)
 class Admission:
-    """Sequences taken from a queue entry, the cache rows that they get, and the keys and values known of its tokens."""
+    """Sequences of a queue entry, the cache rows that they get, and the cached keys and values of its tokens."""
 
     entry: QueueEntry
     sequences: list[Sequence]
@@ -308,7 +308,15 @@ class Admission:
 def choose(
     queue: deque[QueueEntry], cache: KVCache, prefixes: PrefixCache, running: int, budget: int
 ) -> list[Admission]:
-    """Take entries from the queue, in order, as far as rows beside ``running`` and ``budget`` prompt tokens allow."""
+    """Take entries from the queue, in order, as far as rows and prompt tokens allow.
+
+    Args:
+        queue: the entries.
+        cache: its first ``running`` rows are in use.
+        prefixes: keys and values that need no prefill.
+        running: number of running sequences.
+        budget: prompt tokens to compute at most.
+    """
     chosen: list[Admission] = []
     used = running
     longest = cache.row_length if running else 0
@@ -336,7 +344,7 @@ def choose(
 
 
 def _find_prefix(prefixes: PrefixCache, entry: QueueEntry) -> list[Tensor]:
-    """Return known keys and values of an entry's tokens but the last, which is computed for its logits."""
+    """Return cached keys and values of an entry's tokens but the last, which is computed for its logits."""
     if entry.cached is not None or entry.request.logprob_start is not None:
         return []
     return prefixes.find(entry.request.use_adapter, entry.tokens[:-1])

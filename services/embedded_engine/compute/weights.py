@@ -177,12 +177,12 @@ class Architecture:
 
 
 def is_ignored(architecture: Architecture, name: str) -> bool:
-    """Return whether a tensor of that name may be given but is not read: a tied copy, or a table that is computed."""
+    """Return whether a tensor of that name is allowed but not read: a tied copy, or a table that is computed."""
     return name.endswith("rotary_emb.inv_freq") or (architecture.has_tied_embeddings and name == "lm_head.weight")
 
 
 def check(
-    architecture: Architecture, given: Mapping[str, tuple[int, ...]], source: str, *, is_complete: bool = True
+    architecture: Architecture, tensor_shapes: Mapping[str, tuple[int, ...]], source: str, *, is_complete: bool = True
 ) -> None:
     """Compare names and shapes of tensors with the model's.
 
@@ -191,8 +191,8 @@ def check(
             first few.
     """
     shapes = architecture.shapes()
-    problems = [f"{name} is missing" for name in shapes if is_complete and name not in given]
-    for name, shape in given.items():
+    problems = [f"{name} is missing" for name in shapes if is_complete and name not in tensor_shapes]
+    for name, shape in tensor_shapes.items():
         if name in shapes and shape != shapes[name]:
             problems.append(f"{name} is {list(shape)} instead of {list(shapes[name])}")
         elif name not in shapes and not is_ignored(architecture, name):
@@ -223,12 +223,12 @@ def read_directory(directory: Path, architecture: Architecture) -> dict[str, Ten
     source = str(directory)
     try:
         files = _files(directory)
-        given: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for path in files:
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  # not a mapping
-                    given[name] = tuple(opened.get_slice(name).get_shape())
-        check(architecture, given, source)
+                    shapes[name] = tuple(opened.get_slice(name).get_shape())
+        check(architecture, shapes, source)
         tensors: dict[str, Tensor] = {}
         for path in files:
             with safe_open(path, framework="pt") as opened:
@@ -371,8 +371,8 @@ class WeightsReceiver:
         """Return the memory of a bucket, and its tensors as parts of it."""
         if not len(names) == len(dtypes) == len(shapes):
             raise WeightsError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not go together")
-        given = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
-        check(self._architecture, given, "the update", is_complete=False)
+        by_name = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
+        check(self._architecture, by_name, "the update", is_complete=False)
         kinds = [_DTYPES.get(dtype.removeprefix("torch.")) for dtype in dtypes]
         types = [kind for kind in kinds if kind is not None]
         if len(types) < len(kinds):

@@ -15,7 +15,7 @@ from services.embedded_engine.compute.loading import load
 from services.embedded_engine.compute.weights import WeightsReceiver
 from services.embedded_engine.http import openai_routes, sglang_routes, weight_routes
 from services.embedded_engine.http.state import EngineState
-from services.embedded_engine.settings import EngineSettings
+from services.engines.settings import EngineSettings
 from services.http.app import Lifecycle, Stats, create_service_app
 
 log = get_logger(__name__)

@@ -69,7 +69,7 @@ def add_routes(app: FastAPI) -> None:
 
 
 def _warn_of_dropped(state: EngineState, body: ChatRequest) -> None:
-    """Log once what the model's chat template drops. Such requests are answered, as SGLang answers them."""
+    """Log once which parts the model's chat template drops. Such requests are answered, as SGLang answers them."""
     for name in body.dropped_by(state.loaded.tokenizer):
         if name not in state.warned_of:
             state.warned_of.add(name)

@@ -54,9 +54,9 @@ class RequestBody(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _refuse_with_400(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _refuse_with_400(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            return handler(_without_neutral(given) if isinstance(given, dict) else given)
+            return handler(_without_neutral(body) if isinstance(body, dict) else body)
         except ValidationError as error:
             problems = [
                 f"{'.'.join(printable(str(part)) for part in problem['loc'])}: {problem['msg']}"
@@ -89,11 +89,11 @@ class SamplingParams(RequestBody):
         return tuple(text for text in texts if text)
 
 
-def _without_neutral(given: dict[str, Any]) -> dict[str, Any]:
-    for name in UNSUPPORTED.keys() & given.keys():
-        if given[name] is not None and given[name] not in UNSUPPORTED[name]:
+def _without_neutral(body: dict[str, Any]) -> dict[str, Any]:
+    for name in UNSUPPORTED.keys() & body.keys():
+        if body[name] is not None and body[name] not in UNSUPPORTED[name]:
             raise unsupported(name)
-    return {name: value for name, value in given.items() if value is not None and name not in UNSUPPORTED}
+    return {name: value for name, value in body.items() if value is not None and name not in UNSUPPORTED}
 
 
 def unsupported(name: str) -> ProblemError:
@@ -200,12 +200,12 @@ class ChatRequest(OpenAIRequest):
 
     def dropped_by(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Return the parts, ``tools`` or ``tool_calls``, for which the model's chat template has no place."""
-        given = {
+        parts = {
             "tools": self.offered_tools is not None,
             "tool_calls": any(message.get("tool_calls") for message in self.messages),
         }
         template = tokenizer.get_chat_template(tools=self.offered_tools)
-        return [name for name, is_given in given.items() if is_given and name not in template]
+        return [name for name, is_present in parts.items() if is_present and name not in template]
 
     def prompt_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return the conversation in the model's chat template, up to the beginning of the assistant's answer.
@@ -243,11 +243,11 @@ class CompletionRequest(OpenAIRequest):
         Raises:
             ProblemError: 400, there is none.
         """
-        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        if not given:
+        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if not prompts:
             raise ProblemError(400, "prompt is an empty list; send at least one prompt")
-        tokens = [one for one in given if isinstance(one, int)]
+        tokens = [one for one in prompts if isinstance(one, int)]
         if tokens:
             return [tokens]
-        texts_or_ids = [one for one in given if not isinstance(one, int)]
+        texts_or_ids = [one for one in prompts if not isinstance(one, int)]
         return [tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in texts_or_ids]

@@ -37,14 +37,14 @@ class GenerateRequest(RequestBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown(cls, given: Any) -> Any:
-        fields = given if isinstance(given, dict) else {}
+    def _refuse_unknown(cls, body: Any) -> Any:
+        fields = body if isinstance(body, dict) else {}
         if fields.get("stream"):
             raise ProblemError(400, "the embedded engine streams on /v1/chat/completions and /v1/completions only")
         for name, value in fields.items():
             if name not in cls.model_fields and name not in _WITHOUT_EFFECT and value not in _NEUTRAL:
                 raise unsupported(name)
-        return given
+        return body
 
 
 class AbortRequest(BaseModel):
@@ -87,7 +87,7 @@ def add_generation_routes(app: FastAPI) -> None:
 
     @app.post("/abort_request", tags=["generation"])
     async def abort_request(body: AbortRequest, http: HttpRequest) -> Response:
-        """End a request, or all; their answer is what was sampled so far."""
+        """End a request, or all; their answers have the tokens sampled so far."""
         if not body.rid and not body.abort_all:
             raise ProblemError(400, "give a rid, or abort_all")
 

@@ -16,7 +16,7 @@ from services.embedded_engine.compute.engine import Engine, EngineStoppedError, 
 from services.embedded_engine.compute.loading import Loaded
 from services.embedded_engine.compute.sequences import Request
 from services.embedded_engine.compute.weights import WeightsReceiver
-from services.embedded_engine.settings import EngineSettings
+from services.engines.settings import EngineSettings
 from services.http.problems import ProblemError, printable
 from services.http.server import ended_before_client_left
 from services.weights.policy_store import ADAPTER_NAME
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass
 class EngineState:
-    """The engine, its model, and what the routes remember between requests."""
+    """The engine, its model, and the routes' memory between requests."""
 
     settings: EngineSettings
     loaded: Loaded

@@ -132,7 +132,8 @@ def add_disk_route(app: FastAPI) -> None:
     async def update_weights_from_disk(body: UpdateFromDisk, http: Request) -> Response:
         """Serve a model directory's weights from the next step on, or change nothing if they do not fit.
 
-        They are read beside the weights in use. Requests in flight end first, unless generation is paused.
+        The weights in use stay in memory while the new ones are read. Requests in flight end first, unless generation
+        is paused.
         """
         state = state_of(http)
 

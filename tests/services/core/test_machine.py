@@ -26,11 +26,10 @@ from services.core.machine import (
     threads,
 )
 from services.embedded_engine.compute.loading import load
-from services.embedded_engine.settings import EngineSettings
+from services.engines.settings import EngineSettings, RolloutSettings
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.torch_policy import TorchPolicy
 from services.reward_server.reward_model import RewardModel
-from services.rollout_server.settings import RolloutSettings
 from tests.services.evaluation_head.policies import publish_lean
 from tests.tolerance import BOTH_TYPES
 from tests.waiting import LIMIT_SECONDS

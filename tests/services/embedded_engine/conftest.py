@@ -14,7 +14,7 @@ from services.embedded_engine.compute.engine import Engine
 from services.embedded_engine.compute.loading import Loaded, load
 from services.embedded_engine.compute.sequences import Request
 from services.embedded_engine.http.requests import SamplingParams, make_request
-from services.embedded_engine.settings import EngineSettings
+from services.engines.settings import EngineSettings
 from tests.tolerance import type_in_force
 from tests.waiting import IDLE_SECONDS
 

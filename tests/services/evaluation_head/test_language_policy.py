@@ -12,10 +12,10 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from services.embedded_engine.http.app import create_app as create_engine_app
+from services.engines.settings import RolloutSettings
 from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.games import GuessingGame
 from services.environment_server.settings import EnvironmentSettings
-from services.rollout_server.settings import RolloutSettings
 from tests.services.run_page.serving import served, served_ready
 from tests.waiting import IDLE_SECONDS, stats_show
 

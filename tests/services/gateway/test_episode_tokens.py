@@ -14,7 +14,7 @@ import pytest
 
 from services.clients.gateway import GatewayClient
 from services.core.endpoints import Endpoint
-from services.engines.engine import WorkerAdmin
+from services.engines.sglang import Embedded
 from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult
@@ -147,7 +147,7 @@ async def test_an_adapter_that_changes_in_mid_episode_has_the_tokens_that_it_sam
         version: save_adapter(tiny_model, tmp_path / str(version), seed=version, size=0.1) for version in (1, 2)
     }
     async with (
-        WorkerAdmin(engine.url, timeout=IDLE_SECONDS) as worker,
+        Embedded(engine.url, timeout=IDLE_SECONDS) as worker,
         GatewayClient(Endpoint("127.0.0.1", gateway.port)) as client,
         httpx.AsyncClient(trust_env=False, timeout=IDLE_SECONDS) as http,
     ):

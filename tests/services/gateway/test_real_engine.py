@@ -12,7 +12,6 @@ import pytest
 
 from services.clients.gateway import GatewayClient
 from services.core.endpoints import ENDPOINTS_VARIABLE, Endpoint
-from services.engines.engine import WorkerAdmin
 from services.protocol.sessions import CreateSessionRequest, Trace, TraceSequence
 from tests.services.rollout_server.conftest import server
 from tests.services.rollout_server.nodes import TOKEN, Nodes
@@ -155,16 +154,16 @@ async def test_turns_end_by_length_and_by_stop_strings(server: Nodes, gateway: E
 
 async def test_weights_that_change_between_turns_show_in_the_versions(server: Nodes, gateway: Endpoint) -> None:
     async with (
-        WorkerAdmin(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as worker,
+        server.admin() as worker,
         episode(gateway, "versions") as one,
     ):
         await one.ask(QUESTIONS[0])
-        await worker.update_from_disk(server.model, 1)
+        await worker.load_model(server.model, 1)
         try:
             await one.ask(QUESTIONS[1])
             trace = await one.trace()
         finally:
-            await worker.update_from_disk(server.model, 0)
+            await worker.load_model(server.model, 0)
     [sequence] = trace.sequences
     versions = sequence.policy_versions.tolist()
     assert {versions[place] for place in trained(sequence)} == {0, 1}

@@ -15,7 +15,8 @@ import psutil
 
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import DependencyLostError
-from services.engines.engine import RouterAdmin, WorkerAdmin, WorkerRefusedError
+from services.engines.engine import WorkerRefusedError
+from services.engines.router import RouterAdmin
 from services.engines.versions import Directory, serve
 from services.protocol.groups import TokenSequence
 from tests.services.rollout_server.nodes import TOKEN, Nodes
@@ -89,12 +90,12 @@ class FakeNodes(Nodes):
 
     async def _update_workers(self, path: Path, version: int) -> None:
         async with RouterAdmin(self.router, TOKEN) as router:
-            for url in await router.workers():
-                async with WorkerAdmin(url, TOKEN, timeout=IDLE_SECONDS) as worker:
+            for worker in await router.workers():
+                async with worker.engine(TOKEN, timeout=IDLE_SECONDS) as engine:
                     try:
-                        await serve(worker, Directory(version, path), "finish")
+                        await serve(engine, Directory(version, path), "finish")
                     except (WorkerRefusedError, DependencyLostError):
-                        await router.remove(url)
+                        await router.remove(worker.url)
 
 
 class Traffic(AbstractContextManager["Traffic"]):

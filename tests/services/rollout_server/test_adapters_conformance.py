@@ -14,7 +14,8 @@ import pytest
 from safetensors.torch import load_file
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.engines.engine import WorkerAdmin, WorkerRefusedError
+from services.engines.engine import WorkerRefusedError
+from services.engines.sglang import SGLang
 from services.http.client import RequestRefusedError
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import RANK, adapted_logprobs, save_adapter
@@ -47,9 +48,9 @@ def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
 
 
 @pytest.fixture
-async def worker(node: Nodes) -> AsyncIterator[WorkerAdmin]:
+async def worker(node: Nodes) -> AsyncIterator[SGLang]:
     """The node's worker, which has no adapter before."""
-    async with WorkerAdmin(node.worker().url, TOKEN, timeout=IDLE_SECONDS) as control:
+    async with node.admin() as control:
         yield control
         await control.pause("abort")
         if await control.adapter_path() is not None:
@@ -57,14 +58,14 @@ async def worker(node: Nodes) -> AsyncIterator[WorkerAdmin]:
         await control.resume()
 
 
-async def replace(worker: WorkerAdmin, adapter: Path, version: int, *, finishes_requests: bool = True) -> None:
+async def replace(worker: SGLang, adapter: Path, version: int, *, finishes_requests: bool = True) -> None:
     await worker.hold("finish" if finishes_requests else "continue", for_adapter=True)
     await worker.load_adapter(adapter, version)
     await worker.resume()
 
 
 async def test_an_adapter_is_computed_for_the_requests_that_name_it(
-    node: Nodes, worker: WorkerAdmin, adapters: list[Path]
+    node: Nodes, worker: SGLang, adapters: list[Path]
 ) -> None:
     alone = adapted_logprobs(node.model, None, IDS)
     for version, adapter in enumerate(adapters, start=1):
@@ -77,9 +78,7 @@ async def test_an_adapter_is_computed_for_the_requests_that_name_it(
         assert await worker.rescore(IDS) == pytest.approx(alone, abs=engine_tolerance())
 
 
-async def test_the_router_forwards_the_name_of_the_adapter(
-    node: Nodes, worker: WorkerAdmin, adapters: list[Path]
-) -> None:
+async def test_the_router_forwards_the_name_of_the_adapter(node: Nodes, worker: SGLang, adapters: list[Path]) -> None:
     await replace(worker, adapters[0], 3)
     async with RolloutClient(node.router, TOKEN, vocab_size=17, lora_path=ADAPTER_NAME) as client:
         completions = await client.generate(PROMPT, SamplingParams(max_new_tokens=8), n=4)
@@ -91,7 +90,7 @@ async def test_the_router_forwards_the_name_of_the_adapter(
 
 
 async def test_openai_routes_take_the_adapter_after_a_colon_in_the_model(
-    node: Nodes, worker: WorkerAdmin, adapters: list[Path]
+    node: Nodes, worker: SGLang, adapters: list[Path]
 ) -> None:
     await replace(worker, adapters[1], 4)
     body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "logprobs": 1}
@@ -108,7 +107,7 @@ async def test_openai_routes_take_the_adapter_after_a_colon_in_the_model(
         assert given == pytest.approx(max(scores), abs=engine_tolerance())
 
 
-async def test_an_adapter_comes_with_the_request(node: Nodes, worker: WorkerAdmin, adapters: list[Path]) -> None:
+async def test_an_adapter_comes_with_the_request(node: Nodes, worker: SGLang, adapters: list[Path]) -> None:
     config = json.loads((adapters[0] / CONFIG_FILE).read_text())
     tensors = load_file(adapters[0] / WEIGHTS_FILE)
     await worker.hold("finish", for_adapter=True)
@@ -119,14 +118,14 @@ async def test_an_adapter_comes_with_the_request(node: Nodes, worker: WorkerAdmi
     assert await worker.rescore(IDS, ADAPTER_NAME) == pytest.approx(wanted, abs=engine_tolerance())
 
 
-async def test_a_request_for_an_adapter_that_is_not_loaded_is_refused(node: Nodes, worker: WorkerAdmin) -> None:
+async def test_a_request_for_an_adapter_that_is_not_loaded_is_refused(node: Nodes, worker: SGLang) -> None:
     async with RolloutClient(node.worker(), TOKEN, vocab_size=17, lora_path="never-loaded") as client:
         with pytest.raises(RequestRefusedError, match="loaded"):
             await client.generate(PROMPT, SamplingParams(max_new_tokens=2), n=1)
 
 
 async def test_an_adapter_of_another_rank_is_refused(
-    node: Nodes, worker: WorkerAdmin, adapters: list[Path], tmp_path: Path
+    node: Nodes, worker: SGLang, adapters: list[Path], tmp_path: Path
 ) -> None:
     config = json.loads((adapters[0] / CONFIG_FILE).read_text())
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"r": RANK + 1}))
@@ -142,7 +141,7 @@ async def test_an_adapter_of_another_rank_is_refused(
 
 @pytest.mark.parametrize("finishes_requests", [True, False])
 async def test_requests_in_flight_end_or_go_on_and_never_mix_adapters_unsaid(
-    node: Nodes, worker: WorkerAdmin, adapters: list[Path], finishes_requests: bool
+    node: Nodes, worker: SGLang, adapters: list[Path], finishes_requests: bool
 ) -> None:
     """SGLang aborts requests where the embedded engine continues them; either way each token has its version."""
     await replace(worker, adapters[0], 10)

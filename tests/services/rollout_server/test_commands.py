@@ -13,12 +13,14 @@ from services.core.child import API_KEY_FROM_TOKEN, LAUNCHER_VARIABLE
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError
 from services.core.processes import CHILD, Command
-from services.rollout_server.commands import choose_addresses, choose_engine, engine_command, router_command
-from services.rollout_server.placement import EnginePlace
-from services.rollout_server.settings import EngineKind, RolloutSettings
+from services.engines.placement import EnginePlace
+from services.engines.router import router_command
+from services.engines.settings import RolloutSettings
+from services.engines.sglang import SGLang
+from services.rollout_server.node_addresses import choose_addresses
 from tests.services.rollout_server.fake_nodes import FAKE_ENGINE
 
-BIND = Endpoint("0.0.0.0", 30001)
+BIND, ROUTER, METRICS = (Endpoint("0.0.0.0", port) for port in (30001, 30000, 29000))
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,7 @@ def value_of(command: Command, flag: str) -> str:
 
 
 def sglang(**fields: object) -> Command:
-    return engine_command(settings(**fields), EngineKind.SGLANG, BIND, EnginePlace(3, 2, ("6", "7")))
+    return SGLang.command(settings(**fields), BIND, EnginePlace(3, 2, ("6", "7")))
 
 
 @pytest.fixture
@@ -50,23 +52,12 @@ def interpreter_with_sglang(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_node_without_a_gpu_runs_the_embedded_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "0")
-    assert choose_engine(settings()) is EngineKind.EMBEDDED
-
-
-def test_a_node_with_a_gpu_runs_sglang(monkeypatch: pytest.MonkeyPatch, interpreter_with_sglang: str) -> None:
-    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "8")
-    assert choose_engine(settings(sglang_python=interpreter_with_sglang)) is EngineKind.SGLANG
-    assert choose_engine(settings(rollout_engine="embedded")) is EngineKind.EMBEDDED
-
-
-def test_sglang_that_is_not_installed_is_an_error_and_no_other_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "1")
+def test_sglang_that_is_not_installed_is_an_error_and_no_other_engine(interpreter_with_sglang: str) -> None:
     with pytest.raises(ConfigurationError, match="install the extra 'sglang'"):
-        choose_engine(settings())
+        SGLang.check_installed(settings())
     with pytest.raises(ConfigurationError, match="cannot be run"):
-        choose_engine(settings(rollout_engine="sglang", sglang_python="/no/such/python"))
+        SGLang.check_installed(settings(sglang_python="/no/such/python"))
+    SGLang.check_installed(settings(sglang_python=interpreter_with_sglang))
 
 
 def test_sglang_gets_its_flags_from_the_settings() -> None:
@@ -115,7 +106,7 @@ def test_extra_flags_with_an_open_quotation_are_refused(name: str) -> None:
 
 
 def test_the_router_is_set_for_requests_of_minutes_and_starts_without_workers() -> None:
-    command = router_command(settings(), choose_addresses(has_token=False))
+    command = router_command(settings(), ROUTER, METRICS)
     expected = {
         "--policy": "manual",
         "--assignment-mode": "min_load",
@@ -132,7 +123,7 @@ def test_the_router_is_set_for_requests_of_minutes_and_starts_without_workers() 
 
 def test_extra_flags_of_the_router_win() -> None:
     given = settings(router_extra_flags="--policy round_robin --retry-max-retries 1")
-    command = router_command(given, choose_addresses(has_token=False))
+    command = router_command(given, ROUTER, METRICS)
     assert (value_of(command, "--policy"), value_of(command, "--retry-max-retries")) == ("round_robin", "1")
 
 
@@ -202,5 +193,5 @@ def test_an_engine_that_sleeps_has_a_memory_saver_on_a_gpu_only() -> None:
     flags = {"--enable-memory-saver", "--enable-weights-cpu-backup"}
     assert flags <= set(sglang(engine_sleeps=True).arguments)
     assert not flags & set(sglang().arguments)
-    on_cpu = engine_command(settings(engine_sleeps=True), EngineKind.SGLANG, BIND, EnginePlace())
+    on_cpu = SGLang.command(settings(engine_sleeps=True), BIND, EnginePlace())
     assert not flags & set(on_cpu.arguments)

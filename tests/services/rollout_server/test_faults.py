@@ -15,9 +15,8 @@ import pytest
 from services.core import supervisor
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError
 from services.core.processes import Command
-from services.engines.engine import WorkerAdmin
 from tests.services.rollout_server.fake_nodes import REGISTERED, FakeNodes, Traffic, fake_nodes
-from tests.services.rollout_server.nodes import TOKEN, authorization
+from tests.services.rollout_server.nodes import authorization
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
 
@@ -140,7 +139,7 @@ def test_what_a_trainer_that_died_left_paused_and_open_is_taken_up_again(two: Fa
 
 async def leave_in_mid_update(nodes: FakeNodes) -> None:
     """What SIGKILL of a trainer leaves."""
-    async with WorkerAdmin(nodes.worker(1).url, TOKEN, timeout=IDLE_SECONDS) as worker:
+    async with nodes.admin(1) as worker:
         await worker.pause("in_place")
         await worker.begin_update()
 

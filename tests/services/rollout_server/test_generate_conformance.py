@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.engines.engine import WorkerAdmin
+from services.engines.router import RouterAdmin
 from services.protocol.rewards import FinishReason
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance
@@ -135,9 +135,15 @@ def test_a_sequence_is_rescored_without_generating(server: Nodes, reference: Any
     )
 
 
+async def test_the_router_names_the_workers_engine(server: Nodes) -> None:
+    async with RouterAdmin(server.router, TOKEN) as router:
+        [worker] = await router.workers()
+    assert type(worker.engine(TOKEN, timeout=IDLE_SECONDS)) is type(server.admin())
+
+
 async def test_the_worker_control_rescores(server: Nodes, reference: Any) -> None:
     ids = [*PROMPT, 9, END]
-    async with WorkerAdmin(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as worker:
+    async with server.admin() as worker:
         assert await worker.rescore(ids) == pytest.approx(expected_logprobs(reference, ids, 1), abs=engine_tolerance())
 
 

@@ -11,13 +11,11 @@ import torch
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.tasks import ServiceThread
-from services.engines.engine import WorkerAdmin
 from tests.ports import free_ports
 from tests.sequences import trained_sequence
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import logprob_tolerance
 from tests.trainer.tiny import FAMILIES, random_groups, save_model
-from tests.waiting import IDLE_SECONDS
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings, Transport
 from trainer.model.learner import Learner
@@ -53,7 +51,7 @@ def test_an_engine_computes_what_the_trainer_computes_after_each_publication(nod
     probe = TrainingGroup(PROBE[:1], [trained_sequence(PROBE[1:], zeros, zeros)])
 
     async def rescore() -> list[float]:
-        async with WorkerAdmin(node.worker().url, TOKEN, timeout=IDLE_SECONDS) as worker:
+        async with node.admin() as worker:
             return await worker.rescore(PROBE)
 
     seen: list[list[float]] = []

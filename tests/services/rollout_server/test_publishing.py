@@ -23,7 +23,8 @@ from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
 from services.core.tasks import ServiceThread
-from services.engines.engine import ASLEEP, RouterAdmin, WorkerAdmin
+from services.engines.router import RouterAdmin
+from services.engines.sglang import ASLEEP, Embedded, SGLang
 from services.protocol.groups import TokenSequence
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import RANK
@@ -274,9 +275,9 @@ def start_anew(nodes: Nodes) -> None:
 
     async def reload() -> None:
         for rank in (0, 1):
-            async with WorkerAdmin(nodes.worker(rank).url, TOKEN, timeout=IDLE_SECONDS) as worker:
+            async with nodes.admin(rank) as worker:
                 newest = nodes.store.newest()
-                await worker.update_from_disk(nodes.model, newest.version if newest else 0)
+                await worker.load_model(nodes.model, newest.version if newest else 0)
 
     asyncio.run(reload())
 
@@ -308,18 +309,18 @@ def test_a_worker_that_restarts_computes_with_the_newest_adapter(two: Nodes, tra
     assert trainer.probe()["probe_difference"] < engine_tolerance()
 
 
-def stale(worker: WorkerAdmin, path: Path, version: int, nodes: Nodes) -> Any:
+def stale(worker: SGLang, path: Path, version: int, nodes: Nodes) -> Any:
     """Loads the version before, and says that it is the new one."""
     return load_adapter(worker, nodes.store.path(version - 1), version)
 
 
-async def none(worker: WorkerAdmin, path: Path, version: int, nodes: Nodes) -> None:
+async def none(worker: SGLang, path: Path, version: int, nodes: Nodes) -> None:
     """Loads no adapter, and says that it serves the version."""
     await worker._ask("POST", "/unload_lora_adapter", {"lora_name": ADAPTER_NAME})
     await worker._ask("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
 
-def zero(worker: WorkerAdmin, path: Path, version: int, nodes: Nodes) -> Any:
+def zero(worker: SGLang, path: Path, version: int, nodes: Nodes) -> Any:
     """Loads an adapter that changes nothing under the path of the new one."""
     tensors = load_file(path / WEIGHTS_FILE)
     zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -327,7 +328,7 @@ def zero(worker: WorkerAdmin, path: Path, version: int, nodes: Nodes) -> Any:
     return worker.load_adapter_from_tensors(config, pickle.dumps(zeros), version)
 
 
-load_adapter = WorkerAdmin.load_adapter
+load_adapter = Embedded.load_adapter
 
 
 @pytest.mark.parametrize("fault", [stale, none, zero])
@@ -340,20 +341,20 @@ def test_a_worker_without_the_published_adapter_leaves_the_routing_and_returns_w
     trainer.publish()
     assert trainer.probe()["probe_delivered"] == pytest.approx(1, abs=0.01)
 
-    async def load(worker: WorkerAdmin, path: Path, version: int) -> None:
+    async def load(worker: SGLang, path: Path, version: int) -> None:
         broken = worker.url == two.worker(1).url
         await (fault(worker, path, version, two) if broken else load_adapter(worker, path, version))
 
     dropped: list[list[str]] = []
     real = Publisher.drop_workers
 
-    async def drop(publisher: Publisher, urls: Any) -> None:
-        dropped.append(list(urls))
-        await real(publisher, urls)
+    async def drop(publisher: Publisher, workers: Any) -> None:
+        dropped.append([worker.url for worker in workers])
+        await real(publisher, workers)
 
     monkeypatch.setattr(Publisher, "drop_workers", drop)
     with monkeypatch.context() as patch:
-        patch.setattr(WorkerAdmin, "load_adapter", load)
+        patch.setattr(Embedded, "load_adapter", load)
         version, workers = trainer.publish()
     assert workers == 2, "nobody has noticed yet"
     trainer.probe()

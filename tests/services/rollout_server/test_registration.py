@@ -12,9 +12,10 @@ from typing import Any, cast
 import pytest
 
 from services.core.supervisor import SupervisedProcess
-from services.engines.engine import RouterAdmin, WorkerAdmin
+from services.engines.router import RouterAdmin
+from services.engines.settings import RolloutSettings
+from services.engines.sglang import SGLang
 from services.rollout_server.registration import WorkerRegistration
-from services.rollout_server.settings import RolloutSettings
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.waiting import IDLE_SECONDS
@@ -97,7 +98,7 @@ async def registered(node: Node, directory: Path) -> AsyncIterator[None]:
     """The registration runs within it."""
     async with (
         RouterAdmin(node.router.endpoint) as router,
-        WorkerAdmin(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
+        SGLang(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
     ):
         engine = cast(SupervisedProcess, RunningEngine())
         running = asyncio.create_task(WorkerRegistration(settings(directory), worker, router, engine).run())

@@ -14,7 +14,9 @@ import pytest
 
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import DependencyLostError
-from services.engines.engine import RouterAdmin, WorkerAdmin, WorkerRefusedError
+from services.engines.engine import WorkerRefusedError
+from services.engines.router import RouterAdmin
+from services.engines.sglang import SGLang
 from tests.services.rollout_server.conftest import ENGINES, check_installed
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance
@@ -26,16 +28,16 @@ LONG = SamplingParams(max_new_tokens=240, temperature=1.0)
 
 
 @pytest.fixture
-async def worker(server: Nodes) -> AsyncIterator[WorkerAdmin]:
+async def worker(server: Nodes) -> AsyncIterator[SGLang]:
     """The server's worker, which is awake and serves version 0 again afterwards."""
-    async with WorkerAdmin(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as control:
+    async with server.admin() as control:
         yield control
         await control.hold("continue")
-        await control.update_from_disk(server.model, 0)
+        await control.load_model(server.model, 0)
         await control.resume()
 
 
-async def test_a_worker_that_woke_computes_as_before(worker: WorkerAdmin) -> None:
+async def test_a_worker_that_woke_computes_as_before(worker: SGLang) -> None:
     before = await worker.rescore(PROBE)
     assert not await worker.is_asleep()
     for _ in range(2):  # a second call changes nothing
@@ -50,20 +52,20 @@ async def test_a_worker_that_woke_computes_as_before(worker: WorkerAdmin) -> Non
     assert await worker.rescore(PROBE) == pytest.approx(before, abs=engine_tolerance())
 
 
-async def test_requests_wait_for_the_next_version(server: Nodes, worker: WorkerAdmin) -> None:
+async def test_requests_wait_for_the_next_version(server: Nodes, worker: SGLang) -> None:
     await worker.sleep()
     async with RolloutClient(server.router, TOKEN, vocab_size=17, deadline_seconds=IDLE_SECONDS) as rollouts:
         pending = asyncio.create_task(rollouts.generate(PROMPT, SamplingParams(max_new_tokens=4), n=2))
         await asyncio.sleep(0.3)
         assert not pending.done()
         await worker.hold("finish")
-        await worker.update_from_disk(server.model, 5)
+        await worker.load_model(server.model, 5)
         await worker.resume()
         completions = await pending
     assert {version for each in completions for version in each.policy_versions.tolist()} == {5}
 
 
-async def test_a_sleep_ends_what_runs(server: Nodes, worker: WorkerAdmin) -> None:
+async def test_a_sleep_ends_what_runs(server: Nodes, worker: SGLang) -> None:
     async with RolloutClient(server.router, TOKEN, vocab_size=17, deadline_seconds=IDLE_SECONDS) as rollouts:
         pending = asyncio.create_task(rollouts.generate(PROMPT, LONG, n=4))
         await asyncio.sleep(0.05)
@@ -73,7 +75,7 @@ async def test_a_sleep_ends_what_runs(server: Nodes, worker: WorkerAdmin) -> Non
         assert len(await pending) == 4, "the client sent them again"
 
 
-async def test_memory_that_was_not_released_cannot_be_taken_back(server: Nodes, worker: WorkerAdmin) -> None:
+async def test_memory_that_was_not_released_cannot_be_taken_back(server: Nodes, worker: SGLang) -> None:
     """The reason why the engine keeps the mark: SGLang's scheduler dies of a wake without a sleep."""
     with pytest.raises((WorkerRefusedError, DependencyLostError)):
         await worker._ask("POST", "/resume_memory_occupation", {})
@@ -89,7 +91,7 @@ async def test_launchers_wake_their_engines_or_start_them_awake(engine: str, tin
     try:
         await asyncio.to_thread(nodes.start_all)
         async with (
-            WorkerAdmin(nodes.worker().url, TOKEN, timeout=IDLE_SECONDS) as worker,
+            nodes.admin() as worker,
             RouterAdmin(nodes.router, TOKEN) as router,
         ):
             await worker.sleep()

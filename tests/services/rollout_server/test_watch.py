@@ -12,8 +12,8 @@ import pytest
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
 from services.core.supervisor import SupervisedProcess
-from services.engines.engine import ASLEEP, WorkerAdmin
-from services.rollout_server.settings import RolloutSettings
+from services.engines.settings import RolloutSettings
+from services.engines.sglang import ASLEEP, Embedded
 from services.rollout_server.watch import EngineWatch
 from tests.fake_service import FakeService, fake_service
 from tests.services.rollout_server.test_registration import RunningEngine
@@ -57,10 +57,10 @@ async def is_never_updating() -> bool:
 
 async def watch_for(worker: Worker, seconds: float) -> None:
     """Watch a worker until it is awake, at most for some seconds."""
-    async with WorkerAdmin(worker.url, timeout=IDLE_SECONDS) as admin:
+    async with Embedded(worker.url, timeout=IDLE_SECONDS) as admin:
         settings = RolloutSettings(engine_sleeps=True, engine_stale_seconds=LOST_SECONDS)
         engine = cast(SupervisedProcess, RunningEngine())
-        watch = EngineWatch(settings, admin, engine, is_never_updating, may_hang=False)
+        watch = EngineWatch(settings, admin, engine, is_never_updating)
         running = asyncio.create_task(watch.run())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from services.clients.completions import read_completions
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import DependencyLostError
-from services.engines.engine import WorkerAdmin, WorkerRefusedError
+from services.engines.engine import WorkerRefusedError
+from services.engines.sglang import SGLang
 from services.protocol.rewards import FinishReason
 from services.weights.broadcast_group import join_weights_group, leave_weights_group, send_buckets
 from tests.ports import free_ports
@@ -44,11 +44,11 @@ def other_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture
-async def worker(server: Nodes) -> AsyncIterator[WorkerAdmin]:
+async def worker(server: Nodes) -> AsyncIterator[SGLang]:
     """The server's worker, which serves version 0 again afterwards."""
-    async with WorkerAdmin(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as control:
+    async with server.admin() as control:
         yield control
-        await control.update_from_disk(server.model, 0)
+        await control.load_model(server.model, 0)
         await control.resume()
 
 
@@ -91,10 +91,10 @@ async def flight(server: Nodes) -> AsyncIterator[Flight]:
         yield Flight(http)
 
 
-async def test_weights_from_disk_change_what_is_served(server: Nodes, worker: WorkerAdmin, other_model: Path) -> None:
+async def test_weights_from_disk_change_what_is_served(server: Nodes, worker: SGLang, other_model: Path) -> None:
     ids = [*PROMPT, 9, 1]
     assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
-    await worker.update_from_disk(other_model, 7)
+    await worker.load_model(other_model, 7)
     assert await worker.version() == 7
     assert await worker.rescore(ids) == pytest.approx(logprobs(other_model, ids), abs=engine_tolerance())
     async with client(server) as rollouts:
@@ -105,17 +105,15 @@ async def test_weights_from_disk_change_what_is_served(server: Nodes, worker: Wo
         assert completion.logprobs == pytest.approx(given, abs=engine_tolerance())
 
 
-async def test_a_directory_that_is_not_there_changes_nothing(
-    server: Nodes, worker: WorkerAdmin, tmp_path: Path
-) -> None:
+async def test_a_directory_that_is_not_there_changes_nothing(server: Nodes, worker: SGLang, tmp_path: Path) -> None:
     with pytest.raises(WorkerRefusedError, match="400"):
-        await worker.update_from_disk(tmp_path / "nothing", 8)
+        await worker.load_model(tmp_path / "nothing", 8)
     assert await worker.version() == 0
     ids = [*PROMPT, 9, 1]
     assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
 
 
-async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: WorkerAdmin, tmp_path: Path) -> None:
+async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: SGLang, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(server.model, broken)
     weights = load_file(broken / "model.safetensors")
@@ -126,7 +124,7 @@ async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: W
     # SGLang tries to go back to the weights before, reads the same directory again, and dies of it.
     refusals = {"embedded": WorkerRefusedError, "sglang": (WorkerRefusedError, DependencyLostError)}
     with pytest.raises(refusals[server.engine]):
-        await worker.update_from_disk(broken, 9)
+        await worker.load_model(broken, 9)
     await asyncio.to_thread(server.wait_until, lambda: server.serves(0), "the version before")
     server.wait_registered([0])
     ids = [*PROMPT, 9, 1]
@@ -134,14 +132,14 @@ async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: W
 
 
 async def test_a_request_in_flight_goes_on_with_new_weights_and_tells_which_made_what(
-    server: Nodes, worker: WorkerAdmin, flight: Flight, other_model: Path
+    server: Nodes, worker: SGLang, flight: Flight, other_model: Path
 ) -> None:
     replies = await mixed_versions(server, worker, flight, other_model)
     assert replies
     for reply in replies:
         assert len(reply["output_ids"]) == 240
         assert reply["meta_info"]["finish_reason"]["type"] == "length"
-        [sequence] = read_completions("the worker", orjson.dumps(reply))
+        [sequence] = worker.read_completions("the worker", orjson.dumps(reply))
         versions = sequence.policy_versions.tolist()
         first = versions.index(11)
         assert versions == [0] * first + [11] * (240 - first)
@@ -151,30 +149,30 @@ async def test_a_request_in_flight_goes_on_with_new_weights_and_tells_which_made
         assert sequence.logprobs[:first].tolist() == pytest.approx(old, abs=engine_tolerance())
 
 
-async def mixed_versions(server: Nodes, worker: WorkerAdmin, flight: Flight, other_model: Path) -> list[dict[str, Any]]:
+async def mixed_versions(server: Nodes, worker: SGLang, flight: Flight, other_model: Path) -> list[dict[str, Any]]:
     """Completions during which the weights changed; a pause may come before they begin, or when they are over."""
     for attempt in range(TRIES):
         pending = flight.start()
         await asyncio.sleep(0.02 * (1 + attempt) ** 2)
         await worker.pause("in_place")
         try:
-            await worker.update_from_disk(other_model, 11, flush_cache=False)
+            await worker.load_model(other_model, 11, flush_cache=False)
         finally:
             await worker.resume()
         replies = await pending
         if all(len(reply["meta_info"]["weight_versions"]) == 2 for reply in replies):
             return replies
-        await worker.update_from_disk(server.model, 0)
+        await worker.load_model(server.model, 0)
     return []
 
 
 async def test_requests_in_flight_end_before_a_worker_is_held(
-    server: Nodes, worker: WorkerAdmin, flight: Flight, other_model: Path
+    server: Nodes, worker: SGLang, flight: Flight, other_model: Path
 ) -> None:
     pending = flight.start()
     await asyncio.sleep(0.05)
     await worker.hold("finish")
-    await worker.update_from_disk(other_model, 12)
+    await worker.load_model(other_model, 12)
     await worker.resume()
     for reply in await pending:
         assert len(reply["output_ids"]) == 240
@@ -188,7 +186,7 @@ async def test_requests_in_flight_end_before_a_worker_is_held(
     assert await worker.version() == 12
 
 
-async def test_what_is_paused_in_place_is_aborted_after_a_retraction(worker: WorkerAdmin, flight: Flight) -> None:
+async def test_what_is_paused_in_place_is_aborted_after_a_retraction(worker: SGLang, flight: Flight) -> None:
     """As launchers do it: whatever state a trainer has left a worker in, it can be brought up to date."""
     pending = flight.start()
     await asyncio.sleep(0.05)
@@ -200,19 +198,19 @@ async def test_what_is_paused_in_place_is_aborted_after_a_retraction(worker: Wor
     await worker.resume()
 
 
-async def test_an_update_without_tensors_changes_nothing(server: Nodes, worker: WorkerAdmin) -> None:
+async def test_an_update_without_tensors_changes_nothing(server: Nodes, worker: SGLang) -> None:
     await worker.drain()
     assert await worker.version() == 0
     ids = [*PROMPT, 9, 1]
     assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
 
 
-async def test_an_end_without_a_begin_is_refused(worker: WorkerAdmin) -> None:
+async def test_an_end_without_a_begin_is_refused(worker: SGLang) -> None:
     with pytest.raises(WorkerRefusedError, match="400"):
         await worker.end_update()
 
 
-async def test_a_pause_that_aborts_gives_back_what_there_is(worker: WorkerAdmin, flight: Flight) -> None:
+async def test_a_pause_that_aborts_gives_back_what_there_is(worker: SGLang, flight: Flight) -> None:
     for attempt in range(TRIES):
         pending = flight.start()
         await asyncio.sleep(0.02 * (1 + attempt) ** 2)
@@ -226,7 +224,7 @@ async def test_a_pause_that_aborts_gives_back_what_there_is(worker: WorkerAdmin,
     pytest.fail("no request was aborted")
 
 
-async def test_a_retracted_request_is_whole_in_the_end(server: Nodes, worker: WorkerAdmin, flight: Flight) -> None:
+async def test_a_retracted_request_is_whole_in_the_end(server: Nodes, worker: SGLang, flight: Flight) -> None:
     pending = flight.start()
     await asyncio.sleep(0.05)
     await worker.pause("retract")
@@ -240,7 +238,7 @@ async def test_a_retracted_request_is_whole_in_the_end(server: Nodes, worker: Wo
         )
 
 
-async def test_the_client_asks_again_for_what_was_aborted(server: Nodes, worker: WorkerAdmin) -> None:
+async def test_the_client_asks_again_for_what_was_aborted(server: Nodes, worker: SGLang) -> None:
     async with client(server) as rollouts:
         pending = asyncio.create_task(rollouts.generate(PROMPT, LONG, n=4))
         await asyncio.sleep(0.05)
@@ -255,11 +253,11 @@ def test_the_cache_is_flushed_when_nothing_runs(server: Nodes) -> None:
     assert server.post(server.worker(), "/flush_cache", {}).status_code == 200
 
 
-async def test_resuming_what_is_not_paused_is_no_error(worker: WorkerAdmin) -> None:
+async def test_resuming_what_is_not_paused_is_no_error(worker: SGLang) -> None:
     await worker.resume()
 
 
-async def test_weights_come_by_broadcast(server: Nodes, worker: WorkerAdmin, other_model: Path) -> None:
+async def test_weights_come_by_broadcast(server: Nodes, worker: SGLang, other_model: Path) -> None:
     weights = load_file(other_model / "model.safetensors")
     (port,) = free_ports(1)
     name = f"weights-{port}"
@@ -270,7 +268,7 @@ async def test_weights_come_by_broadcast(server: Nodes, worker: WorkerAdmin, oth
     def send(names: list[str]) -> None:
         send_buckets([[weights[name].contiguous() for name in names]], torch.device("cpu"), group, IDLE_SECONDS)
 
-    group, _ = await asyncio.gather(asyncio.to_thread(join), worker.init_group("127.0.0.1", port, 1, 2, name, "gloo"))
+    group, _ = await asyncio.gather(asyncio.to_thread(join), worker.join_group("127.0.0.1", port, 1, 2, name, "gloo"))
     try:
         await worker.begin_update()
         everything = list(weights)
@@ -287,11 +285,11 @@ async def test_weights_come_by_broadcast(server: Nodes, worker: WorkerAdmin, oth
         ids = [*PROMPT, 9, 1]
         assert await worker.rescore(ids) == pytest.approx(logprobs(other_model, ids), abs=engine_tolerance())
     finally:
-        await worker.destroy_group(name)
+        await worker.leave_group(name)
         leave_weights_group(group)
 
 
-async def test_tensors_without_an_open_update_are_refused(worker: WorkerAdmin) -> None:
+async def test_tensors_without_an_open_update_are_refused(worker: SGLang) -> None:
     with pytest.raises(WorkerRefusedError, match="400"):
         await worker.receive_weights(["model.norm.weight"], ["float32"], [[96]], "no-such-group", 14)
     assert await worker.version() == 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.core.errors import ConfigurationError
 from services.embedded_engine.compute.loading import load
-from services.rollout_server.settings import RolloutSettings
+from services.engines.settings import RolloutSettings
 from tests.tolerance import logprob_tolerance
 from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from services.embedded_engine.compute.adapters import read_adapter
 from services.embedded_engine.compute.loading import load
 from services.embedded_engine.compute.model import Model
-from services.rollout_server.settings import RolloutSettings
+from services.engines.settings import RolloutSettings
 from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import adapted_logprobs
 from tests.tolerance import logprob_tolerance

@@ -14,7 +14,8 @@ import pytest
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
 from services.core.tasks import ServiceThread
-from services.engines.engine import ASLEEP, WorkerAdmin
+from services.engines.router import Worker
+from services.engines.sglang import ASLEEP, Embedded
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.waiting import IDLE_SECONDS
@@ -89,7 +90,7 @@ async def test_each_answer_of_a_worker_may_take_the_publishing_deadline(
     publisher: Publisher, worker: FakeService
 ) -> None:
     # More than any request to a worker takes otherwise.
-    async with publisher.worker(worker.endpoint.url) as control:
+    async with publisher.engine(Worker(id="w", url=worker.endpoint.url, is_healthy=True)) as control:
         assert control.timeout == module.PUBLISH_SECONDS
 
 
@@ -127,7 +128,7 @@ async def test_a_sleeping_worker_wakes_before_a_change_of_weights(worker: FakeSe
         "POST /resume_memory_occupation": lambda _: {},
         "POST /pause_generation": lambda _: {},
     }
-    async with WorkerAdmin(worker.endpoint.url, timeout=IDLE_SECONDS) as control:
+    async with Embedded(worker.endpoint.url, timeout=IDLE_SECONDS) as control:
         for _ in range(2):  # a worker that is awake is not woken
             await control.hold("continue")
     assert version == {"weight_version": "7"}

@@ -10,11 +10,11 @@ import orjson
 import pytest
 
 from services.core.endpoints import Task
+from services.engines.settings import RolloutSettings
 from services.http import provenance
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason, RewardResult
 from services.reward_server.settings import RewardSettings
-from services.rollout_server.settings import RolloutSettings
 from services.run_page.directory import FIRST_FAILURE
 from tests.sequences import make_group
 from trainer.config import TrainerSettings

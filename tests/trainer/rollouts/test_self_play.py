@@ -23,7 +23,7 @@ from services.clients.reward import RewardClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import ServiceThread
 from services.embedded_engine.http.app import create_app as create_engine
-from services.embedded_engine.settings import EngineSettings
+from services.engines.settings import EngineSettings
 from services.environment_server.app import create_app
 from services.environment_server.games import NAMES, draw_heaps
 from services.environment_server.settings import EnvironmentSettings

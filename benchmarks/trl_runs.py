@@ -1,4 +1,7 @@
-"""Runs of TRL's GRPOTrainer on this project's tasks: the same model, prompts in the same order, and hyperparameters."""
+"""Runs of TRL's GRPOTrainer on this project's tasks: the same model, prompts in the same order, and hyperparameters.
+
+The module isn't called ``trl``, because the folder of trl_grpo.py is searched first when that file imports TRL.
+"""
 
 from __future__ import annotations
 

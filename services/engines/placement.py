@@ -22,7 +22,7 @@ from services.core.endpoints import ENGINE_PORTS
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.machine import ComputeType
-from services.rollout_server.settings import EngineKind, RolloutSettings
+from services.engines.settings import RolloutSettings
 
 log = get_logger(__name__)
 
@@ -43,10 +43,15 @@ class EnginePlace:
     devices: tuple[str, ...] = ()
     """The engine's GPUs, as CUDA_VISIBLE_DEVICES lists them; empty without GPUs."""
 
+    @property
+    def name(self) -> str:
+        """The engine's name in the launcher's log."""
+        return f"engine-{self.number}"
+
 
 @dataclass(frozen=True)
-class Known:
-    """The facts that decide over the size of an engine; None where one is not known."""
+class SizeFacts:
+    """The facts that decide over the size of an engine; None where one is not facts."""
 
     config: Config | None
     weights: int | None
@@ -66,7 +71,7 @@ class Split:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The parallel sizes that the user gave; a tensor parallel size of None is chosen here."""
+    """The parallel sizes of the settings; a tensor parallel size of None is chosen here."""
 
     tensor: int | None
     pipeline: int
@@ -75,17 +80,8 @@ class _Sizes:
     """False with data-parallel attention, which splits the heads over fewer GPUs."""
 
 
-def place_engines(settings: RolloutSettings, kind: EngineKind, n_gpus: int) -> list[EnginePlace]:
-    """Return the places of a node's engines on its ``n_gpus`` GPUs; one engine without GPUs.
-
-    Raises:
-        ConfigurationError: an engine needs more GPUs or memory than the node has.
-    """
-    if kind is EngineKind.EMBEDDED:
-        return [EnginePlace()]
-    if not n_gpus:
-        return [EnginePlace(tensor_parallel=_given_sizes(settings).tensor or 1)]
-    split = split_node(settings, n_gpus, lambda: _ask(settings))
+def place_engines(split: Split, n_gpus: int) -> list[EnginePlace]:
+    """Return the places of a node's engines on its ``n_gpus`` GPUs."""
     names = machine.listed_gpus(os.environ.get(machine.VISIBLE_GPUS_VARIABLE, "")) or [
         str(index) for index in range(n_gpus)
     ]
@@ -96,20 +92,24 @@ def place_engines(settings: RolloutSettings, kind: EngineKind, n_gpus: int) -> l
     ]
 
 
-def split_node(settings: RolloutSettings, n_gpus: int, ask: Callable[[], Known]) -> Split:
-    """Return the engines of a node with ``n_gpus`` GPUs.
+def split_node(settings: RolloutSettings, n_gpus: int, ask: Callable[[], SizeFacts]) -> Split:
+    """Return the engines of a node with ``n_gpus`` GPUs; without GPUs, one.
 
     Args:
         settings: the rollout node's settings.
-        n_gpus: GPUs of the node, at least one.
-        ask: returns what is known of model and GPUs.
+        n_gpus: GPUs of the node.
+        ask: returns the sizes of model and GPUs.
 
     Raises:
-        ConfigurationError: an engine needs more GPUs or memory than the node has, or a given size does not divide them.
+        ConfigurationError: an engine needs more GPUs or memory than the node has, or a size of the settings does not
+            divide them.
     """
-    sizes, known = _given_sizes(settings), ask()
-    check_given_sizes(settings, n_gpus, known.config)
-    tensor = sizes.tensor or _choose_tensor_parallel(settings.model_name, known, n_gpus // sizes.data, sizes.pipeline)
+    sizes = _sizes_of(settings)
+    if not n_gpus:
+        return Split(engines=1, tensor_parallel=sizes.tensor or 1, gpus_each=0)
+    facts = ask()
+    check_sizes(settings, n_gpus, facts.config)
+    tensor = sizes.tensor or _choose_tensor_parallel(settings.model_name, facts, n_gpus // sizes.data, sizes.pipeline)
     each = tensor * sizes.pipeline * sizes.data
     if each > n_gpus:
         raise ConfigurationError(_too_few_gpus(sizes, tensor, n_gpus))
@@ -119,18 +119,18 @@ def split_node(settings: RolloutSettings, n_gpus: int, ask: Callable[[], Known])
     return Split(count, tensor, each)
 
 
-def check_given_sizes(settings: RolloutSettings, n_gpus: int, config: Config | None) -> None:
+def check_sizes(settings: RolloutSettings, n_gpus: int, config: Config | None) -> None:
     """Check that the parallel sizes of the settings divide a node's GPUs and the model's attention heads.
 
     Args:
         settings: the rollout node's settings; without a tensor parallel size there is nothing to check.
         n_gpus: GPUs of the node, at least one.
-        config: the model's configuration; None if it is not known.
+        config: the model's configuration; None if it is not facts.
 
     Raises:
         ConfigurationError: a size does not; the message has those that do.
     """
-    sizes = _given_sizes(settings)
+    sizes = _sizes_of(settings)
     if sizes.tensor is None:
         return
     others = sizes.pipeline * sizes.data
@@ -174,25 +174,25 @@ def can_split(config: Config, size: int) -> bool:
     )
 
 
-def _ask(settings: RolloutSettings) -> Known:
-    """Return the facts from the model's files and from nvidia-smi."""
+def size_facts(settings: RolloutSettings) -> SizeFacts:
+    """Return the sizes from the model's files and from nvidia-smi."""
     config = read_config(settings.model_name)
     weights = None if config is None else weight_bytes(settings.model_name, config, settings.engine_dtype)
-    return Known(config, weights, machine.gpu_memory())
+    return SizeFacts(config, weights, machine.gpu_memory())
 
 
-def _choose_tensor_parallel(model: str, known: Known, n_gpus: int, pipeline: int) -> int:
-    """Return the smallest tensor parallel size that fits; the largest possible one if a size is not known.
+def _choose_tensor_parallel(model: str, facts: SizeFacts, n_gpus: int, pipeline: int) -> int:
+    """Return the smallest tensor parallel size that fits; the largest possible one if a size is not facts.
 
     Raises:
         ConfigurationError: the weights alone are larger than the node's GPUs.
     """
     most = max(n_gpus // pipeline, 1)
-    if known.config is None:
+    if facts.config is None:
         log.warning("tensor parallel size not chosen by size: no config.json", model=model, size=most)
         return most
-    possible = [size for size in range(1, most + 1) if can_split(known.config, size)]
-    weights, memory = known.weights, known.memory
+    possible = [size for size in range(1, most + 1) if can_split(facts.config, size)]
+    weights, memory = facts.weights, facts.memory
     if weights is None or memory is None:
         log.warning(
             "tensor parallel size not chosen by size", weight_bytes=weights, gpu_bytes=memory, size=possible[-1]
@@ -210,7 +210,7 @@ def _choose_tensor_parallel(model: str, known: Known, n_gpus: int, pipeline: int
     return size
 
 
-def _given_sizes(settings: RolloutSettings) -> _Sizes:
+def _sizes_of(settings: RolloutSettings) -> _Sizes:
     """Return the parallel sizes of SGLANG_EXTRA_FLAGS and, for the tensor parallel size, of SGLANG_TP_SIZE."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=settings.sglang_tp_size)
@@ -218,12 +218,12 @@ def _given_sizes(settings: RolloutSettings) -> _Sizes:
     parser.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
     parser.add_argument("--enable-dp-attention", action="store_true")
     try:
-        given, _ = parser.parse_known_args(shlex.split(settings.sglang_extra_flags))
+        flags, _ = parser.parse_known_args(shlex.split(settings.sglang_extra_flags))
     except argparse.ArgumentError as error:
         raise ConfigurationError(f"SGLANG_EXTRA_FLAGS is {settings.sglang_extra_flags!r}: {error}") from error
     # With data-parallel attention the replicas share the GPUs of the tensor parallel group.
-    data = 1 if given.enable_dp_attention else given.dp_size
-    return _Sizes(given.tp_size, given.pp_size, data, splits_attention=not given.enable_dp_attention)
+    data = 1 if flags.enable_dp_attention else flags.dp_size
+    return _Sizes(flags.tp_size, flags.pp_size, data, splits_attention=not flags.enable_dp_attention)
 
 
 INDEX = "model.safetensors.index.json"
@@ -232,13 +232,13 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def read_config(model: str) -> Config | None:
-    """Return the language model's part of a model's config.json; None if the file cannot be had."""
+    """Return the language model's part of a model's config.json; None if there is no such file."""
     config = _read_json(model, "config.json")
     return None if config is None else {**config, **config.get("text_config", {})}
 
 
 def weight_bytes(model: str, config: Config, dtype: ComputeType) -> int | None:
-    """Return the bytes of a model's weights in the type that SGLang computes in; None if their size is not known.
+    """Return the bytes of a model's weights in the type that SGLang computes in; None if their size is not facts.
 
     Args:
         model: a directory, or a model of the hub.

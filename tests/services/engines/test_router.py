@@ -1,0 +1,60 @@
+"""The engines of the router's workers, which their labels name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.core.errors import DependencyLostError
+from services.engines.engine import Engine
+from services.engines.kinds import ENGINES, choose_engine
+from services.engines.router import ENGINE_LABEL, RouterAdmin, Worker
+from services.engines.settings import EngineKind, RolloutSettings
+from services.engines.sglang import Embedded, SGLang
+from tests.fake_service import fake_service
+
+
+def listed(**metadata: Any) -> Worker:
+    return Worker(id="w", url="http://127.0.0.1:1", is_healthy=True, metadata=metadata)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+async def test_a_worker_that_a_launcher_registers_comes_back_as_its_engine(kind: EngineKind) -> None:
+    workers: list[dict[str, Any]] = []
+
+    def add(request: dict[str, Any]) -> dict[str, Any]:
+        # As the router does it, with what it found out by itself.
+        metadata = {"model_path": "a-model", **request["labels"]}
+        workers.append({"id": "w", "url": request["url"], "is_healthy": True, "metadata": metadata})
+        return {}
+
+    with fake_service({"GET /workers": lambda _: {"workers": workers}, "POST /workers": add}) as service:
+        async with RouterAdmin(service.endpoint) as router:
+            await router.add(ENGINES[kind]("http://127.0.0.1:1", timeout=1))
+            [worker] = await router.workers()
+    assert type(worker.engine("a-token", timeout=2)) is ENGINES[kind]
+
+
+def test_a_worker_without_a_label_is_an_sglang() -> None:
+    engine = listed(model_path="a-model").engine(None, timeout=2)
+    assert (type(engine), engine.url, engine.timeout) == (SGLang, "http://127.0.0.1:1", 2)
+
+
+def test_an_unknown_engine_is_refused_with_its_name() -> None:
+    with pytest.raises(DependencyLostError, match=r"an engine 'vllm', which is none of sglang, embedded"):
+        listed(**{ENGINE_LABEL: "vllm"}).engine(None, timeout=2)
+
+
+def test_every_kind_has_an_engine_that_implements_all_of_the_interface() -> None:
+    assert set(ENGINES) == set(EngineKind) - {EngineKind.AUTO}
+    assert all(engine.kind is kind for kind, engine in ENGINES.items())
+    assert not any(engine.__abstractmethods__ for engine in ENGINES.values())
+    assert Engine.__abstractmethods__
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_auto_is_sglang_where_there_is_a_gpu(gpus: int) -> None:
+    for kind, engine in ENGINES.items():
+        assert choose_engine(RolloutSettings(rollout_engine=kind), gpus) is engine
+    assert choose_engine(RolloutSettings(rollout_engine="auto"), gpus) is (SGLang if gpus else Embedded)
