@@ -18,6 +18,7 @@ from pathlib import Path
 from scripts.launch.models import CONFIGS
 from scripts.launch.tables import table as lines
 from trainer.config import TrainerSettings
+from trainer.config.sections import Checkpointing
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import USABLE, Limits, Work, choose, needed, work_of
 
@@ -25,6 +26,8 @@ TOKENS, SEQUENCE, MICRO_BATCHES = 16_384, 2048, 4
 PEAK_SHARE = 0.7
 NODE_GPUS, MOST_NODES = 8, 33
 LABELS = ("0.5B", "8B", "32B")
+RECOMPUTES: dict[Checkpointing, str] = {False: "no", "selective": "a part", True: "yes"}
+"""ACTIVATION_CHECKPOINTING as the tables show it."""
 COUNTED = Path(__file__).with_name("counted.json")
 
 
@@ -82,6 +85,8 @@ class Counted:
     forward: list[Launches]
     """A layer's, compiled."""
     backward: list[Launches]
+    selective: list[Launches]
+    """A layer's backward pass with ACTIVATION_CHECKPOINTING=selective, which computes a part of the forward again."""
     head: list[Launches]
     """The products of the output head."""
     outside: int
@@ -132,7 +137,8 @@ def expected(label: str, gpu: Gpu, share: float = PEAK_SHARE) -> Expected:
     """Return the expected step of a model on the fewest nodes that hold it, if products reach a share of the peak."""
     shape, counted = _shape(label), Counted.of(label)
     work = _fitting(shape, gpu)
-    passes = [*counted.forward * (1 + work.has_checkpointing), *counted.backward]
+    backward = counted.selective if work.checkpointing == "selective" else counted.backward
+    passes = [*counted.forward * (1 + (work.checkpointing is True)), *backward]
     copied = (counted.sharding * shape.layers + counted.outside) / gpu.bandwidth
     computed = shape.layers * _seconds(passes, gpu, share) + _seconds(counted.head, gpu, share)
     # The shards were counted for one node.
@@ -151,7 +157,9 @@ def _shape(label: str) -> ModelShape:
 
 def _fitting(shape: ModelShape, gpu: Gpu) -> Work:
     """Return the work on the fewest nodes whose GPUs hold it."""
-    settings = TrainerSettings.load(batch_size=128, group_size=16, max_new_tokens=SEQUENCE - 512)
+    settings = TrainerSettings.load(
+        batch_size=128, group_size=16, max_new_tokens=SEQUENCE - 512, micro_batch_tokens=TOKENS
+    )
     limits = Limits(device=gpu.memory, host=0, shm=0, volume=0)
     for nodes in range(1, MOST_NODES):
         flat = work_of(settings, shape, memory=gpu.memory, nodes=nodes, ranks_per_node=NODE_GPUS, compute_bytes=2)
@@ -167,7 +175,7 @@ def table() -> str:
     for label in LABELS:
         for gpu in GPUS:
             one, bound = expected(label, gpu), expected(label, gpu, 1.0)
-            nodes, recomputed = str(one.work.nodes), "yes" if one.work.has_checkpointing else "no"
+            nodes, recomputed = str(one.work.nodes), RECOMPUTES[one.work.checkpointing]
             numbers = [f"{one.useful / 1e12:.0f}", f"{one.seconds:.2f}", f"{TOKENS / one.seconds:.0f}"]
             shares = [f"{one.utilisation(gpu):.0%}", f"{bound.utilisation(gpu):.0%}"]
             rows.append([label, gpu.name, nodes, recomputed, *numbers, *shares])
