@@ -126,8 +126,8 @@ def train_seconds(model: Model, batch: Batch, layout: Layout) -> float:
     if layout.trainer_nodes == 1:
         return compute
     # The update on replayed groups is a micro-batch of its own.
-    micro_batches = 1 + math.ceil(trained / ranks / MICRO_BATCH_TOKENS)
     chosen = work(model, batch, layout.trainer_nodes, layout.trainer_gpus)
+    micro_batches = 1 + math.ceil(trained / ranks / chosen.micro_batch_tokens)
     if chosen.replicas > 1:
         # Replicas of the shards add up their float32 gradients once a step.
         exchanged = 2 * 4 * model.parameters

@@ -2,9 +2,19 @@
 
 The kernels of a step are counted on the pretended device (tests/pretend_cuda/count.py) and kept in counted.json: layers
 as torch's compiler makes kernels of them, everything else as operations that run one by one. A kernel takes the longer
-of its operations over the peak and its bytes over the memory's bandwidth. Transfers between GPUs count as hidden behind
-the computation. Nothing here was measured, and one figure is assumed: products and attention reach PEAK_SHARE of the
-data sheet's peak.
+of its operations over its share of the peak and its bytes over the memory's bandwidth. Transfers between GPUs count as
+hidden behind the computation, and the host's work (hooks of FSDP, launches) behind the kernels before. Nothing here was
+measured; the shares of the peak follow from what others have published:
+
+- FlexAttention's Triton kernels have on H100 85% of FlashAttention-3's speed forward and 76% backward, on A100 90% and
+  85% of FlashAttention-2's (D. Guessous, "FlexAttention", Nvidia GTC 2025).
+- FlashAttention-3 reaches 521 TFLOP/s forward (causal, heads of 128) and 422 backward (heads of 64, without a mask) on
+  H100 at 2048 tokens (arXiv 2407.08608, figures 5 and 6): 45% and 32% of the peak for FlexAttention. FlashAttention-2
+  reaches 50 to 73% of an A100's peak (arXiv 2307.08691); the lower end gives 45% and 42%.
+- Products: whole trainers with FSDP. On H100, Llama 7B reached 46% (fms-fsdp, its issue 89) and Llama 8B 39% at 500 W
+  (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md); on A100, Llama 8B reached 58% (torchtitan,
+  docs/performance.md of 2024). HOPPER and AMPERE have the shares with which Qwen3-8B reaches 46% and 58% without
+  recomputation, so they include everything that is not modelled.
 """
 
 from __future__ import annotations
@@ -18,14 +28,31 @@ from pathlib import Path
 from scripts.launch.models import CONFIGS
 from scripts.launch.tables import table as lines
 from trainer.config import TrainerSettings
+from trainer.config.sections import Checkpointing
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import USABLE, Limits, Work, choose, needed, work_of
 
 TOKENS, SEQUENCE, MICRO_BATCHES = 16_384, 2048, 4
-PEAK_SHARE = 0.7
 NODE_GPUS, MOST_NODES = 8, 33
 LABELS = ("0.5B", "8B", "32B")
+RECOMPUTES: dict[Checkpointing, str] = {False: "no", "selective": "a part", True: "yes"}
+"""ACTIVATION_CHECKPOINTING as the tables show it."""
 COUNTED = Path(__file__).with_name("counted.json")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of a card's peak that kinds of kernels reach."""
+
+    product: float
+    attention_forward: float
+    attention_backward: float
+
+
+HOPPER = Shares(0.55, 0.45, 0.32)
+AMPERE = Shares(0.67, 0.45, 0.42)
+BOUND = Shares(1.0, 1.0, 1.0)
+"""No kernel is faster."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +63,13 @@ class Gpu:
     flops: float
     bandwidth: float
     memory: int
+    shares: Shares
 
 
 GPUS = (
-    Gpu("H100", 989e12, 3.35e12, 80 * 10**9),
-    Gpu("H200", 989e12, 4.8e12, 141 * 10**9),
-    Gpu("A100-80GB", 312e12, 2.04e12, 80 * 10**9),
+    Gpu("H100", 989e12, 3.35e12, 80 * 10**9, HOPPER),
+    Gpu("H200", 989e12, 4.8e12, 141 * 10**9, HOPPER),
+    Gpu("A100-80GB", 312e12, 2.04e12, 80 * 10**9, AMPERE),
 )
 
 
@@ -71,7 +99,7 @@ class Launches:
     moved: int
 
     def seconds(self, gpu: Gpu, share: float) -> float:
-        """Return the seconds on a GPU that reaches a share of its peak."""
+        """Return the seconds on a GPU of whose peak the kernel reaches a share."""
         return self.times * max(self.operations / (gpu.flops * share), self.moved / gpu.bandwidth)
 
 
@@ -82,6 +110,8 @@ class Counted:
     forward: list[Launches]
     """A layer's, compiled."""
     backward: list[Launches]
+    selective: list[Launches]
+    """A layer's backward pass with ACTIVATION_CHECKPOINTING=selective, which computes a part of the forward again."""
     head: list[Launches]
     """The products of the output head."""
     outside: int
@@ -128,20 +158,33 @@ def useful_operations(shape: ModelShape, tokens: int, sequence: int) -> float:
     return 3 * (products + attention)
 
 
-def expected(label: str, gpu: Gpu, share: float = PEAK_SHARE) -> Expected:
-    """Return the expected step of a model on the fewest nodes that hold it, if products reach a share of the peak."""
-    shape, counted = _shape(label), Counted.of(label)
+def expected(
+    label: str, gpu: Gpu, shares: Shares | None = None, *, recomputes: Checkpointing | None = None
+) -> Expected:
+    """Return the expected step of a model on the fewest nodes that hold it.
+
+    Args:
+        label: the model's.
+        gpu: the card.
+        shares: the shares of the card's peak, by default those of its generation.
+        recomputes: ACTIVATION_CHECKPOINTING; by default as the preflight chooses.
+    """
+    shape, counted, shares = _shape(label), Counted.of(label), shares or gpu.shares
     work = _fitting(shape, gpu)
-    passes = [*counted.forward * (1 + work.has_checkpointing), *counted.backward]
+    way = work.checkpointing if recomputes is None else recomputes
+    forwards, backward = 1 + (way is True), counted.selective if way == "selective" else counted.backward
+    layer = forwards * _seconds(counted.forward, gpu, shares.product, shares.attention_forward)
+    layer += _seconds(backward, gpu, shares.product, shares.attention_backward)
+    head = _seconds(counted.head, gpu, shares.product, shares.product)
     copied = (counted.sharding * shape.layers + counted.outside) / gpu.bandwidth
-    computed = shape.layers * _seconds(passes, gpu, share) + _seconds(counted.head, gpu, share)
     # The shards were counted for one node.
     update = (counted.layer_update * shape.layers + counted.outside_update) * NODE_GPUS / work.shards
-    return Expected(work, useful_operations(shape, TOKENS, SEQUENCE), computed + copied, update / gpu.bandwidth)
+    useful = useful_operations(shape, TOKENS, SEQUENCE)
+    return Expected(work, useful, shape.layers * layer + head + copied, update / gpu.bandwidth)
 
 
-def _seconds(kernels: Sequence[Launches], gpu: Gpu, share: float) -> float:
-    return sum(kernel.seconds(gpu, share) for kernel in kernels)
+def _seconds(kernels: Sequence[Launches], gpu: Gpu, product: float, attention: float) -> float:
+    return sum(kernel.seconds(gpu, attention if kernel.kind == "attention" else product) for kernel in kernels)
 
 
 @cache
@@ -151,7 +194,9 @@ def _shape(label: str) -> ModelShape:
 
 def _fitting(shape: ModelShape, gpu: Gpu) -> Work:
     """Return the work on the fewest nodes whose GPUs hold it."""
-    settings = TrainerSettings.load(batch_size=128, group_size=16, max_new_tokens=SEQUENCE - 512)
+    settings = TrainerSettings.load(
+        batch_size=128, group_size=16, max_new_tokens=SEQUENCE - 512, micro_batch_tokens=TOKENS
+    )
     limits = Limits(device=gpu.memory, host=0, shm=0, volume=0)
     for nodes in range(1, MOST_NODES):
         flat = work_of(settings, shape, memory=gpu.memory, nodes=nodes, ranks_per_node=NODE_GPUS, compute_bytes=2)
@@ -166,8 +211,8 @@ def table() -> str:
     rows = []
     for label in LABELS:
         for gpu in GPUS:
-            one, bound = expected(label, gpu), expected(label, gpu, 1.0)
-            nodes, recomputed = str(one.work.nodes), "yes" if one.work.has_checkpointing else "no"
+            one, bound = expected(label, gpu), expected(label, gpu, BOUND)
+            nodes, recomputed = str(one.work.nodes), RECOMPUTES[one.work.checkpointing]
             numbers = [f"{one.useful / 1e12:.0f}", f"{one.seconds:.2f}", f"{TOKENS / one.seconds:.0f}"]
             shares = [f"{one.utilisation(gpu):.0%}", f"{bound.utilisation(gpu):.0%}"]
             rows.append([label, gpu.name, nodes, recomputed, *numbers, *shares])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -41,10 +43,32 @@ def test_the_counted_kernels_compute_at_least_what_is_useful(label: str) -> None
     assert useful < computed < 1.3 * useful
 
 
-def test_utilisation_at_8b_is_above_a_third() -> None:
+@pytest.mark.parametrize(("card", "published"), [("H100", 0.46), ("A100-80GB", 0.58)])
+def test_the_shares_give_what_other_trainers_reached_with_8b_and_no_recomputation(card: str, published: float) -> None:
+    [gpu] = [gpu for gpu in roofline.GPUS if gpu.name == card]
+    assert roofline.expected("8B", gpu, recomputes=False).utilisation(gpu) == pytest.approx(published, abs=0.01)
+
+
+def test_attention_has_shares_of_its_own_forward_and_backward() -> None:
     h100 = roofline.GPUS[0]
-    assert 0.35 < roofline.expected("8B", h100).utilisation(h100) < roofline.PEAK_SHARE
-    assert roofline.expected("8B", h100, 1.0).utilisation(h100) < 1
+    slower = replace(roofline.HOPPER, attention_forward=0.225), replace(roofline.HOPPER, attention_backward=0.16)
+    before, *after = (
+        roofline.expected("8B", h100, shares, recomputes=True).seconds for shares in (roofline.HOPPER, *slower)
+    )
+    more = [seconds - before for seconds in after]
+    shape, counted = ModelShape.of(CONFIGS["8B"][1]), roofline.Counted.of("8B")
+    for kernels, passes, share, extra in zip(
+        (counted.forward, counted.backward), (2, 1), (0.45, 0.32), more, strict=True
+    ):
+        [operations] = [kernel.operations for kernel in kernels if kernel.kind == "attention"]
+        assert extra == pytest.approx(shape.layers * passes * operations / (share * h100.flops))
+
+
+@pytest.mark.parametrize(("label", "least", "most"), [("0.5B", 0.3, 0.35), ("8B", 0.31, 0.46)])
+def test_what_the_page_promises_on_an_h100_is_what_such_trainers_reach(label: str, least: float, most: float) -> None:
+    h100 = roofline.GPUS[0]
+    assert least < roofline.expected(label, h100).utilisation(h100) < most
+    assert roofline.expected(label, h100, roofline.BOUND).utilisation(h100) < 1
 
 
 def test_the_document_shows_what_the_command_prints() -> None:
