@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from services.core.machine import host_memory
-from trainer.config import CriticModel, PublishedType, TrainerSettings
+from trainer.config import CriticModel, PublishedType, TrainerSettings, Transport
 from trainer.config.sections import SELECTIVE_BUDGET, Checkpointing, RecordGroups
 from trainer.model.logprobs import CPU_CHUNK, CUDA_MEMORY_SHARE, LEAST_CUDA_CHUNK
 from trainer.preflight.shape import ModelShape
@@ -62,6 +62,8 @@ class Work:
     """Bytes of a number in forward and backward passes."""
     published_bytes: int
     """Bytes of a published number."""
+    published_copies: int
+    """Published versions in rank 0's memory at the same time: a broadcast sends one while another is written."""
     checkpointing: Checkpointing
     """ACTIVATION_CHECKPOINTING."""
     frees_parameters: bool
@@ -111,7 +113,9 @@ def needed(shape: ModelShape, work: Work) -> Need:
     host = {
         "processes": work.ranks_per_node * (PROCESS_BYTES if work.device == "cuda" else PROCESSOR_PROCESS_BYTES),
         # Loading ends before the first version and the first checkpoint.
-        "loading, or publication and checkpoint": max(4 * whole, published + copies * work.replicas // work.nodes),
+        "loading, or publication and checkpoint": max(
+            4 * whole, work.published_copies * published + copies * work.replicas // work.nodes
+        ),
     }
     if work.device == "cpu":
         host |= {name: work.ranks_per_node * size for name, size in device.items()}
@@ -357,6 +361,7 @@ def work_of(
         else CPU_CHUNK,
         compute_bytes=compute_bytes,
         published_bytes=2 if settings.publish_type is PublishedType.BFLOAT16 else 4,
+        published_copies=2 if settings.publish_transport is Transport.BROADCAST and not settings.lora_rank else 1,
         checkpointing=False if settings.activation_checkpointing == "auto" else settings.activation_checkpointing,
         frees_parameters=settings.shard_parameters is not False,
         lora_rank=settings.lora_rank,
