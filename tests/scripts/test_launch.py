@@ -55,6 +55,7 @@ def no_skypilot(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("label", "engines"), [("0.5B", 8), ("8B", 8), ("70B", 2)])
 def test_memory_and_volume_are_the_planners(tmp_path: Path, label: str, engines: int) -> None:
     given = ["--env", "BATCH_SIZE=128", "--env", "GROUP_SIZE=16", "--env", "MAX_NEW_TOKENS=2048"]
+    given += ["--env", "PUBLISH_TRANSPORT=disk"]
     nodes = ["--rollout-nodes", "5", "--trainer-nodes", "6", "--gpus", "H100:8"]
     _, text = launch(tmp_path, "--model", MODELS[label].name, *nodes, *given)
     values = job_group_text.values(text)
@@ -153,6 +154,7 @@ def test_a_launch_begins_with_the_preset_for_gpus_and_says_so(tmp_path: Path) ->
     assert rows == {
         ("num_nodes", "2", "1", "preset"),
         ("BATCH_SIZE", "4", "128", "preset"),
+        ("BATCH_SIZE", "-", "128", "preset"),
         ("GROUP_SIZE", "-", "16", "preset"),
         ("PUBLISH_TRANSPORT", "-", "broadcast", "preset"),
     }
