@@ -213,7 +213,9 @@ class TrainingLoop:
     def publish(self, batch: Batch) -> dict[str, float]:
         """Make the rollout workers serve the policy, and return the metrics of it."""
         version = self.state.policy_version
-        self.enter("publish", f"publishing policy version {version} to the rollout workers")
+        way = f" over the shared volume, because no broadcast works: {self.publisher.refusal}"
+        way = way if self.publisher.refusal else ""
+        self.enter("publish", f"publishing policy version {version} to the rollout workers{way}")
         self.rank_calls.leave_gpu()  # for engines that wake for the version and take their memory back
         metrics = self.publisher.publish(version) | self.probe.check(batch.prepared(batch.groups))
         self.rank_calls.leave_gpu()  # the probe has gathered the parameters

@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.harness import ROOT
+from benchmarks.scaling.roofline import RECOMPUTES
 from local_runner.spec import env_file
 from scripts.launch.models import CONFIGS, MEMORY, WEIGHT_BYTES, Model
 from scripts.launch.tables import table as lines
 from services.engines.settings import RolloutSettings
 from trainer.config import TrainerSettings
+from trainer.config.sections import Checkpointing
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import ENGINE_ASLEEP, GIB, USABLE, Limits, Need, choose, needed, work_of
 
@@ -38,7 +40,7 @@ class Shared:
     """The trainer between steps, and the engine awake."""
     host: int
     """Memory of the machine: the trainer's, and the sleeping engine's weights."""
-    recomputes: bool
+    recomputes: Checkpointing
 
     @property
     def usable(self) -> float:
@@ -64,7 +66,7 @@ def shared(model: Model, settings: TrainerSettings, engine_tokens: int, card: in
         training=need.total("device") + ENGINE_ASLEEP,
         generating=sum(need.device.get(part, 0) for part in BETWEEN_STEPS) + engine,
         host=need.total("host") + weights,
-        recomputes=work.has_checkpointing,
+        recomputes=work.checkpointing,
     )
 
 
@@ -83,6 +85,6 @@ def table() -> str:
                 sizes = (
                     f"{size / GIB:.1f}" for size in (moments.training, moments.generating, moments.usable, moments.host)
                 )
-                flags = ("yes" if flag else "no" for flag in (moments.recomputes, moments.fits))
+                flags = (RECOMPUTES[moments.recomputes], "yes" if moments.fits else "no")
                 rows.append([f"{label} {'adapters' if rank else 'whole'}", card, *sizes, *flags])
     return "\n".join(lines(["GiB", "card", "training", "generating", "usable", "host", "recomputes", "fits"], rows))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 from benchmarks.scaling.step import PHASES, Measured, Rates, Seconds, mean
@@ -29,7 +29,7 @@ from scripts.launch.sizes import (
     volume_gibibytes,
 )
 from scripts.launch.tables import table
-from trainer.config import TrainerSettings
+from trainer.config import TrainerSettings, Transport
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import USABLE, Limits, Work, choose, needed, work_of
 
@@ -126,8 +126,8 @@ def train_seconds(model: Model, batch: Batch, layout: Layout) -> float:
     if layout.trainer_nodes == 1:
         return compute
     # The update on replayed groups is a micro-batch of its own.
-    micro_batches = 1 + math.ceil(trained / ranks / MICRO_BATCH_TOKENS)
     chosen = work(model, batch, layout.trainer_nodes, layout.trainer_gpus)
+    micro_batches = 1 + math.ceil(trained / ranks / chosen.micro_batch_tokens)
     if chosen.replicas > 1:
         # Replicas of the shards add up their float32 gradients once a step.
         exchanged = 2 * 4 * model.parameters
@@ -225,7 +225,8 @@ def plan_text(predictions: Sequence[tuple[Model, Prediction]], batch: Batch, ste
     lines += ["", *table(["model", "rollout", "trainer", "GPUs", *PHASES, "step", "MODE=async"], rows)]
     for model, one in predictions:
         lines += ["", f"{model.label}, in jobgroup.yaml"]
-        need = needed(model.shape, work(model, batch, one.layout.trainer_nodes, one.layout.trainer_gpus))
+        chosen = work(model, batch, one.layout.trainer_nodes, one.layout.trainer_gpus)
+        need = needed(model.shape, replace(chosen, published_copies=1 + (one.transport == Transport.BROADCAST)))
         lines += [f"  {task}.{key}: {value}" for (task, key), value in changes(model, one.layout, need).items()]
         lines += ["in jobgroups/volume.yaml", f"  size: {volume_gibibytes(need)}Gi", "and at launch"]
         lines.append("  " + " ".join(f"--env {name}={value}" for name, value in variables(model, one, batch).items()))

@@ -28,12 +28,15 @@ from pathlib import Path
 from scripts.launch.models import CONFIGS
 from scripts.launch.tables import table as lines
 from trainer.config import TrainerSettings
+from trainer.config.sections import Checkpointing
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import USABLE, Limits, Work, choose, needed, work_of
 
 TOKENS, SEQUENCE, MICRO_BATCHES = 16_384, 2048, 4
 NODE_GPUS, MOST_NODES = 8, 33
 LABELS = ("0.5B", "8B", "32B")
+RECOMPUTES: dict[Checkpointing, str] = {False: "no", "selective": "a part", True: "yes"}
+"""ACTIVATION_CHECKPOINTING as the tables show it."""
 COUNTED = Path(__file__).with_name("counted.json")
 
 
@@ -107,6 +110,8 @@ class Counted:
     forward: list[Launches]
     """A layer's, compiled."""
     backward: list[Launches]
+    selective: list[Launches]
+    """A layer's backward pass with ACTIVATION_CHECKPOINTING=selective, which computes a part of the forward again."""
     head: list[Launches]
     """The products of the output head."""
     outside: int
@@ -153,20 +158,23 @@ def useful_operations(shape: ModelShape, tokens: int, sequence: int) -> float:
     return 3 * (products + attention)
 
 
-def expected(label: str, gpu: Gpu, shares: Shares | None = None, *, recomputes: bool | None = None) -> Expected:
+def expected(
+    label: str, gpu: Gpu, shares: Shares | None = None, *, recomputes: Checkpointing | None = None
+) -> Expected:
     """Return the expected step of a model on the fewest nodes that hold it.
 
     Args:
         label: the model's.
         gpu: the card.
         shares: the shares of the card's peak, by default those of its generation.
-        recomputes: whether the backward pass recomputes the layers; by default as the preflight chooses.
+        recomputes: ACTIVATION_CHECKPOINTING; by default as the preflight chooses.
     """
     shape, counted, shares = _shape(label), Counted.of(label), shares or gpu.shares
     work = _fitting(shape, gpu)
-    forwards = 1 + (work.has_checkpointing if recomputes is None else recomputes)
+    way = work.checkpointing if recomputes is None else recomputes
+    forwards, backward = 1 + (way is True), counted.selective if way == "selective" else counted.backward
     layer = forwards * _seconds(counted.forward, gpu, shares.product, shares.attention_forward)
-    layer += _seconds(counted.backward, gpu, shares.product, shares.attention_backward)
+    layer += _seconds(backward, gpu, shares.product, shares.attention_backward)
     head = _seconds(counted.head, gpu, shares.product, shares.product)
     copied = (counted.sharding * shape.layers + counted.outside) / gpu.bandwidth
     # The shards were counted for one node.
@@ -186,7 +194,9 @@ def _shape(label: str) -> ModelShape:
 
 def _fitting(shape: ModelShape, gpu: Gpu) -> Work:
     """Return the work on the fewest nodes whose GPUs hold it."""
-    settings = TrainerSettings.load(batch_size=128, group_size=16, max_new_tokens=SEQUENCE - 512)
+    settings = TrainerSettings.load(
+        batch_size=128, group_size=16, max_new_tokens=SEQUENCE - 512, micro_batch_tokens=TOKENS
+    )
     limits = Limits(device=gpu.memory, host=0, shm=0, volume=0)
     for nodes in range(1, MOST_NODES):
         flat = work_of(settings, shape, memory=gpu.memory, nodes=nodes, ranks_per_node=NODE_GPUS, compute_bytes=2)
@@ -202,7 +212,7 @@ def table() -> str:
     for label in LABELS:
         for gpu in GPUS:
             one, bound = expected(label, gpu), expected(label, gpu, BOUND)
-            nodes, recomputed = str(one.work.nodes), "yes" if one.work.has_checkpointing else "no"
+            nodes, recomputed = str(one.work.nodes), RECOMPUTES[one.work.checkpointing]
             numbers = [f"{one.useful / 1e12:.0f}", f"{one.seconds:.2f}", f"{TOKENS / one.seconds:.0f}"]
             shares = [f"{one.utilisation(gpu):.0%}", f"{bound.utilisation(gpu):.0%}"]
             rows.append([label, gpu.name, nodes, recomputed, *numbers, *shares])

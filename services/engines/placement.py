@@ -42,6 +42,8 @@ class EnginePlace:
     tensor_parallel: int = 1
     devices: tuple[str, ...] = ()
     """The engine's GPUs, as CUDA_VISIBLE_DEVICES lists them; empty without GPUs."""
+    engines: int = 1
+    """Engines of the node."""
 
     @property
     def name(self) -> str:
@@ -87,7 +89,7 @@ def place_engines(split: Split, n_gpus: int) -> list[EnginePlace]:
     ]
     each = split.gpus_each
     return [
-        EnginePlace(number, split.tensor_parallel, tuple(names[number * each : (number + 1) * each]))
+        EnginePlace(number, split.tensor_parallel, tuple(names[number * each : (number + 1) * each]), split.engines)
         for number in range(split.engines)
     ]
 

@@ -69,7 +69,11 @@ class RolloutSettings(EngineSettings, EnginesSection):
     smallest size that SGLang can split the model into and at which the weights take at most half of a GPU's memory."""
     sglang_extra_flags: str = ""
     """More flags for `sglang.launch_server`, as on a command line, such as `--mem-fraction-static 0.8`. They win over
-    the launcher's own."""
+    the launcher's own; `--no-enable-fp32-lm-head` leaves out the head in float32, which engines on GPUs have."""
+    batch_size: int | None = Field(None, ge=1, le=4096)
+    """The trainer's BATCH_SIZE, if it is set: SGLang's CUDA graphs then cover the sequences of a step."""
+    group_size: int = Field(8, ge=1, le=1024)
+    """The trainer's GROUP_SIZE."""
     router_extra_flags: str = ""
     """More flags for `sglang_router.launch_router`, as on a command line, such as `--policy round_robin`. They win over
     the launcher's own, which docs/rollouts.md lists. [advanced]"""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
@@ -17,8 +19,9 @@ from pydantic import ValidationError
 
 from services.core import machine
 from services.core.child import API_KEY_FROM_TOKEN
-from services.core.endpoints import Endpoint
+from services.core.endpoints import Endpoint, num_nodes
 from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
 from services.core.machine import ComputeType
 from services.core.processes import Command
 from services.engines import placement
@@ -29,6 +32,8 @@ from services.engines.versions import FIRST_VERSION
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
 from services.weights.policy_store import ADAPTER_NAME
+
+log = get_logger(__name__)
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -44,6 +49,19 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 LORAS_PER_BATCH = 2
 """The trained adapter, and requests for the model alone, which count as one."""
 
+NCCL_VARIABLES = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""Variables of SGLang's processes unless the user has set them. When a broadcast breaks, torch ends an engine that
+waits in it, because nothing else frees its GPU; without this variable it does so a minute later, after a dump that
+nobody reads. TORCH_NCCL_ASYNC_ERROR_HANDLING=0 would leave the engine hanging until its launcher kills it after ten
+minutes, and 2 would let it serve half-received weights as the new version."""
+
+SGLANG_GRAPH_SEQUENCES, MOST_GRAPH_SEQUENCES = 256, 1024
+"""Sequences up to which SGLang has CUDA graphs by itself (H100 and H200, tensor parallel size below 4), and up to which
+it gets them here: each further one takes 2 MB."""
+
+FLOAT32_HEAD, NO_FLOAT32_HEAD = "--enable-fp32-lm-head", "--no-enable-fp32-lm-head"
+"""SGLang's flag, and a launcher's own one to leave it out, because SGLang has no flag for that."""
+
 
 class SGLang(Engine):
     """An SGLang server."""
@@ -57,6 +75,11 @@ class SGLang(Engine):
     def check_installed(cls, settings: RolloutSettings) -> None:
         """See Engine."""
         check_installed("sglang", "sglang", settings.sglang_python)
+        script = "from importlib.metadata import version; print(version('nvidia-nccl-cu13'))"
+        line = [settings.sglang_python or sys.executable, "-c", script]
+        found = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+        if found.returncode == 0:
+            log.info("SGLang's NCCL; broadcasts need the same version in the trainer", version=found.stdout.strip())
 
     @classmethod
     def check_sizes(cls, settings: RolloutSettings, n_gpus: int, config: Config | None) -> int:
@@ -74,6 +97,7 @@ class SGLang(Engine):
         """See Engine."""
         # Otherwise SGLang generates a token for each check of its /health, which takes a second.
         environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        environment |= {name: value for name, value in NCCL_VARIABLES.items() if name not in os.environ}
         if place.devices:
             environment[machine.VISIBLE_GPUS_VARIABLE] = ",".join(place.devices)
         python = settings.sglang_python or sys.executable
@@ -354,8 +378,21 @@ def _flags(settings: RolloutSettings, address: Endpoint, place: EnginePlace) -> 
         flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     if settings.engine_deterministic:
         flags += ["--enable-deterministic-inference"]
+    extra = shlex.split(settings.sglang_extra_flags)
+    is_quantized = any(flag.split("=")[0] == "--quantization" for flag in extra)
+    if place.devices and not is_quantized and NO_FLOAT32_HEAD not in extra:
+        flags += [FLOAT32_HEAD]
+    if place.devices and (most := _graph_sequences(settings, place)) > SGLANG_GRAPH_SEQUENCES:
+        flags += ["--cuda-graph-max-bs-decode", str(most)]
     # Last, because the last of several values wins.
-    return flags + shlex.split(settings.sglang_extra_flags)
+    return flags + [flag for flag in extra if flag != NO_FLOAT32_HEAD]
+
+
+def _graph_sequences(settings: RolloutSettings, place: EnginePlace) -> int:
+    """Return the sequences of a step that an engine gets, limited by its settings; 0 if BATCH_SIZE is not known."""
+    sequences = (settings.batch_size or 0) * settings.group_size
+    share = -(-sequences // (num_nodes() * place.engines))
+    return min(share, MOST_GRAPH_SEQUENCES, settings.engine_max_running_requests or MOST_GRAPH_SEQUENCES)
 
 
 def _completion(record: dict[str, Any]) -> TokenSequence:

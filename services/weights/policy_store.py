@@ -62,11 +62,21 @@ class PolicyStore:
         names = [path.name for path in self.policy_dir.iterdir()] if self.policy_dir.is_dir() else []
         return max((int(match[1] or match[2]) for name in names if (match := _BEGUN.fullmatch(name))), default=None)
 
+    def mark(self, version: int) -> None:
+        """Count ``version`` as begun, because workers get it before it is written, or without being written at all."""
+        self._hidden(version).mkdir(parents=True, exist_ok=True)
+
     def begin(self, version: int) -> Path:
-        """Return an empty hidden directory to write ``version`` into; ``commit`` makes it visible."""
+        """Return an empty hidden directory to write ``version`` into; ``commit`` makes it visible.
+
+        Marks of older versions go, because this one supersedes them.
+        """
         hidden = self._hidden(version)
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True)
+        for path in self.policy_dir.glob(".v*.partial"):
+            if (match := _BEGUN.fullmatch(path.name)) and int(match[2]) < version:
+                shutil.rmtree(path, ignore_errors=True)
         return hidden
 
     def commit(self, version: int) -> Path:

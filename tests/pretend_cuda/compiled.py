@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch._functorch.config as partitioner
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._inductor import config
@@ -20,49 +22,99 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from benchmarks.scaling.roofline import Kernel
 from tests.pretend_cuda.learner import packed_sequences
 from trainer.algorithm.attention_layout import TILE, tiles
+from trainer.config import TrainerSettings
+from trainer.config.sections import Checkpointing
 from trainer.model.attention import TREE_ATTENTION
+from trainer.model.sharding import compile_layers
 
 PRODUCTS = {False: 2, True: 7}
 """Products of a tile in attention's forward and backward kernels; the backward kernel computes scores and their
 gradients twice, once for the queries' gradients and once for those of keys and values."""
 
 
-def count_layer(model: PretrainedConfig, tokens: int, sequence: int) -> tuple[list[Kernel], list[Kernel]]:
-    """Return the kernels, forward and backward, of a model's layer for tokens in sequences of a length, in bfloat16."""
-    one = type(model)(**{**model.to_dict(), "num_hidden_layers": 1, "layer_types": None})
+def count_layer(
+    model: PretrainedConfig, tokens: int, sequence: int, checkpointing: Checkpointing = False
+) -> tuple[list[Kernel], list[Kernel]]:
+    """Return the kernels, forward and backward, of a model's layer for tokens in sequences of a length, in bfloat16.
+
+    With ``selective`` as ``checkpointing`` the backward pass computes a part of the forward pass again.
+    """
     layout: Any = packed_sequences(tokens, sequence).layout
     n_tiles = sum(int(seen.sum()) for seen in tiles(layout.ends.long()))
-    heads = one.num_attention_heads
-    size = getattr(one, "head_dim", None) or one.hidden_size // heads
+    heads = model.num_attention_heads
+    product = 2 * TILE * TILE * _head_size(model) * heads * n_tiles
     counted: dict[bool, list[Kernel]] = {}
 
     def record(graph: GraphLowering) -> None:
         graph.init_wrapper_code()
         graph._update_scheduler()
-        product = 2 * TILE * TILE * size * heads * n_tiles
-        counted[graph.is_backward] = [
-            kernel for node in graph.scheduler.nodes if (kernel := _kernel(node, PRODUCTS[graph.is_backward] * product))
-        ]
+        counted[graph.is_backward] = [kernel for node in graph.scheduler.nodes if (kernel := _kernel(node, product))]
         raise _CountedError
 
+    with _compiled_layer(model, layout, record, checkpointing) as (_, compiled, arguments):
+        states = compiled(*arguments)
+        states.backward(torch.empty_like(states))
+    return counted[False], counted[True]
+
+
+def kept_bytes(model: PretrainedConfig, tokens: int, sequence: int, checkpointing: Checkpointing) -> int:
+    """Return the bytes that a model's compiled layer keeps for the backward pass; weights and masks do not count."""
+    layout: Any = packed_sequences(tokens, sequence).layout
+    kept: dict[int, int] = {}
+
+    def stop(graph: GraphLowering) -> None:
+        raise _CountedError
+
+    with _compiled_layer(model, layout, stop, checkpointing) as (layer, compiled, (states, angles, mask)):
+        shared = [*layer.parameters(), *angles, *(part for part in mask.as_tuple() if isinstance(part, Tensor))]
+        others = {part.untyped_storage()._cdata for part in shared}
+
+        def keep(tensor: Any) -> Any:
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in others:
+                    kept[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = compiled(states, angles, mask)
+        del output
+    return sum(kept.values())
+
+
+@contextmanager
+def _compiled_layer(
+    model: PretrainedConfig, layout: Any, on_kernels: Callable[[GraphLowering], None], checkpointing: Checkpointing
+) -> Iterator[tuple[Any, Callable[..., Tensor], tuple[Tensor, tuple[Tensor, Tensor], Any]]]:
+    """Yield a model's layer in bfloat16, its compiled form, and arguments; ``on_kernels`` ends each compilation."""
+    one = type(model)(**{**model.to_dict(), "num_hidden_layers": 1, "layer_types": None})
+    tokens = len(layout.ends)
+    torch._dynamo.reset()
     with (
         TemporaryDirectory() as caches,
         pytest.MonkeyPatch.context() as patch,
         torch.device("cuda"),
         config.patch(force_disable_caches=True, compile_threads=1),
+        partitioner.patch(activation_memory_budget=1.0),
     ):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", caches)
-        patch.setattr(GraphLowering, "compile_to_module", record)
+        patch.setattr(GraphLowering, "compile_to_module", on_kernels)
+        compile_layers([], TrainerSettings.load(activation_checkpointing=checkpointing))  # for the compiler's options
         made = AutoModelForCausalLM.from_config(one, dtype=torch.bfloat16, attn_implementation=TREE_ATTENTION)
         layer = made.base_model.layers[0]
         states = torch.empty(1, tokens, one.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        angles = tuple(torch.empty(1, tokens, size, dtype=torch.bfloat16) for _ in range(2))
-        mask = layout.each(Tensor.cuda).prepared()
+        angles = tuple(torch.empty(1, tokens, _head_size(one), dtype=torch.bfloat16) for _ in range(2))
         backend = partial(compile_fx, inner_compile=_without_kernels)
         compiled = torch.compile(layer.forward, backend=backend, dynamic=False)
-        output = compiled(states, attention_mask=None, position_embeddings=angles, layout=mask)
-        output.backward(torch.empty_like(output))
-    return counted[False], counted[True]
+
+        def call(states: Tensor, angles: tuple[Tensor, Tensor], mask: Any) -> Tensor:
+            return cast("Tensor", compiled(states, attention_mask=None, position_embeddings=angles, layout=mask))
+
+        yield layer, call, (states, cast("tuple[Tensor, Tensor]", angles), layout.each(Tensor.cuda).prepared())
+
+
+def _head_size(model: PretrainedConfig) -> int:
+    return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
 
 
 class _CountedError(Exception):
@@ -79,24 +131,36 @@ def _without_kernels(graph: torch.fx.GraphModule, inputs: Sequence[Any], **optio
         if "_CountedError" not in repr(error) and not isinstance(error.__cause__, _CountedError):
             raise
 
-    def run(*_: Any) -> list[Any]:
-        return [
-            torch.empty_strided(kind.shape, kind.stride(), dtype=kind.dtype, device=kind.device)
-            if isinstance(kind, Tensor)
-            else kind
-            for kind in kinds
-        ]
+    places = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    storages = {_storage(place): number for number, place in enumerate(places) if isinstance(place, Tensor)}
+
+    def run(*arguments: Any) -> list[Any]:
+        results: list[Any] = []
+        for kind in kinds:
+            if not isinstance(kind, Tensor):
+                results.append(kind)
+            elif (number := storages.get(_storage(kind))) is not None:
+                # An input, such as a weight, or a view of one.
+                results.append(arguments[number].as_strided(kind.shape, kind.stride(), kind.storage_offset()))
+            else:
+                results.append(torch.empty_strided(kind.shape, kind.stride(), dtype=kind.dtype, device=kind.device))
+        return results
 
     return make_boxed_func(run)  # type: ignore[no-any-return]
 
 
-def _kernel(node: Any, attention: float) -> Kernel | None:
-    """Return what a kernel reads, writes and computes; ``attention`` is the operations of a kernel of attention."""
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _kernel(node: Any, product: float) -> Kernel | None:
+    """Return what a kernel reads, writes and computes; ``product`` is the operations of one product in attention."""
     moved = node.get_read_write_buffers_sizes()
     if not moved:
         return None
     if node.is_template():
-        return Kernel("attention", attention, moved)
+        is_backward = any("backward" in str(origin.target) for origin in node.node.origins)
+        return Kernel("attention", PRODUCTS[is_backward] * product, moved)
     if isinstance(node, ExternKernelSchedulerNode):
         return Kernel("product", float(node.estimate_flops() or 0), moved)
     return Kernel("fused", 0.0, moved)

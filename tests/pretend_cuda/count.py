@@ -43,12 +43,14 @@ class Trace:
 def count(config: PretrainedConfig) -> Counted:
     """Return the kernels of a model, in parts."""
     forward, backward = count_layer(config, TOKENS, SEQUENCE)
+    _, selective = count_layer(config, TOKENS, SEQUENCE, "selective")
     one, two = (_trace(config, layers) for layers in (1, 2))
     outside = {name: 2 * one.moved[name] - two.moved[name] for name in one.moved}
     own = {name: moved - one.moved[name] for name, moved in two.moved.items() if name.startswith("fsdp.")}
     return Counted(
         forward=_launches(Counter(forward)),
         backward=_launches(Counter(backward)),
+        selective=_launches(Counter(selective)),
         head=_launches(one.products - (two.products - one.products)),
         outside=sum(outside.values()),
         sharding=sum(own.values()),

@@ -83,7 +83,7 @@ def without_compilation(patch: pytest.MonkeyPatch) -> None:
     in_place = {logprobs._normalise: normalise, logprobs._differentiate: differentiate}
     patch.setattr(attention, "flex_attention", causal)
     patch.setattr(logprobs, "_fused", lambda function, device: in_place[function])
-    patch.setattr(sharding, "compile_layers", lambda layers: None)
+    patch.setattr(sharding, "compile_layers", lambda *_: None)
 
 
 def pretended_policy(

@@ -1,4 +1,8 @@
-"""The preflight's bytes of a GPU are those that a step allocates, counted on the pretended device at the size of 8B."""
+"""The preflight's bytes of a GPU are those that a step allocates, counted on the pretended device at the size of 8B.
+
+A layer's activations are those that the compiled layer keeps. A whole step is counted without the compiler, because
+the tracker does not see compiled code, and compared with the bytes of layers that are not compiled.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,14 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import PretrainedConfig
 
 from scripts.launch.models import CONFIGS
+from tests.pretend_cuda.compiled import kept_bytes
 from tests.pretend_cuda.learner import packed_sequences, pretended_policy, pretended_ranks, without_compilation
 from trainer.config import TrainerSettings
+from trainer.config.sections import Checkpointing
 from trainer.model.optimizer import make_optimizer
+from trainer.preflight import sizes
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import CUDA_CONTEXT, needed, work_of
+from trainer.preflight.sizes import CUDA_CONTEXT, needed, stored_bytes, work_of
 
 pytestmark = pytest.mark.cuda
 
@@ -32,10 +39,11 @@ class Step:
     expected: int
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _without_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count what autograd keeps without a compiler."""
+    """Count what autograd keeps without a compiler, and expect that."""
     without_compilation(monkeypatch)
+    monkeypatch.setattr(sizes, "layer_bytes", sizes.uncompiled_layer_bytes)
 
 
 def step(config: PretrainedConfig, *, has_checkpointing: bool) -> Step:
@@ -73,6 +81,7 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     return type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
 
 
+@pytest.mark.usefixtures("_without_compilation")
 @pytest.mark.parametrize("has_checkpointing", [False, True], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("label", ["0.5B", "8B"])
 def test_a_step_takes_the_bytes_that_the_preflight_says(label: str, has_checkpointing: bool) -> None:
@@ -86,3 +95,17 @@ def test_a_step_takes_the_bytes_that_the_preflight_says(label: str, has_checkpoi
     expected = forecast(config, settings_of(has_checkpointing=has_checkpointing))
     assert peak == pytest.approx(expected, rel=0.15)
     assert peak < expected * 1.02, "too little memory is asked for all layers"
+
+
+@pytest.mark.parametrize(
+    ("label", "checkpointing"),
+    [("0.5B", False), ("7B", False), ("7B", "selective"), ("8B", False), ("8B", "selective"), ("32B", "selective")],
+)
+def test_a_compiled_layer_keeps_the_bytes_that_the_preflight_says(label: str, checkpointing: Checkpointing) -> None:
+    config = CONFIGS[label][1]
+    shape = ModelShape.of(config)
+    settings = TrainerSettings.load(activation_checkpointing=checkpointing)
+    work = work_of(settings, shape, memory=80 * 10**9, nodes=1, ranks_per_node=RANKS, compute_bytes=2)
+    kept = kept_bytes(config, TOKENS, SEQUENCE, checkpointing) / TOKENS
+    assert kept == pytest.approx(stored_bytes(shape, work), rel=0.1 if checkpointing else 0.001)
+    assert kept < stored_bytes(shape, work) * 1.001, "too little memory is asked for"

@@ -24,6 +24,7 @@ from tests.pretend_cuda.test_memory import DEPTHS, with_layers
 from trainer.config import TrainerSettings
 from trainer.model.optimizer import make_optimizer
 from trainer.model.sharding import leave_gpu
+from trainer.preflight import sizes
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import needed, work_of
 from trainer.rank_calls import RankCalls
@@ -37,6 +38,7 @@ SEQUENCE = 1024
 def _countable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave layers to eager execution, and let MemTracker, which hooks every parameter, pass over frozen ones."""
     without_compilation(monkeypatch)
+    monkeypatch.setattr(sizes, "layer_bytes", sizes.uncompiled_layer_bytes)
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         monkeypatch.setattr(Tensor, name, partialmethod(_register, getattr(Tensor, name)))
 

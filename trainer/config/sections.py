@@ -75,6 +75,10 @@ def _steps_to_record(value: object) -> object:
     return int(str(value))
 
 
+Checkpointing = bool | Literal["selective"]
+"""Whether layers are recomputed in the backward pass: all of them, none, or the parts that the compiler chooses."""
+SELECTIVE_BUDGET = 0.5
+"""The share of its activations, besides its input, that a compiled layer keeps with selective recomputation."""
 RecordGroups = Annotated[Literal["off", "all"] | int, BeforeValidator(_steps_to_record)]
 """The steps whose groups are recorded."""
 
@@ -286,9 +290,12 @@ class MemorySection(Settings):
     and on processors with bfloat16 instructions (AVX512-BF16 or AMX), float32 on other processors, which emulate
     bfloat16 many times more slowly; all ranks take the same type. Master weights are always float32."""
     micro_batch_tokens: int = Field(16_384, ge=1)
-    """Tokens in one forward and backward pass of a rank, which also bound the padding inside attention."""
-    activation_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute layers in the backward pass: `true`, `false`, or `auto`, if a GPU's memory is too small otherwise."""
+    """Tokens in one forward and backward pass of a rank, which also bound the padding inside attention. Unset on GPUs:
+    half of them, if that saves `ACTIVATION_CHECKPOINTING=auto` from recomputing whole layers."""
+    activation_checkpointing: Checkpointing | Literal["auto"] = "auto"
+    """Recompute layers in the backward pass: `true`, `false`, or on GPUs `selective`: the parts that the compiler finds
+    cheap, such as attention, which halves the memory for activations. `auto`: the fastest that a GPU's memory allows;
+    `false` on a CPU."""
     shard_parameters: bool | Literal["auto"] = "auto"
     """`true`: free gathered parameters between forward and backward and reduce gradients every micro-batch (least
     memory). `false`: gather and reduce once a step (least traffic). `auto`: what a GPU's memory allows; `true` on a

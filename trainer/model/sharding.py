@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
+import torch._functorch.config as partitioner
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -28,6 +29,7 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 from services.core.errors import ConfigurationError
 from services.core.machine import Compute
 from trainer.config import TrainerSettings
+from trainer.config.sections import SELECTIVE_BUDGET
 from trainer.model.attention import FAMILIES
 from trainer.model.loading import ValueHead
 from trainer.model.ranks import Ranks
@@ -156,10 +158,10 @@ def shard(
     Args:
         module: the module, with data on rank 0 only.
         decoder: the part of it with the list of layers; each layer is sharded by itself.
-        settings: SHARD_PARAMETERS.
+        settings: SHARD_PARAMETERS, and selective recomputation.
         ranks: all ranks.
         chosen: the type of numbers to compute with. A value head computes in float32.
-        has_checkpointing: recompute layers in the backward pass.
+        has_checkpointing: recompute whole layers in the backward pass.
 
     Raises:
         ConfigurationError: the decoder has no list of layers.
@@ -167,7 +169,7 @@ def shard(
     layers = _decoder_layers(decoder)
     if ranks.device.type == "cuda":
         decoder.set_experts_implementation(GATHERED_EXPERTS)
-        compile_layers(layers)
+        compile_layers(layers, settings)
     if has_checkpointing:
         apply_activation_checkpointing(module, check_fn=lambda part: part in layers)
         layers = _decoder_layers(decoder)
@@ -192,13 +194,16 @@ GRAPHS = 64
 """Most graphs of the layers of a process; policy, reference and critic count together. torch's own limit is 8."""
 
 
-def compile_layers(layers: Sequence[nn.Module]) -> None:
+def compile_layers(layers: Sequence[nn.Module], settings: TrainerSettings) -> None:
     """Compile the forward pass of decoder layers for CUDA at their first call, with attention as one kernel.
 
     Layers share their graphs, in which the lengths of micro-batches are variables: one each with and without gradients,
     adapters and a frozen input. The hooks of FSDP, which run before and after ``forward``, stay outside of them.
     A layer that cannot be compiled raises an error: uncompiled attention would write down a matrix of T x T numbers.
+    The compiler reads its budget at the first call, when all models have been loaded with the same settings.
     """
+    is_selective = settings.activation_checkpointing == "selective"
+    partitioner.activation_memory_budget = SELECTIVE_BUDGET if is_selective else 1.0
     for layer in layers:
         layer.forward = torch.compile(  # type: ignore[call-overload]  # the overloads lack the limit
             layer.forward, dynamic=True, fullgraph=True, recompile_limit=GRAPHS

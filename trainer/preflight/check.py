@@ -86,16 +86,30 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_n
         name_nodes: names nodes and GPUs in a refusal that proposes others.
 
     Raises:
-        ConfigurationError: a place has too little; the message has the sizes and the setting that would fit.
+        ConfigurationError: a place has too little; the message has the sizes and the setting that would fit. Or
+            ACTIVATION_CHECKPOINTING is `selective` without GPUs.
         DiskFullError: the volume has too little for a run that has a checkpoint: it had enough before.
     """
     work = chosen_work(settings, shape, machine)
+    if work.device == "cpu" and work.checkpointing == "selective":
+        raise ConfigurationError(
+            "ACTIVATION_CHECKPOINTING=selective: layers are compiled only on GPUs, and the compiler chooses what to "
+            "recompute; on this machine set true, false or auto"
+        )
     need, limits = needed(shape, work), machine.limits
     for place, name in PLACES.items():
         if parts := _parts(need, work, place):
             sizes = {part.replace(" ", "_"): gigabytes(size) for part, size in parts.items()}
             total, there = gigabytes(sum(parts.values())), gigabytes(getattr(limits, place))
             log.info(f"preflight: {name}", needs=total, has=there, **sizes)
+    if work.device == "cuda":
+        log.info(
+            "preflight: chosen",
+            activation_checkpointing=work.checkpointing,
+            micro_batch_tokens=work.micro_batch_tokens,
+            shard_parameters=work.frees_parameters,
+            copies_of_the_state=work.replicas,
+        )
     for place in PLACES:
         if not _fits(need, work, limits, place):
             resumes = place == "volume" and any(settings.checkpoint_dir.glob("step-[0-9]*"))
@@ -272,7 +286,8 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
         work = check(settings, shape, machine)
         return {
             "replicas": work.replicas,
-            "checkpointing": work.has_checkpointing,
+            "checkpointing": work.checkpointing,
+            "tokens": work.micro_batch_tokens,
             "frees": work.frees_parameters,
             "record_groups": work.record_groups,
             "volume": needed(shape, work).total("volume") - work.record_bytes,
@@ -281,6 +296,7 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
     choices = ranks.on_main(choose, ConfigurationError, DiskFullError)
     changes = {
         "activation_checkpointing": choices["checkpointing"],
+        "micro_batch_tokens": choices["tokens"],
         "shard_parameters": choices["frees"],
         "record_groups": choices["record_groups"],
     }

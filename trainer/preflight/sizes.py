@@ -1,7 +1,7 @@
 """The bytes that a run needs and the bytes that there are.
 
 ``needed`` is a pure function of the model and of the work on it. ``work_of`` reads the work from the settings, and
-``choose`` decides what ACTIVATION_CHECKPOINTING and SHARD_PARAMETERS leave open.
+``choose`` decides what ACTIVATION_CHECKPOINTING, SHARD_PARAMETERS and an unset MICRO_BATCH_TOKENS leave open.
 
 The terms follow what FSDP2, autograd and AdamW allocate: float32 shards of weights, gradients and two moments; the
 layers that are gathered at the time; the tensors that the backward pass reads again; the logits of one chunk. Tests
@@ -15,13 +15,14 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from services.core.machine import host_memory
-from trainer.config import CriticModel, PublishedType, TrainerSettings
-from trainer.config.sections import RecordGroups
+from trainer.config import CriticModel, PublishedType, TrainerSettings, Transport
+from trainer.config.sections import SELECTIVE_BUDGET, Checkpointing, RecordGroups
 from trainer.model.logprobs import CPU_CHUNK, CUDA_MEMORY_SHARE, LEAST_CUDA_CHUNK
 from trainer.preflight.shape import ModelShape
 
@@ -51,6 +52,8 @@ class Work:
     ranks_per_node: int
     replicas: int
     """Copies of the sharded state: 1 on a flat mesh, ``nodes`` on a mesh that shards within a node."""
+    micro_batch_tokens: int
+    """MICRO_BATCH_TOKENS."""
     tokens: int
     """Tokens of the largest micro-batch."""
     chunk_states: int
@@ -59,7 +62,10 @@ class Work:
     """Bytes of a number in forward and backward passes."""
     published_bytes: int
     """Bytes of a published number."""
-    has_checkpointing: bool
+    published_copies: int
+    """Published versions in rank 0's memory at the same time: a broadcast sends one while another is written."""
+    checkpointing: Checkpointing
+    """ACTIVATION_CHECKPOINTING."""
     frees_parameters: bool
     """SHARD_PARAMETERS."""
     lora_rank: int = 0
@@ -107,7 +113,9 @@ def needed(shape: ModelShape, work: Work) -> Need:
     host = {
         "processes": work.ranks_per_node * (PROCESS_BYTES if work.device == "cuda" else PROCESSOR_PROCESS_BYTES),
         # Loading ends before the first version and the first checkpoint.
-        "loading, or publication and checkpoint": max(4 * whole, published + copies * work.replicas // work.nodes),
+        "loading, or publication and checkpoint": max(
+            4 * whole, work.published_copies * published + copies * work.replicas // work.nodes
+        ),
     }
     if work.device == "cpu":
         host |= {name: work.ranks_per_node * size for name, size in device.items()}
@@ -159,12 +167,35 @@ def _device(shape: ModelShape, work: Work) -> dict[str, int]:
 
 
 def stored_bytes(shape: ModelShape, work: Work) -> int:
-    """Return the bytes that the backward pass needs of a token in a layer."""
-    return work.compute_bytes * shape.hidden if work.has_checkpointing else layer_bytes(shape, work)
+    """Return the bytes of a token in a layer that the forward pass keeps for the backward pass."""
+    states = work.compute_bytes * shape.hidden
+    if work.checkpointing == "selective":
+        # The compiler keeps at most this share of what it would keep besides the layer's input.
+        return states + math.ceil(SELECTIVE_BUDGET * (layer_bytes(shape, work) - states))
+    return states if work.checkpointing else layer_bytes(shape, work)
 
 
 def layer_bytes(shape: ModelShape, work: Work) -> int:
-    """Return the bytes that autograd keeps of a token in a layer that is not recomputed, without fusion by a compiler.
+    """Return the bytes that autograd keeps of a token in a layer that is not recomputed.
+
+    A compiled layer keeps its input and the inputs and outputs of products and attention; of the MLP the gate, the
+    other factor and their product. It computes norms again from the scale of each token or head, which is a float32.
+    What a compiled mixture of experts keeps was not measured: it counts as if it were not compiled.
+    """
+    if work.device == "cpu" or shape.is_mixture:
+        return uncompiled_layer_bytes(shape, work)
+    size, queries, keys = work.compute_bytes, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    head_norms = size * (queries + keys) + 4 * (shape.heads + shape.kv_heads) if shape.has_head_norms else 0
+    others = 4 * (shape.heads + 2) + size * PROJECTIONS * work.lora_rank
+    return size * (4 * shape.hidden + 2 * queries + 2 * keys + 3 * shape.intermediate) + head_norms + others
+
+
+PROJECTIONS = 7
+"""Linear layers of a dense layer, each of which has an adapter."""
+
+
+def uncompiled_layer_bytes(shape: ModelShape, work: Work) -> int:
+    """Return the bytes that autograd keeps of a token in a layer without fusion by a compiler.
 
     A norm keeps its input in float32, and in the compute type the normalised states and its output. The MLP keeps its
     gate, the activation of the gate, the other factor and their product.
@@ -199,7 +230,9 @@ def _layer(shape: ModelShape, work: Work) -> int:
     size = work.compute_bytes
     gathered = 2 * size * shape.layer_parameters if work.frees_parameters else 0
     gradients = 0 if work.lora_rank else (size + 4) * shape.layer_parameters + size * shape.head_parameters
-    recomputed = layer_bytes(shape, work) if work.has_checkpointing else 0
+    recomputed = layer_bytes(shape, work) if work.checkpointing else 0
+    if work.checkpointing == "selective":
+        recomputed -= stored_bytes(shape, work)
     return gathered + gradients + work.tokens * (recomputed + size * (3 * shape.intermediate + shape.hidden))
 
 
@@ -313,7 +346,7 @@ def work_of(
         ranks_per_node: GPUs of a node, or 1.
         compute_bytes: bytes of a number in forward and backward passes.
     """
-    sequence = PROMPT_TOKENS + settings.way.longest_answer
+    sequence = _longest(settings)
     share = math.ceil(settings.batch_size * settings.group_size / (nodes * ranks_per_node)) * sequence
     return Work(
         device="cuda" if memory else "cpu",
@@ -322,18 +355,25 @@ def work_of(
         replicas=1,
         # A completion longer than MICRO_BATCH_TOKENS is a micro-batch by itself.
         tokens=max(sequence, min(settings.micro_batch_tokens, share)),
+        micro_batch_tokens=settings.micro_batch_tokens,
         chunk_states=max(LEAST_CUDA_CHUNK, memory // CUDA_MEMORY_SHARE // (shape.vocabulary * 4))
         if memory
         else CPU_CHUNK,
         compute_bytes=compute_bytes,
         published_bytes=2 if settings.publish_type is PublishedType.BFLOAT16 else 4,
-        has_checkpointing=settings.activation_checkpointing is True,
+        published_copies=2 if settings.publish_transport is Transport.BROADCAST and not settings.lora_rank else 1,
+        checkpointing=False if settings.activation_checkpointing == "auto" else settings.activation_checkpointing,
         frees_parameters=settings.shard_parameters is not False,
         lora_rank=settings.lora_rank,
         has_reference=settings.kl_coef > 0 and not settings.lora_rank,
         has_critic=settings.has_critic and settings.critic is CriticModel.OWN,
         checkpoints=_checkpoints(settings),
     )
+
+
+def _longest(settings: TrainerSettings) -> int:
+    """Return the tokens of the longest sequence."""
+    return PROMPT_TOKENS + settings.way.longest_answer
 
 
 def _checkpoints(settings: TrainerSettings) -> int:
@@ -350,7 +390,9 @@ def _checkpoints(settings: TrainerSettings) -> int:
 def choose(settings: TrainerSettings, shape: ModelShape, work: Work, limits: Limits) -> Work:
     """Return the work as a GPU's memory allows: with least traffic between nodes, then least computing, then gathering.
 
-    On a CPU ``auto`` is what takes least time for short completions: no checkpointing, a flat mesh.
+    Selective recomputation takes a twentieth more time. Halving the micro-batches takes some 2 % more, for FSDP's
+    copies, while recomputing whole layers takes a quarter more, so the halves come first, unless MICRO_BATCH_TOKENS is
+    set. On a CPU ``auto`` is what takes least time for short completions: no checkpointing, a flat mesh.
     """
     ways = list(_ways(settings, work))
     fitting = (way for way in ways if needed(shape, way).total("device") <= USABLE * limits.device)
@@ -359,13 +401,18 @@ def choose(settings: TrainerSettings, shape: ModelShape, work: Work, limits: Lim
 
 def _ways(settings: TrainerSettings, work: Work) -> Iterator[Work]:
     """Yield the work in every way that the settings leave open, the fastest first."""
-    auto = (False, True)
-    checkpointing = auto if settings.activation_checkpointing == "auto" else (settings.activation_checkpointing,)
-    freeing = auto if settings.shard_parameters == "auto" else (settings.shard_parameters,)
+    asked, all_freeing = settings.activation_checkpointing, (False, True)
+    freeing = all_freeing if settings.shard_parameters == "auto" else (settings.shard_parameters,)
     if work.device == "cpu":
-        yield replace(work, has_checkpointing=checkpointing[0], frees_parameters=freeing[-1])
+        yield replace(work, frees_parameters=freeing[-1])
         return
+    half = work.micro_batch_tokens // 2
+    smaller = replace(work, micro_batch_tokens=half, tokens=max(_longest(settings), min(half, work.tokens)))
+    halves = [smaller] if "micro_batch_tokens" not in settings.model_fields_set else []
+    by_checkpointing: dict[Checkpointing, list[Work]] = {False: [work], "selective": [work, *halves], True: [work]}
     for replicas in dict.fromkeys((work.nodes, 1)):
-        for has_checkpointing in checkpointing:
-            for frees in freeing:
-                yield replace(work, replicas=replicas, has_checkpointing=has_checkpointing, frees_parameters=frees)
+        for checkpointing, sizes in by_checkpointing.items():
+            if asked not in ("auto", checkpointing):
+                continue
+            for sized, frees in product(sizes, freeing):
+                yield replace(sized, replicas=replicas, checkpointing=checkpointing, frees_parameters=frees)

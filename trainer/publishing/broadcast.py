@@ -42,6 +42,7 @@ from services.engines.versions import Form
 from services.weights.broadcast_group import (
     SOURCE,
     broadcast_weights,
+    installed_nccl,
     join_weights_group,
     leave_weights_group,
     send_buckets,
@@ -55,6 +56,8 @@ T = TypeVar("T")
 BUCKET_BYTES = 1 << 29
 """Weights sent with one request. A worker needs one bucket in addition to its own weights, and rank 0's device two. A
 bucket is large enough that requests take no time compared with the transfer."""
+MOST_UNFORMED = 2
+"""Publications in a row without a formed group, after which the run gives broadcasts up."""
 FORM_SECONDS = 120.0
 """Longest wait until the members of a new group have met, and again until its first collective has ended."""
 LEAVE_SECONDS = 10.0
@@ -77,6 +80,7 @@ class Broadcast(Form):
         self._buckets: list[Bucket] = []
         self._group: WorkerGroup | None = None
         self._sending: asyncio.Task[None] | None = None
+        self._refusal = ""
         self._start = asyncio.create_task(self._start_sending())
 
     async def prepare(self, worker: Engine) -> None:
@@ -106,6 +110,10 @@ class Broadcast(Form):
             if not receiving.done():
                 raise WorkerRefusedError(f"worker {worker.url} did not get the weights: the broadcast broke off")
             await receiving
+        except (WorkerRefusedError, DependencyLostError) as error:
+            if receiving.done():
+                self._refusal = self._refusal or str(error)
+            raise
         finally:
             receiving.cancel()
             sending.cancel()
@@ -120,8 +128,14 @@ class Broadcast(Form):
         """See Form; a group whose sending failed is not used again."""
         self._start.cancel()
         await asyncio.wait({self._start})
-        if self._sending is not None and not await _is_sent(self._sending):
+        if self._sending is not None and (failure := await _failure(self._sending)):
             self._broadcaster.group = None
+            self._refusal = self._refusal or failure
+        if self._group is not None and self._group.is_formed:
+            self._broadcaster.unformed = 0
+        elif self._held:
+            self._broadcaster.unformed += 1
+            self._broadcaster.refusal = self._refusal or self._broadcaster.refusal
 
     async def _start_sending(self) -> None:
         await self._all_held.wait()
@@ -163,6 +177,10 @@ class Broadcaster:
         self.flattens = self.backend == "nccl"
         """Send the tensors of a bucket in one broadcast; over gloo that takes longer than one by one."""
         self.group: WorkerGroup | None = None
+        self.unformed = 0
+        """Publications in a row for which workers were held and no collective of a group has ended."""
+        self.refusal = ""
+        """The reason why the newest of them had no group."""
 
     async def send(self, group: WorkerGroup, buckets: Sequence[Bucket]) -> None:
         """Send all buckets; give the group up when that fails, does not end in time, or is cancelled.
@@ -198,7 +216,8 @@ class Broadcaster:
         try:
             return await self._group_of(urls) if urls else None
         except (WorkerRefusedError, DependencyLostError, GroupBrokenError, TimeoutError) as error:
-            log.warning("no group for the broadcast", reason=str(error) or "timed out", workers=urls)
+            self.refusal = str(error) or f"the workers did not join within {FORM_SECONDS:g} s"
+            log.warning("no group for the broadcast", reason=self.refusal, workers=urls)
             return None
 
     async def _group_of(self, urls: list[str]) -> WorkerGroup:
@@ -229,10 +248,10 @@ class Broadcaster:
         sizes = [await engine.tensor_parallel_size() for engine in engines]
         world_size = 1 + sum(sizes)
         if self.backend == "nccl":
-            trainers = ".".join(map(str, torch.cuda.nccl.version()))
+            trainers = installed_nccl()
             others = [await engine.nccl_version() for engine in engines]
             log.info("forming a group for the broadcast", nccl=trainers, nccl_of_workers=others)
-            if any(other not in (None, trainers) for other in others):
+            if trainers and any(other not in (None, trainers) for other in others):
                 log.warning("trainer and workers have different versions of NCCL", trainer=trainers, workers=others)
         meeting = endpoint(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
         listen = bind_address(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
@@ -269,18 +288,20 @@ def make_buckets(state: dict[str, Tensor], *, has_first_alone: bool) -> list[Buc
     return [{name: state[name] for name in names} for names in groups if names]
 
 
-async def _is_sent(sending: asyncio.Task[None]) -> bool:
+async def _failure(sending: asyncio.Task[None]) -> str:
+    """Wait for the end of a sending, and return why it failed; empty if it did not."""
     try:
         await sending
     except GroupBrokenError as error:
-        log.warning("broadcast not finished", reason=str(error))
-        return False
+        reason = str(error)
     except asyncio.CancelledError:
         if not sending.cancelled():
             raise
-        log.warning("broadcast not finished", reason="a worker failed")
-        return False
-    return True
+        reason = "a worker failed"
+    else:
+        return ""
+    log.warning("broadcast not finished", reason=reason)
+    return reason
 
 
 class GroupBrokenError(Exception):
@@ -359,6 +380,7 @@ class WorkerGroup:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
+            del task  # which has a whole version of the weights
 
 
 def _resolve(future: Future[T], work: Callable[[], T]) -> None:

@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import pickle
 import shutil
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ import torch
 from prometheus_client import Counter
 from torch import Tensor
 
+from services.core.endpoints import WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.machine import release_memory
@@ -40,7 +43,7 @@ from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import DiskFullError, write_adapter, write_model, writing
-from trainer.publishing.broadcast import Broadcast, Broadcaster
+from trainer.publishing.broadcast import MOST_UNFORMED, Broadcast, Broadcaster
 
 log = get_logger(__name__)
 
@@ -84,18 +87,28 @@ class VersionWriter:
         """Its metrics."""
         self.state: dict[str, Tensor] = {}
         """Its tensors if they are sent to workers; on rank 0, until the workers have them."""
-        # Weights that are sent are written while the next step generates.
+        self.is_sent = settings.publish_transport is Transport.BROADCAST
+        """Versions are sent to the workers and written while the next steps train. Rank 0's value counts."""
         self._pool = ThreadPoolExecutor(1, "policy-writer")
-        self._writing: Future[None] | None = None
+        self._next: deque[tuple[int, Callable[[Path], None]]] = deque(maxlen=1)
+        """The version that the thread writes next; a newer one takes its place."""
+        self._writes: list[Future[None]] = []
+        self._began_write = 0.0
 
     def write(self, version: int) -> None:
         """Write the version to the shared volume, where workers that start find it. A collective that needs no worker.
+
+        A version that is sent to workers is written in a thread. If the thread is still writing an older one, this
+        version waits for it, and the next call replaces this version if it still waits then. So at most two versions
+        are in memory, the volume gets versions as fast as it takes them, and the newest always gets there in the end.
 
         Raises:
             DependencyLostError: the volume does not take it; raised on every rank.
             DiskFullError: the disk is full; raised on every rank.
         """
-        is_sent, rounding = self.settings.publish_transport is Transport.BROADCAST, self.rounding
+        is_sent, rounding = self.is_sent, self.rounding
+        # Before another version is gathered, so that there are two in memory and not three.
+        self._next.clear()
         # What is written at once is not copied on a CPU, because the parameters change only afterwards.
         if self.settings.lora_rank:
             state = gather_state(self.policy.adapter_parameters(rounding.dtype), self.ranks, copy=is_sent)
@@ -105,11 +118,16 @@ class VersionWriter:
             save = partial(write_model, self.policy, state, dtype=rounding.dtype)
 
         def write() -> None:
-            self._wait_until_written()
             self.state = state if is_sent else {}
             if is_sent and not self.settings.lora_rank:
-                self._writing = self._pool.submit(write_version, self.store, version, save)
+                self._check_writes(is_waiting=False)
+                with writing(self.store.policy_dir):
+                    self.store.mark(version)
+                self._next.append((version, save))
+                self._began_write = self._began_write if self._writes else time.monotonic()
+                self._writes.append(self._pool.submit(self._write_next))
             else:
+                self._check_writes(is_waiting=True)
                 write_version(self.store, version, save)
 
         self.ranks.on_main(write, DiskFullError, DependencyLostError)
@@ -128,7 +146,7 @@ class VersionWriter:
 
         No collective.
         """
-        if self._writing is not None and not self._writing.done():
+        if not all(write.done() for write in self._writes):
             return True
         try:
             return self.store.path(version).is_dir()
@@ -138,27 +156,38 @@ class VersionWriter:
     def close(self) -> None:
         """Wait until the last version is on the volume. No collective."""
         try:
-            self._wait_until_written()
+            self._check_writes(is_waiting=True)
         except DependencyLostError as error:
             # Not raised, because it would hide the reason why the run ended.
             log.warning("the last policy version is not on the volume", reason=str(error))
         self._pool.shutdown(wait=False)
 
-    def _wait_until_written(self) -> None:
-        """Wait until the version that is being written, if any, is on the volume.
+    def _write_next(self) -> None:
+        """Write the version that waits, unless an earlier call has written it; in the thread."""
+        self._began_write = time.monotonic()
+        try:
+            version, save = self._next.pop()
+        except IndexError:
+            return
+        write_version(self.store, version, save)
+
+    def _check_writes(self, *, is_waiting: bool) -> None:
+        """Raise the error of a write in the thread; wait for the end of all, or only look.
 
         Raises:
-            DependencyLostError: it is not there after PUBLISH_SECONDS; DiskFullError: the disk is full.
+            DependencyLostError: the volume does not take a version, or not within PUBLISH_SECONDS.
+            DiskFullError: the disk is full.
         """
-        if self._writing is None:
-            return
-        try:
-            self._writing.result(PUBLISH_SECONDS)
-        except TimeoutError:
-            raise DependencyLostError(
-                f"a policy version is not written to {self.store.policy_dir} after {PUBLISH_SECONDS:g} s; "
-                "the volume is too slow or does not answer"
-            ) from None
+        while self._writes:
+            left = max(self._began_write + PUBLISH_SECONDS - time.monotonic(), 0.0)
+            if not wait(self._writes[:1], left if is_waiting else 0.0).done:
+                if left and not is_waiting:
+                    return
+                raise DependencyLostError(
+                    f"a policy version is not written to {self.store.policy_dir} after {PUBLISH_SECONDS:g} s; "
+                    "the volume is too slow or does not answer"
+                )
+            self._writes.pop(0).result()
 
 
 def _rounding(settings: TrainerSettings, policy: Policy) -> Rounding:
@@ -215,6 +244,8 @@ class Publisher:
         self._write = write or writer.write
         is_broadcast = settings.publish_transport is Transport.BROADCAST and not settings.lora_rank
         self.broadcaster = Broadcaster(settings, writer.ranks.device, PUBLISH_SECONDS) if is_broadcast else None
+        self.refusal = ""
+        """The reason why the run has given broadcasts up; empty while it has not."""
 
     def publish(self, version: int) -> dict[str, float]:
         """Have the workers serve ``version``; write it first, unless it was the last version written.
@@ -287,6 +318,8 @@ class Publisher:
             pauses = await asyncio.gather(*(self._bring(worker, form) for worker in workers))
         finally:
             await form.close()
+        if self.broadcaster is not None and self.broadcaster.unformed >= MOST_UNFORMED:
+            self._give_broadcasts_up(self.broadcaster.refusal)
         if failed := [worker for worker, pause in zip(workers, pauses, strict=True) if pause is None]:
             await self.drop_workers(failed)
         served = len(workers) - len(failed)
@@ -297,7 +330,21 @@ class Publisher:
                 return [worker for worker, served in zip(registered, versions, strict=True) if served == version]
 
             served = len(await self._wait_for_workers(up_to_date, f"serve policy version {version}", is_there))
-        return {"workers": float(served), "pause_seconds": max((pause or 0.0 for pause in pauses), default=0.0)}
+        return {
+            "workers": float(served),
+            "pause_seconds": max((pause or 0.0 for pause in pauses), default=0.0),
+            **({"publish_by_disk": 1.0} if self.refusal else {}),
+        }
+
+    def _give_broadcasts_up(self, reason: str) -> None:
+        """Have the workers load all further versions from the shared volume."""
+        self.refusal, self.broadcaster, self.writer.is_sent = reason, None, False
+        log.error(
+            f"the last {MOST_UNFORMED} versions could not be broadcast, so the rest of the run publishes over the "
+            "shared volume; compare the versions and networks of NCCL on trainer and engines (docs/gpus.md), open port "
+            f"{WEIGHTS_BROADCAST_PORT} between them, or set PUBLISH_TRANSPORT=disk",
+            reason=reason,
+        )
 
     def _form(self, version: int, workers: Sequence[Worker]) -> Form:
         """Return the form in which the workers get the version that was written last."""

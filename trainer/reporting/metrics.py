@@ -146,6 +146,11 @@ MEASURES: tuple[Measure, ...] = (
     Measure("policy_version", "trainer_policy_version", "The newest published policy version."),
     Measure("workers", "trainer_workers", "Rollout workers that serve the newest policy version."),
     Measure("pause_seconds", "trainer_worker_pause_seconds", "Longest that a worker did not generate to be updated."),
+    Measure(
+        "publish_by_disk",
+        "trainer_publish_by_disk",
+        "1 once broadcasts have failed and the run publishes over the shared volume instead.",
+    ),
     Measure("probe_difference", "trainer_probe_difference_nats", "Mean difference between workers' logprobs and ours."),
     Measure("probe_delivered", "trainer_probe_delivered", "Least share of a change of LoRA adapters that workers see."),
     Measure("peak_memory_bytes", "trainer_peak_memory_bytes", "Most memory that rank 0, or its GPU, has held."),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
@@ -18,6 +17,7 @@ from services.embedded_engine.http.state import state_of, wait_for
 from services.http.app import version
 from services.http.json_body import JsonResponse
 from services.http.problems import ProblemError
+from services.weights.broadcast_group import installed_nccl
 
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {})
 _WITHOUT_EFFECT = frozenset({"return_text_in_logprobs", "log_metrics", "modalities", "priority"})
@@ -136,7 +136,7 @@ def add_information_routes(app: FastAPI) -> None:
                 "dp_size": 1,
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": str(model.device),
-                "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if model.device.type == "cuda" else None,
+                "nccl_version": installed_nccl() if model.device.type == "cuda" else None,
                 "context_length": model.context_length,
                 "max_total_num_tokens": cache.max_tokens,
                 "max_running_requests": cache.max_rows,

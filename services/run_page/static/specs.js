@@ -233,6 +233,12 @@ const SPEED = [
     series: [["workers", "workers"]],
   },
   {
+    id: "by-disk", title: "Versions over the shared volume", unit: "1: instead of by broadcast",
+    note: "Bad: broadcasts failed, so the engines load each version from the volume, which takes longer. The trainer's log has the reason.",
+    whole: true,
+    series: [["publish_by_disk", "over the volume"]],
+  },
+  {
     id: "memory", title: "Peak memory", unit: "GB, trainer's rank 0",
     note: "Should not grow from step to step for long.",
     series: [[billions("peak_memory_bytes"), "peak"]],

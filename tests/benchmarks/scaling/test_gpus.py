@@ -52,7 +52,10 @@ def test_the_shares_give_what_other_trainers_reached_with_8b_and_no_recomputatio
 def test_attention_has_shares_of_its_own_forward_and_backward() -> None:
     h100 = roofline.GPUS[0]
     slower = replace(roofline.HOPPER, attention_forward=0.225), replace(roofline.HOPPER, attention_backward=0.16)
-    more = [roofline.expected("8B", h100, shares).seconds - roofline.expected("8B", h100).seconds for shares in slower]
+    before, *after = (
+        roofline.expected("8B", h100, shares, recomputes=True).seconds for shares in (roofline.HOPPER, *slower)
+    )
+    more = [seconds - before for seconds in after]
     shape, counted = ModelShape.of(CONFIGS["8B"][1]), roofline.Counted.of("8B")
     for kernels, passes, share, extra in zip(
         (counted.forward, counted.backward), (2, 1), (0.45, 0.32), more, strict=True
@@ -61,7 +64,7 @@ def test_attention_has_shares_of_its_own_forward_and_backward() -> None:
         assert extra == pytest.approx(shape.layers * passes * operations / (share * h100.flops))
 
 
-@pytest.mark.parametrize(("label", "least", "most"), [("0.5B", 0.3, 0.35), ("8B", 0.31, 0.42)])
+@pytest.mark.parametrize(("label", "least", "most"), [("0.5B", 0.3, 0.35), ("8B", 0.31, 0.46)])
 def test_what_the_page_promises_on_an_h100_is_what_such_trainers_reach(label: str, least: float, most: float) -> None:
     h100 = roofline.GPUS[0]
     assert least < roofline.expected(label, h100).utilisation(h100) < most

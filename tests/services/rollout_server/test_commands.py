@@ -25,7 +25,17 @@ BIND, ROUTER, METRICS = (Endpoint("0.0.0.0", port) for port in (30001, 30000, 29
 
 @pytest.fixture(autouse=True)
 def no_job_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = ("SKYPILOT_", "JOBGROUP_", "SGLANG_", "ENGINE_", "ROLLOUT_", "ROUTER_")
+    ours = (
+        "BATCH_SIZE",
+        "GROUP_SIZE",
+        "TORCH_NCCL",
+        "SKYPILOT_",
+        "JOBGROUP_",
+        "SGLANG_",
+        "ENGINE_",
+        "ROLLOUT_",
+        "ROUTER_",
+    )
     for name in [name for name in os.environ if name.startswith(ours)]:
         monkeypatch.delenv(name, raising=False)
 
@@ -83,8 +93,56 @@ def test_sglang_gets_its_flags_from_the_settings() -> None:
     assert {flag: value_of(command, flag) for flag in expected} == expected
     assert {"--enable-metrics", "--enable-deterministic-inference", API_KEY_FROM_TOKEN} <= set(command.arguments)
     # Otherwise every look at its health is a token generated.
-    assert command.environment == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "CUDA_VISIBLE_DEVICES": "6,7"}
+    assert command.environment == {
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "CUDA_VISIBLE_DEVICES": "6,7",
+    }
     assert command.name == "engine-3"
+
+
+def test_a_variable_of_nccl_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in sglang().environment
+
+
+@pytest.mark.parametrize(
+    ("extra", "place", "expected"),
+    [
+        ("", EnginePlace(devices=("0",)), True),
+        ("", EnginePlace(), False),
+        ("--no-enable-fp32-lm-head --log-level debug", EnginePlace(devices=("0",)), False),
+        ("--quantization fp8", EnginePlace(devices=("0",)), False),
+        ("--quantization=fp8", EnginePlace(devices=("0",)), False),
+    ],
+    ids=["GPU", "CPU", "switched off", "quantized", "quantized, one word"],
+)
+def test_an_engine_on_a_gpu_computes_logits_in_float32(extra: str, place: EnginePlace, expected: bool) -> None:
+    arguments = SGLang.command(settings(sglang_extra_flags=extra), BIND, place).arguments
+    assert ("--enable-fp32-lm-head" in arguments) is expected
+    assert "--no-enable-fp32-lm-head" not in arguments, "SGLang does not know it"
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes", "engines", "expected"),
+    [
+        ({"batch_size": 64, "group_size": 16}, 1, 1, "1024"),
+        ({"batch_size": 64, "group_size": 16}, 1, 2, "512"),
+        ({"batch_size": 100, "group_size": 16}, 3, 1, "534"),
+        ({"batch_size": 128, "group_size": 16}, 1, 1, "1024"),
+        ({"batch_size": 128, "group_size": 16, "engine_max_running_requests": 300}, 1, 1, "300"),
+        ({"batch_size": 64, "group_size": 16}, 2, 2, None),
+        ({}, 1, 1, None),
+    ],
+)
+def test_cuda_graphs_cover_the_sequences_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, int], nodes: int, engines: int, expected: str | None
+) -> None:
+    monkeypatch.setenv("SKYPILOT_NUM_NODES", str(nodes))
+    command = SGLang.command(settings(**fields), BIND, EnginePlace(devices=("0",), engines=engines))
+    flag = "--cuda-graph-max-bs-decode"
+    assert (value_of(command, flag) if flag in command.arguments else None) == expected
+    assert flag not in SGLang.command(settings(**fields), BIND, EnginePlace()).arguments
 
 
 def test_what_is_not_set_is_left_to_sglang() -> None:

@@ -133,7 +133,8 @@ def publish(node: FakeNodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     monkeypatch.setattr(broadcast, "FORM_SECONDS", IDLE_SECONDS)
 
     def write(policy: Any, state: dict[str, Tensor], directory: Path, dtype: torch.dtype) -> None:
-        directory.joinpath("weights.txt").write_text(str(policy.number))
+        number, *_ = (int(tensor.flatten()[0]) for tensor in state.values())
+        directory.joinpath("weights.txt").write_text(str(number))
 
     monkeypatch.setattr(publisher_module, "write_model", write)
     settings = TrainerSettings.load(
@@ -148,8 +149,7 @@ def publish(node: FakeNodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         publisher = Publisher(settings, thread, VersionWriter(settings, cast("Policy", policy), ranks))
 
         def publish_next() -> tuple[int, float]:
-            newest = node.store.newest()
-            policy.number = newest.version + 1 if newest else 1
+            policy.number = (node.store.newest_begun() or 0) + 1
             return policy.number, publisher.publish(policy.number)["workers"]
 
         yield publish_next
@@ -192,5 +192,25 @@ def test_an_engine_that_fails_in_a_broadcast_leaves_alone_and_is_in_the_next(
     wanted = registrations + len(left)
     node.wait_until(lambda: node.log(0).count(REGISTERED) >= wanted, "those that left are registered anew")
     wait_registered(node)
+    assert told(node, "/model_info", "weight_version") == [str(version)] * 4
+    assert publish()[1] == 4
+
+
+def test_a_broken_broadcast_that_ends_all_engines_does_not_end_the_run(
+    node: FakeNodes, publish: Callable[[], tuple[int, float]]
+) -> None:
+    wait_registered(node)
+    assert publish()[1] == 4
+    engines = {child.pid for child in node.nodes[0].children("sglang.launch_server")}
+    node.fault(0, engine=2, receive="abort")
+    for engine in (0, 1, 3):
+        node.fault(0, engine=engine, broken_broadcast="abort")
+    registrations = node.log(0).count(REGISTERED)
+    version, workers = publish()
+    assert workers >= 1
+    node.wait_until(lambda: node.log(0).count(REGISTERED) >= registrations + 4, "all are registered anew")
+    wait_registered(node)
+    assert not engines & {child.pid for child in node.nodes[0].children("sglang.launch_server")}
+    assert "was ended by SIGABRT" in node.log(0)
     assert told(node, "/model_info", "weight_version") == [str(version)] * 4
     assert publish()[1] == 4

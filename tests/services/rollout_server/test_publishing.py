@@ -94,8 +94,7 @@ class Trainer:
     def publish(self) -> tuple[int, float]:
         """Changes the policy and publishes it; returns its version and how many workers serve it."""
         assert self._policy is not None
-        newest = self.nodes.store.newest()
-        version = newest.version + 1 if newest else 1
+        version = (self.nodes.store.newest_begun() or 0) + 1
         with torch.no_grad():
             for parameter in filter(lambda p: p.requires_grad, self._policy.parameters()):
                 whole = parameter.to_local()  # there is one rank

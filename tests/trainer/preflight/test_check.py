@@ -19,13 +19,13 @@ from services.core.errors import ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
-from trainer.config import TrainerSettings
+from trainer.config import TrainerSettings, Transport
 from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
 from trainer.preflight.check import Machine, check, preflight
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import GIB, Limits, VolumeRoom, Work, find_limits, needed, plan_records
+from trainer.preflight.sizes import GIB, Limits, VolumeRoom, Work, choose, find_limits, needed, plan_records
 
 ROOT = Path(__file__).parents[3]
 SHAPES = {label: ModelShape.of(CONFIGS[label][1]) for label in ("0.5B", "8B")}
@@ -42,12 +42,45 @@ def chosen(label: str, nodes: int, gpus: int, limits: Limits = ROOM, **given: An
 
 def test_a_small_model_gathers_once_a_step_and_replicates_between_nodes() -> None:
     work = chosen("0.5B", 2, 8)
-    assert (work.replicas, work.has_checkpointing, work.frees_parameters) == (2, False, False)
+    assert (work.replicas, work.checkpointing, work.frees_parameters) == (2, False, False)
 
 
-def test_a_large_model_recomputes_layers_and_stays_within_a_node() -> None:
+def test_a_large_model_recomputes_a_part_of_its_layers_and_stays_within_a_node() -> None:
     work = chosen("8B", 2, 8)
-    assert (work.replicas, work.has_checkpointing, work.frees_parameters) == (2, True, True)
+    assert (work.replicas, work.checkpointing, work.frees_parameters) == (2, "selective", True)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "given", "expected"),
+    [
+        (141, {}, (False, 16_384)),
+        (80, {}, ("selective", 16_384)),
+        (60, {}, ("selective", 8192)),
+        (60, {"micro_batch_tokens": 16_384}, (True, 16_384)),
+        (40, {}, (True, 16_384)),
+    ],
+    ids=["nothing", "a part", "a part of halves", "tokens that are set", "everything"],
+)
+def test_recomputation_grows_as_memory_shrinks(gigabytes: int, given: dict[str, Any], expected: Any) -> None:
+    work = chosen("8B", 1, 8, replace(ROOM, device=gigabytes * 10**9), **given)
+    assert (work.checkpointing, work.micro_batch_tokens) == expected
+
+
+def test_a_run_has_the_micro_batches_that_the_preflight_chose(
+    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def halve(*arguments: Any) -> Work:
+        return replace(choose(*arguments), micro_batch_tokens=8192)
+
+    monkeypatch.setattr("trainer.preflight.check.choose", halve)
+    found, _, _ = preflight(TrainerSettings.load(model_name=str(model), shared_dir=tmp_path), alone)
+    assert found.micro_batch_tokens == 8192
+
+
+def test_a_cpu_cannot_recompute_what_a_compiler_chooses() -> None:
+    laptop = Limits(device=0, host=32 * GIB, shm=8 * GIB, volume=100 * GIB)
+    with pytest.raises(ConfigurationError, match=r"only on GPUs.*set true, false or auto"):
+        chosen("0.5B", 1, 1, laptop, activation_checkpointing="selective")
 
 
 def test_a_state_that_one_node_cannot_hold_is_sharded_over_all() -> None:
@@ -56,7 +89,7 @@ def test_a_state_that_one_node_cannot_hold_is_sharded_over_all() -> None:
 
 def test_what_the_user_said_is_done() -> None:
     work = chosen("0.5B", 1, 8, activation_checkpointing=True, shard_parameters=True)
-    assert (work.has_checkpointing, work.frees_parameters) == (True, True)
+    assert (work.checkpointing, work.frees_parameters) == (True, True)
 
 
 def test_a_cpu_with_little_memory_for_long_micro_batches_is_told_what_fits() -> None:
@@ -183,6 +216,13 @@ def test_the_job_groups_have_what_their_model_needs(file: str) -> None:
     # The smallest GPU that they name is an L40S.
     limits = Limits(device=45 * GIB, host=host, shm=64 * GIB, volume=volume)
     check(TrainerSettings.load(), SHAPES["0.5B"], Machine(trainer.get("num_nodes", 1), 1, 2, limits))
+
+
+@pytest.mark.parametrize(("rank", "versions"), [(0, 2), (8, 1)])
+def test_a_broadcast_has_one_version_in_memory_while_another_is_written(rank: int, versions: int) -> None:
+    by = {transport: chosen("8B", 1, 8, publish_transport=transport, lora_rank=rank) for transport in Transport}
+    disk, broadcast = (needed(SHAPES["8B"], by[transport]).total("host") for transport in Transport)
+    assert broadcast - disk == pytest.approx((versions - 1) * 2 * SHAPES["8B"].parameters)
 
 
 def test_lora_needs_no_gradients_and_moments_of_the_model() -> None:

@@ -7,6 +7,8 @@ import os
 import shutil
 import stat
 import threading
+import time
+import weakref
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +27,7 @@ from services.weights.policy_store import PolicyStore
 from tests.fake_service import fake_service
 from tests.trainer.rank_jobs import change, make_learner
 from tests.trainer.tiny import FAMILIES, save_model
-from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.config import TrainerSettings, Transport
 from trainer.model import saving
@@ -196,6 +198,7 @@ def test_a_full_disk_leaves_nothing_of_the_version_that_it_did_not_take(
     monkeypatch.setattr(saving, "save_torch_state_dict", fail)
     if transport is Transport.BROADCAST:
         publisher.writer.write(0)  # beside the training, so that the next version meets the error
+        wait_until(publisher.writer._writes[0].done, "the write has failed")
     with pytest.raises(DiskFullError, match=r"the disk is full: .*/policy/.* cannot be written"):
         publisher.writer.write(1)
     publisher.writer.close()
@@ -210,12 +213,50 @@ def test_a_volume_that_takes_no_version_is_a_lost_dependency(
     monkeypatch.setattr(module, "write_version", lambda *_: may_end.wait(LIMIT_SECONDS))
     monkeypatch.setattr(module, "PUBLISH_SECONDS", 0.1)
     publisher.writer.write(0)
+    time.sleep(0.2)
     with pytest.raises(DependencyLostError, match=r"not written to .*/policy after 0\.1 s"):
         publisher.writer.write(1)
     with structlog.testing.capture_logs() as logged:
         publisher.writer.close()
     assert [entry["event"] for entry in logged] == ["the last policy version is not on the volume"]
     may_end.set()
+
+
+def test_a_slow_volume_delays_no_version_and_costs_the_memory_of_two(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = make(tmp_path, alone, Transport.BROADCAST).writer
+    live: weakref.WeakSet[Live] = weakref.WeakSet()
+    most, may_end, written = 0, threading.Event(), []
+    gather, write = module.gather_state, module.write_version
+
+    class Live(dict[str, torch.Tensor]):
+        __hash__ = object.__hash__
+
+    def gathered(*args: Any, **options: Any) -> Live:
+        nonlocal most
+        state = Live(gather(*args, **options))
+        live.add(state)
+        most = max(most, len(live))
+        return state
+
+    def slow(store: PolicyStore, version: int, save: Any) -> None:
+        assert may_end.wait(LIMIT_SECONDS)
+        write(store, version, save)
+        written.append(version)
+
+    monkeypatch.setattr(module, "gather_state", gathered)
+    monkeypatch.setattr(module, "write_version", slow)
+    for version in range(4):
+        writer.write(version)  # ends although no version is on the volume yet
+        writer.state = {}  # as when the workers have it
+        assert writer.store.newest_begun() == version, "a resumed run uses no number twice"
+        assert writer.is_on_volume(version), "it will be there, so that workers wait for it"
+    assert most == 2
+    may_end.set()
+    writer.close()
+    assert written == [0, 3]
+    assert [path.name for path in sorted(writer.store.policy_dir.iterdir())] == ["v000000", "v000003"]
 
 
 @pytest.mark.parametrize(("kept", "while_writing"), [(1, [1]), (2, [1]), (3, [1, 2])])

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT, WEIGHTS_BROADCAST_PORT
 from services.core.tasks import ServiceThread
 from services.weights.broadcast_group import CUMEM, match_engines_nccl
+from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.trainer.tiny import FAMILIES, save_model
-from tests.waiting import IDLE_SECONDS
+from tests.waiting import IDLE_SECONDS, wait_until
 from trainer.config import TrainerSettings, Transport
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 from trainer.publishing import broadcast
+from trainer.publishing import publisher as module
 from trainer.publishing.publisher import Publisher, VersionWriter
 
 FORM_SECONDS = 2.0
@@ -38,6 +43,7 @@ class Worker:
         self.drops = 0
         self.groups: set[str] = set()
         self.refuses = False
+        self.joins = True
         for route in ("begin_weight_update", "end_weight_update", "pause_generation", "continue_generation"):
             service.routes[f"POST /{route}"] = lambda _: {}
         service.routes |= {
@@ -46,9 +52,17 @@ class Worker:
             "POST /init_weights_update_group": self.join,
             "POST /destroy_weights_update_group": self.leave,
             "POST /update_weights_from_distributed": self.receive,
+            "POST /update_weights_from_disk": self.load,
         }
 
-    def join(self, request: dict[str, Any]) -> dict[str, Any]:
+    def load(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert (Path(request["model_path"]) / "model.safetensors").is_file(), "it is there before workers load it"
+        self.served = int(request["weight_version"])
+        return {"success": True}
+
+    def join(self, request: dict[str, Any]) -> Any:
+        if not self.joins:
+            return 400
         self.groups.add(request["group_name"])
         return {"success": True}
 
@@ -167,6 +181,82 @@ def test_a_worker_that_fails_ends_the_broadcast_at_once(publisher: tuple[Publish
     publisher[1].refuses = False
     publish(*publisher, 2)
     assert publisher[1].drops == 1
+
+
+@pytest.mark.parametrize("fault", ["joins", "refuses"], ids=["no group", "no first collective"])
+def test_a_broadcast_that_never_works_gives_way_to_the_volume(
+    publisher: tuple[Publisher, Worker], members: Members, fault: str
+) -> None:
+    made, worker = publisher
+    members.stuck = 1000
+    setattr(worker, fault, fault == "refuses")
+    with structlog.testing.capture_logs() as logged:
+        publish(*publisher, 1)
+        assert not made.refusal
+        publish(*publisher, 2)
+        assert worker.drops == 2
+        for version in (3, 4):
+            publish(*publisher, version)
+            assert made.publish(version)["publish_by_disk"] == 1
+    assert worker.drops == 2, "all workers serve, without being loaded anew by their launchers"
+    [error] = [entry for entry in logged if entry["log_level"] == "error"]
+    assert "PUBLISH_TRANSPORT=disk" in error["event"]
+    assert error["reason"] == made.refusal
+    assert "400" in error["reason"]
+
+
+def test_a_group_that_works_once_in_a_while_is_no_reason_to_give_up(
+    publisher: tuple[Publisher, Worker], members: Members
+) -> None:
+    for version in range(1, 7):
+        publisher[1].joins = version % 2 == 0
+        publish(*publisher, version)
+    assert publisher[0].broadcaster is not None
+
+
+def test_a_version_that_is_sent_and_written_leaves_the_memory(
+    publisher: tuple[Publisher, Worker], members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, worker = publisher
+    gather, sent = module.gather_state, []
+
+    def gathered(*args: Any, **options: Any) -> Any:
+        state = gather(*args, **options)
+        sent.append(weakref.ref(next(iter(state.values()))))
+        return state
+
+    monkeypatch.setattr(module, "gather_state", gathered)
+    publish(made, worker, 1)
+    made.writer.close()
+    gc.collect()
+    assert [tensor() for tensor in sent] == [None], "but the group stays, for the next version"
+
+
+def test_a_late_worker_loads_the_newest_version_on_a_slow_volume_and_the_next_broadcast_brings_it_up_to_date(
+    publisher: tuple[Publisher, Worker], members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, worker = publisher
+    write, may_write = module.write_version, threading.Event()
+
+    def slow(store: PolicyStore, version: int, save: Any) -> None:
+        assert version == 1 or may_write.wait(IDLE_SECONDS)
+        write(store, version, save)
+
+    monkeypatch.setattr(module, "write_version", slow)
+    publish(made, worker, 1)
+    wait_until(lambda: made.writer.store.newest() is not None, "the first version is on the volume")
+    for version in (2, 3):
+        publish(made, worker, version)
+    newest = made.writer.store.newest()
+    assert newest is not None
+    # Restarted, so that the router lists it under another name.
+    worker.served, worker.drops = newest.version, 1
+    assert worker.served == 1
+    publish(made, worker, 4)
+    assert worker.drops == 1, "nobody was dropped"
+    may_write.set()
+    made.writer.close()
+    assert [policy.version for policy in made.writer.store.published()][-1] == 4
 
 
 def test_a_new_group_is_formed_by_one_small_tensor_and_then_gets_buckets(
