@@ -2,13 +2,15 @@
 
     python -m benchmarks.scaling check [--fit METRICS ...] [--against METRICS ...]
     python -m benchmarks.scaling plan [--models 0.5B,8B,70B] [--step-seconds 120]
+    python -m benchmarks.scaling launches
     python -m benchmarks.scaling roofline
     python -m benchmarks.scaling one-gpu
     python -m benchmarks.scaling docs
 
 ``check`` fits the model of a step to measured runs and predicts other runs. ``plan`` prints nodes, seconds and the
-changes to jobgroup.yaml. ``roofline`` prints what to expect of a GPU, ``one-gpu`` the memory of a GPU that engine and
-trainer share (docs/guides/one-gpu.md). ``docs`` writes the other outputs into docs/scaling.md and docs/gpus.md.
+changes to jobgroup.yaml, ``launches`` how busy `grpo launch` keeps the GPUs, ``roofline`` what to expect of a GPU, and
+``one-gpu`` the memory of a GPU that engine and trainer share (docs/guides/one-gpu.md). ``docs`` writes the other
+outputs into docs/scaling.md and docs/gpus.md.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.harness import ROOT, made_of
 from benchmarks.scaling import one_gpu, roofline
-from benchmarks.scaling.plan import MODELS, Batch, cheapest, check_text, plan_text
+from benchmarks.scaling.plan import MODELS, Batch, cheapest, check_text, launches_text, plan_text
 from benchmarks.scaling.step import Rates, fit, read
 
 MEASURED = Path(__file__).with_name("measured")
@@ -50,6 +52,11 @@ def plan(args: argparse.Namespace) -> str:
     models = [MODELS[label] for label in args.models.split(",")]
     predictions = [(model, cheapest(model, batch, fitted(), args.step_seconds)) for model in models]
     return plan_text(predictions, batch, args.step_seconds)
+
+
+def launches(args: argparse.Namespace) -> str:
+    """Return how busy launches of jobgroup.yaml keep its GPUs."""
+    return launches_text(fitted())
 
 
 def expect(args: argparse.Namespace) -> str:
@@ -88,6 +95,8 @@ def run(arguments: Sequence[str] | None = None) -> str:
     for field in fields(Batch):
         one.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     one.set_defaults(command=plan)
+    one = commands.add_parser("launches", help="how busy `grpo launch` keeps the GPUs")
+    one.set_defaults(command=launches)
     one = commands.add_parser("roofline", help="what to expect of GPUs")
     one.set_defaults(command=expect)
     one = commands.add_parser("one-gpu", help="the memory of a GPU that engine and trainer share")

@@ -13,18 +13,21 @@ from functools import cache
 
 from benchmarks.scaling.step import PHASES, Measured, Rates, Seconds, mean
 from benchmarks.scaling.step import Work as StepWork
+from local_runner.spec import env_file
 from scripts.launch.models import CONFIGS, MEMORY, WEIGHT_BYTES, Model
 from scripts.launch.sizes import (
     ASSUMED,
     GPU,
     LEAST_SEQUENCES,
     NODE_GPUS,
+    PRESET,
     PROMPT_TOKENS,
     Assumptions,
     Layout,
     cached_sequences,
     changes,
     min_workers,
+    publish_seconds,
     publishing,
     volume_gibibytes,
 )
@@ -231,6 +234,51 @@ def plan_text(predictions: Sequence[tuple[Model, Prediction]], batch: Batch, ste
         lines += ["in jobgroups/volume.yaml", f"  size: {volume_gibibytes(need)}Gi", "and at launch"]
         lines.append("  " + " ".join(f"--env {name}={value}" for name, value in variables(model, one, batch).items()))
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of jobgroup.yaml with the model and the GPUs that the file has, one GPU a node."""
+
+    command: str
+    layout: Layout
+    settings: TrainerSettings
+
+    @classmethod
+    def all(cls) -> list[Launch]:
+        """Return the launches with the preset of `grpo launch` and without."""
+        preset = TrainerSettings.load(**{name.lower(): value for name, value in env_file(PRESET).items()})
+        return [
+            cls("grpo launch", Layout(2, 1, 1, 1), preset),
+            cls("grpo launch --rollout-nodes 1", Layout(1, 1, 1, 1), preset),
+            cls("grpo launch --stock", Layout(2, 1, 2, 1), TrainerSettings.load()),
+        ]
+
+    def seconds(self, measured: Rates) -> Seconds:
+        """Predict the seconds of a step; a completion has half of its most tokens on average."""
+        most = self.settings.max_new_tokens
+        batch = Batch(self.settings.batch_size, self.settings.group_size, PROMPT_TOKENS, most // 2, most)
+        predicted = predict(MODELS["0.5B"], batch, self.layout, measured).seconds
+        publish = publish_seconds(MODELS["0.5B"], self.layout)[self.settings.publish_transport]
+        return replace(predicted, publish=publish)
+
+
+def busy(seconds: Seconds) -> float:
+    """Return the work of the tier whose GPUs have less to do, as a share of the other's."""
+    return min(seconds.generate, seconds.train) / max(seconds.generate, seconds.train)
+
+
+def launches_text(measured: Rates) -> str:
+    """Return how busy launches keep the GPUs of jobgroup.yaml."""
+    rows = []
+    for launch in Launch.all():
+        layout, seconds = launch.layout, launch.seconds(measured)
+        nodes = [f"{layout.rollout_nodes} x {layout.rollout_gpus}", f"{layout.trainer_nodes} x {layout.trainer_gpus}"]
+        completions = launch.settings.batch_size * launch.settings.group_size
+        phases = [f"{getattr(seconds, phase):.1f}" for phase in (*PHASES, "total")]
+        rows.append([launch.command, *nodes, str(completions), *phases, f"{busy(seconds):.0%}"])
+    header = ["0.5B on H100", "rollout", "trainer", "completions", *PHASES, "step", "less busy tier"]
+    return "\n".join(table(header, rows))
 
 
 def variables(model: Model, one: Prediction, batch: Batch) -> dict[str, str]:

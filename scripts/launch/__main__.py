@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +27,7 @@ from scripts.launch import job_group_text, skypilot
 from scripts.launch.models import Model, find_model
 from scripts.launch.sizes import (
     ASSUMED,
+    PRESET,
     Layout,
     Sizes,
     Tier,
@@ -84,6 +85,9 @@ def main(
     output: Annotated[
         Path | None, Option(help="Directory for the YAMLs; default: .cache/launch/, by model, GPUs and nodes.")
     ] = None,
+    stock: Annotated[
+        bool, Option("--stock", help="Leave out examples/gpu.env and its one trainer node: start from the file alone.")
+    ] = False,
     check: Annotated[
         bool,
         Option("--check", help="Launch two small pods that try driver, images, hub, volume and network instead."),
@@ -99,7 +103,7 @@ def main(
     agent, environment = agent or options.get("AGENT"), environment or options.get("ENVIRONMENT")
     file, chosen = _job_group(asynchronous=asynchronous, agent=agent, environment=environment)
     secrets = spec.assignments(secret or [], "--secret")
-    plan = _plan(file, size, options, chosen, secrets, image)
+    plan = _plan(file, size, options, chosen, secrets, image, None if stock else _preset(options))
     text = _check_group(plan, options) if check else plan.text
     files = _write(plan, text, CHECK if check else file, output or _directory(plan.model, size))
     _launch(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tuple(CHECKS) if check else (Task.TRAINER,))
@@ -135,6 +139,8 @@ class Plan:
     """The settings: those of the options, and those that follow from the size."""
     derived: set[str]
     """The names of the settings that follow from the size."""
+    preset: set[tuple[str, str]]
+    """The tasks and keys whose values the preset gives, because no option does."""
     volume: int
     """Gibibytes of the volume."""
     text: str
@@ -148,6 +154,7 @@ def _plan(
     chosen: dict[str, str],
     secrets: dict[str, str],
     image: str | None,
+    preset: Mapping[str, str] | None,
 ) -> Plan:
     """Derive a job group's sizes, and write them into the text of its file.
 
@@ -158,12 +165,13 @@ def _plan(
         chosen: the settings that go with the file, such as MODE.
         secrets: values of the job group's secrets.
         image: the images of `make image`.
+        preset: the settings that those of the options replace; with them goes one trainer node. None: the file's.
     """
     before = file.read_text()
     written = job_group_text.values(before)[Task.TRAINER, "envs.MODEL_NAME"]
     model = find_model(size.model or options.get("MODEL_NAME") or written)
-    settings = {**options, "MODEL_NAME": model.name}
-    tiers = _tiers(before, size)
+    settings = {**(preset or {}), **options, "MODEL_NAME": model.name}
+    tiers = _tiers(before, size if preset is None else replace(size, trainer_nodes=size.trainer_nodes or 1))
     group = spec.load(file, spec.Overrides(settings | chosen, secrets))
     checks.check_names(group, settings | chosen | secrets, {})
     sizes = _sizes(group, model, tiers)
@@ -175,6 +183,7 @@ def _plan(
         tiers=tiers,
         variables=wanted,
         derived=derived.keys() - settings.keys(),
+        preset=set() if preset is None else _of_preset(changes, size, preset.keys() - options.keys()),
         volume=max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text())["size"]))),
         text=job_group_text.edited(before, changes),
     )
@@ -194,6 +203,20 @@ def _job_group(*, asynchronous: bool, agent: str | None, environment: str | None
     if environment:
         return ROOT / "jobgroups/environment.yaml", {"ENVIRONMENT": environment} | mode
     return ROOT / ("jobgroups/async.yaml" if asynchronous else "jobgroup.yaml"), {}
+
+
+def _preset(options: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of PRESET that go with the options: NCCL needs engines with CUDA and GPUs of their own."""
+    preset = spec.env_file(PRESET)
+    if {"ROLLOUT_ENGINE", "CUDA_VISIBLE_DEVICES", "ENGINE_SLEEPS"}.intersection(options):
+        del preset["PUBLISH_TRANSPORT"]
+    return preset
+
+
+def _of_preset(changes: Mapping[tuple[str, str], str], size: Size, names: Set[str]) -> set[tuple[str, str]]:
+    """Return the tasks and keys that the preset changes: the settings ``names``, and the number of trainer nodes."""
+    keys = {(task, key) for task, key in changes if key.removeprefix(f"{job_group_text.ENVS}.") in names}
+    return keys if size.trainer_nodes else {*keys, (Task.TRAINER.value, "num_nodes")}
 
 
 def _tiers(text: str, size: Size) -> dict[str, Tier]:
@@ -270,31 +293,34 @@ def _write(plan: Plan, text: str, file: Path, directory: Path) -> tuple[Path, Pa
     files[1].write_text("\n".join(size if line.startswith("size:") else line for line in lines) + "\n")
     # Refuses what SkyPilot would ignore, such as a key that is there twice.
     spec.load(files[0])
-    _print_changes(file.read_text(), text, plan.volume, plan.derived)
+    _print_changes(file.read_text(), text, plan)
     if file != CHECK:
         _advise(plan)
     print(f"\nwritten: {files[0]} and {files[1]}", flush=True)
     return files
 
 
-def _print_changes(before: str, after: str, volume: int, derived: set[str]) -> None:
+def _print_changes(before: str, after: str, plan: Plan) -> None:
     """Print what differs from the file, and what the job group takes on the cluster."""
     old, new = job_group_text.values(before), job_group_text.values(after)
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for (task, key), value in new.items():
         if value != old.get((task, key)):
             name = key.rpartition(".")[2]
-            origin = "derived" if name in derived or name in ("cpus", "memory") else "given"
+            origin = "derived" if name in plan.derived or name in ("cpus", "memory") else "given"
+            origin = "preset" if (task, key) in plan.preset else origin
             rows.setdefault(
                 (key.removeprefix(f"{job_group_text.ENVS}."), old.get((task, key), "-"), value, origin), []
             ).append(task)
     size = str(yaml.safe_load(VOLUME.read_text())["size"])
-    if gibibytes(size) != volume:
-        rows["size", size, f"{volume}Gi", "derived"] = [VOLUME.name]
+    if gibibytes(size) != plan.volume:
+        rows["size", size, f"{plan.volume}Gi", "derived"] = [VOLUME.name]
     lines = [[", ".join(tasks), *(cell.strip("'") or "''" for cell in row)] for row, tasks in rows.items()]
     print(wrapped(["changed in", "key", "file", "here", "source"], lines, WIDTH))
+    if plan.preset:
+        print("preset: a batch that fills the GPUs (examples/gpu.env); options replace it, and --stock leaves it out")
     print("\n" + "\n".join(table(["on the cluster", "nodes", "GPUs", "CPUs", "GB"], _footprint(after))))
-    print(f"a volume of {volume} GiB, {CONTROLLER}")
+    print(f"a volume of {plan.volume} GiB, {CONTROLLER}")
 
 
 def _advise(plan: Plan) -> None:

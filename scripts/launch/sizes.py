@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from scripts.launch.models import MEMORY, WEIGHT_BYTES, Model, config_of
 from services.core.errors import ConfigurationError
@@ -20,6 +21,8 @@ from trainer.config import TrainerSettings
 from trainer.preflight.check import Machine, NameNodes, check
 from trainer.preflight.sizes import GIB, PROCESS_BYTES, Limits, Need, needed
 
+PRESET = Path(__file__).parents[2] / "examples/gpu.env"
+"""Settings of a batch that fills GPUs."""
 NODE_GPUS = (1, 2, 4, 8)
 GPU = "H100"
 """The card of a plan."""

@@ -55,6 +55,7 @@ def no_skypilot(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("label", "engines"), [("0.5B", 8), ("8B", 8), ("70B", 2)])
 def test_memory_and_volume_are_the_planners(tmp_path: Path, label: str, engines: int) -> None:
     given = ["--env", "BATCH_SIZE=128", "--env", "GROUP_SIZE=16", "--env", "MAX_NEW_TOKENS=2048"]
+    given += ["--env", "PUBLISH_TRANSPORT=disk"]
     nodes = ["--rollout-nodes", "5", "--trainer-nodes", "6", "--gpus", "H100:8"]
     _, text = launch(tmp_path, "--model", MODELS[label].name, *nodes, *given)
     values = job_group_text.values(text)
@@ -111,7 +112,8 @@ def test_a_dry_run_without_a_network_says_that_skypilot_could_not_check(
 
 
 def test_only_what_is_given_and_what_follows_differs_from_the_file(tmp_path: Path) -> None:
-    output, text = launch(tmp_path, "--model", "8B", "--rollout-nodes", "4", "--gpus", "H100:8", "--env", "MAX_STEPS=9")
+    given = ["--model", "8B", "--rollout-nodes", "4", "--gpus", "H100:8", "--env", "MAX_STEPS=9"]
+    output, text = launch(tmp_path, *given, "--stock")
     before = (ROOT / "jobgroup.yaml").read_text()
     old, new = job_group_text.values(before), job_group_text.values(text)
     changed = {key for key in new if new[key] != old.get(key)}
@@ -139,6 +141,45 @@ def test_only_what_is_given_and_what_follows_differs_from_the_file(tmp_path: Pat
     assert sources["ppo-trainer", "MAX_STEPS"] == sources["rollout-server", "num_nodes"] == "given"
     # The sums over nodes: 2 x 8 and 4 x 8 GPUs.
     assert "together            9    48" in output
+
+
+def test_a_launch_begins_with_the_preset_for_gpus_and_says_so(tmp_path: Path) -> None:
+    output, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:1")
+    values, written = job_group_text.values(text), job_group_text.values((ROOT / "jobgroup.yaml").read_text())
+    preset = spec.env_file(ROOT / "examples/gpu.env")
+    assert {name: values["ppo-trainer", f"envs.{name}"] for name in preset} == preset
+    assert values["ppo-trainer", "num_nodes"] == "1"
+    assert values["rollout-server", "num_nodes"] == written["rollout-server", "num_nodes"] == "2"
+    rows = {tuple(line.split()[-4:]) for line in output.splitlines() if line.endswith(" preset")}
+    assert rows == {
+        ("num_nodes", "2", "1", "preset"),
+        ("BATCH_SIZE", "4", "128", "preset"),
+        ("BATCH_SIZE", "-", "128", "preset"),
+        ("GROUP_SIZE", "-", "16", "preset"),
+        ("PUBLISH_TRANSPORT", "-", "broadcast", "preset"),
+    }
+    assert "preset: a batch that fills the GPUs (examples/gpu.env); options replace it, and --stock" in output
+    assert "MICRO_BATCH_TOKENS" not in output
+
+
+@pytest.mark.parametrize("name", ["ROLLOUT_ENGINE=embedded", "CUDA_VISIBLE_DEVICES=", "ENGINE_SLEEPS=true"])
+def test_a_launch_without_nccl_between_gpus_publishes_through_the_volume(tmp_path: Path, name: str) -> None:
+    _, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:1", "--env", name)
+    assert ("ppo-trainer", "envs.PUBLISH_TRANSPORT") not in job_group_text.values(text)
+
+
+def test_options_win_over_the_preset_and_stock_leaves_it_out(tmp_path: Path) -> None:
+    given = ["--env", "BATCH_SIZE=8", "--env", "GROUP_SIZE=4", "--env", "PUBLISH_TRANSPORT=disk"]
+    output, text = launch(tmp_path, "--model", "0.5B", "--trainer-nodes", "2", *given)
+    values = job_group_text.values(text)
+    assert [values["ppo-trainer", f"envs.{name}"] for name in ("BATCH_SIZE", "GROUP_SIZE")] == ["8", "4"]
+    assert values["ppo-trainer", "envs.PUBLISH_TRANSPORT"] == "disk"
+    assert values["ppo-trainer", "num_nodes"] == "2"
+    assert "preset" not in output
+    output, text = launch(tmp_path, "--model", "0.5B", "--stock")
+    changed = job_group_text.values(text).items() - job_group_text.values((ROOT / "jobgroup.yaml").read_text()).items()
+    assert {key for (_, key), _ in changed} <= {"envs.MIN_WORKERS", "resources.accelerators"}
+    assert "preset" not in output
 
 
 def test_without_a_model_it_is_the_files(tmp_path: Path) -> None:
@@ -208,7 +249,7 @@ def test_shapes_of_common_models_need_no_network(name: str, billions: float) -> 
 
 
 def test_publishing_is_told_for_both_transports(tmp_path: Path) -> None:
-    output, _ = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--rollout-nodes", "4")
+    output, _ = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--rollout-nodes", "4", "--stock")
     assert "publishing takes about 41 s a step through a volume of 2 GB/s, and 0.7 s with --env PUBLISH_TR" in output
 
 
@@ -233,10 +274,13 @@ def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model
         (["--model", "8B", "--gpus", "H100:0"], "expected NAME:COUNT"),
         (["--model", "8B", "--gpus", "H100 8"], "expected NAME:COUNT"),
         (["--model", "0.5B", "--trainer-nodes", "0"], "--trainer-nodes"),
-        (["--model", "8B"], r"needs 79.1 GiB of GPU memory"),
-        (["--model", "8B"], "--gpus H100:2, or with LORA_RANK=32"),
-        (["--model", "1.5B", "--gpus", "L4:1", "--trainer-nodes", "1"], "with --gpus L4:2, or with LORA_RANK=32."),
-        (["--model", "70B", "--gpus", "H100:8"], "with --trainer-nodes 3, or with LORA_RANK=32."),
+        (["--model", "8B", "--stock"], r"needs 79.1 GiB of GPU memory"),
+        (["--model", "8B", "--stock"], "--gpus H100:2, or with LORA_RANK=32"),
+        (
+            ["--model", "1.5B", "--gpus", "L4:1", "--trainer-nodes", "1", "--stock"],
+            "with --gpus L4:2, or with LORA_RANK=32.",
+        ),
+        (["--model", "70B", "--gpus", "H100:8", "--stock"], "with --trainer-nodes 3, or with LORA_RANK=32."),
         (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=16"], "an engine needs 16 GPUs"),
         (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=3"], "allowed are 1, 2, 4, 8"),
         (["--model", "0.5B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=4"], "the 14 attention heads of"),
@@ -300,7 +344,7 @@ def test_without_a_terminal_a_launch_needs_a_yes_and_prints_the_line(
     assert done.exit_code == 2
     assert not launched
     line = done.output.splitlines()[-1]
-    assert line.startswith("launch: there is no terminal on which to ask about 7 nodes with 4 GPUs; to launch them: ")
+    assert line.startswith("launch: there is no terminal on which to ask about 6 nodes with 3 GPUs; to launch them: ")
     assert line.endswith(f"--model 0.5B --gpus L4:1 --secret HF_TOKEN --output {tmp_path} --yes")
     assert ".venv/bin/grpo launch " in line
     assert CliRunner().invoke(APP, [*arguments, "--yes"]).exit_code == 0
@@ -311,7 +355,7 @@ def test_without_a_terminal_a_launch_needs_a_yes_and_prints_the_line(
 def test_on_a_terminal_a_launch_asks(tmp_path: Path, launched: list[tuple[Path, ...]], answer: str, code: int) -> None:
     with patch("typer.testing._NamedTextIOWrapper.isatty", return_value=True, create=True):
         done = CliRunner().invoke(APP, [*ONE_L4, "--output", str(tmp_path)], input=answer)
-    assert "Launch 7 nodes with 4 GPUs? [y/N]" in done.output
+    assert "Launch 6 nodes with 3 GPUs? [y/N]" in done.output
     assert done.exit_code == code
     assert len(launched) == (code == 0)
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from benchmarks.scaling.__main__ import DOCS, fitted, run, with_output
-from benchmarks.scaling.plan import MODELS, Batch, cheapest, layouts, predict, variables, work
+from benchmarks.scaling.plan import MODELS, Batch, Launch, busy, cheapest, layouts, predict, variables, work
 from scripts.launch.models import MEMORY
 from scripts.launch.sizes import GPU, Layout, changes
 from trainer.config import TrainerSettings
@@ -83,8 +83,19 @@ def test_what_is_to_be_changed_is_in_jobgroup_yaml_and_the_settings_exist(rates,
     assert {name.lower() for name in settings} <= TrainerSettings.model_fields.keys()
 
 
+def test_the_preset_of_a_launch_leaves_no_tier_below_60_percent_of_the_slower_one(rates):
+    shares = {launch.command: busy(launch.seconds(rates)) for launch in Launch.all()}
+    assert shares.pop("grpo launch --stock") < 0.1
+    assert min(shares.values()) >= 0.6
+    tasks = {document["name"]: document for document in yaml.safe_load_all((ROOT / "jobgroup.yaml").read_text())}
+    stock = Launch.all()[-1].layout
+    assert tasks["rollout-server"]["num_nodes"] == stock.rollout_nodes
+    assert tasks["ppo-trainer"]["num_nodes"] == stock.trainer_nodes
+
+
 def test_the_document_shows_what_the_commands_print():
     text = DOCS.read_text()
+    assert "$ python -m benchmarks.scaling launches" in text
     assert "$ python -m benchmarks.scaling check" in text
     assert "$ python -m benchmarks.scaling plan" in text
     assert with_output(text) == text, "run `python -m benchmarks.scaling docs`"
