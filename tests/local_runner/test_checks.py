@@ -35,7 +35,7 @@ def refused(*env: str, **options) -> str:
         ("SGLANG_TP_SIZ=2", "the nearest setting is SGLANG_TP_SIZE"),
         ("MY_THRESHOLD=2", "declare it under `envs` of its task"),
         ("EVAL_SPLIT=test", "EVAL_SPLIT is read by evaluate alone, which job group grpo does not have"),
-        ("BATCH_SIZE=two", "ppo-trainer: BATCH_SIZE is 'two': Input should be a valid integer"),
+        ("BATCH_SIZE=two", "ppo-trainer, rollout-server: BATCH_SIZE is 'two': Input should be a valid integer"),
         ("REWARD_FN=maths", "reward-server: REWARD_FN is 'maths'"),
         ("UPDATES_PER_BATCH=9", "UPDATES_PER_BATCH is 9; allowed is at most BATCH_SIZE (4)"),
         ("SGLANG_TP_SIZE=3", "rollout-server: an engine needs 3 GPUs"),

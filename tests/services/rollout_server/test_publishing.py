@@ -24,7 +24,7 @@ from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
 from services.core.tasks import ServiceThread
 from services.engines.router import RouterAdmin
-from services.engines.sglang import ASLEEP, Embedded, SGLang
+from services.engines.sglang import ASLEEP, SGLang
 from services.protocol.groups import TokenSequence
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import RANK
@@ -327,7 +327,7 @@ def zero(worker: SGLang, path: Path, version: int, nodes: Nodes) -> Any:
     return worker.load_adapter_from_tensors(config, pickle.dumps(zeros), version)
 
 
-load_adapter = Embedded.load_adapter
+load_adapter = SGLang.load_adapter
 
 
 @pytest.mark.parametrize("fault", [stale, none, zero])
@@ -353,7 +353,7 @@ def test_a_worker_without_the_published_adapter_leaves_the_routing_and_returns_w
 
     monkeypatch.setattr(Publisher, "drop_workers", drop)
     with monkeypatch.context() as patch:
-        patch.setattr(Embedded, "load_adapter", load)
+        patch.setattr(SGLang, "load_adapter", load)
         version, workers = trainer.publish()
     assert workers == 2, "nobody has noticed yet"
     trainer.probe()
