@@ -93,6 +93,13 @@ def test_the_preset_of_a_launch_leaves_no_tier_below_60_percent_of_the_slower_on
     assert tasks["ppo-trainer"]["num_nodes"] == stock.trainer_nodes
 
 
+def test_the_page_says_how_busy_the_preset_keeps_8b(rates):
+    batch = Batch(128, 16, 150, 256, 512)
+    two, three = (busy(predict(MODELS["8B"], batch, Layout(nodes, 1, 1, 4), rates).seconds) for nodes in (2, 3))
+    said = " ".join(DOCS.read_text().split())
+    assert f"has {two:.0%} with two rollout nodes of one GPU, and {three:.0%} with `--rollout-nodes 3`" in said
+
+
 def test_the_document_shows_what_the_commands_print():
     text = DOCS.read_text()
     assert "$ python -m benchmarks.scaling launches" in text
