@@ -76,7 +76,7 @@ def _steps_to_record(value: object) -> object:
 
 
 Checkpointing = bool | Literal["selective"]
-"""Whether layers are recomputed in the backward pass: all of them, none, or the parts that the compiler chooses."""
+"""The layers that are recomputed in the backward pass: all, none, or the parts that the compiler chooses."""
 SELECTIVE_BUDGET = 0.5
 """The share of its activations, besides its input, that a compiled layer keeps with selective recomputation."""
 RecordGroups = Annotated[Literal["off", "all"] | int, BeforeValidator(_steps_to_record)]

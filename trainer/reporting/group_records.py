@@ -52,7 +52,7 @@ class Entry(BaseModel):
 
 
 class StepHead(BaseModel):
-    """What a step's update depended on besides its groups and the state before it."""
+    """The facts on which a step's update depended, besides its groups and the state before it."""
 
     step: int
     policy_version: int
