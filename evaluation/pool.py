@@ -68,7 +68,7 @@ class ServerPool:
         self.deaths = 0
         """Number of times that a live server was found dead."""
         self.moved = 0
-        """How often work was repeated on another server."""
+        """The number of times that work was repeated on another server."""
         self._urls = urls
         self._connect = connect
         self._places = places
