@@ -24,6 +24,7 @@ from services.core.machine import host_memory
 from trainer.config import CriticModel, PublishedType, TrainerSettings, Transport
 from trainer.config.sections import SELECTIVE_BUDGET, Checkpointing, RecordGroups
 from trainer.model.logprobs import CPU_CHUNK, CUDA_MEMORY_SHARE, LEAST_CUDA_CHUNK
+from trainer.model.micro_batching import KEYS_PER_TOKEN
 from trainer.preflight.shape import ModelShape
 
 GIB = 2**30
@@ -38,8 +39,6 @@ SHM_BYTES = GIB
 VERSIONS = 3
 """Published versions on the volume: two are kept, and one more while a worker loads it."""
 MOMENTS = 2
-KEYS_PER_TOKEN = 4
-"""Copies of a token's key and value in the attention of a CPU; see micro_batching.py."""
 
 
 @dataclass(frozen=True)
@@ -390,7 +389,7 @@ def _checkpoints(settings: TrainerSettings) -> int:
 def choose(settings: TrainerSettings, shape: ModelShape, work: Work, limits: Limits) -> Work:
     """Return the work as a GPU's memory allows: with least traffic between nodes, then least computing, then gathering.
 
-    Selective recomputation takes a twentieth more time. Halving the micro-batches takes some 2 % more, for FSDP's
+    Selective recomputation takes a twentieth more time. Halving the micro-batches takes about 2 % more, for FSDP's
     copies, while recomputing whole layers takes a quarter more, so the halves come first, unless MICRO_BATCH_TOKENS is
     set. On a CPU ``auto`` is what takes least time for short completions: no checkpointing, a flat mesh.
     """
