@@ -9,8 +9,9 @@ stops the program.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, JsonValue, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -34,6 +35,8 @@ JsonObject = Annotated[dict[str, JsonValue], NoDecode, BeforeValidator(_parse_js
 JsonTexts = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode, BeforeValidator(_parse_json)]
 """A setting that is a JSON list of texts."""
 
+
+Result = TypeVar("Result")
 
 ADVANCED = "[advanced]"
 """The end of the text of a setting that hardly any run has a reason to change; docs/configuration.md lists it apart."""
@@ -110,17 +113,34 @@ class SourcesSettings(Settings):
         Raises:
             ConfigurationError: the file is not valid, or a value in it is not allowed.
         """
+        return self.of_sources(lambda settings, _: settings)
+
+    def of_sources(self, function: Callable[[Self, Source | None], Result]) -> dict[str, Result]:
+        """Return, by the name of each source, what ``function`` returns for its settings and the source itself.
+
+        Without SOURCES the only name is "", and the source is None.
+
+        Raises:
+            ConfigurationError: as for `by_source`, or an error of ``function``, behind the file and the source's name.
+        """
         if self.sources is None:
-            return {"": self}
-        return {source.name: self._of(source) for source in load_sources(self.sources).all}
+            return {"": function(self, None)}
+        results = {}
+        for source in load_sources(self.sources).all:
+            try:
+                results[source.name] = function(self._of(source), source)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"SOURCES {self.sources}, source {source.name!r}: {error}") from error
+        return results
 
     def _of(self, source: Source) -> Self:
         own = {name: value for name, value in source.settings.items() if name in type(self).model_fields}
         try:
-            return type(self)(**{**dict(self), **own})
+            valid = type(self)(**{**dict(self), **own})
         except ValidationError as error:
-            lines = "; ".join(_describe(problem) for problem in error.errors())
-            raise ConfigurationError(f"SOURCES {self.sources}, source {source.name!r}: {lines}") from error
+            raise ConfigurationError("; ".join(_describe(problem) for problem in error.errors())) from error
+        # The copy keeps which variables were set, because some defaults depend on it.
+        return self.model_copy(update={name: getattr(valid, name) for name in own})
 
 
 class ModelSettings(Settings):
