@@ -45,6 +45,11 @@ class Prompt(WireModel):
     source: str = Field(default="", exclude_if=lambda source: not source)
     row: bytes = Field(default=b"", exclude_if=lambda row: not row)
 
+    @property
+    def row_text(self) -> str | None:
+        """The row's JSON as text; None without one."""
+        return self.row.decode() or None
+
 
 class Split(StrEnum):
     """The prompts to train on, or the prompts that are held out of training."""
