@@ -20,6 +20,7 @@ from trainer.algorithm.loss import PolicyLoss
 from trainer.algorithm.methods import GROUP_ADVANTAGES, LOSS_OPTIONS, NORMALISED_ADVANTAGES, is_own_function
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, LossFunction, LossTokens, TokenLosses
+from trainer.algorithm.teachers import mean_absolute_gap
 from trainer.algorithm.training_groups import PerToken
 from trainer.config.settings import TrainerSettings
 
@@ -34,6 +35,7 @@ class Objective:
             ConfigurationError: ADVANTAGE names a function of the user's that cannot be loaded.
         """
         self.settings = settings
+        self._teachers = settings.teachers
         self._advantages = None if settings.has_critic else advantage_function(settings)
 
     def training_group(self, group: Group, *, weight: float = 1.0, is_replayed: bool = False) -> TrainingGroup:
@@ -41,6 +43,7 @@ class Objective:
         return training_groups.training_group(
             group,
             masks_truncated=bool(self.settings.mask_truncated),
+            needs_rewards=self.settings.reward_weight > 0,
             overlong_buffer=self.settings.overlong_buffer,
             max_length=self.settings.max_new_tokens,
             weight=weight,
@@ -48,10 +51,17 @@ class Objective:
         )
 
     def has_signal(self, group: TrainingGroup) -> bool:
-        """Return whether a group teaches anything by ADVANTAGE and CREDIT; see training_groups.py."""
+        """Return whether a group teaches anything: by its teacher, or by ADVANTAGE and CREDIT."""
+        if self._teachers[group.source]:
+            return group.trained_tokens > 0
         return training_groups.has_signal(
             group, self.settings.credit, is_by_group=self.settings.advantage in GROUP_ADVANTAGES
         )
+
+    def priority(self, group: TrainingGroup) -> float:
+        """Return a group's priority in the replay buffer: how strongly rewards and the teacher pull at its tokens."""
+        pull = self.settings.reward_weight * group.mean_absolute_advantage
+        return pull + self.settings.teacher_coef * mean_absolute_gap(group)
 
     def with_advantages(
         self,
@@ -68,8 +78,12 @@ class Objective:
 
         Raises:
             ConfigurationError: the user's function returns something else, or the rewards do not fit the formula.
+
+        With REWARD_WEIGHT=0 the groups have none.
         """
         settings = self.settings
+        if settings.reward_weight == 0:
+            return list(groups)
         if self._advantages is None:
             assert values is not None, "ADVANTAGE=gae needs the critic's values"
             return gae.with_critic_targets(
@@ -117,6 +131,8 @@ def policy_loss(settings: TrainerSettings) -> PolicyLoss:
         kl_coef=settings.kl_coef,
         value_coef=settings.value_coef,
         value_clip=settings.value_clip,
+        reward_weight=settings.reward_weight,
+        teacher_coef=settings.teacher_coef if any(settings.teachers.values()) else 0.0,
     )
 
 
