@@ -61,6 +61,8 @@ class TrainingGroup:
     weight: float = 1.0
     """Importance weight: 1, unless the group was drawn by priority from the replay buffer."""
     is_replayed: bool = False
+    source: str = ""
+    """Statistics over a batch are taken over the groups of one source."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

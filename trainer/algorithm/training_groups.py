@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, groupby
 from typing import Any
@@ -52,7 +52,7 @@ def training_group(
             penalty = overlong_penalty(torch.tensor([sequence.tokens]), max_length, overlong_buffer).item()
             changes["result"] = sequence.scoring.model_copy(update={"reward": reward_of(sequence) + penalty})
         sequences.append(sequence.model_copy(update=changes) if changes else sequence)
-    return TrainingGroup(group.prompt_ids, sequences, group.group_id, weight, is_replayed)
+    return TrainingGroup(group.prompt_ids, sequences, group.group_id, weight, is_replayed, group.prompt.source)
 
 
 def scored(group: Group) -> list[TokenSequence]:
@@ -84,6 +84,28 @@ def has_signal(group: TrainingGroup, credit: Credit, *, is_by_group: bool) -> bo
     for unit in credit_units([group], credit):
         rewards.setdefault(unit.compared, set()).add(unit.reward)
     return any(len(different) > 1 for different in rewards.values())
+
+
+def by_source(
+    groups: Sequence[TrainingGroup],
+    compute: Callable[..., Sequence[TrainingGroup]],
+    *per_token: Sequence[PerToken] | None,
+) -> list[TrainingGroup]:
+    """Return what ``compute`` makes of the groups of each source by themselves, in the order of ``groups``.
+
+    So no mean or deviation over a batch is one of several sources, whose rewards have scales of their own.
+
+    Args:
+        groups: all groups of the step.
+        compute: gets the groups of one source, and their part of each of ``per_token``; returns as many groups.
+        per_token: numbers of all groups' tokens, one list a group, or None.
+    """
+    results: dict[int, TrainingGroup] = {}
+    for source in dict.fromkeys(group.source for group in groups):
+        places = [place for place, group in enumerate(groups) if group.source == source]
+        parts = [None if numbers is None else [numbers[place] for place in places] for numbers in per_token]
+        results |= zip(places, compute([groups[place] for place in places], *parts), strict=True)
+    return [results[place] for place in range(len(groups))]
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class Objective:
         """
         self.settings = settings
         self._advantages = None if settings.has_critic else advantage_function(settings)
+        self._longest = {source: of.max_new_tokens for source, of in settings.by_source().items()}
+        """MAX_NEW_TOKENS by source."""
 
     def training_group(self, group: Group, *, weight: float = 1.0, is_replayed: bool = False) -> TrainingGroup:
         """Return a group as the loss sees it, by MASK_TRUNCATED and OVERLONG_BUFFER; see training_groups.py."""
@@ -42,7 +44,7 @@ class Objective:
             group,
             masks_truncated=bool(self.settings.mask_truncated),
             overlong_buffer=self.settings.overlong_buffer,
-            max_length=self.settings.max_new_tokens,
+            max_length=self._longest[group.prompt.source],
             weight=weight,
             is_replayed=is_replayed,
         )
@@ -59,7 +61,7 @@ class Objective:
         reference: Sequence[PerToken] | None = None,
         values: Sequence[PerToken] | None = None,
     ) -> list[TrainingGroup]:
-        """Return the groups of a step with their advantages, by the formula that ADVANTAGE names.
+        """Return the groups of a step with their advantages, by the formula that ADVANTAGE names, source by source.
 
         Args:
             groups: all groups of the step.
@@ -69,6 +71,11 @@ class Objective:
         Raises:
             ConfigurationError: the user's function returns something else, or the rewards do not fit the formula.
         """
+        return training_groups.by_source(groups, self._of_source, reference, values)
+
+    def _of_source(
+        self, groups: Sequence[TrainingGroup], reference: Sequence[PerToken] | None, values: Sequence[PerToken] | None
+    ) -> list[TrainingGroup]:
         settings = self.settings
         if self._advantages is None:
             assert values is not None, "ADVANTAGE=gae needs the critic's values"
