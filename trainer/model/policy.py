@@ -145,9 +145,8 @@ class Policy(nn.Module):
         logprobs, entropies = token_logprobs(states, weight, batch.targets, batch.state_ids, temperature)
         values = None if self.value_head is None else self.value_head(states).index_select(0, batch.state_ids)
         compared = [divergence(states, weight, lesson, temperature) for lesson in lessons]
-        return PolicyOutputs(
-            logprobs, entropies, values, torch.stack(compared).sum(0, keepdim=True) if compared else None
-        )
+        total = torch.stack(compared).sum(0, keepdim=True) if compared else None
+        return PolicyOutputs(logprobs, entropies, values, total)
 
     @torch.no_grad()
     def lesson(self, batch: MicroBatch, token_weights: Tensor, beta: float) -> Lesson:

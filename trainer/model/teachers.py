@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from services.core.errors import ConfigurationError
 from services.core.models import context_length
 from trainer.config import TrainerSettings
-from trainer.model.loading import PROBE
+from trainer.model.loading import PROBE, load_config
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
 
@@ -31,12 +32,29 @@ def load_teachers(settings: TrainerSettings, policy: Policy, ranks: Ranks) -> di
     """
     teachers = {}
     for name in settings.teacher_models:
-        try:
+        with _naming_the_teacher():
             teachers[name] = load_policy(as_model(settings, name), ranks, trainable=False, is_described=True)
-        except ConfigurationError as error:
-            raise ConfigurationError(str(error).replace("MODEL_NAME", "TEACHER_MODEL")) from error
     ranks.on_main(partial(_check_weights, settings, policy, teachers), ConfigurationError)
     return teachers
+
+
+def load_teacher_config(settings: TrainerSettings, name: str) -> PretrainedConfig:
+    """Load the configuration of a teacher.
+
+    Raises:
+        ConfigurationError: it cannot be loaded, or its architecture is not supported.
+    """
+    with _naming_the_teacher():
+        return load_config(as_model(settings, name))
+
+
+@contextmanager
+def _naming_the_teacher() -> Iterator[None]:
+    """Let errors within the context name the setting of the teacher in place of the student's."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise ConfigurationError(str(error).replace("MODEL_NAME", "TEACHER_MODEL")) from error
 
 
 def _check_weights(settings: TrainerSettings, policy: Policy, teachers: Mapping[str, Policy]) -> None:

@@ -20,7 +20,7 @@ from trainer.config import TrainerSettings
 from trainer.model.loading import choose_compute, load_config
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
-from trainer.model.teachers import as_model, check_teachers
+from trainer.model.teachers import check_teachers, load_teacher_config
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import (
     GIB,
@@ -275,8 +275,8 @@ def shape_of(settings: TrainerSettings) -> ModelShape:
         ConfigurationError: a configuration cannot be loaded, or a teacher cannot teach this student.
     """
     check_teachers(settings)
-    names, trust = (settings.model_name, *settings.teacher_models), settings.trust_remote_code
-    shape, *teachers = (ModelShape.of(load_config(as_model(settings, n)), trust_remote_code=trust) for n in names)
+    configs = [load_config(settings), *(load_teacher_config(settings, name) for name in settings.teacher_models)]
+    shape, *teachers = (ModelShape.of(config, trust_remote_code=settings.trust_remote_code) for config in configs)
     return replace(shape, teachers=tuple(teachers))
 
 

@@ -227,6 +227,11 @@ TEACHER_DISTANCE = Measure(
     "KL from the policy that sampled to the teacher, a token: k1 may be negative, k3 is not. By source and teacher, "
     "and k1 by place in the completion: from token 0, 16, 64, 256, 1024 and 4096 on.",
 )
+ROLE_BASELINE = Measure(
+    "role_baseline_<role>",
+    "trainer_role_baseline_mean",
+    "Running mean of a role's rewards, the baseline of ADVANTAGE=rae: source and seat, or `all` without either.",
+)
 NAMED = (
     (
         TEACHER_DISTANCE,
@@ -241,6 +246,7 @@ NAMED = (
     (ENVIRONMENT, re.compile(r"environment_(?P<figure>.+)")),
     (WIN_RATE, re.compile(r"win_rate_seat_(?P<seat>\d+)")),
     (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),
+    (ROLE_BASELINE, re.compile(r"role_baseline_(?P<role>.+)")),
 )
 """Measures with several columns each. The groups of the pattern in a column's name become the metric's labels."""
 
