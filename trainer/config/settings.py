@@ -70,7 +70,7 @@ class TrainerSettings(
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
         # With SOURCES the settings of each source were checked when they were read.
-        for check in CHECKS if self.sources is None else (run_has_an_end,):
+        for check in CHECKS if self.sources is None else (run_has_an_end, overlong_has_one_limit):
             check(self)
         return self
 
@@ -251,6 +251,16 @@ def run_has_an_end(settings: TrainerSettings) -> None:
     if not settings.max_steps:
         raise ValueError(
             "MAX_STEPS is 0, but the epochs of SOURCES have different lengths; set MAX_STEPS, the steps of the run"
+        )
+
+
+def overlong_has_one_limit(settings: TrainerSettings) -> None:
+    """Check that OVERLONG_BUFFER is before the same limit in all sources."""
+    limits = {source: own.max_new_tokens for source, own in settings.by_source().items()}
+    if settings.overlong_buffer and len(set(limits.values())) > 1:
+        raise ValueError(
+            f"OVERLONG_BUFFER is {settings.overlong_buffer}, but the sources have different MAX_NEW_TOKENS "
+            f"({', '.join(f'{source} {limit}' for source, limit in limits.items())}); unset it, or give them one limit"
         )
 
 
