@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from services.chat.tokenizers import PROBE, load_tokenizer
+from services.clients.teacher import check_context
 from services.core.errors import ConfigurationError
 from services.core.models import context_length
 from trainer.config import TrainerSettings
-from trainer.model.loading import PROBE, load_config
+from trainer.model.loading import load_config
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
 
@@ -77,35 +79,12 @@ def check_teachers(settings: TrainerSettings) -> None:
     for name in settings.teacher_models:
         longest = max(s.way.longest_answer for s in settings.by_source().values() if s.teacher_model == name)
         check_context(f"TEACHER_MODEL={name}", context_length(name, "TEACHER_MODEL"), longest)
-        student, teacher = (_tokenizer(settings, model) for model in (settings.model_name, name))
+        student, teacher = (load_tokenizer(model) for model in (settings.model_name, name))
         if difference := tokenizer_difference(student, teacher):
             raise ConfigurationError(
                 f"TEACHER_MODEL={name} has another tokenizer than MODEL_NAME={settings.model_name}: {difference}; a "
                 "teacher scores the student's token ids, so name a model of the same family"
             )
-
-
-def check_context(teacher: str, context: int, longest: int) -> None:
-    """Check that a teacher's context holds an answer of ``longest`` tokens and a prompt of one token at least.
-
-    Raises:
-        ConfigurationError: it does not.
-    """
-    if context <= longest:
-        raise ConfigurationError(
-            f"{teacher} has a context of {context} tokens, but an answer may have {longest} besides its prompt; lower "
-            "MAX_NEW_TOKENS (of an agent AGENT_MAX_TOKENS), or name a teacher with a longer context"
-        )
-
-
-def _tokenizer(settings: TrainerSettings, name: str) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=settings.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{name} has no tokenizer that can be read: {str(error).splitlines()[0]}") from error
-    return tokenizer
 
 
 def tokenizer_difference(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> str | None:
@@ -121,9 +100,7 @@ def tokenizer_difference(student: PreTrainedTokenizerBase, teacher: PreTrainedTo
         return f"{len(different)} of {len(ours)} tokens have other ids ({shown})"
     if student.eos_token_id != teacher.eos_token_id:
         return f"the end token is {student.eos_token!r} and {teacher.eos_token!r}"
-    return probe_difference(student(PROBE)["input_ids"], teacher(PROBE)["input_ids"])
-
-
-def probe_difference(ours: list[int], theirs: list[int]) -> str | None:
-    """Return how two encodings of PROBE differ; None if they are equal."""
-    return None if ours == theirs else f"it splits a text into {len(theirs)} tokens, the student's into {len(ours)}"
+    ours_split, theirs_split = (tokenizer(PROBE)["input_ids"] for tokenizer in (student, teacher))
+    if ours_split != theirs_split:
+        return f"it splits a text into {len(theirs_split)} tokens, the student's into {len(ours_split)} or into others"
+    return None
