@@ -15,7 +15,7 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.engines.kinds import ROUTED
 from services.http.client import HttpClient, RequestRefusedError
-from services.protocol.groups import TokenSequence
+from services.protocol.groups import TEACHER, TokenSequence
 
 log = get_logger(__name__)
 
@@ -78,12 +78,10 @@ class TeacherClient(HttpClient):
             raise self._cannot_score("two requests for the same tokens gave other numbers")
         self.probe_ids, self.probe = ids, scores
 
-    async def taught(
-        self, prompt_ids: Sequence[int], sequence: TokenSequence
-    ) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
-        """Return the teacher's log-probabilities of a sequence's L tokens, 0 outside the loss mask.
+    async def taught(self, prompt_ids: Sequence[int], sequence: TokenSequence) -> TokenSequence:
+        """Return a sequence with the teacher's log-probabilities of its L tokens, 0 outside the loss mask.
 
-        None, counted, if the endpoint refuses the sequence, such as one that is longer than its context.
+        They are missing, and the sequence is counted, if the endpoint refuses it, such as one beyond its context.
 
         Raises:
             DependencyLostError: it does not answer within the client's deadline.
@@ -93,8 +91,9 @@ class TeacherClient(HttpClient):
         except RequestRefusedError as error:
             UNTAUGHT.inc()
             log.warning("the teacher refuses a sequence", tokens=sequence.tokens, reason=str(error))
-            return None
-        return np.where(sequence.mask, scores, 0.0)
+            return sequence
+        arrays = {**sequence.arrays, TEACHER: np.where(sequence.mask, scores, 0.0)}
+        return sequence.model_copy(update={"arrays": arrays})
 
     async def score(self, token_ids: Sequence[int], start: int) -> list[float]:
         """Return the log-probabilities of ``token_ids[start:]``, each given the tokens before it; ``start`` >= 1.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from services.chat.tokenizers import PROBE, load_tokenizer
-from services.clients.teacher import check_context
+from services.clients.teacher import TeacherClient, check_context
 from services.core.errors import ConfigurationError
 from services.core.models import context_length
+from services.protocol.groups import TokenSequence
+from services.protocol.rewards import FinishReason
+from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.training_groups import PerToken
+from trainer.checkpoints.admission import probe_distance
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
 from trainer.model.policy import Policy, load_policy
@@ -79,11 +84,42 @@ def check_teachers(settings: TrainerSettings) -> None:
     for name in settings.teacher_models:
         longest = max(s.way.longest_answer for s in settings.by_source().values() if s.teacher_model == name)
         check_context(f"TEACHER_MODEL={name}", context_length(name, "TEACHER_MODEL"), longest)
-        student, teacher = (load_tokenizer(model) for model in (settings.model_name, name))
+        student = load_tokenizer(settings.model_name)
+        with _naming_the_teacher():
+            teacher = load_tokenizer(name)
         if difference := tokenizer_difference(student, teacher):
             raise ConfigurationError(
                 f"TEACHER_MODEL={name} has another tokenizer than MODEL_NAME={settings.model_name}: {difference}; a "
                 "teacher scores the student's token ids, so name a model of the same family"
+            )
+
+
+LEAST_DISTANCE = 0.02
+"""Least mean difference, in nats a token, of a teacher behind an endpoint and the student, which an engine's rounding
+may make look different."""
+
+
+def check_endpoints(teachers: Iterable[TeacherClient], logprobs: Callable[..., list[PerToken]]) -> None:
+    """Check that no teacher behind an endpoint is the student itself, such as the run's own engines.
+
+    Args:
+        teachers: the clients, which have answered their probes.
+        logprobs: computes the policy's log-probabilities on all ranks; see Learner.logprobs.
+
+    Raises:
+        ConfigurationError: one of them says of the probe what the policy says.
+    """
+    for teacher in teachers:
+        zeros = [0] * len(teacher.probe)
+        tokens = TokenSequence(
+            completion_ids=teacher.probe_ids[1:], logprobs=zeros, policy_versions=zeros, finish_reason=FinishReason.STOP
+        )
+        (ours,) = logprobs([TrainingGroup(teacher.probe_ids[:1], [tokens])], temperature=1.0)[0]
+        distance = probe_distance(ours.tolist(), teacher.probe)
+        if distance < LEAST_DISTANCE:
+            raise ConfigurationError(
+                f"TEACHER_URL={teacher.url} says of a text what the student says, to {distance:.3f} nats a token, and "
+                "teaches it nothing; serve another model there"
             )
 
 

@@ -58,9 +58,13 @@ class Clients:
         )
 
     @property
+    def _shared(self) -> list[ServiceClient]:
+        return [self.data, *([self.rewards] if self.sampler.settings.needs_rewards else []), self.replay]
+
+    @property
     def services(self) -> list[ServiceClient | EnvironmentClient]:
         """The clients of the services that are healthy before a run begins."""
-        return [self.data, self.rewards, self.replay, *self.sampler.services]
+        return [*self._shared, *self.sampler.services]
 
     async def open(self) -> None:
         """Open the clients."""
@@ -69,13 +73,15 @@ class Clients:
         await self.sampler.open(self._stack)
 
     async def wait_healthy(self, deadline_seconds: float, activity: Activity | None = None) -> None:
-        """Wait until all services but the rollout workers are healthy, and the opponent answers; tell ``activity``.
+        """Wait until all services but the rollout workers are healthy, and opponent and teacher answer.
+
+        ``activity`` shows the wait.
 
         Raises:
-            ConfigurationError: the opponent refuses.
+            ConfigurationError: the opponent refuses, or the teacher cannot teach this student.
             DependencyLostError: one of them is not within ``deadline_seconds``.
         """
-        shared = {client.task.value: client.wait_healthy for client in (self.data, self.rewards, self.replay)}
+        shared = {client.task.value: client.wait_healthy for client in self._shared}
         awaited = shared | self.sampler.awaited()
         activity = activity or Activity()
         activity.begin(f"waiting for {', '.join(awaited)}", seconds=deadline_seconds)

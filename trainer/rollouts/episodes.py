@@ -30,7 +30,7 @@ from services.protocol.base import derive_seed
 from services.protocol.episodes import CalledTool, EpisodeFigures, Message
 from services.protocol.groups import TokenSequence, Turn
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardStatus
+from services.protocol.rewards import UNASKED, RewardStatus
 from services.protocol.sessions import CreateSessionRequest, TraceSequence
 from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import TrainerSettings
@@ -220,7 +220,7 @@ def why_failed(outcome: Outcome) -> str | None:
         return outcome.failure.reason
     if outcome.result.status is RewardStatus.OVER_LIMIT:
         return "reward_over_limit"
-    return "no_reward" if outcome.result.reward is None else None
+    return "no_reward" if outcome.result.reward is None and outcome.result != UNASKED else None
 
 
 def _why_all_failed(outcomes: Sequence[Outcome]) -> Exception:

@@ -22,6 +22,7 @@ from services.clients.data import DataClient
 from services.clients.environment import EnvironmentClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.teacher import TeacherClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.http.client import RequestRefusedError, ServiceClient
@@ -29,7 +30,7 @@ from services.protocol.base import derive_seed
 from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import CORRECT, RewardItem, RewardResult, RewardStatus, is_correct
+from services.protocol.rewards import CORRECT, UNASKED, RewardItem, RewardResult, RewardStatus, is_correct
 from services.run_page.activity import Activity
 from services.run_page.directory import FIRST_FAILURE
 from trainer.config import TrainerSettings
@@ -80,6 +81,11 @@ class Sampler(ABC):
         self.settings = settings
         self.rewards = rewards
         self._has_reported = False
+        self.teacher: TeacherClient | None = None
+        """The teacher behind TEACHER_URL."""
+        if settings.teacher_url:
+            longest, deadline = settings.way.longest_answer, settings.service_deadline_seconds
+            self.teacher = TeacherClient(settings.teacher_url, settings.model_name, longest, deadline=deadline)
 
     @classmethod
     @abstractmethod
@@ -92,12 +98,13 @@ class Sampler(ABC):
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Open the clients; ``stack`` closes them."""
-        for client in self.services:
+        for client in (*self.services, *([self.teacher] if self.teacher else ())):
             await stack.enter_async_context(client)
 
     def awaited(self) -> dict[str, Callable[[float], Awaitable[None]]]:
         """Return, by name, a wait for each service that must be healthy before the first answer; it takes seconds."""
-        return {client.task.value: client.wait_healthy for client in self.services}
+        waits: dict[str, Callable[[float], Awaitable[None]]] = {c.task.value: c.wait_healthy for c in self.services}
+        return waits | ({"teacher": self.teacher.wait_ready} if self.teacher else {})
 
     @abstractmethod
     async def answer(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Answers:
@@ -116,9 +123,16 @@ class Sampler(ABC):
         return {}
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Return a result for each answer, in order; ask again for those that could not be scored."""
-        results = await self.rewards.score(items, tries=SCORING_TRIES)
-        for result in results:
+        """Return a result for each answer, in order; ask again for those that could not be scored.
+
+        With REWARD_WEIGHT=0 nobody scores answers to rows without a ground truth, nor any without an evaluation.
+        """
+        settings, results = self.settings, [UNASKED] * len(items)
+        needs_all = settings.reward_weight > 0
+        asked = [n for n, item in enumerate(items) if settings.needs_rewards and (needs_all or item.ground_truth)]
+        scored = await self.rewards.score([items[n] for n in asked], tries=SCORING_TRIES) if asked else []
+        for place, result in zip(asked, scored, strict=True):
+            results[place] = result
             if is_correct(result) is None:
                 UNSCORABLE.labels(result.status.value).inc()
             if result.status is RewardStatus.ERROR:
@@ -243,7 +257,19 @@ class GroupMaker:
         settings = self.settings
         params = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
         seed = derive_seed(settings.seed, prompt.epoch, prompt.position)
-        return await self.sample_group(prompt, params, settings.group_size, seed)
+        group = await self.sample_group(prompt, params, settings.group_size, seed)
+        return None if group is None else await self._taught(group)
+
+    async def _taught(self, group: Group) -> Group:
+        """Return a group with the log-probabilities of the teacher behind TEACHER_URL, if there is one.
+
+        Raises:
+            DependencyLostError: the teacher does not answer within SERVICE_DEADLINE_SECONDS.
+        """
+        if (teacher := self.sampler.teacher) is None:
+            return group
+        sequences = await asyncio.gather(*(teacher.taught(group.prompt_ids, s) for s in group.sequences))
+        return group.model_copy(update={"sequences": sequences})
 
     async def sample_group(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Group | None:
         """Answer a prompt ``n`` times and return the answers as a group; None, counted, if none is usable."""
