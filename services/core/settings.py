@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.core.errors import ConfigurationError
 from services.core.run_ids import default_run_id
+from services.core.sources import Source, load_sources
 
 
 def _parse_json(value: object) -> object:
@@ -92,6 +93,34 @@ class Settings(BaseSettings):
     def token(self) -> str | None:
         """The shared token in plain text, or None."""
         return self.jobgroup_token.get_secret_value() if self.jobgroup_token else None
+
+
+class SourcesSettings(Settings):
+    """The sources of a run, which data-server, reward-server, trainer, collectors and evaluation read."""
+
+    sources: Path | None = None
+    """A YAML file with the sources of a run of many tasks, each with a dataset, a ratio and settings of its own;
+    docs/guides/sources.md. Unset: DATASET is the only source."""
+
+    def by_source(self) -> dict[str, Self]:
+        """Return the settings of each source by its name: the run's, replaced by the source's own.
+
+        Without SOURCES the only name is "".
+
+        Raises:
+            ConfigurationError: the file is not valid, or a value in it is not allowed.
+        """
+        if self.sources is None:
+            return {"": self}
+        return {source.name: self._of(source) for source in load_sources(self.sources).all}
+
+    def _of(self, source: Source) -> Self:
+        own = {name: value for name, value in source.settings.items() if name in type(self).model_fields}
+        try:
+            return type(self)(**{**dict(self), **own})
+        except ValidationError as error:
+            lines = "; ".join(_describe(problem) for problem in error.errors())
+            raise ConfigurationError(f"SOURCES {self.sources}, source {source.name!r}: {lines}") from error
 
 
 class ModelSettings(Settings):
