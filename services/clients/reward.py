@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError
 from services.http.client import ServiceClient
-from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult, is_correct
+from services.protocol.rewards import (
+    BatchRewardReply,
+    BatchRewardRequest,
+    RewardItem,
+    RewardResult,
+    RewardStats,
+    is_correct,
+)
 
 REWARDS_A_REQUEST = 1024
 """Bounds the size of a body, and the time for which one request delays the others."""
@@ -18,6 +26,17 @@ class RewardClient(ServiceClient):
     """The reward-server: rewards of answers."""
 
     task = Task.REWARD_SERVER
+    _is_relative: bool | None = None
+
+    async def stats(self, deadline: float | None = None) -> RewardStats:
+        """Return what the service says of its rewards and its judge."""
+        return await self.call("GET", "/stats", RewardStats, deadline=deadline)
+
+    async def is_relative(self) -> bool:
+        """Return whether a part of the reward compares the answers of a group; ask once."""
+        if self._is_relative is None:
+            self._is_relative = (await self.stats()).relative
+        return self._is_relative
 
     async def score(
         self, items: Sequence[RewardItem], *, tries: int = 1, pause_seconds: float = 0.0
@@ -33,14 +52,30 @@ class RewardClient(ServiceClient):
                 results[i] = result
         return results
 
+    async def score_group(
+        self, items: Sequence[RewardItem], own_rewards: Sequence[float] | None = None, *, tries: int = 1
+    ) -> list[RewardResult]:
+        """Return the results of all answers to one prompt, in order, compared where REWARD_FN compares them.
+
+        Another try sends all of them, because each counts in the others' rewards; verdicts are kept by the service.
+        ``own_rewards`` are those of agents, which the relative parts are added to.
+        """
+        results = await self._score(list(items), is_group=True, own_rewards=own_rewards)
+        for _ in range(tries - 1):
+            if all(is_correct(result) is not None for result in results):
+                break
+            again = await self._score(list(items), is_group=True, own_rewards=own_rewards)
+            results = [old if is_correct(old) is not None else new for old, new in zip(results, again, strict=True)]
+        return results
+
     async def _score_once(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         chunks = [items[i : i + REWARDS_A_REQUEST] for i in range(0, len(items), REWARDS_A_REQUEST)]
         scored = await asyncio.gather(*(self._score(list(chunk)) for chunk in chunks))
         return [result for results in scored for result in results]
 
-    async def _score(self, items: list[RewardItem]) -> list[RewardResult]:
+    async def _score(self, items: list[RewardItem], **group: Any) -> list[RewardResult]:
         # One attempt may take the whole deadline: repeating a request whose answers are slow would double the work.
-        request = BatchRewardRequest(items=items)
+        request = BatchRewardRequest(items=items, **group)
         reply = await self.call("POST", "/batch_reward", BatchRewardReply, request, attempt_seconds=self.deadline)
         if len(reply.rewards) != len(items):
             raise DependencyLostError(f"{self.service} scored {len(reply.rewards)} of {len(items)} answers")

@@ -79,15 +79,38 @@ class RewardItem(WireModel):
 
 
 class BatchRewardRequest(WireModel):
-    """Body of POST /batch_reward."""
+    """Body of POST /batch_reward.
+
+    With ``is_group`` the items are all answers to one prompt, and get the rewards that are relative to the group, too.
+    ``own_rewards``, one an item of a group, are those that an agent gave; the relative rewards are added to them.
+    """
 
     items: list[RewardItem] = Field(max_length=65_536)
+    is_group: bool = Field(default=False, exclude_if=lambda value: not value)
+    own_rewards: list[Finite] | None = Field(default=None, exclude_if=lambda value: value is None)
+
+    @model_validator(mode="after")
+    def _is_one_group(self) -> Self:
+        if self.is_group and len({item.prompt for item in self.items}) > 1:
+            raise ValueError("a group has the answers to one prompt; send one request a prompt")
+        if self.own_rewards is not None and (not self.is_group or len(self.own_rewards) != len(self.items)):
+            raise ValueError("own_rewards are one an item of a group; set is_group")
+        return self
 
 
 class BatchRewardReply(WireModel):
     """Reply of POST /batch_reward: one result an item, in order."""
 
     rewards: list[RewardResult]
+
+
+class RewardStats(BaseModel):
+    """What clients read of the reward-server's GET /stats."""
+
+    relative: bool = False
+    """True if a part of the reward is relative to an answer's group."""
+    judge: dict[str, float] | None = None
+    """Figures of the judge; None without one."""
 
 
 CORRECT = 1.0 - 1e-9

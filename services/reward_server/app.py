@@ -16,9 +16,10 @@ from services.core.tasks import in_background
 from services.http.app import create_service_app
 from services.protocol.base import Health
 from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult
+from services.reward_server.judging import Judge
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import NeuralReward, Scorer
-from services.reward_server.settings import RewardSettings
+from services.reward_server.settings import RELATIVE, RewardSettings
 
 log = get_logger(__name__)
 
@@ -33,11 +34,14 @@ def create_app(settings: RewardSettings) -> FastAPI:
     if settings.caution:
         log.warning(settings.caution)
     pool = WorkerPool(settings)
-    scorer = Scorer(settings, pool)
+    judge = Judge(settings, settings.judges) if settings.judges else None
+    scorer = Scorer(settings, pool, judge=judge)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
+            if judge is not None:
+                await stack.enter_async_context(judge.serving())
             if settings.reward_model is not None:
                 scorer.neural = await _start_reward_model(settings, stack)
             await pool.start()
@@ -50,7 +54,10 @@ def create_app(settings: RewardSettings) -> FastAPI:
 
     def stats() -> dict[str, Any]:
         workers = {"pending": pool.pending, "workers_alive": pool.alive}
-        return {"reward_fn": settings.reward_fn, "answers": dict(scorer.counts), **workers}
+        judged = {} if judge is None else {"judge": judge.figures.stats()}
+        relative = any(function.name in RELATIVE for function in settings.functions)
+        of_rewards = {"reward_fn": settings.reward_fn, "relative": relative, "answers": dict(scorer.counts)}
+        return {**of_rewards, **judged, **workers}
 
     app = create_service_app(
         "reward-server", settings=settings, lifespan=lifespan, health=health, stats=stats, description=__doc__ or ""
@@ -63,8 +70,9 @@ def create_app(settings: RewardSettings) -> FastAPI:
 
     @app.post("/batch_reward")
     async def post_batch_reward(request: BatchRewardRequest) -> BatchRewardReply:
-        """Score answers: one result an item, in order."""
-        return BatchRewardReply.model_construct(rewards=await scorer.score(request.items))
+        """Score answers: one result an item, in order; ``is_group`` also compares them, where REWARD_FN does."""
+        scored = await scorer.score(request.items, is_group=request.is_group, own_rewards=request.own_rewards)
+        return BatchRewardReply.model_construct(rewards=scored)
 
     return app
 

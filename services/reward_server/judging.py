@@ -37,7 +37,7 @@ Read = Callable[[ChatChoice], Verdict]
 
 START_SECONDS = 600.0
 """The judge may be an engine that starts at the same time."""
-CHECK_SECONDS = 15.0
+CHECK_SECONDS = 5.0
 """The wait for the judge in a check before the run, which may be out of its reach."""
 _PATH = "/chat/completions"
 _FIRST_TOKEN: dict[str, Any] = {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}

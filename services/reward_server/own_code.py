@@ -1,21 +1,25 @@
-"""Import the user's functions that REWARD_FN names: ``python -m services.reward_server.own_code``."""
+"""Import the functions that REWARD_FN names, and ask its judge: ``python -m services.reward_server.own_code``."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 from services.core.errors import exit_code_of
 from services.reward_server import pool, worker
+from services.reward_server.judging import Judge
 from services.reward_server.settings import RewardSettings
 
 
 def main() -> None:
-    """Import the functions as a worker process does.
+    """Import the functions as a worker process does; read the rubric, and ask the judge a question.
 
     Raises:
-        ConfigurationError: a function cannot be imported.
+        ConfigurationError: a function cannot be imported, or the judge lacks something or is none.
     """
     settings = RewardSettings.load()
+    if settings.judges:
+        asyncio.run(Judge(settings, settings.judges).check())
     try:
         for function in settings.functions:
             if function.is_users:

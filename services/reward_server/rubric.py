@@ -67,15 +67,15 @@ class Rubric(StrictModel):
 
     @model_validator(mode="after")
     def _nothing_occurs_twice(self) -> Self:
-        texts: list[tuple[tuple[str | int, ...], str]] = []
+        seen: set[tuple[object, str]] = set()
         for i, criterion in enumerate(self.criteria):
-            texts.append((("criteria", i, "name"), criterion.name))
-            texts += [(("criteria", i, "choices", j), c.casefold()) for j, c in enumerate(criterion.choices)]
-        for number, (loc, text) in enumerate(texts):
-            if any(text == earlier and _are_alike(loc, where) for where, earlier in texts[:number]):
-                error = PydanticCustomError("twice", "{text} is there twice; rename or remove one", {"text": text})
-                details = InitErrorDetails(type=error, loc=loc, input=text)
-                raise ValidationError.from_exception_data("Rubric", [details])
+            choices = [(i, text.casefold(), ("choices", j)) for j, text in enumerate(criterion.choices)]
+            for scope, text, place in (("name", criterion.name, ("name",)), *choices):
+                if (scope, text) in seen:
+                    error = PydanticCustomError("twice", "{text} is there twice; rename or remove one", {"text": text})
+                    details = InitErrorDetails(type=error, loc=("criteria", i, *place), input=text)
+                    raise ValidationError.from_exception_data("Rubric", [details])
+                seen.add((scope, text))
         return self
 
     @property
@@ -90,22 +90,25 @@ class Rubric(StrictModel):
         return total / math.fsum(c.weight for c in self.criteria)
 
 
-def _are_alike(first: tuple[str | int, ...], second: tuple[str | int, ...]) -> bool:
-    """Return whether two places are two names, or two choices of one criterion."""
-    return first[2] == second[2] and (first[2] == "name" or first[1] == second[1])
+class _Loader(yaml.BaseLoader):
+    """A loader whose scalars are text, because YAML would read ``no`` as false, and whose keys are not there twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if len(set(keys)) < len(keys):
+            raise yaml.constructor.ConstructorError(None, None, f"a key of {keys} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def load_rubric(path: Path, *, yes_or_no: bool = False) -> Rubric:
     """Read a rubric; with ``yes_or_no`` its criteria must have the choices no and yes, as a soft judge asks them.
-
-    Every scalar is text until the rubric says otherwise, because YAML would read ``no`` as false.
 
     Raises:
         ConfigurationError: it cannot be read, or is not a rubric; the message has the line.
     """
     where = f"JUDGE_RUBRIC {path}"
     try:
-        loader = yaml.BaseLoader(path.read_text("utf-8"))
+        loader = _Loader(path.read_text("utf-8"))
         root = loader.get_single_node()
         content = None if root is None else loader.construct_document(root)
     except OSError as error:
@@ -119,7 +122,9 @@ def load_rubric(path: Path, *, yes_or_no: bool = False) -> Rubric:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ConfigurationError(f"{where}, line {_line(root, first['loc'])}: {name}: {first['msg']}") from error
+        raise ConfigurationError(
+            f"{where}, line {_line(root, first['loc'])}: {name}: {first['msg']}; docs/guides/judge.md has the form"
+        ) from error
     for number, criterion in enumerate(rubric.criteria):
         if yes_or_no and criterion.choices != YES_OR_NO:
             raise ConfigurationError(

@@ -210,6 +210,12 @@ EVALUATED_ENVIRONMENT = Measure(
     "Mean of a figure of the environment over the greedy episodes of the newest evaluation.",
 )
 WIN_RATE = Measure("win_rate_seat_<seat>", "trainer_win_rate_ratio", "Share of games won, by the seat of the policy.")
+JUDGE = Measure(
+    "judge_<figure>",
+    "trainer_judge",
+    "Figures of the judge since the reward-server started: calls, tokens, hits, failures by reason, agreement of two "
+    "orders, correlation of score and length.",
+)
 NAMED = (
     (AT_K, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")),
     (AT_K_STDERR, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_stderr")),
@@ -219,6 +225,7 @@ NAMED = (
     (EVALUATED_ENVIRONMENT, re.compile(r"eval_environment_(?P<figure>.+)")),
     (ENVIRONMENT, re.compile(r"environment_(?P<figure>.+)")),
     (WIN_RATE, re.compile(r"win_rate_seat_(?P<seat>\d+)")),
+    (JUDGE, re.compile(r"judge_(?P<figure>.+)")),
     (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),
 )
 """Measures with several columns each. The groups of the pattern in a column's name become the metric's labels."""
