@@ -12,12 +12,12 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, JsonValue, SecretStr, ValidationError
+from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.core.errors import ConfigurationError
 from services.core.run_ids import default_run_id
-from services.core.sources import Source, load_sources
+from services.core.sources import Schedule, Source, Sources, load_sources
 
 
 def _parse_json(value: object) -> object:
@@ -102,22 +102,37 @@ class SourcesSettings(Settings):
     """A YAML file with the sources of a run of many tasks, each with a dataset, a ratio and settings of its own;
     docs/guides/sources.md. Unset: DATASET is the only source."""
 
+    _by_source: dict[str, Self] = PrivateAttr(default_factory=dict)
+    _sources: Sources | None = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _read_sources(self) -> Self:
+        if self.sources is not None:
+            self._sources = load_sources(self.sources)
+            self._by_source = {source.name: self._of(source) for source in self._sources.all}
+        return self
+
     def by_source(self) -> dict[str, Self]:
-        """Return the settings of each source by its name: the run's, replaced by the source's own.
+        """Return the settings of each source by its name: those that a run of this source alone would have.
 
-        Without SOURCES the only name is "".
-
-        Raises:
-            ConfigurationError: the file is not valid, or a value in it is not allowed.
+        They are the run's settings, replaced by the source's own. Without SOURCES the only name is "". The file was
+        read when the settings were loaded, which raises ConfigurationError for a value that is not allowed.
         """
-        if self.sources is None:
-            return {"": self}
-        return {source.name: self._of(source) for source in load_sources(self.sources).all}
+        return self._by_source or {"": self}
+
+    @property
+    def schedule(self) -> Schedule:
+        """The source of every group that is trained on, by the group's place in the run."""
+        if self._sources is None:
+            return Schedule({"": 1.0})
+        return Schedule({source.name: source.ratio for source in self._sources.trained})
 
     def _of(self, source: Source) -> Self:
         own = {name: value for name, value in source.settings.items() if name in type(self).model_fields}
+        # What nothing has set stays unset, because some checks ask for that.
+        inherited = {name: getattr(self, name) for name in (*self.model_fields_set, "run_id")}
         try:
-            return type(self)(**{**dict(self), **own})
+            return type(self)(**{**inherited, **own, "sources": None})
         except ValidationError as error:
             lines = "; ".join(_describe(problem) for problem in error.errors())
             raise ConfigurationError(f"SOURCES {self.sources}, source {source.name!r}: {lines}") from error

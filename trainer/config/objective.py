@@ -102,7 +102,7 @@ def policy_loss(settings: TrainerSettings) -> PolicyLoss:
         _loss_function(settings),
         settings.importance_correction,
         settings.loss_aggregation,
-        settings.way.longest_answer,
+        settings.longest_answer,
         importance_cap=settings.importance_cap,
         truncates_alone=settings.loss_truncates and settings.updates_per_step == 1,
         is_own_function=is_own_function(settings.loss),

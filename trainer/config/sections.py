@@ -93,7 +93,7 @@ class RunSection(ModelSettings):
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     num_epochs: int = Field(3, ge=1)
-    """Passes over the training prompts."""
+    """Passes over the training prompts. With SOURCES each source continues in its next epoch until MAX_STEPS."""
     batch_size: int = Field(4, ge=1, le=4096)
     """Prompts a step. The default is that of SkyPilot's example, which runs on any machine; the published runs in
     recipes/ have 8 to 256."""
@@ -333,8 +333,8 @@ class EvaluationSection(Settings):
     eval_every: int = Field(0, ge=0)
     """Steps between two evaluations; 0: at the start and end only."""
     eval_prompts: int = Field(128, ge=0)
-    """Held-out prompts of an evaluation (n); 0: no evaluation. The standard error of accuracy p is sqrt(p(1-p)/n): at
-    most 0.045 for 128."""
+    """Held-out prompts of an evaluation (n), of each source with SOURCES; 0: no evaluation. The standard error of
+    accuracy p is sqrt(p(1-p)/n): at most 0.045 for 128."""
     eval_samples: int = Field(0, ge=0)
     """Completions sampled of each held-out prompt for avg@k and pass@k; 0: off."""
     target_accuracy: float | None = Field(None, gt=0, le=1)
