@@ -71,7 +71,7 @@ def create_app(settings: RewardSettings) -> FastAPI:
     @app.post("/batch_reward")
     async def post_batch_reward(request: BatchRewardRequest) -> BatchRewardReply:
         """Score answers: one result an item, in order; ``is_group`` also compares them, where REWARD_FN does."""
-        scored = await scorer.score(request.items, is_group=request.is_group, own_rewards=request.own_rewards)
+        scored = await scorer.score(request.whole_items, is_group=request.is_group, own_rewards=request.own_rewards)
         return BatchRewardReply.model_construct(rewards=scored)
 
     return app

@@ -203,7 +203,7 @@ class _Fields(dict[str, Any]):
     """The values of placeholders: the columns of an item's row, and what every item has."""
 
     def __init__(self, item: RewardItem) -> None:
-        row = getattr(item, "row", None)
+        row = item.row
         super().__init__(json.loads(row) if row else {})
         self.update({name: getattr(item, name) for name in _FIELDS})
 

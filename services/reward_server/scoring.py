@@ -25,6 +25,7 @@ _KEPT_VERDICTS = 50_000
 _SEARCHED_CHARACTERS = 4096
 """Characters at a response's end in which math-verify looks for an answer where none stands out."""
 _MAX_EXTRACTED = 200
+_NOTHING_APPLIES = "no reward function applies to the row: each returned None; let one return a number"
 _NO_GROUP = (
     "judge_group compares the answers of a group, and an answer alone has none: add a function that scores it alone, "
     "such as math=1"
@@ -96,17 +97,21 @@ class Scorer:
 
     def _combine(self, parts: Sequence[Part]) -> RewardResult:
         extracted = next((part.extracted for _, part in parts if part.extracted is not None), None)
+        failed = {f.name: part for f, part in parts if part.status is not RewardStatus.SCORED}
         details: dict[str, Any] = {
             "components": {f.name: part.value for f, part in parts},
+            "failed": {name: part.status for name, part in failed.items()},
             "extracted": None if extracted is None else extracted[:_MAX_EXTRACTED],
         }
+        # A sum needs all of its parts.
+        for name, part in failed.items():
+            return RewardResult(reward=None, status=part.status, reason=f"{name}: {part.reason}", **details)
+        if all(part.value is None for _, part in parts):
+            reason = next((part.reason for _, part in parts if part.reason), _NOTHING_APPLIES)
+            return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason, **details)
         total = 0.0
         for function, part in parts:
-            if part.value is None:
-                # A sum needs all of its parts.
-                reason = f"{function.name}: {part.reason}"
-                return RewardResult(reward=None, status=part.status, reason=reason, **details)
-            total += function.weight * part.value
+            total += function.weight * (part.value or 0.0)
         if not abs(total) <= LARGEST_REWARD:
             reason = f"the weighted sum {total:g} is beyond {LARGEST_REWARD:g} in size; make the functions return less"
             return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason, **details)

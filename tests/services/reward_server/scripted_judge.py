@@ -46,7 +46,7 @@ def completion(content: Any, *, finish_reason: str = "stop", model: str = "judge
 
 
 def quiet_content(body: Body) -> str:
-    """Return the text of a judge that does what it is asked: ``right`` if 42 is there, form by length, a group by 42."""
+    """Return the text of a judge that does what it is asked: ``right`` if 42 is there, ``form`` by the length."""
     asked = body["messages"][1]["content"]
     if answers := ANSWERS.findall(asked):
         scores = [{"id": one, "reason": "r", "score": worth(text)} for one, _, text in answers]
