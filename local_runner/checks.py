@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from local_runner.nodes import Run, gpus_of, node_environment
 from local_runner.spec import JobGroup, TaskSpec, nearest
@@ -30,6 +30,7 @@ from services.core.files import check_model, check_model_directory
 from services.core.settings import Settings
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
+from services.reward_server.settings import RELATIVE
 
 
 @dataclass(frozen=True)
@@ -261,6 +262,29 @@ def check_own_code(run: Run, loaded: Sequence[Loaded]) -> None:
         for one in loaded
         for problem in (*_missing_files(one.settings), *_failed_import(run, one))
     )
+
+
+def check_judge(loaded: Sequence[Loaded]) -> None:
+    """Check that the trainer waits longer than a judge may take, and that held-out completions have a reward.
+
+    Raises:
+        ConfigurationError: the trainer would give up first, or evaluations would have no rewards.
+    """
+    by_class: dict[str, Any] = {one.reader.name: one.settings for one in loaded}
+    reward, trainer = by_class.get("RewardSettings"), by_class.get("TrainerSettings")
+    if reward is None or trainer is None or not reward.judges:
+        return
+    if reward.judge_seconds >= trainer.service_deadline_seconds:
+        raise ConfigurationError(
+            f"JUDGE_SECONDS={reward.judge_seconds:g} must be less than SERVICE_DEADLINE_SECONDS="
+            f"{trainer.service_deadline_seconds:g}, after which the trainer gives the reward-server up; change one"
+        )
+    is_relative = all(function.name in RELATIVE for function in reward.functions)
+    if is_relative and trainer.eval_prompts and trainer.rollout.value == "completion":
+        raise ConfigurationError(
+            f"REWARD_FN={reward.reward_fn} compares the answers of a group, and a held-out answer is alone: give a "
+            "function that scores it alone as well, such as math=1, or set EVAL_PROMPTS=0"
+        )
 
 
 def unchecked_models(run: Run, loaded: Sequence[Loaded]) -> list[str]:

@@ -199,7 +199,7 @@ class Agents(Episodes):
     async def compare(self, prompt: Prompt, outcomes: list[Outcome]) -> list[Outcome]:
         """Add the rewards that compare the episodes; failed episodes and those over a limit stay as they are.
 
-        A judge reads the last conversation of an episode from the model's first message on.
+        A judge reads the last conversation of an episode from the assistant's first message on.
         """
         if not await self.rewards.is_relative():
             return outcomes
@@ -209,7 +209,12 @@ class Agents(Episodes):
             if isinstance(outcome, Episode) and outcome.result.reward is not None and outcome.trace.sequences
         }
         items = [
-            RewardItem(prompt=prompt.prompt, response=_transcript(episode), ground_truth=prompt.ground_truth)
+            RewardItem(
+                prompt=prompt.prompt,
+                response=_transcript(episode),
+                ground_truth=prompt.ground_truth,
+                row=prompt.row_text,
+            )
             for episode, _ in rewarded.values()
         ]
         results = await self.score_group(items, [reward for _, reward in rewarded.values()]) if items else []
@@ -296,8 +301,8 @@ def _figures(episode: Episode) -> EpisodeFigures:
 
 
 def _transcript(episode: Episode) -> str:
-    """Return the last conversation of an episode as text, from the first message that the model sampled."""
-    messages = dropwhile(lambda message: not message.sampled, shorten(episode.trace.sequences[-1].messages))
+    """Return the last conversation of an episode as text, from the first message of an assistant."""
+    messages = dropwhile(lambda message: message.role != "assistant", shorten(episode.trace.sequences[-1].messages))
     lines = []
     for message in messages:
         calls = [f"calls {call.name}({call.arguments})" for call in message.tool_calls]
