@@ -26,17 +26,17 @@ class RewardClient(ServiceClient):
     """The reward-server: rewards of answers."""
 
     task = Task.REWARD_SERVER
-    _is_relative: bool | None = None
+    _relative: list[str] | None = None
 
     async def stats(self, deadline: float | None = None) -> RewardStats:
         """Return what the service says of its rewards and its judge."""
         return await self.call("GET", "/stats", RewardStats, deadline=deadline)
 
-    async def is_relative(self) -> bool:
-        """Return whether a part of the reward compares the answers of a group; ask once."""
-        if self._is_relative is None:
-            self._is_relative = (await self.stats()).relative
-        return self._is_relative
+    async def is_relative(self, source: str) -> bool:
+        """Return whether a part of a source's reward compares the answers of a group; ask once."""
+        if self._relative is None:
+            self._relative = (await self.stats()).relative
+        return source in self._relative
 
     async def score(
         self, items: Sequence[RewardItem], *, tries: int = 1, pause_seconds: float = 0.0

@@ -74,7 +74,7 @@ class RewardItem(WireModel):
     """An answer to score; trainers give tokens and finish reason, so that rewards for length count tokens.
 
     ``row`` is the JSON text of the dataset's row that the prompt was made of; None without one. In a
-    ``BatchRewardRequest`` it is the key of that text in ``rows``.
+    ``BatchRewardRequest`` it is the key of that text in ``rows``. The REWARD_FN of ``source`` scores it.
     """
 
     prompt: str
@@ -83,6 +83,11 @@ class RewardItem(WireModel):
     completion_tokens: Count | None = None
     finish_reason: FinishReason | None = None
     row: str | None = Field(default=None, exclude_if=lambda row: row is None)
+    source: str = Field(default="", exclude_if=lambda source: not source)
+
+
+ARGUMENTS = tuple(name for name in RewardItem.model_fields if name != "source")
+"""The fields of an item that reward functions get by name. ``source`` is a usual name of a column."""
 
 
 class BatchRewardRequest(WireModel):
@@ -114,8 +119,8 @@ class BatchRewardRequest(WireModel):
 
     @model_validator(mode="after")
     def _is_one_group(self) -> Self:
-        if self.is_group and len({item.prompt for item in self.items}) > 1:
-            raise ValueError("a group has the answers to one prompt; send one request a prompt")
+        if self.is_group and len({(item.source, item.prompt) for item in self.items}) > 1:
+            raise ValueError("a group has the answers to one prompt of one source; send one request a prompt")
         if self.own_rewards is not None and (not self.is_group or len(self.own_rewards) != len(self.items)):
             raise ValueError("own_rewards are one an item of a group; set is_group")
         return self
@@ -139,8 +144,8 @@ class BatchRewardReply(WireModel):
 class RewardStats(BaseModel):
     """What clients read of the reward-server's GET /stats."""
 
-    relative: bool = False
-    """True if a part of the reward is relative to an answer's group."""
+    relative: list[str] = Field(default_factory=list)
+    """The sources with a part of the reward that compares the answers of a group; "" without sources."""
     judge: dict[str, float] | None = None
     """Figures of the judge; None without one."""
 

@@ -27,7 +27,7 @@ from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server import rubric as rubrics
 from services.reward_server.pool import Evaluation
 from services.reward_server.rubric import Messages, NoVerdictError, Rubric
-from services.reward_server.settings import JudgeSettings
+from services.reward_server.settings import JUDGES, JudgeSettings, RewardSettings
 from services.reward_server.verdicts import Figures, Verdict, Verdicts
 
 log = get_logger(__name__)
@@ -46,36 +46,24 @@ _MAX_REASON = 500
 
 
 class Judge:
-    """The judge of some settings, which answers within ``serving``."""
+    """A judge, which answers within ``serving``; all sources of a run share it, its places and its verdicts."""
 
-    def __init__(self, settings: JudgeSettings, judges: Sequence[str]) -> None:
-        """Read the rubric and the key.
-
-        Args:
-            settings: the address of the judge, and what it is asked.
-            judges: the rewards among ``settings.JUDGES`` that it gives.
+    def __init__(self, settings: JudgeSettings, *, is_soft: bool) -> None:
+        """Read the key; ``is_soft`` if the judge is asked for probabilities.
 
         Raises:
-            ConfigurationError: the rubric is not one, or the variable of the key is not set.
+            ConfigurationError: the variable of the key is not set.
         """
         assert settings.judge_url is not None
         self.settings = settings
         self.figures = Figures()
-        self._is_soft = "judge_soft" in judges
-        path = settings.judge_rubric
-        self._rubric = rubrics.load_rubric(path, yes_or_no=self._is_soft) if path else None
+        self._is_soft = is_soft
         self._client = HttpClient(settings.judge_url, token=_key(settings), service="judge", max_connections=None)
         self._places = asyncio.Semaphore(settings.judge_concurrency)
         self._calls: dict[str, asyncio.Task[Verdict | NoVerdictError]] = {}
         self._verdicts = Verdicts(settings.judge_directory)
         self._model: str | None = None
         """The name that the judge answered with last."""
-
-    @property
-    def rubric(self) -> Rubric:
-        """The rubric, which the settings require for all judges but ``judge_group``."""
-        assert self._rubric is not None
-        return self._rubric
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -138,20 +126,20 @@ class Judge:
         except NoVerdictError as error:
             raise ConfigurationError(f"{where}: {error}; judge_soft needs them, `judge` does not") from error
 
-    async def score(self, reward: str, item: RewardItem) -> Evaluation:
+    async def score(self, reward: str, item: RewardItem, rubric: Rubric) -> Evaluation:
         """Return the score of an answer alone, from 0 to 1, by the reward ``judge`` or ``judge_soft``.
 
         It is the weighted mean over the rubric's criteria, of the verdicts or of the probabilities of "yes".
         """
         try:
-            scores, reason = await (self._soft(item) if reward == "judge_soft" else self._by_criteria(item))
+            scores, reason = await (self._soft if reward == "judge_soft" else self._by_criteria)(item, rubric)
         except NoVerdictError as error:
             return self._failed(error)
-        value = self.rubric.score(scores)
+        value = rubric.score(scores)
         self.figures.watch(value, item.response)
         return Evaluation(value, reason=reason)
 
-    async def compare(self, items: Sequence[RewardItem]) -> list[Evaluation]:
+    async def compare(self, items: Sequence[RewardItem], rubric: Rubric | None) -> list[Evaluation]:
         """Return the scores of the answers to one prompt relative to each other, in order; equal answers share one.
 
         Equal answers alone are a tie: 0.5 each, without a request.
@@ -162,7 +150,7 @@ class Judge:
         share = int(_digest(texts)[:8], 16) / 2**32
         orders = [texts, texts[::-1]] if share < self.settings.judge_second_order else [texts]
         first, *second = await asyncio.gather(
-            *(self._by_text(items[0], order) for order in orders), return_exceptions=True
+            *(self._by_text(items[0], order, rubric) for order in orders), return_exceptions=True
         )
         if isinstance(first, NoVerdictError):
             return [self._failed(first)] * len(items)
@@ -180,18 +168,18 @@ class Judge:
         self.figures.fail(error.label)
         return Evaluation(None, error.status, str(error))
 
-    async def _by_criteria(self, item: RewardItem) -> tuple[dict[str, float], str]:
+    async def _by_criteria(self, item: RewardItem, rubric: Rubric) -> tuple[dict[str, float], str]:
         """Return the scores by criterion, and the judge's reasons."""
-        asked = rubrics.criteria_messages(self.rubric, item, self.settings.judge_max_characters)
+        asked = rubrics.criteria_messages(rubric, item, self.settings.judge_max_characters)
         verdict = await self._verdict(
-            asked, lambda choice: Verdict(*rubrics.read_criteria(self._text(choice), asked, self.rubric))
+            asked, lambda choice: Verdict(*rubrics.read_criteria(self._text(choice), asked, rubric))
         )
         return verdict.scores, verdict.reason
 
-    async def _soft(self, item: RewardItem) -> tuple[dict[str, float], str]:
+    async def _soft(self, item: RewardItem, rubric: Rubric) -> tuple[dict[str, float], str]:
         """Return the probability of "yes" by criterion, and the same as text."""
-        criteria, most = self.rubric.criteria, self.settings.judge_max_characters
-        asked = [rubrics.soft_messages(self.rubric, criterion, item, most) for criterion in criteria]
+        criteria, most = rubric.criteria, self.settings.judge_max_characters
+        asked = [rubrics.soft_messages(rubric, criterion, item, most) for criterion in criteria]
 
         def read(choice: ChatChoice) -> Verdict:
             return Verdict({"yes": rubrics.read_soft(_first_tokens(choice))})
@@ -200,9 +188,11 @@ class Judge:
         scores = {c.name: verdict.scores["yes"] for c, verdict in zip(criteria, verdicts, strict=True)}
         return scores, "; ".join(f"{name}: {score:.3f}" for name, score in scores.items())
 
-    async def _by_text(self, item: RewardItem, texts: Sequence[str]) -> tuple[dict[str, float], str]:
+    async def _by_text(
+        self, item: RewardItem, texts: Sequence[str], rubric: Rubric | None
+    ) -> tuple[dict[str, float], str]:
         """Return the scores by text, and the judge's reasons, of different answers shown in the order of ``texts``."""
-        asked = rubrics.group_messages(self._rubric, item, texts, self.settings.judge_max_characters)
+        asked = rubrics.group_messages(rubric, item, texts, self.settings.judge_max_characters)
         verdict = await self._verdict(
             asked, lambda choice: Verdict(*rubrics.read_group(self._text(choice), asked, len(texts)))
         )
@@ -295,6 +285,17 @@ class Judge:
         if model and self._model and model != self._model:
             log.warning("another model answers for the judge: rewards may change", before=self._model, now=model)
         self._model = model or self._model
+
+
+def judge_of(settings: RewardSettings) -> Judge | None:
+    """Return the judge that the rewards of the settings' sources need; None if none does.
+
+    Raises:
+        ConfigurationError: the variable of the judge's key is not set.
+    """
+    if not any(name in JUDGES for name in settings.names):
+        return None
+    return Judge(settings, is_soft="judge_soft" in settings.names)
 
 
 def _digest(content: Any) -> str:

@@ -24,6 +24,7 @@ from services.core.errors import ConfigurationError
 from services.protocol.base import StrictModel
 from services.protocol.chat import TokenLogprob
 from services.protocol.rewards import RewardItem, RewardStatus
+from services.reward_server.settings import RewardSettings
 
 Messages = list[dict[str, str]]
 
@@ -132,6 +133,13 @@ def load_rubric(path: Path, *, yes_or_no: bool = False) -> Rubric:
                 f"{criterion.name!r} has other choices; leave them out, or use `judge`"
             )
     return rubric
+
+
+def find_rubric(settings: RewardSettings) -> Rubric | None:
+    """Return the rubric of the settings' judges, if they have one; raises as ``load_rubric`` does."""
+    if not settings.judges or settings.judge_rubric is None:
+        return None
+    return load_rubric(settings.judge_rubric, yes_or_no="judge_soft" in settings.judges)
 
 
 def _line(node: yaml.Node | None, loc: Sequence[int | str]) -> int:

@@ -15,6 +15,7 @@ from services.protocol.rewards import LARGEST_REWARD, FinishReason, RewardItem, 
 from services.reward_server.answers import Verdict, find_tagged, judge
 from services.reward_server.judging import Judge
 from services.reward_server.pool import Evaluation, WorkerPool
+from services.reward_server.rubric import find_rubric
 from services.reward_server.settings import RELATIVE, RewardSettings, WeightedFunction
 
 SCORED = Metric("reward_answers", "Answers by how their scoring ended.", ["status"])
@@ -49,6 +50,12 @@ class Scorer:
         neural: NeuralReward | None = None,
         judge: Judge | None = None,
     ) -> None:
+        """Read the rubric of the judge, if a function needs one.
+
+        Raises:
+            ConfigurationError: the rubric is not one.
+        """
+        self._rubric = find_rubric(settings)
         self._alone = [function for function in settings.functions if function.name not in RELATIVE]
         self._relative = [function for function in settings.functions if function.name in RELATIVE]
         self._pool = pool
@@ -93,7 +100,7 @@ class Scorer:
         if not is_group:
             return [[(function, Evaluation(None, reason=_NO_GROUP))] for _ in items]
         assert self._judge is not None
-        return [[(function, evaluation)] for evaluation in await self._judge.compare(items)]
+        return [[(function, evaluation)] for evaluation in await self._judge.compare(items, self._rubric)]
 
     def _combine(self, parts: Sequence[Part]) -> RewardResult:
         extracted = next((part.extracted for _, part in parts if part.extracted is not None), None)
@@ -132,12 +139,13 @@ class Scorer:
                 return Evaluation(0.0) if answer is None else self._ask(function, answer, item.ground_truth)
             case "judge" | "judge_soft":
                 assert self._judge is not None
-                return self._judge.score(function, item)
+                assert self._rubric is not None
+                return self._judge.score(function, item, self._rubric)
             case "reward_model":
                 assert self.neural is not None
                 return self.neural(item)
             case _:
-                return self._pool.evaluate(function, item.model_dump(mode="json"))
+                return self._pool.evaluate(function, item.model_dump(mode="json", exclude={"source"}))
 
     def _math(self, item: RewardItem) -> Evaluation | Awaitable[Evaluation]:
         truncated = item.finish_reason is FinishReason.LENGTH

@@ -9,7 +9,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from services.core.settings import JsonObject, Settings
+from services.core.settings import JsonObject, Settings, SourcesSettings
 from services.protocol.rewards import CORRECT
 
 JUDGES = ("judge", "judge_soft", "judge_group")
@@ -73,7 +73,7 @@ class JudgeSettings(Settings):
         return self.run_dir / "judge" if self.judge_dir is None else self.judge_dir
 
 
-class RewardSettings(JudgeSettings):
+class RewardSettings(SourcesSettings, JudgeSettings):
     """The reward-server's environment variables."""
 
     reward_fn: str = "math"
@@ -122,9 +122,22 @@ class RewardSettings(JudgeSettings):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """REWARD_FN if a part of it is a user's function or a judge."""
-        is_own = any(function.is_users or function.name in JUDGES for function in self.functions)
-        return {"REWARD_FN": self.reward_fn} if is_own else {}
+        """REWARD_FN of each source, if a part of it is a user's function or a judge."""
+        return {
+            f"REWARD_FN of {source}" if source else "REWARD_FN": own.reward_fn
+            for source, own in self.by_source().items()
+            if any(function.is_users or function.name in JUDGES for function in own.functions)
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the functions of all sources."""
+        return sorted({function.name for own in self.by_source().values() for function in own.functions})
+
+    @property
+    def all_rewards(self) -> str:
+        """REWARD_FN, or those of the sources, for messages."""
+        return "; ".join(dict.fromkeys(own.reward_fn for own in self.by_source().values()))
 
     @property
     def judges(self) -> list[str]:
@@ -132,9 +145,14 @@ class RewardSettings(JudgeSettings):
         return [function.name for function in self.functions if function.name in JUDGES]
 
     @property
+    def is_relative(self) -> bool:
+        """True if a part of the reward compares the answers of a group."""
+        return any(function.name in RELATIVE for function in self.functions)
+
+    @property
     def worker_functions(self) -> list[str]:
-        """The names of the functions that run in worker processes."""
-        return sorted(function.name for function in self.functions if function.name not in _IN_PROCESS)
+        """The names of the functions of all sources that run in worker processes."""
+        return [name for name in self.names if name not in _IN_PROCESS]
 
     @field_validator("reward_fn")
     @classmethod

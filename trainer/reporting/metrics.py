@@ -216,6 +216,11 @@ JUDGE = Measure(
     "Figures of the judge since the reward-server started: calls, tokens, hits, failures by reason, agreement of two "
     "orders, correlation of score and length.",
 )
+ROLE_BASELINE = Measure(
+    "role_baseline_<role>",
+    "trainer_role_baseline_mean",
+    "Running mean of a role's rewards, the baseline of ADVANTAGE=rae: source and seat, or `all` without either.",
+)
 NAMED = (
     (AT_K, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")),
     (AT_K_STDERR, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_stderr")),
@@ -227,6 +232,7 @@ NAMED = (
     (WIN_RATE, re.compile(r"win_rate_seat_(?P<seat>\d+)")),
     (JUDGE, re.compile(r"judge_(?P<figure>.+)")),
     (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),
+    (ROLE_BASELINE, re.compile(r"role_baseline_(?P<role>.+)")),
 )
 """Measures with several columns each. The groups of the pattern in a column's name become the metric's labels."""
 

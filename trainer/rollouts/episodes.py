@@ -109,7 +109,7 @@ class Episodes(Sampler):
 
     async def _score_alone(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Score the answers for which an agent asks, unless they are compared with those of other episodes."""
-        if not await self.rewards.is_relative():
+        if not items or not await self.rewards.is_relative(items[0].source):
             return await self.score(items)
         self.report("reward_error", ALONE)
         return [RewardResult(reward=None, status=RewardStatus.ERROR, reason=ALONE) for _ in items]
@@ -201,7 +201,7 @@ class Agents(Episodes):
 
         A judge reads the last conversation of an episode from the assistant's first message on.
         """
-        if not await self.rewards.is_relative():
+        if not await self.rewards.is_relative(prompt.source):
             return outcomes
         rewarded = {
             number: (outcome, outcome.result.reward)
@@ -214,6 +214,7 @@ class Agents(Episodes):
                 response=_transcript(episode),
                 ground_truth=prompt.ground_truth,
                 row=prompt.row_text,
+                source=prompt.source,
             )
             for episode, _ in rewarded.values()
         ]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
-from services.protocol.rewards import RewardStatus
+from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server import rubric
 from services.reward_server.app import create_app
-from services.reward_server.judging import Judge
+from services.reward_server.judging import Judge, judge_of
+from services.reward_server.pool import Evaluation
+from services.reward_server.rubric import Rubric
 from services.reward_server.settings import RewardSettings
 from services.reward_server.verdicts import kendall
 from tests.ports import free_port
@@ -46,12 +49,37 @@ def judge() -> Iterator[ScriptedJudge]:
         yield scripted
 
 
+@dataclass
+class Asked:
+    """A judge with a rubric."""
+
+    judge: Judge
+    rubric: Rubric | None
+
+    async def score(self, reward: str, one: RewardItem) -> Evaluation:
+        assert self.rubric is not None
+        return await self.judge.score(reward, one, self.rubric)
+
+    async def compare(self, items: list[RewardItem]) -> list[Evaluation]:
+        return await self.judge.compare(items, self.rubric)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        return self.judge.figures.stats()
+
+
+def made_of(settings: RewardSettings) -> Judge:
+    judge = judge_of(settings)
+    assert judge is not None
+    return judge
+
+
 @asynccontextmanager
-async def judging(settings: RewardSettings) -> AsyncIterator[Judge]:
-    """Yield a judge that serves."""
-    made = Judge(settings, settings.judges)
-    async with made.serving():
-        yield made
+async def judging(settings: RewardSettings) -> AsyncIterator[Asked]:
+    """Yield the judge of some settings, which serves."""
+    judge = made_of(settings)
+    async with judge.serving():
+        yield Asked(judge, rubric.find_rubric(settings))
 
 
 async def test_a_score_is_the_weighted_mean_of_ordered_choices(judge: ScriptedJudge, tmp_path: Path) -> None:
@@ -60,7 +88,7 @@ async def test_a_score_is_the_weighted_mean_of_ordered_choices(judge: ScriptedJu
     assert [result.value for result in results] == [RIGHT, WRONG, 3 / 4 + 1 / 8, 1 / 8]
     assert results[3].reason == "right: no (r); form: fair (r)"
     assert {request["temperature"] for request in judge.asked} == {0}
-    assert made.figures.stats()["judge_tokens"] == 4 * 110
+    assert made.stats["judge_tokens"] == 4 * 110
 
 
 async def test_placeholders_are_replaced_in_one_pass_by_columns_of_the_row(
@@ -140,7 +168,7 @@ async def test_the_second_try_says_what_was_wrong_and_a_cut_reply_has_none(
         cut = await made.score("judge", item("It is 43."))
         assert (cut.value, len(judge.asked)) == (None, 3)
         assert "raise JUDGE_MAX_TOKENS" in (cut.reason or "")
-        assert made.figures.stats()["judge_failures_truncated"] == 1
+        assert made.stats["judge_failures_truncated"] == 1
 
 
 MARK = "(mark)"
@@ -181,7 +209,7 @@ async def test_too_many_requests_wait_as_long_as_the_judge_says(judge: ScriptedJ
         result = await made.score("judge", item("It is 43."))
         assert (result.value, result.status) == (None, RewardStatus.OVERLOADED)
         assert "429" in (result.reason or "")
-        assert made.figures.stats()["judge_failures_overloaded"] == 1
+        assert made.stats["judge_failures_overloaded"] == 1
 
 
 async def test_a_judge_that_hangs_costs_its_answer_only(judge: ScriptedJudge, tmp_path: Path) -> None:
@@ -195,7 +223,7 @@ async def test_a_judge_that_hangs_costs_its_answer_only(judge: ScriptedJudge, tm
             assert [result.value for result in others] == [WRONG, RIGHT]
             result = await hung
             assert (result.value, result.status) == (None, RewardStatus.TIMEOUT)
-            assert made.figures.stats()["judge_failures_timeout"] == 1
+            assert made.stats["judge_failures_timeout"] == 1
     finally:
         end.set()
 
@@ -217,7 +245,7 @@ async def test_a_judge_that_fails_meanwhile_gives_no_score(
         failed, fine = [await made.score("judge", item(text)) for text in ("It is 41.", "It is 42.")]
     assert (failed.value, failed.status, fine.value) == (None, status, RIGHT)
     assert words in (failed.reason or "")
-    assert made.figures.stats()[f"judge_failures_{label}"] == 1
+    assert made.stats[f"judge_failures_{label}"] == 1
 
 
 async def test_requests_at_once_are_bounded_and_the_deadline_counts_the_wait(
@@ -256,11 +284,11 @@ async def test_no_verdict_is_paid_twice(judge: ScriptedJudge, tmp_path: Path) ->
         await eventually(lambda: len(judge.asked) == 2)
         left.cancel()
         held.set()
-        await eventually(lambda: not made._calls)
+        await eventually(lambda: not made.judge._calls)
     async with judging(settings) as made:
         again = [(await made.score("judge", item(text))).value for text in ("It is 42.", "It is 43.", "It is 7.")]
         assert (again, len(judge.asked)) == ([RIGHT, WRONG, WRONG], 2)
-        assert made.figures.stats()["judge_hits"] == 3
+        assert made.stats["judge_hits"] == 3
     for other in ({"judge_model": "n"}, {"judge_max_tokens": 9}, {"judge_args": {"seed": 1}}):
         before = len(judge.asked)
         async with judging(settings.model_copy(update=other)) as changed:
@@ -391,7 +419,7 @@ async def test_a_wrong_reply_to_a_group_is_asked_for_once_more_then_null_for_all
         failed = await made.compare(GROUP[4:])
         assert {(result.value, result.status) for result in failed} == {(None, RewardStatus.ERROR)}
         assert len(judge.asked) == 4
-        assert made.figures.stats()["judge_failures"] == 1, "one for the group"
+        assert made.stats["judge_failures"] == 1, "one for the group"
 
 
 async def test_equal_answers_cost_no_request_and_scores_are_rounded_to_quarters(
@@ -418,9 +446,9 @@ async def test_a_share_of_groups_is_judged_in_both_orders(judge: ScriptedJudge, 
         texts = [item(text) for text in ("1", "2", "3", "4", "5")]
         first = {result.value for result in await made.compare(texts)}
         assert first == {0, 0.25, 0.5, 0.75, 1}
-        assert made.figures.stats()["judge_order_agreement"] == -1
+        assert made.stats["judge_order_agreement"] == -1
         await made.compare(GROUP)
-        assert made.figures.stats()["judge_order_agreement"] == 0, "the mean of -1 and 1"
+        assert made.stats["judge_order_agreement"] == 0, "the mean of -1 and 1"
         assert len(judge.asked) == 4
     with_share = judge.settings(tmp_path, "judge_group", judge_second_order=0.3, judge_dir=tmp_path / "share")
     judge.asked.clear()
@@ -442,7 +470,7 @@ async def test_long_scores_with_long_answers_show(judge: ScriptedJudge, tmp_path
     async with judging(judge.settings(tmp_path)) as made:
         for text in ("42", "It is 42.", "42 " * 30):
             await made.score("judge", item(text))
-        assert 0 < made.figures.stats()["judge_length_correlation"] < 1
+        assert 0 < made.stats["judge_length_correlation"] < 1
 
 
 async def test_a_long_answer_is_cut_in_the_middle(judge: ScriptedJudge, tmp_path: Path) -> None:
@@ -476,12 +504,53 @@ async def test_rewards_of_answers_alone_and_of_groups(serving: Any, judge: Scrip
         assert (await client.post("/batch_reward", json={"items": others, "is_group": True})).status_code == 422
         assert (await client.post("/batch_reward", json={"items": group, "own_rewards": [1, 1]})).status_code == 422
         stats = (await client.get("/stats")).json()
-        assert stats["relative"] is True
+        assert stats["relative"] == [""]
         assert stats["judge"]["judge_calls"] == 3
         assert stats["judge"]["judge_hits"] == 2
         metrics = (await client.get("/metrics")).text
         for name in ("calls_total", 'tokens_total{kind="prompt"}', "hits_total", "length_correlation"):
             assert f"reward_judge_{name} " in metrics
+
+
+SOURCES = """
+- name: sums
+  dataset: arithmetic
+  reward_fn: exact_match
+- name: essays
+  dataset: arithmetic
+  reward_fn: judge=1,judge_group=2
+- name: short
+  dataset: arithmetic
+  reward_fn: judge
+  judge_rubric: short.yaml
+"""
+
+
+async def test_every_source_has_its_rubric_and_all_share_a_judge(
+    serving: Any, judge: ScriptedJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mix.yaml").write_text(SOURCES)
+    (tmp_path / "short.yaml").write_text("criteria: [{name: form, text: x, choices: [bad, fair, good]}]")
+    settings = judge.settings(tmp_path, "math", sources=tmp_path / "mix.yaml", judge_second_order=0, reward_workers=1)
+
+    def sent(source: str, *texts: str) -> dict[str, Any]:
+        return {"items": [item(text, source=source).model_dump(mode="json") for text in texts], "is_group": True}
+
+    judge.faults += [lambda body: completion(quiet_content(body))] * 3
+    judge.faults.append(lambda _: completion('{"verdicts": [{"name": "form", "verdict": "fair"}]}'))
+    async with serving(create_app(settings)) as client:
+        groups = [sent("sums", "42", "41"), sent("essays", "42", "It is 41."), sent("short", "42")]
+        replies = [(await client.post("/batch_reward", json=group)).json()["rewards"] for group in groups]
+        assert [[result["reward"] for result in reply] for reply in replies] == [[1, 0], [2.875, 1.75], [0.5]]
+        stats = (await client.get("/stats")).json()
+        assert stats["relative"] == ["essays"]
+        assert stats["judge"]["judge_calls"] == 4
+        unknown = await client.post("/batch_reward", json=sent("other", "42"))
+        assert unknown.status_code == 422
+    (tmp_path / "short.yaml").write_text("criteria: []")
+    with pytest.raises(ConfigurationError, match=r"source 'short': JUDGE_RUBRIC short.yaml, line 1: criteria"):
+        create_app(settings)
 
 
 async def test_an_answer_alone_has_no_relative_reward(serving: Any, judge: ScriptedJudge, tmp_path: Path) -> None:
@@ -524,7 +593,7 @@ async def test_what_is_no_judge_is_refused_before_the_run_and_at_the_start(
     judge.at_start = reply
     settings = judge.settings(tmp_path)
     with pytest.raises(ConfigurationError, match=words):
-        await Judge(settings, settings.judges).check()
+        await made_of(settings).check()
     app = create_app(settings)
     async with app.router.lifespan_context(app):
         with pytest.raises(ConfigurationError, match=words):
@@ -536,7 +605,7 @@ async def test_a_soft_judge_needs_logprobs(judge: ScriptedJudge, tmp_path: Path)
     judge.at_start = completion("yes")
     settings = judge.settings(tmp_path, "judge_soft")
     with pytest.raises(ConfigurationError, match="no top_logprobs; judge_soft needs them, `judge` does not"):
-        await Judge(settings, settings.judges).check()
+        await made_of(settings).check()
 
 
 async def test_a_judge_out_of_reach_passes_the_check_and_is_waited_for_at_the_start(
@@ -546,7 +615,7 @@ async def test_a_judge_out_of_reach_passes_the_check_and_is_waited_for_at_the_st
     monkeypatch.setattr("services.reward_server.judging.START_SECONDS", 0.5)
     settings = ScriptedJudge(f"http://127.0.0.1:{free_port()}/v1").settings(tmp_path)
     with capture_logs() as logs:
-        await Judge(settings, settings.judges).check()
+        await made_of(settings).check()
     assert [log["event"] for log in logs if log["log_level"] == "warning"][
         -1
     ] == "the judge cannot be checked from here"
@@ -623,7 +692,7 @@ async def test_a_key_is_sent_and_one_that_is_not_there_is_refused(
         create_app(settings)
     monkeypatch.setenv("MY_KEY", "s3cret")
     async with judging(settings) as made:
-        assert made._client._http.headers["authorization"] == "Bearer s3cret"
+        assert made.judge._client._http.headers["authorization"] == "Bearer s3cret"
         assert (await made.score("judge", item("It is 42."))).value == RIGHT
 
 
@@ -672,7 +741,7 @@ async def test_the_embedded_engine_judges(start_service: Any, tmp_path: Path) ->
     async with judging(scripted.settings(tmp_path, "judge_soft")) as made:
         answers = [item(text) for text in ("42", "41")]
         results = [await made.score("judge_soft", one) for one in answers]
-        assert made.figures.stats()["judge_tokens"] > 200
+        assert made.stats["judge_tokens"] > 200
     for one, result in zip(answers, results, strict=True):
         messages = rubric.soft_messages(made.rubric, made.rubric.criteria[0], one, 1000)
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, return_tensors="pt")

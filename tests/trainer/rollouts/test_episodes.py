@@ -707,7 +707,7 @@ generous_calls: list[int] = []
 
 
 def test_a_judge_compares_the_episodes_of_a_group_after_the_last_has_ended(stage: Stage) -> None:
-    stage.rewards.routes |= {"GET /stats": lambda _: {"relative": True}, "POST /batch_reward": compared}
+    stage.rewards.routes |= {"GET /stats": lambda _: {"relative": [""]}, "POST /batch_reward": compared}
     generous_calls.clear()
     group = stage.group(generous, group_size=4)
     assert group is not None
@@ -728,7 +728,7 @@ def test_a_judge_compares_the_episodes_of_a_group_after_the_last_has_ended(stage
 def test_a_judge_that_fails_leaves_the_group_without_rewards_after_one_more_try(stage: Stage) -> None:
     failed = {"reward": None, "status": "timeout", "reason": "judge_group: no answer"}
     stage.rewards.routes |= {
-        "GET /stats": lambda _: {"relative": True},
+        "GET /stats": lambda _: {"relative": [""]},
         "POST /batch_reward": lambda request: {"rewards": [failed] * len(request["items"])},
     }
     generous_calls[:] = [0, 0]
@@ -740,7 +740,7 @@ def test_a_judge_that_fails_leaves_the_group_without_rewards_after_one_more_try(
 
 
 def test_an_agent_that_scores_itself_alone_is_refused_where_a_judge_compares(stage: Stage) -> None:
-    stage.rewards.routes |= {"GET /stats": lambda _: {"relative": True}}
+    stage.rewards.routes |= {"GET /stats": lambda _: {"relative": [""]}}
     maker = stage.maker(two_turns, batch_size=1)
     with pytest.raises(
         ConfigurationError, match=r"judge_group compares the answers of a whole group, but example\.score"
@@ -750,7 +750,7 @@ def test_an_agent_that_scores_itself_alone_is_refused_where_a_judge_compares(sta
 
 
 def test_an_evaluation_compares_nothing(stage: Stage) -> None:
-    stage.rewards.routes |= {"GET /stats": lambda _: {"relative": True}, "POST /batch_reward": compared}
+    stage.rewards.routes |= {"GET /stats": lambda _: {"relative": [""]}, "POST /batch_reward": compared}
     generous_calls[:] = [0, 0]
     stage.data.routes["POST /prompts"] = lambda _: {
         "prompts": [PROMPT.model_dump()],
