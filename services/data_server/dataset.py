@@ -21,7 +21,7 @@ from services.core.logs import get_logger
 from services.data_server import sources
 from services.data_server.settings import Curriculum, DataSettings, PromptStyle
 from services.data_server.sources import Row, Rows
-from services.protocol.prompts import Split
+from services.protocol.prompts import ROWS, Split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -164,6 +164,11 @@ class Catalogue:
         self._records.move_to_end(place)
         return self._records[place]
 
+    def row(self, place: int) -> dict[str, str]:
+        """Return the field ``row`` of the prompt at ``place``; no field where rows have no columns to read."""
+        text = self._rows.text(place)
+        return {} if text is None else {"row": text}
+
     def prefetch(self, places: Sequence[int]) -> None:
         """Render the prompts at ``places`` that are not kept, all at once because that costs less."""
         missing = [place for place in places if place not in self._records]
@@ -210,6 +215,12 @@ class Dataset:
     """Number of the source's rows, those that were left out included."""
     refused: dict[str, int]
     """Rows of the source that were left out, by reason."""
+    first_refused: dict[str, int]
+    """The number of the first of them, from 0 on, by reason."""
+    columns: Sequence[str]
+    """The columns of whole rows; none where these do not travel."""
+    shadowed: Sequence[str]
+    """Those of them that rewards reach only through `row`, because their names are reserved."""
     fingerprint: dict[str, str]
     """A line for each part that a run's place in the prompts depends on: equal lines mean equal prompts, also in files
     of other directories."""
@@ -254,13 +265,25 @@ def load(settings: DataSettings, *, own_process: bool = False, first: int | None
                 f"MAX_PROMPT_TOKENS is {settings.max_prompt_tokens}, but every prompt of DATASET "
                 f"{settings.dataset!r} is longer; allow more"
             )
-    dataset = Dataset(source.name, catalogues, source.rows, source.refused, _fingerprint(settings, splits, maker))
+    fingerprint = _fingerprint(settings, splits, maker)
+    dataset = Dataset(
+        source.name,
+        catalogues,
+        source.rows,
+        source.refused,
+        source.first_refused,
+        source.columns,
+        source.shadowed,
+        fingerprint,
+    )
     log.info(
         "loaded",
         dataset=settings.dataset,
         train=len(train),
         test=len(source.test),
         refused=source.refused or None,
+        first_refused=source.first_refused or None,
+        only_through_row=source.shadowed or None,
         too_long=dataset.too_long or None,
     )
     return dataset
@@ -289,7 +312,8 @@ def _examples(settings: DataSettings, train: sources.Rows) -> tuple[list[sources
 def _fingerprint(settings: DataSettings, splits: dict[Split, sources.Rows], maker: PromptMaker) -> dict[str, str]:
     train, test = splits[Split.TRAIN], splits[Split.TEST]
     shuffled = "as in the source" if settings.curriculum is Curriculum.SOURCE else "shuffled"
-    return {
+    rows = {ROWS: f"digests {train.texts_digest()}, {test.texts_digest()}"} if train.texts is not None else {}
+    return rows | {
         "training prompts": f"{len(train)} (digest {train.digest()})",
         "held-out prompts": f"{len(test)} (digest {test.digest()})",
         "order": f"{shuffled}, DATA_SEED {settings.data_seed}, CURRICULUM {settings.curriculum.value}",
