@@ -15,11 +15,11 @@ from inspect import Parameter
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import ARGUMENTS
 
 BATCHED = {"prompt": "prompts", "response": "completions"}
 """The parameters of a reward function of TRL's form, which takes lists and returns a list."""
-RESERVED = frozenset({*RewardItem.model_fields, *BATCHED.values(), "messages", "group"})
+RESERVED = frozenset({*ARGUMENTS, *BATCHED.values(), "messages", "group"})
 """Names of parameters that never mean a column; ``row`` has the columns of these names, too."""
 _WITHOUT_TRUTH = frozenset({"format", "reward_model", "judge", "judge_soft", "judge_group"})
 """The built-in rewards that need no ground truth."""

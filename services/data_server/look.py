@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.core import logs, models
 from services.core.errors import exit_code_of
-from services.data_server.dataset import Catalogue, load
+from services.data_server.dataset import Dataset, load
 from services.data_server.settings import DataSettings, is_on_hub
 from services.data_server.tables import hub_name
 from services.protocol.prompts import Split
@@ -43,17 +43,20 @@ def main() -> None:
     }
     numbers = {"train": train, "held_out": held_out, "refused": refused, "shadowed": [*dataset.shadowed]}
     if "--items" in sys.argv:
-        _write_items(dataset.catalogues[Split.TRAIN], Path(sys.argv[sys.argv.index("--items") + 1]))
+        _write_items(dataset, Path(sys.argv[sys.argv.index("--items") + 1]))
     print(json.dumps(numbers | {"is_whole": not on_hub}))
 
 
-def _write_items(catalogue: Catalogue, path: Path) -> None:
+def _write_items(dataset: Dataset, path: Path) -> None:
     """Write an item a line, with the prompt's id: what a reward gets of it, with the ground truth as the answer."""
-    with path.open("w") as file:
+    catalogue = dataset.catalogues[Split.TRAIN]
+    with path.open("a") as file:
         for place in range(len(catalogue)):
             if (prompt := catalogue.record(place)) is not None:
                 truth, row = prompt["ground_truth"], catalogue.row(place).get("row")
-                item = RewardItem(prompt=prompt["prompt"], response=truth, ground_truth=truth, row=row)
+                item = RewardItem(
+                    prompt=prompt["prompt"], response=truth, ground_truth=truth, row=row, source=dataset.source
+                )
                 file.write(json.dumps([prompt["id"], item.model_dump(mode="json")]) + "\n")
 
 

@@ -294,13 +294,6 @@ class Group(WireModel):
         return min(sequence.oldest_version for sequence in self.sequences)
 
     @property
-    def components(self) -> dict[str, NDArray[np.float64]]:
-        """The values of each part of the reward by name, [episodes], NaN where it does not apply or failed."""
-        by_episode = [first.scoring.components for first, *_ in self.episodes]
-        names = dict.fromkeys(name for values in by_episode for name in values)
-        return {name: np.array([values.get(name) for values in by_episode], np.float64) for name in names}
-
-    @property
     def rewards(self) -> list[float]:
         """One reward an episode, NaN where it could not be scored."""
         return [math.nan if first.reward is None else first.reward for first, *_ in self.episodes]

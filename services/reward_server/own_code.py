@@ -26,7 +26,19 @@ def main() -> None:
     Raises:
         ConfigurationError: a function cannot be imported, or no function applies to a row.
     """
-    settings = RewardSettings.load()
+    check(RewardSettings.load())
+
+
+def check(settings: RewardSettings) -> None:
+    """Import the functions of every source, and look at the rows in the file of the command line.
+
+    Raises:
+        ConfigurationError: a function cannot be imported, or none applies to a row; the message names its source.
+    """
+    settings.of_sources(lambda own, source: _load(own, source.name if source else ""))
+
+
+def _load(settings: RewardSettings, source: str) -> None:
     try:
         functions = [worker.load(function.name) for function in settings.functions if function.is_users]
     # The module is the user's and may raise anything.
@@ -34,7 +46,8 @@ def main() -> None:
         raise pool.refusal(settings.reward_fn, worker.reason(error)) from error
     if len(sys.argv) > 1 and len(functions) == len(settings.functions):
         with open(sys.argv[1]) as file:
-            check_applies(settings.reward_fn, functions, map(json.loads, file))
+            items = (entry for entry in map(json.loads, file) if entry[1].pop("source", "") == source)
+            check_applies(settings.reward_fn, functions, items)
 
 
 def check_applies(

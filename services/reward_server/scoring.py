@@ -92,7 +92,7 @@ class Scorer:
                 assert self.neural is not None
                 return self.neural(item)
             case _:
-                return self._pool.evaluate(function, item.model_dump(mode="json"))
+                return self._pool.evaluate(function, item.model_dump(mode="json", exclude={"source"}))
 
     def _math(self, item: RewardItem) -> Evaluation | Awaitable[Evaluation]:
         truncated = item.finish_reason is FinishReason.LENGTH

@@ -26,7 +26,7 @@ import orjson
 from services.core.errors import own_error
 from services.core.imports import find_attribute
 from services.core.machine import THREADS_VARIABLE
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import ARGUMENTS
 from services.reward_columns import BATCHED, RESERVED, Reads
 
 EXIT_MEMORY = 77
@@ -125,7 +125,7 @@ def load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     is_batched = "completions" in parameters
-    arguments = [BATCHED.get(key, key) if is_batched else key for key in RewardItem.model_fields]
+    arguments = [BATCHED.get(key, key) if is_batched else key for key in ARGUMENTS]
     _check_parameters(name, parameters, arguments)
     reads = Reads.of(parameters)
 

@@ -7,7 +7,8 @@ constant in the module that uses it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -40,6 +41,8 @@ from trainer.config.sections import (
     Transport,
 )
 from trainer.config.ways import WAYS, Way, check_way
+
+_WEIGHT = re.compile(r"(?P<name>[^=]+)=(?P<weight>-?\d+(\.\d+)?)")
 
 LEAST_CONCURRENCY = 64
 """Prompts in flight at once if a batch has fewer, so that an evaluation keeps the engines busy."""
@@ -97,6 +100,7 @@ class TrainerSettings(
         sentences = []
         bounds = [name.upper() for name in LOSS_OPTIONS if getattr(self, name) is not None]
         is_decoupled = self.importance_correction is not ImportanceCorrection.NONE and not self.loss_truncates
+        is_decoupled = is_decoupled and not self.loss_bounds_behaviour
         if bounds and self.loss in LOSSES and self.updates_per_step == 1 and is_decoupled:
             sentences.append(
                 f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the "
@@ -135,6 +139,15 @@ class TrainerSettings(
         return self.advantage == "gae"
 
     @property
+    def component_weights(self) -> dict[str, float] | None:
+        """GDPO_WEIGHTS by component; None if it is unset, and empty if it cannot be read."""
+        if self.gdpo_weights is None:
+            return None
+        parts = [_WEIGHT.fullmatch(part.strip()) for part in self.gdpo_weights.split(",")]
+        weights = {part["name"]: float(part["weight"]) for part in parts if part}
+        return weights if len(weights) == len(parts) else {}
+
+    @property
     def has_kl_loss(self) -> bool:
         """True when the KL to the reference is added to the loss."""
         return self.kl_coef != 0 and not self.kl_in_reward
@@ -150,6 +163,11 @@ class TrainerSettings(
     def loss_truncates(self) -> bool:
         """True when LOSS truncates the weight of a token itself."""
         return self.loss in LOSSES and LOSSES[self.loss].truncates
+
+    @property
+    def loss_bounds_behaviour(self) -> bool:
+        """True when the bounds of LOSS are around the policy that sampled, in every update."""
+        return self.loss in LOSSES and LOSSES[self.loss].bounds_behaviour
 
     @property
     def saved_type(self) -> PublishedType:
@@ -286,6 +304,44 @@ def options_have_their_method(settings: TrainerSettings) -> None:
         raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
 
 
+UNFIT: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "maxrl": (
+        ("overlong_buffer", "kl_in_reward", "over_limit_reward", "credit"),
+        "divides by the share of right answers, so that rewards must be 0 or 1, and those of answers",
+    ),
+    "gdpo": (
+        ("overlong_buffer", "kl_in_reward", "credit"),
+        "compares each reward function by itself, and this changes their sum; write a reward function for it",
+    ),
+    "rae": (("credit",), "has a baseline for a seat, and not for its turns"),
+}
+"""The settings that an advantage does not fit, with the reason."""
+
+
+def rewards_fit(settings: TrainerSettings) -> None:
+    """Check that nothing else changes the rewards of an advantage that needs them as they are."""
+    unfit, reason = UNFIT.get(settings.advantage, ((), ""))
+    is_set = {
+        "overlong_buffer": bool(settings.overlong_buffer),
+        "kl_in_reward": settings.kl_in_reward,
+        "over_limit_reward": settings.over_limit_reward < 0,
+        "credit": settings.credit is Credit.TURN,
+    }
+    if names := [name.upper() for name in unfit if is_set[name]]:
+        raise ValueError(
+            f"{', '.join(names)} is set, but ADVANTAGE={settings.advantage} {reason}; unset it, or choose another "
+            "ADVANTAGE"
+        )
+    if settings.gdpo_weights is not None and settings.advantage != "gdpo":
+        raise ValueError(f"GDPO_WEIGHTS is set, but ADVANTAGE is {settings.advantage}; unset it, or set ADVANTAGE=gdpo")
+    weights = settings.component_weights or {}
+    if settings.gdpo_weights is not None and not any(weights.values()):
+        raise ValueError(
+            f"GDPO_WEIGHTS is {settings.gdpo_weights!r}; allowed are names of reward functions, each once with "
+            "=weight, a number, one of them not 0, as in math=1,format=0.5"
+        )
+
+
 def groups_can_be_compared(settings: TrainerSettings) -> None:
     """Check that group advantages get groups of two or more."""
     # Collectors elsewhere may bring advantages of their own.
@@ -319,6 +375,7 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     episodes_fit,
     methods_exist,
     options_have_their_method,
+    rewards_fit,
     groups_can_be_compared,
     importance_cap_has_an_effect,
 )

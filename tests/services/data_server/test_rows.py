@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.data_server import sources
+from services.data_server import dataset_rows as sources
 from services.data_server.batches import Batches
 from services.data_server.dataset import load
 from services.data_server.settings import DataSettings
