@@ -33,6 +33,7 @@ from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import writing
+from trainer.model.teachers import load_teachers
 from trainer.preflight.check import preflight
 from trainer.preflight.sizes import VolumeRoom
 from trainer.publishing.publisher import VersionWriter
@@ -87,7 +88,8 @@ def run_rank() -> int:
         if settings.publish_transport is Transport.BROADCAST:
             match_engines_nccl()
         # Before the ranks join, because they wait for each other with a shorter deadline.
-        models.download_model(settings.model_name)
+        for name in (settings.model_name, *settings.teacher_models):
+            models.download_model(name)
         try:
             with stop.handled(), join_ranks() as ranks:
                 train(settings, ranks, stop)
@@ -130,7 +132,8 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             log.warning("the data end before MAX_STEPS", steps=total_steps, training_prompts=data.train_prompts)
         needs_reference = settings.kl_coef > 0 and not policy.has_adapters
         reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
-        learner = Learner(settings, policy, ranks, reference, total_steps)
+        teachers = load_teachers(settings, policy, ranks)
+        learner = Learner(settings, policy, ranks, reference, total_steps, teachers)
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks)
         critic = CriticLearner(learner) if settings.has_critic else None
         writer = VersionWriter(settings, policy, ranks)

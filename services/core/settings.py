@@ -180,6 +180,15 @@ class TemplateSettings(Settings):
     request win."""
 
 
+class RewardWeightSettings(Settings):
+    """The weight of rewards, which trainer and data-server read."""
+
+    reward_weight: float = Field(1.0, ge=0)
+    """Weight of the policy loss, whose advantages come from rewards. 0, with a teacher: pure distillation. It needs no
+    reward-server (unless EVAL_PROMPTS asks for an accuracy), takes rows without an answer and groups of one completion,
+    and drops no group for equal rewards; rewards that are there anyway are reported."""
+
+
 class EnginesSection(Settings):
     """Settings on which trainer and engines must agree: trainer and rollout-server read the same variables."""
 

@@ -37,6 +37,7 @@ OWN = frozenset(
         *("reward_fn", "rollout", "group_size", "max_new_tokens"),
         *("agent", "agent_command", "agent_max_turns", "agent_max_tokens", "agent_seconds", "agent_columns"),
         *("environment", "opponent"),
+        *("teacher_model", "teacher_url"),
     }
 )
 """The variables, in lower case, that a source may set for itself."""

@@ -8,8 +8,9 @@ import shlex
 from enum import StrEnum
 from pathlib import Path
 from string import Formatter
+from typing import Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.core.errors import ConfigurationError
 from services.core.settings import AgentColumns, SourcesSettings, TemplateSettings
@@ -113,6 +114,16 @@ class DataSettings(TemplateSettings, AgentColumns, SourcesSettings):
     def needs_truth(self) -> bool:
         """Whether a part of REWARD_FN reads the ground truth."""
         return any(part.has_truth for part in self.reads.values())
+
+    @model_validator(mode="after")
+    def _belongs_to_dataset(self) -> Self:
+        given = [name.upper() for name in ("dataset_config", "dataset_test") if getattr(self, name) is not None]
+        if self.sources is not None and given:
+            raise ValueError(
+                f"{given[0]} is set, but each source in SOURCES has a dataset of its own; write it as "
+                f"{given[0].lower()} under the source that it belongs to"
+            )
+        return self
 
     @field_validator("arithmetic_template")
     @classmethod
