@@ -205,7 +205,20 @@ class EnginesSection(Settings):
     adapters of up to this rank."""
 
 
-class AgentSettings(Settings):
+class AgentColumns(Settings):
+    """The columns of a row that an agent sees, which data-server, trainer and evaluation read."""
+
+    agent_columns: str = ""
+    """Columns of the dataset, with commas, that an agent gets as `example.row` and a program as `row` of its JSON, such
+    as `repository,difficulty`. The others, such as hidden tests, are for rewards alone."""
+
+    @property
+    def visible_columns(self) -> list[str]:
+        """The names in AGENT_COLUMNS."""
+        return [name.strip() for name in self.agent_columns.split(",") if name.strip()]
+
+
+class AgentSettings(AgentColumns):
     """An agent and its limits, the same in training and evaluation."""
 
     agent: str = ""

@@ -72,6 +72,7 @@ class Episodes(Sampler):
             self._score_alone,
             seconds=settings.agent_seconds,
             patience=settings.service_deadline_seconds,
+            columns=settings.visible_columns,
         )
         self._places = asyncio.Semaphore(settings.agent_concurrency or self.at_once())
 
