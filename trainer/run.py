@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
 from typing import Any
@@ -19,7 +19,9 @@ from services.core.errors import ConfigurationError, exit_code_of, own_error
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
 from services.core.tasks import InterruptedCallError, ServiceThread
+from services.protocol.base import ComponentRecord
 from services.protocol.prompts import DataStats
+from services.reward_columns import check_columns
 from services.run_page.directory import first_and_last
 from services.weights.broadcast_group import match_engines_nccl
 from trainer.checkpoints.admission import has_succeeded
@@ -198,6 +200,7 @@ def _drive(
     services.start_collector()
     with writing(settings.run_dir):
         decode, components = policy.description.decode, services.describe_components()
+        _check_columns(settings, data, components)
         files = RunFiles(settings, state.step, decode, components, room.holds)
     with closing(files):
         try:
@@ -213,6 +216,18 @@ def _drive(
         _write_summary(files, _summary(settings, rank_calls, state, data, None))
     status.begin("finished", "finished")
     log.info("finished", steps=state.step, model=str(settings.run_dir / "model"))
+
+
+def _check_columns(settings: TrainerSettings, data: DataStats, components: Mapping[Task, ComponentRecord]) -> None:
+    """Check that the rows have the columns that rewards need, also if the data-server does not know REWARD_FN.
+
+    Raises:
+        ConfigurationError: they lack one.
+    """
+    rewards = components.get(Task.REWARD_SERVER)
+    if rewards is not None and settings.sources is None:
+        reward_fn = str(rewards.settings.get("reward_fn", ""))
+        check_columns(reward_fn, data.columns, f"the dataset of a data-server without REWARD_FN={reward_fn}")
 
 
 def _write_summary(files: RunFiles, summary: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
-from services.protocol.prompts import DataStats
+from services.protocol.prompts import ROWS, DataStats
 from trainer.config import TrainerSettings
 
 log = get_logger(__name__)
@@ -91,13 +91,17 @@ def _teacher_differences(before: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def data_differences(before: Fingerprint, dataset: str, data: dict[str, str]) -> list[str]:
-    """Return a line for the parts of the data that differ; none when the data-server gave no digests then or now."""
+    """Return a line for the parts of the data that differ; none when the data-server gave no digests then or now.
+
+    The digest of whole rows is compared only if there is one of both.
+    """
     if not before.data or not data:
         return []
     parts = [
         f"{part} {before.data.get(part, 'unknown')} then, {data.get(part, 'unknown')} now"
         for part in {**before.data, **data}
         if before.data.get(part) != data.get(part)
+        and not (part.endswith(ROWS) and (part not in before.data or part not in data))
     ]
     return [f"the data: {before.dataset!r} then, {dataset!r} now; {'; '.join(parts)}"] if parts else []
 
