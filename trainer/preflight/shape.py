@@ -33,6 +33,8 @@ class ModelShape:
     """Parameters outside the layers, which FSDP gathers once: embedding, last norm, head."""
     adapter_rank_parameters: int
     """Parameters of LoRA adapters of rank 1 on every linear layer but the output head."""
+    is_bfloat16: bool
+    """True when the checkpoint has bfloat16 numbers, by its configuration."""
 
     @property
     def head_parameters(self) -> int:
@@ -65,6 +67,7 @@ class ModelShape:
             layer_parameters=max(map(count, decoder.layers)),
             root_parameters=count(model) - sum(map(count, decoder.layers)),
             adapter_rank_parameters=sum(part.in_features + part.out_features for part in linear),
+            is_bfloat16=config.dtype == torch.bfloat16,
         )
 
 

@@ -105,9 +105,8 @@ def needed(shape: ModelShape, work: Work) -> Need:
     """Return the bytes that the work needs."""
     device = _device(shape, work)
     trained, whole = _trained(shape, work), shape.parameters
-    models = 1 + work.has_critic
     # A node writes its part of a checkpoint from a copy; on a mesh that shards within a node, every node copies all.
-    copies = 4 * whole * models + 4 * MOMENTS * (trained + work.has_critic * whole)
+    copies = _weight_bytes(shape, work) + 4 * MOMENTS * trained + 4 * (1 + MOMENTS) * whole * work.has_critic
     published = work.published_bytes * (trained if work.lora_rank else whole)
     host = {
         "processes": work.ranks_per_node * (PROCESS_BYTES if work.device == "cuda" else PROCESSOR_PROCESS_BYTES),
@@ -139,20 +138,25 @@ def _trained(shape: ModelShape, work: Work) -> int:
     return work.lora_rank * shape.adapter_rank_parameters if work.lora_rank else shape.parameters
 
 
+def _weight_bytes(shape: ModelShape, work: Work) -> int:
+    """Return the bytes of the policy's weights; on GPUs the base of adapters may be in the compute type (`freeze`)."""
+    is_short = work.device == "cuda" and work.compute_bytes == 2 and shape.is_bfloat16
+    base = (2 if is_short else 4) * shape.parameters if work.lora_rank else 0
+    return base + 4 * _trained(shape, work)
+
+
 def _device(shape: ModelShape, work: Work) -> dict[str, int]:
     """Return the bytes of one rank at the fullest moment of a step."""
-    trained, whole = _trained(shape, work), shape.parameters
-    if work.lora_rank:
-        whole += trained
+    trained = _trained(shape, work)
     head = max(_head(shape, work), _layer(shape, work), _root(shape, work))
     stored = work.tokens * shape.layers * stored_bytes(shape, work)
-    frozen = 4 * shape.parameters * work.has_reference
+    frozen = (work.compute_bytes if work.device == "cuda" else 4) * shape.parameters * work.has_reference
     critic = 4 * (2 + MOMENTS) * shape.parameters * work.has_critic
     # No backward pass frees what the reference, and the critic for its values, have gathered before the policy does.
     gathered = shape.root_parameters if work.frees_parameters else shape.parameters
     gathered *= 1 + work.has_reference + work.has_critic
     parts = {
-        "weights": 4 * whole // work.shards,
+        "weights": _weight_bytes(shape, work) // work.shards,
         "gradients": 4 * trained // work.shards if work.frees_parameters else 4 * trained,
         "moments": 4 * MOMENTS * trained // work.shards,
         "reference": frozen // work.shards,
