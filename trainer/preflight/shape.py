@@ -21,8 +21,8 @@ class ModelShape:
     kv_heads: int
     head_size: int
     vocabulary: int
-    is_mixture: bool
-    """True with a mixture of experts."""
+    token_experts: int
+    """Experts that compute a token; 0 without a mixture of experts."""
     has_head_norms: bool
     """True when queries and keys are normalised, as in Qwen3."""
     parameters: int
@@ -61,7 +61,7 @@ class ModelShape:
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vocabulary=config.vocab_size,
-            is_mixture=bool(experts),
+            token_experts=experts or 0,
             has_head_norms=hasattr(getattr(layer, "self_attn", None), "q_norm"),
             parameters=count(model),
             layer_parameters=max(map(count, decoder.layers)),

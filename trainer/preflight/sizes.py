@@ -173,7 +173,8 @@ def stored_bytes(shape: ModelShape, work: Work) -> int:
     """Return the bytes of a token in a layer that the forward pass keeps for the backward pass."""
     states = work.compute_bytes * shape.hidden
     if work.checkpointing == "selective":
-        # The compiler keeps at most this share of what it would keep besides the layer's input.
+        # The compiler keeps at most this share of what it would keep besides the layer's input: as whole tensors, so of
+        # small models and of mixtures less.
         return states + math.ceil(SELECTIVE_BUDGET * (layer_bytes(shape, work) - states))
     return states if work.checkpointing else layer_bytes(shape, work)
 
@@ -183,13 +184,14 @@ def layer_bytes(shape: ModelShape, work: Work) -> int:
 
     A compiled layer keeps its input and the inputs and outputs of products and attention; of the MLP the gate, the
     other factor and their product. It computes norms again from the scale of each token or head, which is a float32.
-    What a compiled mixture of experts keeps was not measured: it counts as if it were not compiled.
+    A mixture also keeps a state before and after each of a token's experts, with the experts' numbers and places.
     """
-    if work.device == "cpu" or shape.is_mixture:
+    if work.device == "cpu":
         return uncompiled_layer_bytes(shape, work)
     size, queries, keys = work.compute_bytes, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     head_norms = size * (queries + keys) + 4 * (shape.heads + shape.kv_heads) if shape.has_head_norms else 0
     others = 4 * (shape.heads + 2) + size * PROJECTIONS * work.lora_rank
+    others += shape.token_experts * (2 * size * shape.hidden + 64)
     return size * (4 * shape.hidden + 2 * queries + 2 * keys + 3 * shape.intermediate) + head_norms + others
 
 
