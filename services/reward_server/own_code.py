@@ -15,7 +15,19 @@ def main() -> None:
     Raises:
         ConfigurationError: a function cannot be imported.
     """
-    settings = RewardSettings.load()
+    check(RewardSettings.load())
+
+
+def check(settings: RewardSettings) -> None:
+    """Import the functions of every source.
+
+    Raises:
+        ConfigurationError: a function cannot be imported; the message names its source.
+    """
+    settings.of_sources(lambda own, _: _load(own))
+
+
+def _load(settings: RewardSettings) -> None:
     try:
         for function in settings.functions:
             if function.is_users:

@@ -44,7 +44,10 @@ _PROCESSES = threading.Lock()
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The outcome of one reward function for one answer: a value, or the reason why there is none."""
+    """The outcome of one reward function for one answer: a value, or the reason why there is none.
+
+    Without a value, the function does not apply to the row if the status is ``scored``, and failed otherwise.
+    """
 
     value: float | None
     status: RewardStatus = RewardStatus.SCORED
@@ -81,7 +84,7 @@ class _Worker:
             reason = f"a worker ended before it was ready ({type(error).__name__})"
         if reason is not None:
             self.end()
-            raise refusal(settings.reward_fn, reason)
+            raise refusal(settings.all_rewards, reason)
 
     @property
     def is_dead(self) -> bool:
@@ -201,7 +204,7 @@ class WorkerPool:
             return self._explain_end(error, await self._remove(worker))
         self._free.put_nowait(worker)
         # None is also what nan becomes in JSON, from a function that replaces math.isfinite.
-        if (value := reply.get("value")) is not None:
+        if (value := reply.get("value")) is not None or reply.get("applies") is False:
             return Evaluation(value)
         reason = reply.get("reason", f"{function} returned no finite number")
         return Evaluation(None, RewardStatus.ERROR, reason)

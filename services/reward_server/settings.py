@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import Field, field_validator
 
-from services.core.settings import Settings
+from services.core.settings import SourcesSettings
 from services.protocol.rewards import CORRECT
 
 BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model")
@@ -30,7 +30,7 @@ class WeightedFunction:
         return ":" in self.name
 
 
-class RewardSettings(Settings):
+class RewardSettings(SourcesSettings):
     """The reward-server's environment variables."""
 
     reward_fn: str = "math"
@@ -78,13 +78,27 @@ class RewardSettings(Settings):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """REWARD_FN if a part of it is a user's function."""
-        return {"REWARD_FN": self.reward_fn} if any(function.is_users for function in self.functions) else {}
+        """REWARD_FN of each source, if a part of it is a user's function."""
+        return {
+            f"REWARD_FN of {source}" if source else "REWARD_FN": own.reward_fn
+            for source, own in self.by_source().items()
+            if any(function.is_users for function in own.functions)
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the functions of all sources."""
+        return sorted({function.name for own in self.by_source().values() for function in own.functions})
+
+    @property
+    def all_rewards(self) -> str:
+        """REWARD_FN, or those of the sources, for messages."""
+        return "; ".join(dict.fromkeys(own.reward_fn for own in self.by_source().values()))
 
     @property
     def worker_functions(self) -> list[str]:
-        """The names of the functions that run in worker processes."""
-        return sorted(function.name for function in self.functions if function.name not in _IN_PROCESS)
+        """The names of the functions of all sources that run in worker processes."""
+        return [name for name in self.names if name not in _IN_PROCESS]
 
     @field_validator("reward_fn")
     @classmethod

@@ -6,14 +6,17 @@ constant in the module that uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
 from pydantic import model_validator
 
+from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.core.settings import EnginesSection
+from services.core.settings import EnginesSection, SourcesSettings
 from trainer.algorithm.methods import (
     ADVANTAGES,
     GROUP_ADVANTAGES,
@@ -39,6 +42,8 @@ from trainer.config.sections import (
 )
 from trainer.config.ways import WAYS, Way, check_way
 
+_WEIGHT = re.compile(r"(?P<name>[^=]+)=(?P<weight>-?\d+(\.\d+)?)")
+
 LEAST_CONCURRENCY = 64
 """Prompts in flight at once if a batch has fewer, so that an evaluation keeps the engines busy."""
 
@@ -53,14 +58,24 @@ class TrainerSettings(
     PublishingSection,
     EnginesSection,
     EvaluationSection,
+    SourcesSettings,
 ):
-    """All settings of the trainer, section by section."""
+    """All settings of the trainer, section by section.
+
+    With SOURCES those that a source may set are only its defaults; ``by_source`` has what they are for each.
+    """
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
-        for check in CHECKS:
+        # With SOURCES the settings of each source were checked when they were read.
+        for check in CHECKS if self.sources is None else (run_has_an_end, overlong_has_one_limit):
             check(self)
         return self
+
+    @property
+    def epochs(self) -> float:
+        """The epochs after which prompts are used up: NUM_EPOCHS; infinite with SOURCES, which end with MAX_STEPS."""
+        return self.num_epochs if self.sources is None else math.inf
 
     def total_steps(self, train_prompts: int) -> int:
         """Return the number of steps of a run with ``train_prompts`` training prompts.
@@ -68,6 +83,8 @@ class TrainerSettings(
         Raises:
             ConfigurationError: they are too few for one step.
         """
+        if self.sources is not None:
+            return self.max_steps
         prompts = self.num_epochs * train_prompts
         if prompts < self.batch_size:
             raise ConfigurationError(
@@ -83,6 +100,7 @@ class TrainerSettings(
         sentences = []
         bounds = [name.upper() for name in LOSS_OPTIONS if getattr(self, name) is not None]
         is_decoupled = self.importance_correction is not ImportanceCorrection.NONE and not self.loss_truncates
+        is_decoupled = is_decoupled and not self.loss_bounds_behaviour
         if bounds and self.loss in LOSSES and self.updates_per_step == 1 and is_decoupled:
             sentences.append(
                 f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the "
@@ -103,14 +121,31 @@ class TrainerSettings(
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """The user's functions among AGENT (where agents play), LOSS and ADVANTAGE, by variable."""
-        named = {**self.way.own_functions, "LOSS": self.loss, "ADVANTAGE": self.advantage}
+        """The user's functions among AGENT (where agents play), LOSS and ADVANTAGE, by variable.
+
+        That of a source has the source's name behind it, as in ``AGENT of maths``.
+        """
+        agents = {
+            f"{variable} of {source}" if source else variable: name
+            for source, settings in self.by_source().items()
+            for variable, name in settings.way.own_functions.items()
+        }
+        named = {**agents, "LOSS": self.loss, "ADVANTAGE": self.advantage}
         return {variable: name for variable, name in named.items() if is_own_function(name)}
 
     @property
     def has_critic(self) -> bool:
         """True when advantages need values."""
         return self.advantage == "gae"
+
+    @property
+    def component_weights(self) -> dict[str, float] | None:
+        """GDPO_WEIGHTS by component; None if it is unset, and empty if it cannot be read."""
+        if self.gdpo_weights is None:
+            return None
+        parts = [_WEIGHT.fullmatch(part.strip()) for part in self.gdpo_weights.split(",")]
+        weights = {part["name"]: float(part["weight"]) for part in parts if part}
+        return weights if len(weights) == len(parts) else {}
 
     @property
     def has_kl_loss(self) -> bool:
@@ -130,6 +165,11 @@ class TrainerSettings(
         return self.loss in LOSSES and LOSSES[self.loss].truncates
 
     @property
+    def loss_bounds_behaviour(self) -> bool:
+        """True when the bounds of LOSS are around the policy that sampled, in every update."""
+        return self.loss in LOSSES and LOSSES[self.loss].bounds_behaviour
+
+    @property
     def saved_type(self) -> PublishedType:
         """The number format of the trained model: SAVE_TYPE, or the published one; of merged adapters float32."""
         if self.save_type is not None:
@@ -143,8 +183,23 @@ class TrainerSettings(
 
     @property
     def way(self) -> Way:
-        """The way of rolling out that ROLLOUT names."""
+        """The way of rolling out that ROLLOUT names; with SOURCES ask the settings of a source."""
         return WAYS[self.rollout](self)
+
+    @property
+    def services(self) -> tuple[Task, ...]:
+        """The services that the run needs besides those of every run, over all sources."""
+        return tuple(dict.fromkeys(task for s in self.by_source().values() for task in s.way.services))
+
+    @property
+    def longest_answer(self) -> int:
+        """Most tokens that the model samples for one answer to a prompt, over all sources."""
+        return max(settings.way.longest_answer for settings in self.by_source().values())
+
+    @property
+    def largest_group(self) -> int:
+        """The largest GROUP_SIZE of all sources."""
+        return max(settings.group_size for settings in self.by_source().values())
 
     @property
     def generation_concurrency(self) -> int:
@@ -163,6 +218,24 @@ class TrainerSettings(
 
 
 # Checks that settings fit together: each raises ValueError with the variable, its value and what is allowed.
+
+
+def run_has_an_end(settings: TrainerSettings) -> None:
+    """Check that a run of several sources says how long it is."""
+    if not settings.max_steps:
+        raise ValueError(
+            "MAX_STEPS is 0, but the epochs of SOURCES have different lengths; set MAX_STEPS, the steps of the run"
+        )
+
+
+def overlong_has_one_limit(settings: TrainerSettings) -> None:
+    """Check that OVERLONG_BUFFER is before the same limit in all sources."""
+    limits = {source: own.max_new_tokens for source, own in settings.by_source().items()}
+    if settings.overlong_buffer and len(set(limits.values())) > 1:
+        raise ValueError(
+            f"OVERLONG_BUFFER is {settings.overlong_buffer}, but the sources have different MAX_NEW_TOKENS "
+            f"({', '.join(f'{source} {limit}' for source, limit in limits.items())}); unset it, or give them one limit"
+        )
 
 
 def lengths_fit(settings: TrainerSettings) -> None:
@@ -241,6 +314,44 @@ def options_have_their_method(settings: TrainerSettings) -> None:
         raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
 
 
+UNFIT: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "maxrl": (
+        ("overlong_buffer", "kl_in_reward", "over_limit_reward", "credit"),
+        "divides by the share of right answers, so that rewards must be 0 or 1, and those of answers",
+    ),
+    "gdpo": (
+        ("overlong_buffer", "kl_in_reward", "credit"),
+        "compares each reward function by itself, and this changes their sum; write a reward function for it",
+    ),
+    "rae": (("credit",), "has a baseline for a seat, and not for its turns"),
+}
+"""The settings that an advantage does not fit, with the reason."""
+
+
+def rewards_fit(settings: TrainerSettings) -> None:
+    """Check that nothing else changes the rewards of an advantage that needs them as they are."""
+    unfit, reason = UNFIT.get(settings.advantage, ((), ""))
+    is_set = {
+        "overlong_buffer": bool(settings.overlong_buffer),
+        "kl_in_reward": settings.kl_in_reward,
+        "over_limit_reward": settings.over_limit_reward < 0,
+        "credit": settings.credit is Credit.TURN,
+    }
+    if names := [name.upper() for name in unfit if is_set[name]]:
+        raise ValueError(
+            f"{', '.join(names)} is set, but ADVANTAGE={settings.advantage} {reason}; unset it, or choose another "
+            "ADVANTAGE"
+        )
+    if settings.gdpo_weights is not None and settings.advantage != "gdpo":
+        raise ValueError(f"GDPO_WEIGHTS is set, but ADVANTAGE is {settings.advantage}; unset it, or set ADVANTAGE=gdpo")
+    weights = settings.component_weights or {}
+    if settings.gdpo_weights is not None and not any(weights.values()):
+        raise ValueError(
+            f"GDPO_WEIGHTS is {settings.gdpo_weights!r}; allowed are names of reward functions, each once with "
+            "=weight, a number, one of them not 0, as in math=1,format=0.5"
+        )
+
+
 def groups_can_be_compared(settings: TrainerSettings) -> None:
     """Check that group advantages get groups of two or more."""
     # Collectors elsewhere may bring advantages of their own.
@@ -274,6 +385,7 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     episodes_fit,
     methods_exist,
     options_have_their_method,
+    rewards_fit,
     groups_can_be_compared,
     importance_cap_has_an_effect,
 )

@@ -7,6 +7,7 @@ installs them and runs this file. Where a library differs from a paper, the test
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from tests.sequences import trained_sequence
 from tests.trainer.algorithm.formulas import loss_tokens
 from tests.trainer.ragged import Ragged, random_ragged
-from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, Outcomes, overlong_penalty
+from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, Outcomes, gdpo, overlong_penalty
 from trainer.algorithm.loss import KL_LIMIT, StepSize, aggregate, k3, kl_penalty
 from trainer.algorithm.methods import Aggregation, ImportanceCorrection
 from trainer.algorithm.packing import TrainingGroup, pack
@@ -106,6 +107,28 @@ def test_advantages_are_verls(verl: Any, seed: int, method: str) -> None:
     expected, _ = getattr(verl, name)(token_level_rewards=token_rewards, response_mask=mask, **options)
     ours = ADVANTAGE_FUNCTIONS[method](Outcomes(rewards, ids, lengths, eps=1e-6))
     torch.testing.assert_close(ours[:, None] * mask, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("weights", [None, [1.0, 0.5]])
+def test_gdpo_is_verls(verl: Any, seed: int, weights: list[float] | None) -> None:
+    first, ids = random_rewards(seed)
+    second, _ = random_rewards(seed + 100)
+    lengths = torch.randint(1, 9, (24,), generator=torch.Generator().manual_seed(seed))
+    mask = (torch.arange(9) < lengths[:, None]).long()
+    expected, _ = verl.compute_gdpo_outcome_advantage(
+        token_level_rewards=torch.zeros(24, 9),
+        response_mask=mask,
+        index=ids.numpy(),
+        epsilon=1e-6,
+        config={"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": weights},
+        non_tensor_batch={"a": first.numpy(), "b": second.numpy()},
+        batch={"prompts": torch.zeros(24, 1), "attention_mask": torch.cat([torch.ones(24, 1), mask], 1).long()},
+    )
+    named = None if weights is None else dict(zip("ab", weights, strict=True))
+    components = {"a": first.float().double(), "b": second.float().double()}
+    ours = gdpo(Outcomes(first + second, ids, lengths, 1e-6, components), named)
+    torch.testing.assert_close((ours[:, None] * mask).float(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -200,6 +223,64 @@ def test_clip_cov_is_verls_where_all_that_may_lose_their_gradient_do(seed: int) 
     )
     losses = clip_cov(loss_tokens(batch, ours), share=1.0, bounds=(0.5, 3.0)).losses
     assert_same(batch, aggregated(losses, batch, Aggregation.TOKEN_MEAN), ours, expected, theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_is_verls_in_value_and_gradient(verl: Any, seed: int, name: str) -> None:
+    """verl's loss has the value -min(rho, C) A log pi, and the gradient of -rho A where rho is at most C."""
+    batch = random_ragged(seed, n_sequences=30, shortest=2, broken=False)
+    # verl's probabilities have no bounds, so theta's must be below 1.
+    theirs, ours = batch.padded("theta").clamp(max=-0.01), batch.packed("theta").clamp(max=-0.01)
+    old, packed_old = batch.padded("old").clamp(max=-0.01), batch.packed("old").clamp(max=-0.01)
+    theirs, ours = theirs.requires_grad_(), ours.requires_grad_()
+    expected, reported = verl.get_policy_loss_fn(name)(
+        old, theirs, batch.padded("advantage"), batch.mask, config=dppo_config(low=0.04, high=0.06, cap=100.0)
+    )
+    (wanted,) = torch.autograd.grad(expected, theirs)
+    result = LOSS_FUNCTIONS[name](
+        replace(loss_tokens(batch, ours), old_logprobs=packed_old), clip_low=0.04, clip_high=0.06
+    )
+    (gradient,) = torch.autograd.grad(aggregated(result.losses, batch, Aggregation.TOKEN_MEAN), ours)
+    torch.testing.assert_close(gradient, batch.unpadded(wanted), rtol=1e-6, atol=1e-9)
+    values = result.losses.detach() * ours.detach()
+    torch.testing.assert_close(aggregated(values, batch, Aggregation.TOKEN_MEAN), expected.detach(), **CLOSE)
+    moved = batch.packed("advantage") != 0
+    masked = result.metrics["clip_fraction_low"] | result.metrics["clip_fraction_high"]
+    assert 0 < masked[moved].double().mean() < 1
+    assert reported["actor/pg_clipfrac"] > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_one_update_of_dppo_has_verls_gradient_with_importance_cap_as_its_cap(verl: Any, seed: int, name: str) -> None:
+    batch = random_ragged(seed, n_sequences=30, spread=1.0, shortest=2, broken=False)
+    lowered = batch.padded("theta").sub(LOWER).requires_grad_()
+    expected, _ = verl.get_policy_loss_fn(name)(
+        batch.padded("behaviour") - LOWER,
+        lowered,
+        batch.padded("advantage"),
+        batch.mask,
+        config=dppo_config(low=1e-5, high=2e-5, cap=1.5),
+    )
+    (wanted,) = torch.autograd.grad(expected, lowered)
+    _, gradient = one_update(batch, loss=name, clip_low=1e-5, clip_high=2e-5, importance_cap=1.5)
+    wanted = batch.unpadded(wanted).float()
+    assert 0 < (wanted[batch.packed("advantage") != 0] == 0).double().mean() < 1
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7)
+
+
+def dppo_config(*, low: float, high: float, cap: float) -> Any:
+    """Return verl's settings of DPPO."""
+    return oracle("verl.workers.config").ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        use_dynamic_bsz=True,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=cap,
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -469,6 +550,20 @@ def test_the_deviation_of_the_batch_is_trls_scale_of_rewards(trl: Any) -> None:
     expected = (rewards - means) / (oracle("trl.trainer.utils").nanstd(rewards) + 1e-4)
     ours = ADVANTAGE_FUNCTIONS["batch_std"](Outcomes(rewards, ids, torch.ones(24).long(), eps=1e-4))
     torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_gdpo_is_trls_normalise_then_sum_with_a_component_that_does_not_apply_to_all(trl: Any) -> None:
+    """TRL whitens over completions, so all have one token here; its lines are inside the same method."""
+    nanstd = oracle("trl.trainer.utils").nanstd
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(4, 6, 2, dtype=torch.float64, generator=generator)
+    values[0, :3, 1], values[1, 2:4, 0] = torch.nan, torch.nan
+    normal = (values - torch.nanmean(values, dim=1, keepdim=True)) / (nanstd(values, dim=1, keepdim=True) + 1e-4)
+    sums = (normal.view(-1, 2) * torch.tensor([1.0, 0.5])).nansum(dim=1)
+    components = dict(zip("ab", values.view(-1, 2).unbind(1), strict=True))
+    ids = torch.arange(4).repeat_interleave(6)
+    ours = gdpo(Outcomes(sums, ids, torch.ones(24).long(), 1e-4, components), {"a": 1.0, "b": 0.5})
+    torch.testing.assert_close(ours, (sums - sums.mean()) / nanstd(sums), rtol=1e-6, atol=1e-9)
 
 
 def test_the_overlong_penalty_is_trls() -> None:

@@ -1,0 +1,161 @@
+"""The sources of a run: several tasks in one run, each with a dataset, a ratio and settings of its own.
+
+The file that SOURCES names lists them::
+
+    - name: sums
+      ratio: 2
+      dataset: arithmetic
+      reward_fn: math
+    - name: guessing
+      rollout: environment
+      dataset: seeds
+      environment: guessing
+
+What a source does not set, the run's variables say. Without SOURCES those variables are the only source.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from services.core.errors import ConfigurationError
+
+OWN = frozenset(
+    {
+        *("dataset", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_test", "dataset_held_out"),
+        *("prompt_column", "ground_truth_column", "ground_truth_format", "prompt_style", "system_prompt"),
+        *("instruction", "curriculum", "arithmetic_digits", "arithmetic_operations", "arithmetic_template"),
+        *("reward_fn", "rollout", "group_size", "max_new_tokens"),
+        *("agent", "agent_command", "agent_max_turns", "agent_max_tokens", "agent_seconds"),
+        *("environment", "opponent"),
+    }
+)
+"""The variables, in lower case, that a source may set for itself."""
+
+
+class Source(BaseModel):
+    """A source: its name, which the ids of its prompts begin with, its share of the groups, and variables of its own.
+
+    ``ratio`` is relative to the other sources' ratios. An ``eval_only`` source is evaluated and never trained on.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,39}$")]
+    ratio: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    eval_only: bool = False
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The source's own variables, in lower case, as the environment would have them: text, or JSON as text."""
+        own: dict[str, Any] = self.model_extra or {}
+        return {name: value if isinstance(value, str) else json.dumps(value) for name, value in own.items()}
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The sources of a run, sorted by name."""
+
+    all: tuple[Source, ...]
+
+    @property
+    def trained(self) -> tuple[Source, ...]:
+        """The sources that are trained on."""
+        return tuple(source for source in self.all if not source.eval_only)
+
+
+def load_sources(path: Path) -> Sources:
+    """Read the sources of a file.
+
+    Raises:
+        ConfigurationError: it cannot be read, or a source in it is not valid; the message has file, line and remedy.
+    """
+    try:
+        document = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigurationError(f"SOURCES {str(path)!r} cannot be read ({error.strerror}); give a file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"SOURCES {str(path)!r} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(document, yaml.SequenceNode) or not document.value:
+        raise ConfigurationError(f"SOURCES {str(path)!r}: write a list of sources, each as `- name: ...`")
+    sources: dict[str, Source] = {}
+    for node in document.value:
+        where = f"SOURCES {path}, line {node.start_mark.line + 1}"
+        source = _source(node, path)
+        if source.name in sources:
+            raise ConfigurationError(f"{where}: a source named {source.name!r} is above; give each its own name")
+        sources[source.name] = source
+    if all(source.eval_only for source in sources.values()):
+        raise ConfigurationError(f"SOURCES {path}: every source is eval_only; leave one to train on")
+    return Sources(tuple(sources[name] for name in sorted(sources)))
+
+
+def _source(node: yaml.Node, path: Path) -> Source:
+    where = f"SOURCES {path}, line {node.start_mark.line + 1}"
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigurationError(f"{where}: a source is a mapping, such as `- name: sums`; got {node.value!r}")
+    names = [key.value for key, _ in node.value]
+    for (key, _), name in zip(node.value, names, strict=True):
+        line = f"SOURCES {path}, line {key.start_mark.line + 1}"
+        if names.count(name) > 1:
+            raise ConfigurationError(f"{line}: {name!r} stands twice in a source; leave one")
+        if name not in OWN and name not in Source.model_fields:
+            raise ConfigurationError(
+                f"{line}: {name!r} is not a key of a source; allowed are "
+                f"{', '.join([*Source.model_fields, *sorted(OWN)])}; every other variable is the same for all sources"
+            )
+    try:
+        values = yaml.SafeLoader("").construct_document(node)
+        # Other variables stay as they are written, as in the environment: YAML would read `curriculum: off` as false.
+        written = {key.value: value.value for key, value in node.value if isinstance(value, yaml.ScalarNode)}
+        return Source.model_validate(values | {name: text for name, text in written.items() if name in OWN})
+    except ValidationError as error:
+        problems = [f"{problem['loc'][0]} is {problem['input']!r}: {problem['msg']}" for problem in error.errors()]
+        raise ConfigurationError(f"{where}: {'; '.join(problems)}") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+class Schedule:
+    """The source of every group of a run, by the group's place in it: a pure function of the ratios.
+
+    Of the first T groups each source has floor(T w) or ceil(T w), where w is its share of the ratios' sum: the quota
+    method of apportionment (Balinski and Young 1975, Amer. Math. Monthly 82, 701). So where BATCH_SIZE times w is an
+    integer, every step has exactly that many.
+    """
+
+    def __init__(self, ratios: Mapping[str, float]) -> None:
+        """Make the schedule of ``ratios`` by name, all positive."""
+        exact = {name: Fraction(str(ratio)) for name, ratio in sorted(ratios.items())}
+        unit = math.lcm(*(ratio.denominator for ratio in exact.values()))
+        self._ratios = {name: int(ratio * unit) for name, ratio in exact.items()}
+        # After as many groups every source has had a whole number of them, and the schedule repeats.
+        self._period = sum(self._ratios.values()) // math.gcd(*self._ratios.values())
+        self._places: list[str] = []
+        self._counts = dict.fromkeys(exact, 0)
+
+    def source(self, place: int) -> str:
+        """Return the name of the source of the group at ``place``, from 0 on."""
+        total, common = sum(self._ratios.values()), math.lcm(*self._ratios.values())
+        while len(self._places) <= place % self._period:
+            groups = len(self._places) + 1
+            eligible = [name for name, ratio in self._ratios.items() if self._counts[name] * total < groups * ratio]
+            # The source whose next group is due first, (count + 1) / ratio; the first by name of several.
+            name = min(eligible, key=lambda name: (self._counts[name] + 1) * (common // self._ratios[name]))
+            self._counts[name] += 1
+            self._places.append(name)
+        return self._places[place % self._period]
+
+    def counts(self, start: int, end: int) -> dict[str, int]:
+        """Return how many of the groups at ``start`` to ``end`` (exclusive) each source has."""
+        names: Sequence[str] = [self.source(place) for place in range(start, end)]
+        return {name: names.count(name) for name in self._ratios}
