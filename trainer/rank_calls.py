@@ -63,7 +63,7 @@ class RankCalls:
     should_stop: Callable[[], bool]
     critic: CriticLearner | None = None
     kernels: KeptKernels | None = None
-    """Where rank 0 writes the kernels of its first update; None without a GPU."""
+    """Where rank 0 writes the kernels of its first update; None if they are not kept."""
 
     @contextmanager
     def leading(self) -> Iterator[None]:

@@ -118,7 +118,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         thread = stack.enter_context(ServiceThread(stop)) if ranks.is_main else None
         _open_page(settings, ranks, thread, status)
         status.begin("starting", f"loading {settings.model_name}")
-        kernels = KeptKernels.of(settings, ranks.device) if ranks.device.type == "cuda" else None
+        kernels = KeptKernels.of(settings, ranks.device)
         if kernels is not None:
             kernels.load()
         policy = load_policy(settings, ranks)

@@ -30,7 +30,9 @@ Restart = Callable[[Callable[[], object]], tuple[int, int]]
 def kept(tmp_path: Path) -> KeptKernels:
     settings = TrainerSettings.load(shared_dir=tmp_path, run_id="one", jobgroup_token="secret")
     settings.checkpoint_dir.mkdir(parents=True)
-    return KeptKernels.of(settings, torch.device("cuda"))
+    found = KeptKernels.of(settings, torch.device("cuda"))
+    assert found is not None
+    return found
 
 
 @pytest.fixture
@@ -86,6 +88,10 @@ def test_a_file_that_cannot_be_used_is_a_warning_and_a_compilation(restarted: Re
         assert [(entry["log_level"], "damaged" in entry["reason"]) for entry in logs] == [("warning", True)]
     kept.file.write_bytes(whole)
     assert restarted(exponentials) == (1, 0)
+
+
+def test_without_a_token_nothing_is_read_from_the_volume_that_could_run() -> None:
+    assert KeptKernels.of(TrainerSettings.load(), torch.device("cuda")) is None
 
 
 def test_a_full_volume_ends_nothing(restarted: Restart, kept: KeptKernels, monkeypatch: pytest.MonkeyPatch) -> None:

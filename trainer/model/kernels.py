@@ -27,23 +27,26 @@ SIGNATURE_BYTES = 32
 class KeptKernels:
     """The file for one version of torch and one kind of GPU.
 
-    It has code and pickles, so it begins with its HMAC by JOBGROUP_TOKEN: a damaged file and one that was written
-    without the token are not used. Where no token is set, whoever writes the volume can run code as the trainer.
+    It has code and pickles, so it begins with its HMAC by JOBGROUP_TOKEN, without which whoever writes the volume could
+    run code as the trainer. A damaged file, and one that was written with another token, are not used.
     """
 
     file: Path
     token: str
 
     @classmethod
-    def of(cls, settings: TrainerSettings, device: torch.device) -> Self:
-        """Return the kernels of a run for this process's torch and GPU."""
+    def of(cls, settings: TrainerSettings, device: torch.device) -> Self | None:
+        """Return the kernels of a run for this process's torch and GPU; None without a GPU or a JOBGROUP_TOKEN."""
+        if device.type != "cuda" or settings.token is None:
+            return None
         name = f"kernels-{torch.__version__}-{torch.cuda.get_device_name(device)}"
-        return cls(settings.checkpoint_dir / re.sub(r"[^\w.+-]", "-", name), settings.token or "")
+        return cls(settings.checkpoint_dir / re.sub(r"[^\w.+-]", "-", name), settings.token)
 
     def load(self) -> None:
         """Fill torch's cache from the file, if there is one; warn if it cannot be used, because torch then compiles."""
         try:
-            signature, content = (whole := self.file.read_bytes())[:SIGNATURE_BYTES], whole[SIGNATURE_BYTES:]
+            whole = self.file.read_bytes()
+            signature, content = whole[:SIGNATURE_BYTES], whole[SIGNATURE_BYTES:]
             if not hmac.compare_digest(signature, self._signature(content)):
                 raise ValueError("it is damaged, or was written with another JOBGROUP_TOKEN")
             if torch.compiler.load_cache_artifacts(content) is None:
