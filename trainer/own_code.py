@@ -17,7 +17,7 @@ def main() -> None:
         ConfigurationError: a function cannot be imported.
     """
     for variable, name in TrainerSettings.load().own_functions.items():
-        load = load_agent if variable == "AGENT" else load_function
+        load = load_agent if variable.startswith("AGENT") else load_function
         load(variable, name)
 
 

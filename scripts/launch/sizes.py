@@ -214,7 +214,7 @@ def _amount(size: str) -> float:
 
 def _check_engines(settings: TrainerSettings, model: Model, choices: Sequence[Gpus]) -> None:
     """Check that the GPUs of a rollout node hold an engine's weights and the keys and values of some completions."""
-    tokens = PROMPT_TOKENS + settings.way.longest_answer
+    tokens = PROMPT_TOKENS + settings.longest_answer
     for gpus in choices:
         if cached_sequences(model, tokens, gpus.count, gpus.memory) >= LEAST_SEQUENCES:
             continue
@@ -224,7 +224,7 @@ def _check_engines(settings: TrainerSettings, model: Model, choices: Sequence[Gp
         raise ConfigurationError(
             f"rollout-server on {gpus}: an engine of {model.name} needs its weights "
             f"({model.parameters * WEIGHT_BYTES / 1e9:.0f} GB) and room for {LEAST_SEQUENCES} completions of "
-            f"{settings.way.longest_answer} tokens; a node has {gpus.count * gpus.memory / 1e9:.0f} GB; {remedy}"
+            f"{settings.longest_answer} tokens; a node has {gpus.count * gpus.memory / 1e9:.0f} GB; {remedy}"
         )
 
 

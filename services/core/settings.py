@@ -9,15 +9,16 @@ stops the program.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, JsonValue, SecretStr, ValidationError
+from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.core.errors import ConfigurationError
 from services.core.run_ids import default_run_id
-from services.core.sources import Source, load_sources
+from services.core.sources import Schedule, Source, Sources, load_sources
 
 
 def _parse_json(value: object) -> object:
@@ -34,6 +35,8 @@ JsonObject = Annotated[dict[str, JsonValue], NoDecode, BeforeValidator(_parse_js
 JsonTexts = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode, BeforeValidator(_parse_json)]
 """A setting that is a JSON list of texts."""
 
+
+Result = TypeVar("Result")
 
 ADVANCED = "[advanced]"
 """The end of the text of a setting that hardly any run has a reason to change; docs/configuration.md lists it apart."""
@@ -102,22 +105,56 @@ class SourcesSettings(Settings):
     """A YAML file with the sources of a run of many tasks, each with a dataset, a ratio and settings of its own;
     docs/guides/sources.md. Unset: DATASET is the only source."""
 
-    def by_source(self) -> dict[str, Self]:
-        """Return the settings of each source by its name: the run's, replaced by the source's own.
+    _by_source: dict[str, Self] = PrivateAttr(default_factory=dict)
+    _sources: Sources | None = PrivateAttr(None)
 
-        Without SOURCES the only name is "".
+    @model_validator(mode="after")
+    def _read_sources(self) -> Self:
+        if self.sources is not None:
+            self._sources = load_sources(self.sources)
+            self._by_source = {source.name: self._of(source) for source in self._sources.all}
+        return self
+
+    def by_source(self) -> dict[str, Self]:
+        """Return the settings of each source by its name: those that a run of this source alone would have.
+
+        They are the run's settings, replaced by the source's own. Without SOURCES the only name is "". The file was
+        read when the settings were loaded, which raises ConfigurationError for a value that is not allowed.
+        """
+        return self._by_source or {"": self}
+
+    def of_sources(self, function: Callable[[Self, Source | None], Result]) -> dict[str, Result]:
+        """Return, by the name of each source, what ``function`` returns for its settings and the source itself.
+
+        Without SOURCES the only name is "", and the source is None.
 
         Raises:
-            ConfigurationError: the file is not valid, or a value in it is not allowed.
+            ConfigurationError: ``function`` raised it; the message has the file and the source's name.
         """
-        if self.sources is None:
-            return {"": self}
-        return {source.name: self._of(source) for source in load_sources(self.sources).all}
+        results = {}
+        declared = {source.name: source for source in self._sources.all} if self._sources else {}
+        for name, settings in self.by_source().items():
+            try:
+                results[name] = function(settings, declared.get(name))
+            except ConfigurationError as error:
+                if not name:
+                    raise
+                raise ConfigurationError(f"SOURCES {self.sources}, source {name!r}: {error}") from error
+        return results
+
+    @property
+    def schedule(self) -> Schedule:
+        """The source of every group that is trained on, by the group's place in the run."""
+        if self._sources is None:
+            return Schedule({"": 1.0})
+        return Schedule({source.name: source.ratio for source in self._sources.trained})
 
     def _of(self, source: Source) -> Self:
         own = {name: value for name, value in source.settings.items() if name in type(self).model_fields}
+        # What nothing has set stays unset, because some checks ask for that.
+        inherited = {name: getattr(self, name) for name in (*self.model_fields_set, "run_id")}
         try:
-            return type(self)(**{**dict(self), **own})
+            return type(self)(**{**inherited, **own, "sources": None})
         except ValidationError as error:
             lines = "; ".join(_describe(problem) for problem in error.errors())
             raise ConfigurationError(f"SOURCES {self.sources}, source {source.name!r}: {lines}") from error

@@ -12,7 +12,7 @@ from string import Formatter
 from pydantic import Field, field_validator
 
 from services.core.errors import ConfigurationError
-from services.core.settings import TemplateSettings
+from services.core.settings import SourcesSettings, TemplateSettings
 from services.protocol.ground_truths import REASONING_GYM
 
 
@@ -43,7 +43,7 @@ class Curriculum(StrEnum):
     HARD_FIRST = "hard_first"
 
 
-class DataSettings(TemplateSettings):
+class DataSettings(TemplateSettings, SourcesSettings):
     """The data-server's environment variables."""
 
     dataset: str = Field("gsm8k", min_length=1)

@@ -104,8 +104,10 @@ class Source:
         return len(self.train) + len(self.test) + sum(self.refused.values())
 
 
-def load(settings: DataSettings, first: int | None = None) -> Source:
+def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = False) -> Source:
     """Load the dataset that DATASET names; only the ``first`` rows of each split of a dataset on the hub, if given.
+
+    If it is ``eval_only`` and has no held-out split, all of its rows are held out.
 
     Raises:
         ConfigurationError: the dataset cannot be loaded, lacks a column, or has no row that qualifies.
@@ -127,12 +129,14 @@ def load(settings: DataSettings, first: int | None = None) -> Source:
     form = _format(train, settings)
     instruction = generators.REASONING_INSTRUCTION if generator == REASONING_GYM else INSTRUCTIONS.get(form)
     train_rows = _rows(train, form, refused)
-    if test is None:
+    if test is None and eval_only:
+        train_rows, test_rows = train_rows.select(slice(0)), train_rows
+    elif test is None:
         train_rows, test_rows = _hold_out(train_rows, settings)
     else:
         test_rows = _rows(test, form, refused)
     for rows, split in ((train_rows, "training"), (test_rows, "held-out")):
-        if len(rows) == 0:
+        if len(rows) == 0 and not (eval_only and rows is train_rows):
             left_out = ", ".join(f"{count} with {reason}" for reason, count in (+refused).items()) or "it has no rows"
             raise ConfigurationError(
                 f"DATASET {settings.dataset!r} has no {split} row with a question and a ground truth ({left_out}); "

@@ -6,14 +6,16 @@ constant in the module that uses it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from pydantic import model_validator
 
+from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.core.settings import EnginesSection
+from services.core.settings import EnginesSection, SourcesSettings
 from trainer.algorithm.methods import (
     ADVANTAGES,
     GROUP_ADVANTAGES,
@@ -53,14 +55,24 @@ class TrainerSettings(
     PublishingSection,
     EnginesSection,
     EvaluationSection,
+    SourcesSettings,
 ):
-    """All settings of the trainer, section by section."""
+    """All settings of the trainer, section by section.
+
+    With SOURCES those that a source may set are only its defaults; ``by_source`` has what they are for each.
+    """
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
-        for check in CHECKS:
+        # With SOURCES the settings of each source were checked when they were read.
+        for check in CHECKS if self.sources is None else (run_has_an_end,):
             check(self)
         return self
+
+    @property
+    def epochs(self) -> float:
+        """The epochs after which prompts are used up: NUM_EPOCHS; infinite with SOURCES, which end with MAX_STEPS."""
+        return self.num_epochs if self.sources is None else math.inf
 
     def total_steps(self, train_prompts: int) -> int:
         """Return the number of steps of a run with ``train_prompts`` training prompts.
@@ -68,6 +80,8 @@ class TrainerSettings(
         Raises:
             ConfigurationError: they are too few for one step.
         """
+        if self.sources is not None:
+            return self.max_steps
         prompts = self.num_epochs * train_prompts
         if prompts < self.batch_size:
             raise ConfigurationError(
@@ -83,6 +97,7 @@ class TrainerSettings(
         sentences = []
         bounds = [name.upper() for name in LOSS_OPTIONS if getattr(self, name) is not None]
         is_decoupled = self.importance_correction is not ImportanceCorrection.NONE and not self.loss_truncates
+        is_decoupled = is_decoupled and not self.loss_bounds_behaviour
         if bounds and self.loss in LOSSES and self.updates_per_step == 1 and is_decoupled:
             sentences.append(
                 f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the "
@@ -103,8 +118,16 @@ class TrainerSettings(
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """The user's functions among AGENT (where agents play), LOSS and ADVANTAGE, by variable."""
-        named = {**self.way.own_functions, "LOSS": self.loss, "ADVANTAGE": self.advantage}
+        """The user's functions among AGENT (where agents play), LOSS and ADVANTAGE, by variable.
+
+        That of a source has the source's name behind it, as in ``AGENT of maths``.
+        """
+        agents = {
+            f"{variable} of {source}" if source else variable: name
+            for source, settings in self.by_source().items()
+            for variable, name in settings.way.own_functions.items()
+        }
+        named = {**agents, "LOSS": self.loss, "ADVANTAGE": self.advantage}
         return {variable: name for variable, name in named.items() if is_own_function(name)}
 
     @property
@@ -130,6 +153,11 @@ class TrainerSettings(
         return self.loss in LOSSES and LOSSES[self.loss].truncates
 
     @property
+    def loss_bounds_behaviour(self) -> bool:
+        """True when the bounds of LOSS are around the policy that sampled, in every update."""
+        return self.loss in LOSSES and LOSSES[self.loss].bounds_behaviour
+
+    @property
     def saved_type(self) -> PublishedType:
         """The number format of the trained model: SAVE_TYPE, or the published one; of merged adapters float32."""
         if self.save_type is not None:
@@ -143,8 +171,23 @@ class TrainerSettings(
 
     @property
     def way(self) -> Way:
-        """The way of rolling out that ROLLOUT names."""
+        """The way of rolling out that ROLLOUT names; with SOURCES ask the settings of a source."""
         return WAYS[self.rollout](self)
+
+    @property
+    def services(self) -> tuple[Task, ...]:
+        """The services that the run needs besides those of every run, over all sources."""
+        return tuple(dict.fromkeys(task for s in self.by_source().values() for task in s.way.services))
+
+    @property
+    def longest_answer(self) -> int:
+        """Most tokens that the model samples for one answer to a prompt, over all sources."""
+        return max(settings.way.longest_answer for settings in self.by_source().values())
+
+    @property
+    def largest_group(self) -> int:
+        """The largest GROUP_SIZE of all sources."""
+        return max(settings.group_size for settings in self.by_source().values())
 
     @property
     def generation_concurrency(self) -> int:
@@ -163,6 +206,14 @@ class TrainerSettings(
 
 
 # Checks that settings fit together: each raises ValueError with the variable, its value and what is allowed.
+
+
+def run_has_an_end(settings: TrainerSettings) -> None:
+    """Check that a run of several sources says how long it is."""
+    if not settings.max_steps:
+        raise ValueError(
+            "MAX_STEPS is 0, but the epochs of SOURCES have different lengths; set MAX_STEPS, the steps of the run"
+        )
 
 
 def lengths_fit(settings: TrainerSettings) -> None:
@@ -241,6 +292,23 @@ def options_have_their_method(settings: TrainerSettings) -> None:
         raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
 
 
+def maximum_likelihood_fits(settings: TrainerSettings) -> None:
+    """Check that nothing makes the rewards of ADVANTAGE=maxrl negative, or mixes them with something else."""
+    if settings.advantage != "maxrl":
+        return
+    others = {
+        "OVERLONG_BUFFER": bool(settings.overlong_buffer),
+        "KL_IN_REWARD": settings.kl_in_reward,
+        "OVER_LIMIT_REWARD": settings.over_limit_reward < 0,
+        "CREDIT": settings.credit is Credit.TURN,
+    }
+    if unfit := [variable for variable, is_set in others.items() if is_set]:
+        raise ValueError(
+            f"{', '.join(unfit)} is set, but ADVANTAGE=maxrl divides by the share of right answers, so that rewards "
+            "must be 0 or 1 and those of answers; unset it, or choose ADVANTAGE=rloo"
+        )
+
+
 def groups_can_be_compared(settings: TrainerSettings) -> None:
     """Check that group advantages get groups of two or more."""
     # Collectors elsewhere may bring advantages of their own.
@@ -274,6 +342,7 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     episodes_fit,
     methods_exist,
     options_have_their_method,
+    maximum_likelihood_fits,
     groups_can_be_compared,
     importance_cap_has_an_effect,
 )

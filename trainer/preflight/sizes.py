@@ -308,7 +308,7 @@ def plan_records(settings: TrainerSettings, room: int) -> tuple[RecordGroups, in
 
     With `all` and without MAX_STEPS the number of steps is unknown, and no bytes are counted.
     """
-    tokens = PROMPT_TOKENS + settings.group_size * settings.way.longest_answer
+    tokens = PROMPT_TOKENS + settings.largest_group * settings.longest_answer
     step = settings.batch_size * tokens * RECORD_TOKEN_BYTES
     # Before the last steps there are those that they replay; the same steps before the newest checkpoint stay, too.
     reach = settings.replay_max_staleness if settings.replay_groups else 0
@@ -346,7 +346,7 @@ def work_of(
         compute_bytes: bytes of a number in forward and backward passes.
     """
     sequence = _longest(settings)
-    share = math.ceil(settings.batch_size * settings.group_size / (nodes * ranks_per_node)) * sequence
+    share = math.ceil(settings.batch_size * settings.largest_group / (nodes * ranks_per_node)) * sequence
     return Work(
         device="cuda" if memory else "cpu",
         nodes=nodes,
@@ -372,7 +372,7 @@ def work_of(
 
 def _longest(settings: TrainerSettings) -> int:
     """Return the tokens of the longest sequence."""
-    return PROMPT_TOKENS + settings.way.longest_answer
+    return PROMPT_TOKENS + settings.longest_answer
 
 
 def _checkpoints(settings: TrainerSettings) -> int:

@@ -68,7 +68,7 @@ class RunStatus:
 
 def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
     """Return the application of the status service."""
-    watch = ComponentMonitor(settings.token, (*SERVICES, *settings.way.services))
+    watch = ComponentMonitor(settings.token, (*SERVICES, *settings.services))
     runs = [RunDirectory(settings.run_id, settings.run_dir)]
 
     @asynccontextmanager

@@ -117,6 +117,13 @@ def test_a_source_has_its_own_values_and_the_run_s_others(write):
 
 
 def test_a_value_that_is_not_allowed_is_refused_with_its_source(write):
-    settings = Settings.load(sources=write("- name: a\n  group_size: many\n"))
     with pytest.raises(ConfigurationError, match=r"mix.yaml, source 'a': GROUP_SIZE is 'many'"):
-        settings.by_source()
+        Settings.load(sources=write("- name: a\n  group_size: many\n"))
+
+
+def test_a_copy_of_the_settings_needs_the_file_no_more(write):
+    settings = Settings.load(sources=(path := write("- name: a\n  ratio: 3\n- name: b\n  eval_only: true\n")))
+    path.unlink()
+    copy = settings.model_copy(update={"log_level": "debug"})
+    assert list(copy.by_source()) == ["a", "b"]
+    assert copy.schedule.counts(0, 5) == {"a": 5}, "b is evaluated only"
