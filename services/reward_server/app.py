@@ -16,6 +16,7 @@ from services.core.tasks import in_background
 from services.http.app import create_service_app
 from services.protocol.base import Health
 from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult
+from services.reward_server.code import CodeReward
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import NeuralReward, Scorer
 from services.reward_server.settings import RewardSettings
@@ -33,13 +34,17 @@ def create_app(settings: RewardSettings) -> FastAPI:
     if settings.caution:
         log.warning(settings.caution)
     pool = WorkerPool(settings)
-    scorer = Scorer(settings, pool)
+    names = {function.name for function in settings.functions}
+    scorer = Scorer(settings, pool, CodeReward(settings) if "code" in names else None)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             if settings.reward_model is not None:
                 scorer.neural = await _start_reward_model(settings, stack)
+            if scorer.code is not None:
+                stack.push_async_callback(scorer.code.stop)
+                await scorer.code.start()
             await pool.start()
             stack.push_async_callback(pool.stop)
             yield

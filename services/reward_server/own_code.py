@@ -1,21 +1,25 @@
-"""Import the user's functions that REWARD_FN names: ``python -m services.reward_server.own_code``."""
+"""Try what REWARD_FN names, functions and the sandbox: ``python -m services.reward_server.own_code``."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 from services.core.errors import exit_code_of
 from services.reward_server import pool, worker
 from services.reward_server.settings import RewardSettings
+from services.sandbox.probe import choose
 
 
 def main() -> None:
-    """Import the functions as a worker process does.
+    """Import the functions as a worker process does, and attack the sandbox that the reward `code` would use.
 
     Raises:
-        ConfigurationError: a function cannot be imported.
+        ConfigurationError: a function cannot be imported, or no sandbox holds on this machine.
     """
     settings = RewardSettings.load()
+    if any(function.name == "code" for function in settings.functions):
+        asyncio.run(choose(settings.sandbox, settings.interpreter, writes=False))
     try:
         for function in settings.functions:
             if function.is_users:

@@ -13,6 +13,7 @@ from prometheus_client import Counter as Metric
 
 from services.protocol.rewards import LARGEST_REWARD, FinishReason, RewardItem, RewardResult, RewardStatus
 from services.reward_server.answers import Verdict, find_tagged, judge
+from services.reward_server.code import CodeReward
 from services.reward_server.pool import Evaluation, WorkerPool
 from services.reward_server.settings import RewardSettings
 
@@ -31,12 +32,18 @@ NeuralReward = Callable[[RewardItem], Awaitable[Evaluation]]
 
 
 class Scorer:
-    """The reward functions of the settings, with the pool and the model that some of them need."""
+    """The reward functions of the settings, with the pools and the model that some of them need."""
 
-    def __init__(self, settings: RewardSettings, pool: WorkerPool, neural: NeuralReward | None = None) -> None:
+    def __init__(
+        self,
+        settings: RewardSettings,
+        pool: WorkerPool,
+        code: CodeReward | None = None,
+        neural: NeuralReward | None = None,
+    ) -> None:
         self._functions = settings.functions
         self._pool = pool
-        self.neural = neural
+        self.code, self.neural = code, neural
         self._verdicts: OrderedDict[tuple[str, str], float] = OrderedDict()
         self.counts: Counter[str] = Counter()
 
@@ -74,7 +81,8 @@ class Scorer:
         if not abs(total) <= LARGEST_REWARD:
             reason = f"the weighted sum {total:g} is beyond {LARGEST_REWARD:g} in size; make the functions return less"
             return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason, **details)
-        return RewardResult(reward=total, **details)
+        reasons = [part.reason for part in parts if part.reason is not None]
+        return RewardResult(reward=total, reason="; ".join(reasons) or None, **details)
 
     def _evaluate(self, function: str, item: RewardItem) -> Evaluation | Awaitable[Evaluation]:
         match function:
@@ -91,6 +99,9 @@ class Scorer:
             case "reward_model":
                 assert self.neural is not None
                 return self.neural(item)
+            case "code":
+                assert self.code is not None
+                return self.code.score(item)
             case _:
                 return self._pool.evaluate(function, item.model_dump(mode="json"))
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 from pydantic import Field, field_validator
 
-from services.core.settings import Settings
 from services.protocol.rewards import CORRECT
+from services.sandbox.settings import SandboxSettings
 
-BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model")
-_IN_PROCESS = ("exact_match", "format", "reward_model")
-"""The rewards that run in the server itself, because they are safe on any text."""
+BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model", "code")
+_WITHOUT_WORKERS = ("exact_match", "format", "reward_model", "code")
+"""The rewards that run in the server itself, because they are safe on any text, or in boxes."""
 
 _PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[-+]?\d*\.?\d+(?:[eE][-+]?\d{1,2})?))?")
 
@@ -30,19 +31,27 @@ class WeightedFunction:
         return ":" in self.name
 
 
-class RewardSettings(Settings):
+class CodeScore(StrEnum):
+    """The value of the reward `code`."""
+
+    ALL = "all"
+    SHARE = "share"
+
+
+class RewardSettings(SandboxSettings):
     """The reward-server's environment variables."""
 
     reward_fn: str = "math"
     """The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. Built in are
     `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an answer follows `####`
-    or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question scores the answer) and
-    `reward_model`; `module:function` is a function of your own, called with the keyword arguments of its signature
+    or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question scores the answer),
+    `reward_model` and `code` (the row's tests are run on the program in the last fenced block; docs/guides/code.md);
+    `module:function` is a function of your own, called with the keyword arguments of its signature
     among prompt, response, ground_truth, completion_tokens and finish_reason, or with lists of one if it has the
     parameter `completions`, as TRL's have."""
     reward_workers: int = Field(2, ge=1, le=64)
     """Processes that verify the answers that exact arithmetic on plain numbers cannot decide, and run functions of your
-    own."""
+    own; for the reward `code`, boxes that run programs. Give as many as there are cores."""
     reward_cpu_seconds: float = Field(0.25, gt=0, le=3600)
     """Processor time that one answer may take in a worker; an answer that takes more is wrong."""
     reward_timeout_seconds: float = Field(15.0, gt=0, le=3600)
@@ -59,6 +68,15 @@ class RewardSettings(Settings):
     reward_model_max_tokens: int = Field(2048, ge=16)
     """Longer conversations are unscorable by the reward model, as are those longer than its positions; nothing is cut
     off."""
+
+    code_score: CodeScore = CodeScore.ALL
+    """The reward `code`: `all`, 1 if every test of the row passes and 0 otherwise; `share`, the share that passes, with
+    which many easy tests reward a program that solves only these."""
+    code_cpu_seconds: float = Field(5.0, gt=0, le=3600)
+    """Processor time that a program may take for one test with standard input, or for all calls of a function; ten
+    times as long by the clock. One that takes more fails the test."""
+    code_memory_mb: int = Field(512, ge=64)
+    """Memory of a program, with about 40 MB for Python; one that takes more fails the test."""
 
     @property
     def functions(self) -> list[WeightedFunction]:
@@ -78,13 +96,14 @@ class RewardSettings(Settings):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """REWARD_FN if a part of it is a user's function."""
-        return {"REWARD_FN": self.reward_fn} if any(function.is_users for function in self.functions) else {}
+        """REWARD_FN if a part of it is a user's function, or runs code, which needs a sandbox."""
+        checked = any(function.is_users or function.name == "code" for function in self.functions)
+        return {"REWARD_FN": self.reward_fn} if checked else {}
 
     @property
     def worker_functions(self) -> list[str]:
         """The names of the functions that run in worker processes."""
-        return sorted(function.name for function in self.functions if function.name not in _IN_PROCESS)
+        return sorted(function.name for function in self.functions if function.name not in _WITHOUT_WORKERS)
 
     @field_validator("reward_fn")
     @classmethod

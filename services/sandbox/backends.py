@@ -1,7 +1,7 @@
 """What isolates a box from this machine: bubblewrap, Landlock with seccomp alone, or macOS' seatbelt.
 
-Inside each of them ``zygote`` runs, and takes the rights of every piece of code away by Landlock and seccomp, too, where
-the kernel has them. docs/security.md says what each isolates.
+Inside each of them ``zygote`` runs, which takes the rights of every piece of code away by Landlock and seccomp, too,
+where the kernel has them. docs/security.md says what each isolates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternative
 BOX = "/box"
 """The directory of a bubblewrap box that code may write to."""
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from services.sandbox.zygote import main; main()"
-_DESCRIBE = "import json, sys; print(json.dumps([sys.version_info[:2], sys.prefix, sys.base_prefix, *sys.path]))"
+_DESCRIBE = "import json, sys; print(json.dumps([sys.version_info[:2], sys.executable, sys.prefix, sys.base_prefix, *sys.path]))"
 _OLDEST = (3, 11)
 _SECONDS = 60
 
@@ -57,12 +57,12 @@ class Interpreter:
             done = subprocess.run(
                 [path, "-sPc", _DESCRIBE], capture_output=True, text=True, timeout=_SECONDS, check=True, env={}
             )
-            version, *directories = json.loads(done.stdout)
+            version, executable, *directories = json.loads(done.stdout)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            raise ConfigurationError(f"SANDBOX_PYTHON {path!r} does not run ({error}); name a Python of 3.11") from error
+            raise ConfigurationError(f"SANDBOX_PYTHON {path!r} does not run ({error}); name a Python 3.11") from error
         if tuple(version) < _OLDEST:
-            raise ConfigurationError(f"SANDBOX_PYTHON {path!r} is Python {version[0]}.{version[1]}; name one of 3.11")
-        return cls(path, tuple(_outermost([*SYSTEM, *directories, str(ROOT / "services/sandbox")])))
+            raise ConfigurationError(f"SANDBOX_PYTHON {path!r} is Python {version[0]}.{version[1]}; name a Python 3.11")
+        return cls(executable, tuple(_outermost([*SYSTEM, *directories, str(ROOT / "services/sandbox")])))
 
 
 def _outermost(paths: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ import shutil
 import struct
 import sys
 import tempfile
+from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -106,14 +107,13 @@ class Box:
         """
         is_isolated = self.backend is BackendName.BWRAP
         if self._writes:
-            self._directory = BOX if is_isolated else os.path.realpath(tempfile.mkdtemp(prefix="grpo-box-"))
+            self._directory = BOX if is_isolated else tempfile.mkdtemp(prefix="grpo-box-")
         try:
             disk_mb = self._limits.disk_mb if self._writes else 0
             words = command(self.backend, self._interpreter, disk_mb=disk_mb, directory=self._directory)
             words = ["/bin/sh", "-c", _FIRST_VICTIM, "sh", *words] if sys.platform == "linux" else words
-            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
             self._process = await asyncio.create_subprocess_exec(
-                *words, env=_ENVIRONMENT, cwd="/", start_new_session=True, limit=2**20, **pipes
+                *words, env=_ENVIRONMENT, cwd="/", start_new_session=True, stdin=PIPE, stdout=PIPE, stderr=PIPE
             )
             has_users = os.geteuid() == 0 and sys.platform == "linux"
             description = {

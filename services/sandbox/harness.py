@@ -1,8 +1,8 @@
 """Runs an answer in a process that has lost its rights: as a script, call by call, or under the asserts of a dataset.
 
-Asserts run in a process of their own, which never executes the answer's code: a name of the answer is a ``Remote`` there,
-whose calls go to the answer's process, and only plain values come back. So neither an ``__eq__`` of the answer nor a
-look through its process's memory can pass a test. Standard library only.
+Asserts run in a process of their own, which never executes the answer's code: a name of the answer is a ``Remote``
+there, whose calls go to the answer's process, and only plain values come back. So neither an ``__eq__`` of the answer
+nor a look through its process's memory can pass a test. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-_USUAL = "bisect cmath collections copy datetime decimal fractions functools heapq itertools json math operator random re"
+_USUAL = (
+    "bisect cmath collections copy datetime decimal fractions functools heapq itertools json math operator random re"
+)
 USUAL_MODULES = (*_USUAL.split(), "statistics", "string", "sys", "typing")
 """Modules of the standard library that are imported before an answer runs, so that it waits for none of them."""
 _CONTAINERS = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list}
@@ -189,6 +191,7 @@ class Remote:
         return unpack(content[0], find)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call it in the answer's process."""
         return self._ask("call", *arguments, named)
 
     def __getattr__(self, name: str) -> Any:
@@ -240,7 +243,7 @@ def run_asserts(
     # A name of Python or of its library stays what it is, whatever the answer makes of it.
     names |= {name: importlib.import_module(name) for name in USUAL_MODULES}
     for name in answers_names:
-        if name in own or not (hasattr(builtins, name) or name in sys.stdlib_module_names):
+        if name in own or not (hasattr(builtins, name) or name in USUAL_MODULES):
             names[name] = Remote(link, name)
     exec(compile(setup, "setup.py", "exec"), names)
     passed = []

@@ -21,6 +21,7 @@ class BoxPool:
         self._limits = limits
         self._boxes = [Box(backend, interpreter, limits) for _ in range(size)]
         self._free: asyncio.Queue[Box] = asyncio.Queue()
+        self._stopping = False
 
     async def start(self) -> None:
         """Start the boxes; SandboxError where one cannot be started."""
@@ -30,6 +31,7 @@ class BoxPool:
 
     async def stop(self) -> None:
         """End the boxes, and what runs in them."""
+        self._stopping = True
         await asyncio.gather(*(box.close() for box in self._boxes))
 
     async def run(self, deed: str, *, seconds: float, **what: Any) -> Result:
@@ -42,7 +44,7 @@ class BoxPool:
         for _ in range(TRIES):
             box = await asyncio.wait_for(self._free.get(), seconds)
             try:
-                if not box.is_alive:
+                if not box.is_alive and not self._stopping:
                     await box.start()
                 result = await box.run(deed, **what)
             except SandboxError as error:

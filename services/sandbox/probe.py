@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,7 +114,7 @@ async def attack(backend: BackendName, interpreter: Interpreter, *, writes: bool
     box = Box(backend, interpreter, replace(generous, disk_mb=4, processes=16), writes=writes)
     try:
         await box.start()
-        async with _targets() as targets:
+        with _targets() as targets:
             result = await box.run("script", source=_ATTACKS.replace("SERVER", repr(targets)))
         if result.outcome is not Outcome.OK:
             return [f"code does not run: {_reason(result)}"]
@@ -131,7 +132,8 @@ async def attack(backend: BackendName, interpreter: Interpreter, *, writes: bool
 
 async def _attack_as_program(box: Box, interpreter: Interpreter) -> list[str]:
     passed = []
-    python = "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else interpreter.path
+    # As root, programs run as another user, who may be unable to reach the interpreter.
+    python = shutil.which("python3", path="/usr/bin") or interpreter.path
     result = await box.exec([python, "-c", _CHILDREN])
     if result.outcome is Outcome.INFRASTRUCTURE or not result.stdout:
         passed.append(f"its processes were not counted: {_reason(result)}")
@@ -147,13 +149,13 @@ def _reason(result: Result) -> str:
     return result.last_line or str(result.outcome)
 
 
-@asynccontextmanager
-async def _targets() -> AsyncIterator[tuple[int, int, str]]:
+@contextmanager
+def _targets() -> Iterator[tuple[int, int, str]]:
     """Yield what an attack aims at: this process, a port that listens, and a directory with files."""
     with tempfile.TemporaryDirectory(prefix="grpo-canary-") as folder, socket.create_server(("127.0.0.1", 0)) as server:
         for name in ("canary", "canary2"):
             Path(folder, name).write_text("secret")
-        os.chmod(folder, 0o777)  # noqa: S103  # so that file modes keep nothing from the attack
+        os.chmod(folder, 0o777)  # so that file modes keep nothing from the attack
         yield os.getpid(), server.getsockname()[1], folder
 
 
