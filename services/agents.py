@@ -70,7 +70,7 @@ class Example(Prompt):
 
     async def score(self, response: str) -> float | None:
         """Return the reward of ``response`` by REWARD_FN; None if it cannot be scored."""
-        item = RewardItem(prompt=self.prompt, response=response, ground_truth=self.ground_truth)
+        item = RewardItem(prompt=self.prompt, response=response, ground_truth=self.ground_truth, source=self.source)
         with self.waits.running():
             [self.result] = await self.scorer([item])
         return self.result.reward

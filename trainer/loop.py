@@ -59,7 +59,7 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         rank_calls = self.rank_calls
-        self.objective = Objective(self.settings)
+        self.objective = Objective(self.settings, self.state.role_baselines)
         self.publisher = Publisher(self.settings, self.services.thread, rank_calls.writer, rank_calls.write_policy)
         self.probe = Probe(self.publisher, rank_calls.learner.policy, rank_calls.logprobs)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.rank_calls, self.state)
@@ -123,6 +123,7 @@ class TrainingLoop:
         # The weights are those of the next step, and so is the state from here on, whichever service is lost.
         state.step, state.policy_version, state.cursor = state.step + 1, state.policy_version + 1, services.cursor
         state.prompts_used += batch.prompts_used
+        state.role_baselines = {**self.objective.role_baselines}
 
         made = batch.scored if settings.dynamic_sampling_tries else ()
         metrics = batch.counts | step_metrics(batch.groups, made, update, state.policy_version)
@@ -176,7 +177,7 @@ class TrainingLoop:
             self.enter("values", "computing the critic's values")
             values = self.rank_calls.values(groups)
         groups = self.objective.with_advantages(groups, reference, values)
-        batch.counts |= critic_metrics(groups) if settings.has_critic else {}
+        batch.counts |= critic_metrics(groups) if settings.has_critic else self.objective.metrics
         return groups
 
     def measure_entropy(self, batch: Batch) -> None:

@@ -149,12 +149,16 @@ class SourcesSettings(Settings):
             return Schedule({"": 1.0})
         return Schedule({source.name: source.ratio for source in self._sources.trained})
 
-    def _of(self, source: Source) -> Self:
-        own = {name: value for name, value in source.settings.items() if name in type(self).model_fields}
+    def without_sources(self, **own: Any) -> Self:
+        """Return the run's settings, replaced by ``own``, as those of a run without SOURCES."""
         # What nothing has set stays unset, because some checks ask for that.
         inherited = {name: getattr(self, name) for name in (*self.model_fields_set, "run_id")}
+        return type(self)(**{**inherited, **own, "sources": None})
+
+    def _of(self, source: Source) -> Self:
+        own = {name: value for name, value in source.settings.items() if name in type(self).model_fields}
         try:
-            return type(self)(**{**inherited, **own, "sources": None})
+            return self.without_sources(**own)
         except ValidationError as error:
             lines = "; ".join(_describe(problem) for problem in error.errors())
             raise ConfigurationError(f"SOURCES {self.sources}, source {source.name!r}: {lines}") from error

@@ -5,7 +5,7 @@ The file that SOURCES names lists them::
     - name: sums
       ratio: 2
       dataset: arithmetic
-      reward_fn: exact_match
+      reward_fn: math
     - name: guessing
       rollout: environment
       dataset: seeds

@@ -59,7 +59,7 @@ class EpochOrder:
         self._curriculum = curriculum
         self._rates_at_start = rates_at_start
         self.of = lru_cache(_KEPT_EPOCHS)(self._make)
-        """Place in the source of the prompt at each position of an epoch, by the epoch: shape [size]."""
+        """Place in the dataset of the prompt at each position of an epoch, by the epoch: shape [size]."""
 
     def __len__(self) -> int:
         return self._size
@@ -220,7 +220,7 @@ class Batches:
 
     def stats(self) -> DataStats:
         """Return the statistics of the source."""
-        # Success rates change nothing in the source's own order, which is "off" on the wire.
+        # Success rates change nothing in the dataset's own order, which is "off" on the wire.
         curriculum = Curriculum.OFF if self.curriculum is Curriculum.SOURCE else self.curriculum
         return DataStats(
             source=self.dataset.name,

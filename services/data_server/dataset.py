@@ -20,9 +20,9 @@ from services.chat.tokenizers import import_transformers_alone, load_tokenizer
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.sources import Source
-from services.data_server import sources
+from services.data_server import dataset_rows
+from services.data_server.dataset_rows import Row, Rows
 from services.data_server.settings import Curriculum, DataSettings, PromptStyle
-from services.data_server.sources import Row, Rows
 from services.protocol.prompts import Split
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class PromptMaker:
         tokenizer: PreTrainedTokenizerBase | None,
         examples: Sequence[Row],
     ) -> None:
-        """Make the renderer; ``instruction`` is the source's, which INSTRUCTION replaces.
+        """Make the renderer; ``instruction`` is the dataset's, which INSTRUCTION replaces.
 
         Raises:
             ConfigurationError: the style needs a chat template and the tokenizer has none.
@@ -250,9 +250,9 @@ def load(
     # The tokenizer comes first because it fails sooner.
     tokenizer = None if settings.model_name is None else _load_tokenizer(settings.model_name)
     eval_only = source is not None and source.eval_only
-    rows = sources.load(settings, first, eval_only=eval_only)
+    rows = dataset_rows.load(settings, first, eval_only=eval_only)
     train = rows.train
-    examples: list[sources.Row] = []
+    examples: list[dataset_rows.Row] = []
     if settings.prompt_style is PromptStyle.FEW_SHOT:
         examples, train = _examples(settings, train)
     maker = PromptMaker(settings, rows.instruction, tokenizer, examples)
@@ -286,7 +286,7 @@ _load_tokenizer = lru_cache(1)(load_tokenizer)
 """The sources of a run share a tokenizer."""
 
 
-def _examples(settings: DataSettings, train: sources.Rows) -> tuple[list[sources.Row], sources.Rows]:
+def _examples(settings: DataSettings, train: dataset_rows.Rows) -> tuple[list[dataset_rows.Row], dataset_rows.Rows]:
     """Return the rows that are shown as examples, and the others.
 
     Raises:
@@ -306,7 +306,7 @@ def _examples(settings: DataSettings, train: sources.Rows) -> tuple[list[sources
     return examples, train.select(slice(FEW_SHOT_COUNT, None))
 
 
-def _fingerprint(settings: DataSettings, splits: dict[Split, sources.Rows], maker: PromptMaker) -> dict[str, str]:
+def _fingerprint(settings: DataSettings, splits: dict[Split, dataset_rows.Rows], maker: PromptMaker) -> dict[str, str]:
     train, test = splits[Split.TRAIN], splits[Split.TEST]
     shuffled = "as in the source" if settings.curriculum is Curriculum.SOURCE else "shuffled"
     return {

@@ -123,7 +123,7 @@ class PromptBatch(WireModel):
 class DataStats(BaseModel):
     """Reply of the data-server's GET /stats: prompts by split, and the consumers' cursors.
 
-    ``rows`` is the number of the source's rows, and ``refused`` counts those that were left out, by reason.
+    ``rows`` is the number of the dataset's rows, and ``refused`` counts those that were left out, by reason.
     ``curriculum`` is "off" if success rates do not change the order. ``fingerprint`` has an entry for each part of the
     data: equal entries mean equal prompts in the same order. ``sources`` has the same of each name in SOURCES, and
     then the other fields are sums; it is empty without SOURCES.

@@ -74,7 +74,7 @@ class RewardItem(WireModel):
     """An answer to score; trainers give tokens and finish reason, so that rewards for length count tokens.
 
     ``row`` is the JSON text of the dataset's row that the prompt was made of; None without one. In a
-    ``BatchRewardRequest`` it is the key of that text in ``rows``.
+    ``BatchRewardRequest`` it is the key of that text in ``rows``. The REWARD_FN of ``source`` scores it.
     """
 
     prompt: str
@@ -83,6 +83,11 @@ class RewardItem(WireModel):
     completion_tokens: Count | None = None
     finish_reason: FinishReason | None = None
     row: str | None = Field(default=None, exclude_if=lambda row: row is None)
+    source: str = Field(default="", exclude_if=lambda source: not source)
+
+
+ARGUMENTS = tuple(name for name in RewardItem.model_fields if name != "source")
+"""The fields of an item that reward functions get by name. ``source`` is a usual name of a column."""
 
 
 class BatchRewardRequest(WireModel):

@@ -233,7 +233,8 @@ class CodeReward:
             return Evaluation(None, RewardStatus.ERROR, f"the sandbox lost the answer twice: {error}", code)
         share = passed / len(tests)
         value = share if self._settings.code_score is CodeScore.SHARE else float(share == 1)
-        return Evaluation(value, reason=failure and f"{passed} of {len(tests)} tests pass; {failure}", extracted=code)
+        why = None if passed == len(tests) else f"{passed} of {len(tests)} tests pass; {failure}"
+        return Evaluation(value, reason=why, extracted=code)
 
     async def _count(self, tests: Tests, source: str) -> tuple[int, str | None]:
         """Return how many tests pass, and why the first other one does not."""

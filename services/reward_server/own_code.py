@@ -17,9 +17,21 @@ def main() -> None:
     Raises:
         ConfigurationError: a function cannot be imported, or no sandbox holds on this machine.
     """
-    settings = RewardSettings.load()
-    if any(function.name == "code" for function in settings.functions):
+    check(RewardSettings.load())
+
+
+def check(settings: RewardSettings) -> None:
+    """Import the functions of every source, and attack the sandbox.
+
+    Raises:
+        ConfigurationError: a function cannot be imported, and the message names its source; or no sandbox holds.
+    """
+    settings.of_sources(lambda own, _: _load(own))
+    if "code" in settings.names:
         asyncio.run(choose(settings.sandbox, settings.interpreter, writes=False))
+
+
+def _load(settings: RewardSettings) -> None:
     try:
         for function in settings.functions:
             if function.is_users:

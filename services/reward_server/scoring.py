@@ -34,16 +34,10 @@ NeuralReward = Callable[[RewardItem], Awaitable[Evaluation]]
 class Scorer:
     """The reward functions of the settings, with the pools and the model that some of them need."""
 
-    def __init__(
-        self,
-        settings: RewardSettings,
-        pool: WorkerPool,
-        code: CodeReward | None = None,
-        neural: NeuralReward | None = None,
-    ) -> None:
+    def __init__(self, settings: RewardSettings, pool: WorkerPool, code: CodeReward | None = None) -> None:
         self._functions = settings.functions
-        self._pool = pool
-        self.code, self.neural = code, neural
+        self._pool, self._code = pool, code
+        self.neural: NeuralReward | None = None
         self._verdicts: OrderedDict[tuple[str, str], float] = OrderedDict()
         self.counts: Counter[str] = Counter()
 
@@ -100,10 +94,10 @@ class Scorer:
                 assert self.neural is not None
                 return self.neural(item)
             case "code":
-                assert self.code is not None
-                return self.code.score(item)
+                assert self._code is not None
+                return self._code.score(item)
             case _:
-                return self._pool.evaluate(function, item.model_dump(mode="json"))
+                return self._pool.evaluate(function, item.model_dump(mode="json", exclude={"source"}))
 
     def _math(self, item: RewardItem) -> Evaluation | Awaitable[Evaluation]:
         truncated = item.finish_reason is FinishReason.LENGTH

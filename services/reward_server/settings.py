@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from pydantic import Field, field_validator
 
+from services.core.settings import SourcesSettings
 from services.protocol.rewards import CORRECT
 from services.sandbox.settings import SandboxSettings
 
@@ -38,7 +39,7 @@ class CodeScore(StrEnum):
     SHARE = "share"
 
 
-class RewardSettings(SandboxSettings):
+class RewardSettings(SandboxSettings, SourcesSettings):
     """The reward-server's environment variables."""
 
     reward_fn: str = "math"
@@ -96,14 +97,27 @@ class RewardSettings(SandboxSettings):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """REWARD_FN if a part of it is a user's function, or runs code, which needs a sandbox."""
-        checked = any(function.is_users or function.name == "code" for function in self.functions)
-        return {"REWARD_FN": self.reward_fn} if checked else {}
+        """REWARD_FN of each source, if a part of it is a user's function, or runs code, which needs a sandbox."""
+        return {
+            f"REWARD_FN of {source}" if source else "REWARD_FN": own.reward_fn
+            for source, own in self.by_source().items()
+            if any(function.is_users or function.name == "code" for function in own.functions)
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the functions of all sources."""
+        return sorted({function.name for own in self.by_source().values() for function in own.functions})
+
+    @property
+    def all_rewards(self) -> str:
+        """REWARD_FN, or those of the sources, for messages."""
+        return "; ".join(dict.fromkeys(own.reward_fn for own in self.by_source().values()))
 
     @property
     def worker_functions(self) -> list[str]:
-        """The names of the functions that run in worker processes."""
-        return sorted(function.name for function in self.functions if function.name not in _WITHOUT_WORKERS)
+        """The names of the functions of all sources that run in worker processes."""
+        return [name for name in self.names if name not in _WITHOUT_WORKERS]
 
     @field_validator("reward_fn")
     @classmethod

@@ -26,7 +26,7 @@ import orjson
 from services.core.errors import own_error
 from services.core.imports import find_attribute
 from services.core.machine import THREADS_VARIABLE
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import ARGUMENTS
 
 EXIT_MEMORY = 77
 """Exit code of a worker that ran out of memory, in which little works any more."""
@@ -38,7 +38,7 @@ _NO_MEMORY = ("failed to map segment", os.strerror(errno.ENOMEM))
 """Parts of the errors of a library that the limit leaves no room for; an import turns them into errors of any type."""
 _BATCHED = {"prompt": "prompts", "response": "completions"}
 """The parameters of a reward function of TRL's form, which takes lists and returns a list."""
-RESERVED = frozenset({*RewardItem.model_fields, *_BATCHED.values(), "messages", "group"})
+RESERVED = frozenset({*ARGUMENTS, *_BATCHED.values(), "messages", "group"})
 """Names of parameters that never mean a column; ``row`` has the columns of these names, too."""
 
 
@@ -165,7 +165,7 @@ def _needed_columns(name: str, parameters: Mapping[str, inspect.Parameter], is_b
     Raises:
         TypeError: a parameter cannot be given by keyword, or has a reserved name that the function does not get.
     """
-    arguments = [_BATCHED.get(key, key) if is_batched else key for key in RewardItem.model_fields]
+    arguments = [_BATCHED.get(key, key) if is_batched else key for key in ARGUMENTS]
     optional = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in optional]
     if unknown := [p.name for p in needed if p.kind is p.POSITIONAL_ONLY or p.name in RESERVED - set(arguments)]:

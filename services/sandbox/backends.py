@@ -25,7 +25,9 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternative
 BOX = "/box"
 """The directory of a bubblewrap box that code may write to."""
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from services.sandbox.zygote import main; main()"
-_DESCRIBE = "import json, sys; print(json.dumps([sys.version_info[:2], sys.executable, sys.prefix, sys.base_prefix, *sys.path]))"
+_DESCRIBE = (
+    "import json, sys as s; print(json.dumps([s.version_info[:2], s.executable, s.prefix, s.base_prefix, *s.path]))"
+)
 _OLDEST = (3, 11)
 _SECONDS = 60
 

@@ -16,10 +16,10 @@ class SandboxSettings(Settings):
     """What isolates code from the machine: `bwrap` (bubblewrap), `landlock` (Landlock and seccomp, which default
     containers allow too) or `seatbelt` (macOS). `auto` takes the first of bwrap and landlock that keeps every attack of
     its check at the start; docs/security.md."""
-    sandbox_python: str = sys.executable
-    """The Python that runs code, whose packages it can import; by default the service's own."""
+    sandbox_python: str | None = None
+    """The Python (3.11 or newer) that runs code, whose packages code can import; unset: the service's own."""
 
     @cached_property
     def interpreter(self) -> Interpreter:
         """The Python with its directories; ConfigurationError where it cannot be used."""
-        return Interpreter.find(self.sandbox_python)
+        return Interpreter.find(self.sandbox_python or sys.executable)

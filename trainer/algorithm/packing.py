@@ -61,6 +61,11 @@ class TrainingGroup:
     weight: float = 1.0
     """Importance weight: 1, unless the group was drawn by priority from the replay buffer."""
     is_replayed: bool = False
+    source: str = ""
+    """Statistics over a batch are taken over the groups of one source."""
+    epoch: int = 0
+    position: int = 0
+    """With the epoch, the prompt's place in the data: an order of groups whenever they arrived."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -6,7 +6,7 @@ Unlike the rest of the package it needs torch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,7 +15,14 @@ from services.core.errors import ConfigurationError
 from services.core.imports import load_function
 from services.protocol.groups import Group
 from trainer.algorithm import gae, training_groups
-from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes, UnfitRewardsError
+from trainer.algorithm.advantages import (
+    ADVANTAGE_FUNCTIONS,
+    AdvantageFunction,
+    Outcomes,
+    UnfitRewardsError,
+    gdpo,
+    rae,
+)
 from trainer.algorithm.loss import PolicyLoss
 from trainer.algorithm.methods import GROUP_ADVANTAGES, LOSS_OPTIONS, NORMALISED_ADVANTAGES, is_own_function
 from trainer.algorithm.packing import TrainingGroup
@@ -27,14 +34,25 @@ from trainer.config.settings import TrainerSettings
 class Objective:
     """The objective of a run: the form of its groups for the loss, and their advantages."""
 
-    def __init__(self, settings: TrainerSettings) -> None:
+    def __init__(
+        self, settings: TrainerSettings, role_baselines: Mapping[str, Mapping[int, float]] | None = None
+    ) -> None:
         """Choose the advantages.
+
+        Args:
+            settings: of the run.
+            role_baselines: those of the run so far, with ADVANTAGE=rae.
 
         Raises:
             ConfigurationError: ADVANTAGE names a function of the user's that cannot be loaded.
         """
         self.settings = settings
-        self._advantages = None if settings.has_critic else advantage_function(settings)
+        has_formula = not settings.has_critic and settings.advantage != "rae"
+        self._advantages = advantage_function(settings) if has_formula else None
+        self._longest = {source: of.max_new_tokens for source, of in settings.by_source().items()}
+        """MAX_NEW_TOKENS by source."""
+        self.role_baselines = {source: dict(by_seat) for source, by_seat in (role_baselines or {}).items()}
+        """The baselines of ADVANTAGE=rae by source and seat, after the groups of the newest ``with_advantages``."""
 
     def training_group(self, group: Group, *, weight: float = 1.0, is_replayed: bool = False) -> TrainingGroup:
         """Return a group as the loss sees it, by MASK_TRUNCATED and OVERLONG_BUFFER; see training_groups.py."""
@@ -42,15 +60,21 @@ class Objective:
             group,
             masks_truncated=bool(self.settings.mask_truncated),
             overlong_buffer=self.settings.overlong_buffer,
-            max_length=self.settings.max_new_tokens,
+            max_length=self._longest[group.prompt.source],
             weight=weight,
             is_replayed=is_replayed,
         )
 
     def has_signal(self, group: TrainingGroup) -> bool:
         """Return whether a group teaches anything by ADVANTAGE and CREDIT; see training_groups.py."""
+        settings = self.settings
         return training_groups.has_signal(
-            group, self.settings.credit, is_by_group=self.settings.advantage in GROUP_ADVANTAGES
+            group,
+            settings.credit,
+            is_by_group=settings.advantage in GROUP_ADVANTAGES,
+            is_by_component=settings.advantage == "gdpo",
+            weights=settings.component_weights,
+            over_limit_reward=settings.over_limit_reward,
         )
 
     def with_advantages(
@@ -59,7 +83,7 @@ class Objective:
         reference: Sequence[PerToken] | None = None,
         values: Sequence[PerToken] | None = None,
     ) -> list[TrainingGroup]:
-        """Return the groups of a step with their advantages, by the formula that ADVANTAGE names.
+        """Return the groups of a step with their advantages, by the formula that ADVANTAGE names, source by source.
 
         Args:
             groups: all groups of the step.
@@ -69,8 +93,13 @@ class Objective:
         Raises:
             ConfigurationError: the user's function returns something else, or the rewards do not fit the formula.
         """
+        return training_groups.by_source(groups, self._of_source, reference, values)
+
+    def _of_source(
+        self, groups: Sequence[TrainingGroup], reference: Sequence[PerToken] | None, values: Sequence[PerToken] | None
+    ) -> list[TrainingGroup]:
         settings = self.settings
-        if self._advantages is None:
+        if settings.has_critic:
             assert values is not None, "ADVANTAGE=gae needs the critic's values"
             return gae.with_critic_targets(
                 groups,
@@ -81,12 +110,25 @@ class Objective:
                 reference=reference,
                 kl_coef=settings.kl_coef,
             )
+        # A baseline that moves with each completion needs an order that does not depend on when groups arrived.
+        places = [(group.is_replayed, group.epoch, group.position) for group in groups]
+        order = sorted(range(len(groups)), key=places.__getitem__)
+        if settings.advantage != "rae" or order == [*range(len(groups))]:
+            return self._by_formula(groups, reference)
+        sorted_reference = None if reference is None else [reference[n] for n in order]
+        computed = dict(zip(order, self._by_formula([groups[n] for n in order], sorted_reference), strict=True))
+        return [computed[n] for n in range(len(groups))]
+
+    def _by_formula(self, groups: Sequence[TrainingGroup], reference: Sequence[PerToken] | None) -> list[TrainingGroup]:
+        """Return the groups of one source with the advantages of a formula without a critic."""
+        settings = self.settings
         try:
             return training_groups.with_advantages(
                 groups,
-                self._advantages,
+                self._formula(groups[0].source),
                 settings.credit,
                 eps=settings.advantage_eps,
+                over_limit_reward=settings.over_limit_reward,
                 reference=reference,
                 kl_coef=settings.kl_coef,
                 is_normalised=settings.advantage in NORMALISED_ADVANTAGES,
@@ -96,6 +138,32 @@ class Objective:
                 f"ADVANTAGE={settings.advantage} cannot be computed: {error}; change the rewards (REWARD_FN), or "
                 "choose another ADVANTAGE"
             ) from error
+
+    def _formula(self, source: str) -> AdvantageFunction:
+        """Return the formula of a source's advantages, with the settings and the state that it has."""
+        if self._advantages is None:
+            return partial(self._by_role, source)
+        weights = self.settings.component_weights
+        return self._advantages if weights is None else partial(self._by_component, weights)
+
+    def _by_role(self, source: str, outcomes: Outcomes) -> torch.Tensor:
+        advantages, self.role_baselines[source] = rae(outcomes, self.role_baselines.get(source, {}))
+        return advantages
+
+    def _by_component(self, weights: Mapping[str, float], outcomes: Outcomes) -> torch.Tensor:
+        if len(self.settings.by_source()) > 1:  # each of which may have other reward functions
+            weights = {name: weight for name, weight in weights.items() if name in outcomes.components}
+        return gdpo(outcomes, weights)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The baselines of ADVANTAGE=rae by metric name."""
+        named = {}
+        for source, by_seat in self.role_baselines.items():
+            for seat, baseline in by_seat.items():
+                role = [part for part in (source, f"seat_{seat}" if seat >= 0 else "") if part]
+                named[f"role_baseline_{'_'.join(role) or 'all'}"] = baseline
+        return named
 
 
 def policy_loss(settings: TrainerSettings) -> PolicyLoss:

@@ -136,7 +136,8 @@ class SamplingSection(AgentSettings):
     """Sampling temperature; training uses the same distribution."""
     dynamic_sampling_tries: int = Field(0, ge=0, le=100)
     """Replace groups without reward variance by further prompts (`async`: by further groups of the queue), at most this
-    many times a step (DAPO). With ADVANTAGE=gae, reinforce or a function of your own such groups teach and are kept."""
+    many times a step (DAPO). With ADVANTAGE=gae, reinforce, rae or a function of your own such groups teach and are
+    kept."""
     rollout: Rollout = Rollout.COMPLETION
     """`completion`: one completion answers a prompt. `agent`: AGENT answers it in an episode of any number of turns,
     which the gateway records; MAX_NEW_TOKENS is then the longest turn. `program`: AGENT_COMMAND answers it so.
@@ -170,8 +171,12 @@ class AlgorithmSection(Settings):
     """Do not train on completions that were cut off at MAX_NEW_TOKENS; their rewards count in their group."""
     advantage: str = "grpo"
     """`grpo`, `dr_grpo`, `rloo`, `batch_std`, `reinforce`, `reinforce_baseline`, `pass_at_k`, `maxrl` (maximum
-    likelihood of right answers; rewards of 0 and 1), `gae` (PPO with a critic), or a function of your own as
+    likelihood of right answers; rewards of 0 and 1), `gdpo` (each reward function compared by itself), `rae` (a running
+    mean of each seat of a game as baseline), `gae` (PPO with a critic), or a function of your own as
     `module:function`."""
+    gdpo_weights: str | None = None
+    """Weights of the reward functions with ADVANTAGE=gdpo, as in `math=1,format=0.5`; those not named have none. Unset:
+    1 for each, whatever its weight in REWARD_FN."""
     advantage_eps: float = Field(1e-4, ge=0)
     """Added to standard deviations of rewards: 1e-4 as in TRL; verl has 1e-6. [advanced]"""
     credit: Credit = Credit.EPISODE

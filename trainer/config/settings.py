@@ -7,7 +7,8 @@ constant in the module that uses it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -40,6 +41,8 @@ from trainer.config.sections import (
     Transport,
 )
 from trainer.config.ways import WAYS, Way, check_way
+
+_WEIGHT = re.compile(r"(?P<name>[^=]+)=(?P<weight>-?\d+(\.\d+)?)")
 
 LEAST_CONCURRENCY = 64
 """Prompts in flight at once if a batch has fewer, so that an evaluation keeps the engines busy."""
@@ -134,6 +137,15 @@ class TrainerSettings(
     def has_critic(self) -> bool:
         """True when advantages need values."""
         return self.advantage == "gae"
+
+    @property
+    def component_weights(self) -> dict[str, float] | None:
+        """GDPO_WEIGHTS by component; None if it is unset, and empty if it cannot be read."""
+        if self.gdpo_weights is None:
+            return None
+        parts = [_WEIGHT.fullmatch(part.strip()) for part in self.gdpo_weights.split(",")]
+        weights = {part["name"]: float(part["weight"]) for part in parts if part}
+        return weights if len(weights) == len(parts) else {}
 
     @property
     def has_kl_loss(self) -> bool:
@@ -292,20 +304,41 @@ def options_have_their_method(settings: TrainerSettings) -> None:
         raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
 
 
-def maximum_likelihood_fits(settings: TrainerSettings) -> None:
-    """Check that nothing makes the rewards of ADVANTAGE=maxrl negative, or mixes them with something else."""
-    if settings.advantage != "maxrl":
-        return
-    others = {
-        "OVERLONG_BUFFER": bool(settings.overlong_buffer),
-        "KL_IN_REWARD": settings.kl_in_reward,
-        "OVER_LIMIT_REWARD": settings.over_limit_reward < 0,
-        "CREDIT": settings.credit is Credit.TURN,
+UNFIT: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "maxrl": (
+        ("overlong_buffer", "kl_in_reward", "over_limit_reward", "credit"),
+        "divides by the share of right answers, so that rewards must be 0 or 1, and those of answers",
+    ),
+    "gdpo": (
+        ("overlong_buffer", "kl_in_reward", "credit"),
+        "compares each reward function by itself, and this changes their sum; write a reward function for it",
+    ),
+    "rae": (("credit",), "has a baseline for a seat, and not for its turns"),
+}
+"""The settings that an advantage does not fit, with the reason."""
+
+
+def rewards_fit(settings: TrainerSettings) -> None:
+    """Check that nothing else changes the rewards of an advantage that needs them as they are."""
+    unfit, reason = UNFIT.get(settings.advantage, ((), ""))
+    is_set = {
+        "overlong_buffer": bool(settings.overlong_buffer),
+        "kl_in_reward": settings.kl_in_reward,
+        "over_limit_reward": settings.over_limit_reward < 0,
+        "credit": settings.credit is Credit.TURN,
     }
-    if unfit := [variable for variable, is_set in others.items() if is_set]:
+    if names := [name.upper() for name in unfit if is_set[name]]:
         raise ValueError(
-            f"{', '.join(unfit)} is set, but ADVANTAGE=maxrl divides by the share of right answers, so that rewards "
-            "must be 0 or 1 and those of answers; unset it, or choose ADVANTAGE=rloo"
+            f"{', '.join(names)} is set, but ADVANTAGE={settings.advantage} {reason}; unset it, or choose another "
+            "ADVANTAGE"
+        )
+    if settings.gdpo_weights is not None and settings.advantage != "gdpo":
+        raise ValueError(f"GDPO_WEIGHTS is set, but ADVANTAGE is {settings.advantage}; unset it, or set ADVANTAGE=gdpo")
+    weights = settings.component_weights or {}
+    if settings.gdpo_weights is not None and not any(weights.values()):
+        raise ValueError(
+            f"GDPO_WEIGHTS is {settings.gdpo_weights!r}; allowed are names of reward functions, each once with "
+            "=weight, a number, one of them not 0, as in math=1,format=0.5"
         )
 
 
@@ -342,7 +375,7 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     episodes_fit,
     methods_exist,
     options_have_their_method,
-    maximum_likelihood_fits,
+    rewards_fit,
     groups_can_be_compared,
     importance_cap_has_an_effect,
 )

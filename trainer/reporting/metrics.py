@@ -210,6 +210,11 @@ EVALUATED_ENVIRONMENT = Measure(
     "Mean of a figure of the environment over the greedy episodes of the newest evaluation.",
 )
 WIN_RATE = Measure("win_rate_seat_<seat>", "trainer_win_rate_ratio", "Share of games won, by the seat of the policy.")
+ROLE_BASELINE = Measure(
+    "role_baseline_<role>",
+    "trainer_role_baseline_mean",
+    "Running mean of a role's rewards, the baseline of ADVANTAGE=rae: source and seat, or `all` without either.",
+)
 NAMED = (
     (AT_K, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")),
     (AT_K_STDERR, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_stderr")),
@@ -220,6 +225,7 @@ NAMED = (
     (ENVIRONMENT, re.compile(r"environment_(?P<figure>.+)")),
     (WIN_RATE, re.compile(r"win_rate_seat_(?P<seat>\d+)")),
     (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),
+    (ROLE_BASELINE, re.compile(r"role_baseline_(?P<role>.+)")),
 )
 """Measures with several columns each. The groups of the pattern in a column's name become the metric's labels."""
 

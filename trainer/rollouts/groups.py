@@ -169,6 +169,7 @@ class Completions(Sampler):
                 completion_tokens=completion.tokens,
                 finish_reason=completion.finish_reason,
                 row=prompt.row_text,
+                source=prompt.source,
             )
             for completion in completions
         ]
