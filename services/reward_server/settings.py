@@ -13,8 +13,8 @@ from services.protocol.rewards import CORRECT
 from services.sandbox.settings import SandboxSettings
 
 BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model", "code")
-_WITHOUT_WORKERS = ("exact_match", "format", "reward_model", "code")
-"""The rewards that run in the server itself, because they are safe on any text, or in boxes."""
+_IN_PROCESS = ("exact_match", "format", "reward_model", "code")
+"""The rewards that need no worker: they are safe on any text, or run it in boxes."""
 
 _PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[-+]?\d*\.?\d+(?:[eE][-+]?\d{1,2})?))?")
 
@@ -117,7 +117,7 @@ class RewardSettings(SandboxSettings, SourcesSettings):
     @property
     def worker_functions(self) -> list[str]:
         """The names of the functions of all sources that run in worker processes."""
-        return [name for name in self.names if name not in _WITHOUT_WORKERS]
+        return [name for name in self.names if name not in _IN_PROCESS]
 
     @field_validator("reward_fn")
     @classmethod
