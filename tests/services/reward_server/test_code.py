@@ -297,7 +297,7 @@ async def test_the_routes_give_the_reward_with_its_reason(serving: Any) -> None:
             "rewards"
         ]
     assert (result["reward"], result["components"]) == (0.0, {"code": 0.0, "format": 0.0})
-    assert result["reason"] == "1 of 2 tests pass; a call gives ['value', 3]"
+    assert result["reason"] == "code: 1 of 2 tests pass; a call gives ['value', 3]"
     assert result["extracted"] == "def add(a, b): return 3\n"
 
 
