@@ -89,10 +89,10 @@ class RewardSettings(SourcesSettings, JudgeSettings, SandboxSettings):
     """The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. Built in are
     `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an answer follows `####`
     or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question scores the answer),
-    `reward_model`, `code` (the row's tests are run on the program in the last fenced block; docs/guides/code.md), and the
-    judges `judge`, `judge_soft` and `judge_group`; `module:function` is a function of your own, called with the keyword
-    arguments of its signature among prompt, response, ground_truth, completion_tokens and finish_reason, or with lists
-    of one if it has the parameter `completions`, as TRL's have."""
+    `reward_model`, `code` (the row's tests are run on the program in the last fenced block; docs/guides/code.md), and
+    the judges `judge`, `judge_soft` and `judge_group`; `module:function` is a function of your own, called with the
+    keyword arguments of its signature among prompt, response, ground_truth, completion_tokens and finish_reason, or
+    with lists of one if it has the parameter `completions`, as TRL's have."""
     reward_workers: int = Field(2, ge=1, le=64)
     """Processes that verify the answers that exact arithmetic on plain numbers cannot decide, and run functions of your
     own; for the reward `code`, boxes that run programs. Give as many as there are cores."""
