@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError
@@ -11,7 +11,9 @@ from services.http.client import ServiceClient
 from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult, is_correct
 
 REWARDS_A_REQUEST = 1024
-"""Bounds the size of a body, and the time for which one request delays the others."""
+"""Bounds the time for which one request delays the others."""
+CHARACTERS_A_REQUEST = 2**23
+"""Bounds the size of a body."""
 
 
 class RewardClient(ServiceClient):
@@ -34,8 +36,7 @@ class RewardClient(ServiceClient):
         return results
 
     async def _score_once(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        chunks = [items[i : i + REWARDS_A_REQUEST] for i in range(0, len(items), REWARDS_A_REQUEST)]
-        scored = await asyncio.gather(*(self._score(list(chunk)) for chunk in chunks))
+        scored = await asyncio.gather(*(self._score(chunk) for chunk in _chunks(items)))
         return [result for results in scored for result in results]
 
     async def _score(self, items: list[RewardItem]) -> list[RewardResult]:
@@ -45,3 +46,22 @@ class RewardClient(ServiceClient):
         if len(reply.rewards) != len(items):
             raise DependencyLostError(f"{self.service} scored {len(reply.rewards)} of {len(items)} answers")
         return reply.rewards
+
+
+def _chunks(items: Sequence[RewardItem]) -> Iterator[list[RewardItem]]:
+    """Yield the items of each request, in order; a row counts once a request."""
+    chunk: list[RewardItem] = []
+    rows: set[str] = set()
+    size = 0
+    for item in items:
+        row = item.row or ""
+        own = len(item.prompt) + len(item.response) + len(item.ground_truth) + (len(row) if row not in rows else 0)
+        if chunk and (len(chunk) == REWARDS_A_REQUEST or size + own > CHARACTERS_A_REQUEST):
+            yield chunk
+            chunk, rows, size = [], set(), 0
+            own = len(item.prompt) + len(item.response) + len(item.ground_truth) + len(row)
+        chunk.append(item)
+        rows.add(row)
+        size += own
+    if chunk:
+        yield chunk

@@ -66,6 +66,7 @@ class Episodes(Sampler):
             self.score,
             seconds=settings.agent_seconds,
             patience=settings.service_deadline_seconds,
+            columns=settings.visible_columns,
         )
         self._places = asyncio.Semaphore(settings.agent_concurrency or self.at_once())
 
