@@ -1,10 +1,11 @@
-"""Import the user's functions that REWARD_FN names: ``python -m services.reward_server.own_code``.
+"""Import the functions that REWARD_FN names, and ask its judge: ``python -m services.reward_server.own_code``.
 
 With the FILE of ``python -m services.data_server.look --items FILE`` it also checks that one applies to each row.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 from services.core.errors import ConfigurationError, exit_code_of
 from services.reward_server import pool, worker
+from services.reward_server.judging import judge_of
+from services.reward_server.rubric import find_rubric
 from services.reward_server.settings import RewardSettings
 
 APPLIES_SECONDS = 20.0
@@ -21,24 +24,29 @@ APPLIES_SECONDS = 20.0
 
 
 def main() -> None:
-    """Import the functions as a worker process does.
+    """Import the functions as a worker process does, read the rubrics, and ask the judge a question.
 
     Raises:
-        ConfigurationError: a function cannot be imported, or no function applies to a row.
+        ConfigurationError: a function cannot be imported, no function applies to a row, or the judge is none.
     """
-    check(RewardSettings.load())
+    settings = RewardSettings.load()
+    check(settings)
+    if (judge := judge_of(settings)) is not None:
+        asyncio.run(judge.check())
 
 
 def check(settings: RewardSettings) -> None:
-    """Import the functions of every source, and look at the rows in the file of the command line.
+    """Import the functions of every source, read its rubric, and look at the rows in the file of the command line.
 
     Raises:
-        ConfigurationError: a function cannot be imported, or none applies to a row; the message names its source.
+        ConfigurationError: a function cannot be imported, none applies to a row, or a rubric is not one; the message
+            names its source.
     """
     settings.of_sources(lambda own, source: _load(own, source.name if source else ""))
 
 
 def _load(settings: RewardSettings, source: str) -> None:
+    find_rubric(settings)
     try:
         functions = [worker.load(function.name) for function in settings.functions if function.is_users]
     # The module is the user's and may raise anything.

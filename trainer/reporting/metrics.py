@@ -221,6 +221,12 @@ EVALUATED_ENVIRONMENT = Measure(
     "Mean of a figure of the environment over the greedy episodes of the newest evaluation.",
 )
 WIN_RATE = Measure("win_rate_seat_<seat>", "trainer_win_rate_ratio", "Share of games won, by the seat of the policy.")
+JUDGE = Measure(
+    "judge_<figure>",
+    "trainer_judge",
+    "Figures of the judge since the reward-server started: calls, tokens, hits, failures by reason, agreement of two "
+    "orders, correlation of score and length.",
+)
 TEACHER_DISTANCE = Measure(
     "teacher_k1, teacher_k3, teacher_k1/<source>, teacher_k1_of_<teacher>, teacher_k1_from_<place>",
     "trainer_teacher_distance_nats",
@@ -245,6 +251,7 @@ NAMED = (
     (EVALUATED_ENVIRONMENT, re.compile(r"eval_environment_(?P<figure>.+)")),
     (ENVIRONMENT, re.compile(r"environment_(?P<figure>.+)")),
     (WIN_RATE, re.compile(r"win_rate_seat_(?P<seat>\d+)")),
+    (JUDGE, re.compile(r"judge_(?P<figure>.+)")),
     (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),
     (ROLE_BASELINE, re.compile(r"role_baseline_(?P<role>.+)")),
 )
