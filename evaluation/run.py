@@ -203,7 +203,12 @@ async def _workflow(
         Relay(agent) if isinstance(agent, Program) else nullcontext(agent) as answering,
     ):
         player = EpisodePlayer(
-            gateway, checkpoint.model, scorer, seconds=settings.agent_seconds, patience=gateway.deadline
+            gateway,
+            checkpoint.model,
+            scorer,
+            seconds=settings.agent_seconds,
+            patience=gateway.deadline,
+            columns=settings.visible_columns,
         )
         yield AgentWorkflow(settings, pool, player, answering, asyncio.Semaphore(at_once)), watch
 

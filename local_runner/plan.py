@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -56,15 +57,32 @@ class Plan:
 
         of_files = self._data is not None and any(is_path(own.dataset) for own in self._data.by_source().values())
         if self._data is not None and (is_dry_run or of_files):
-            only_rows = [] if is_dry_run else ["--rows"]
-            self._rows = answer("DataSettings", "datasets", "services.data_server.look", *only_rows)
+            with TemporaryDirectory() as directory:
+                items = str(Path(directory) / "items.jsonl")
+                options = ["--items", items] if is_dry_run and self._has_own_rewards else ["--rows"] * (not is_dry_run)
+                self._rows = answer("DataSettings", "datasets", "services.data_server.look", *options)
+                if Path(items).exists():
+                    answer("RewardSettings", "services", "services.reward_server.own_code", items)
         if self._trainer is not None and self._rows.get("is_whole"):
             self._trainer.total_steps(self._rows["train"])
         if is_dry_run and self._trainer is not None and Path(self._trainer.model_name).expanduser().is_dir():
             self._needs = answer("TrainerSettings", "torch", "trainer.preflight")
 
+    @property
+    def _has_own_rewards(self) -> bool:
+        reward = self._settings.get("RewardSettings")
+        functions = [f for own in reward.by_source().values() for f in own.functions] if reward is not None else []
+        return any(function.is_users for function in functions)
+
     def cautions(self) -> Iterator[str]:
         """Yield sentences on settings that are allowed but probably a mistake."""
+        for source, rows in self._rows.get("sources", {"": self._rows}).items() if self._has_own_rewards else ():
+            if shadowed := rows.get("shadowed"):
+                yield (
+                    f"columns {', '.join(shadowed)} of {source or 'DATASET'} reach rewards only by `row`, as "
+                    f"row[{shadowed[0]!r}], because parameters of these names are something else; to get them by name, "
+                    "rename them"
+                )
         if (reward := self._settings.get("RewardSettings")) is not None:
             for source, own in reward.by_source().items():
                 if own.caution:

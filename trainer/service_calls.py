@@ -168,7 +168,7 @@ class ServiceCalls:
         try:
             return self.thread.call(self.clients.sampler.statistics(STATS_SECONDS))
         except (DependencyLostError, RequestRefusedError) as error:
-            log.warning("the gateway's account is not known", reason=str(error))
+            log.warning("the figures of the gateway or the judge are not known", reason=str(error))
             return {}
 
     def save_replay(self, label: str, deadline: float | None = None) -> None:

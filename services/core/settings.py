@@ -180,6 +180,15 @@ class TemplateSettings(Settings):
     request win."""
 
 
+class RewardWeightSettings(Settings):
+    """The weight of rewards, which trainer and data-server read."""
+
+    reward_weight: float = Field(1.0, ge=0)
+    """Weight of the policy loss, whose advantages come from rewards. 0, with a teacher: pure distillation. It needs no
+    reward-server (unless EVAL_PROMPTS asks for an accuracy), takes rows without an answer and groups of one completion,
+    and drops no group for equal rewards; rewards that are there anyway are reported."""
+
+
 class EnginesSection(Settings):
     """Settings on which trainer and engines must agree: trainer and rollout-server read the same variables."""
 
@@ -196,7 +205,20 @@ class EnginesSection(Settings):
     adapters of up to this rank."""
 
 
-class AgentSettings(Settings):
+class AgentColumns(Settings):
+    """The columns of a row that an agent sees, which data-server, trainer and evaluation read."""
+
+    agent_columns: str = ""
+    """Columns of the dataset, with commas, that an agent gets as `example.row` and a program as `row` of its JSON, such
+    as `repository,difficulty`. The others, such as hidden tests, are for rewards alone."""
+
+    @property
+    def visible_columns(self) -> list[str]:
+        """The names in AGENT_COLUMNS."""
+        return [name.strip() for name in self.agent_columns.split(",") if name.strip()]
+
+
+class AgentSettings(AgentColumns):
     """An agent and its limits, the same in training and evaluation."""
 
     agent: str = ""

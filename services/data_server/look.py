@@ -1,4 +1,7 @@
-"""Read the rows as the data-server will, and print their numbers as JSON: ``python -m services.data_server.look``."""
+"""Read the rows as the data-server will, and print their numbers as JSON: ``python -m services.data_server.look``.
+
+With ``--items FILE`` it also writes what a reward gets of each training row, with the ground truth as the answer.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from typing import Any
 from services.core import logs, models
 from services.core.errors import exit_code_of
 from services.core.sources import Source
-from services.data_server.dataset import load
+from services.data_server.dataset import Dataset, load
 from services.data_server.settings import DataSettings, is_on_hub
 from services.data_server.tables import hub_name
 from services.protocol.prompts import Split
+from services.protocol.rewards import RewardItem
 
 FIRST_ROWS = 1000
 """Rows of each split of a dataset on the hub that are read, without a download of the others."""
@@ -41,8 +45,28 @@ def _look(settings: DataSettings, source: Source | None) -> dict[str, Any]:
         return {}
     dataset = load(settings, source, own_process=True, first=FIRST_ROWS if on_hub else None)
     train, held_out = (len(dataset.catalogues[split]) for split in (Split.TRAIN, Split.TEST))
-    refused = {reason: count for reason, count in (dataset.refused | {"too long": dataset.too_long}).items() if count}
-    return {"train": train, "held_out": held_out, "refused": refused, "is_whole": not on_hub}
+    refused = {
+        reason if (number := dataset.first_refused.get(reason)) is None else f"{reason} (first row {number})": count
+        for reason, count in (dataset.refused | {"too long": dataset.too_long}).items()
+        if count
+    }
+    if "--items" in sys.argv:
+        _write_items(dataset, Path(sys.argv[sys.argv.index("--items") + 1]))
+    numbers = {"train": train, "held_out": held_out, "refused": refused, "is_whole": not on_hub}
+    return numbers | {"shadowed": list(dataset.shadowed)}
+
+
+def _write_items(dataset: Dataset, path: Path) -> None:
+    """Write an item a line, with the prompt's id: what a reward gets of it, with the ground truth as the answer."""
+    catalogue = dataset.catalogues[Split.TRAIN]
+    with path.open("a") as file:
+        for place in range(len(catalogue)):
+            if (prompt := catalogue.record(place)) is not None:
+                truth, row = prompt["ground_truth"], catalogue.row(place).get("row")
+                item = RewardItem(
+                    prompt=prompt["prompt"], response=truth, ground_truth=truth, row=row, source=dataset.source
+                )
+                file.write(json.dumps([prompt["id"], item.model_dump(mode="json")]) + "\n")
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_a_row_of_20_mb_is_left_out_and_told(here: Path, tiny_model: Path) -> No
     with (here / "sums.jsonl").open("a") as file:
         file.write(json.dumps({"question": "x" * 20_000_000, "answer": 1}) + "\n")
     shown = lines(planned(here, "--small", DATASET="sums.jsonl", MODEL_NAME=tiny_model))
-    assert shown["data"] == "sums.jsonl: 86 rows to train on, 4 held out; left out: more than 256 KiB"
+    assert shown["data"] == "sums.jsonl: 86 rows to train on, 4 held out; left out: more than 256 KiB (first row 90)"
 
 
 def test_a_plan_shows_what_will_be(here: Path, tiny_model: Path) -> None:

@@ -27,6 +27,7 @@ def training_group(
     group: Group,
     *,
     masks_truncated: bool = False,
+    needs_rewards: bool = True,
     overlong_buffer: int = 0,
     max_length: int = 0,
     weight: float = 1.0,
@@ -34,18 +35,19 @@ def training_group(
 ) -> TrainingGroup:
     """Return a group's scored completions as the loss sees them, before their advantages are known.
 
-    Completions without a reward are left out. The overlong penalty is part of the reward.
+    Completions without a reward are left out, unless none is needed. The overlong penalty is part of the reward.
 
     Args:
         group: the group as generated, or as stored in the replay buffer.
         masks_truncated: train on no token of a completion that was cut off, whose reward still counts in its group.
+        needs_rewards: leave out completions without a reward.
         overlong_buffer: see ``overlong_penalty``; 0: no penalty.
         max_length: see ``overlong_penalty``.
         weight: importance weight of the group.
         is_replayed: the group comes from the replay buffer.
     """
     sequences = []
-    for sequence in scored(group):
+    for sequence in scored(group, needs_rewards=needs_rewards):
         changes: dict[str, Any] = {}
         if masks_truncated and sequence.finish_reason is FinishReason.LENGTH:
             changes["loss_mask"] = np.zeros(sequence.tokens, bool)
@@ -66,9 +68,10 @@ def training_group(
     )
 
 
-def scored(group: Group) -> list[TokenSequence]:
+def scored(group: Group, *, needs_rewards: bool = True) -> list[TokenSequence]:
     """Return the sequences of a group that are trained on."""
-    return [s for s in group.sequences if s.reward is not None and s.finish_reason is not FinishReason.ABORT]
+    kept = (s for s in group.sequences if s.reward is not None or not needs_rewards)
+    return [s for s in kept if s.finish_reason is not FinishReason.ABORT]
 
 
 def reward_of(scored: TokenSequence | Turn) -> float:

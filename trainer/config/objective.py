@@ -27,6 +27,7 @@ from trainer.algorithm.loss import PolicyLoss
 from trainer.algorithm.methods import GROUP_ADVANTAGES, LOSS_OPTIONS, NORMALISED_ADVANTAGES, is_own_function
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, LossFunction, LossTokens, TokenLosses
+from trainer.algorithm.teachers import mean_absolute_gap
 from trainer.algorithm.training_groups import PerToken
 from trainer.config.settings import TrainerSettings
 
@@ -47,6 +48,7 @@ class Objective:
             ConfigurationError: ADVANTAGE names a function of the user's that cannot be loaded.
         """
         self.settings = settings
+        self._teachers = settings.teachers
         has_formula = not settings.has_critic and settings.advantage != "rae"
         self._advantages = advantage_function(settings) if has_formula else None
         self._longest = {source: of.max_new_tokens for source, of in settings.by_source().items()}
@@ -59,6 +61,7 @@ class Objective:
         return training_groups.training_group(
             group,
             masks_truncated=bool(self.settings.mask_truncated),
+            needs_rewards=self.settings.reward_weight > 0,
             overlong_buffer=self.settings.overlong_buffer,
             max_length=self._longest[group.prompt.source],
             weight=weight,
@@ -66,8 +69,10 @@ class Objective:
         )
 
     def has_signal(self, group: TrainingGroup) -> bool:
-        """Return whether a group teaches anything by ADVANTAGE and CREDIT; see training_groups.py."""
+        """Return whether a group teaches anything: by its teacher, or by ADVANTAGE and CREDIT."""
         settings = self.settings
+        if self._teachers[group.source]:
+            return group.trained_tokens > 0
         return training_groups.has_signal(
             group,
             settings.credit,
@@ -76,6 +81,11 @@ class Objective:
             weights=settings.component_weights,
             over_limit_reward=settings.over_limit_reward,
         )
+
+    def priority(self, group: TrainingGroup) -> float:
+        """Return a group's priority in the replay buffer: how strongly rewards and the teacher pull at its tokens."""
+        pull = self.settings.reward_weight * group.mean_absolute_advantage
+        return pull + self.settings.teacher_coef * mean_absolute_gap(group)
 
     def with_advantages(
         self,
@@ -92,6 +102,8 @@ class Objective:
 
         Raises:
             ConfigurationError: the user's function returns something else, or the rewards do not fit the formula.
+
+        With REWARD_WEIGHT=0 the groups have none.
         """
         return training_groups.by_source(groups, self._of_source, reference, values)
 
@@ -99,6 +111,8 @@ class Objective:
         self, groups: Sequence[TrainingGroup], reference: Sequence[PerToken] | None, values: Sequence[PerToken] | None
     ) -> list[TrainingGroup]:
         settings = self.settings
+        if settings.reward_weight == 0:
+            return list(groups)
         if settings.has_critic:
             assert values is not None, "ADVANTAGE=gae needs the critic's values"
             return gae.with_critic_targets(
@@ -185,6 +199,8 @@ def policy_loss(settings: TrainerSettings) -> PolicyLoss:
         kl_coef=settings.kl_coef,
         value_coef=settings.value_coef,
         value_clip=settings.value_clip,
+        reward_weight=settings.reward_weight,
+        teacher_coef=settings.teacher_coef if any(settings.teachers.values()) else 0.0,
     )
 
 

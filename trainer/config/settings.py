@@ -30,6 +30,7 @@ from trainer.algorithm.methods import (
 from trainer.config.sections import (
     AlgorithmSection,
     CriticSection,
+    DistillationSection,
     EvaluationSection,
     MemorySection,
     Mode,
@@ -53,6 +54,7 @@ class TrainerSettings(
     SamplingSection,
     AlgorithmSection,
     CriticSection,
+    DistillationSection,
     OptimisationSection,
     MemorySection,
     PublishingSection,
@@ -112,6 +114,9 @@ class TrainerSettings(
                 f"LORA_RANK is set, but LEARNING_RATE is the whole model's default, {self.learning_rate:g}; adapters "
                 "learn at 10 to 30 times the rate of the whole model, such as 3e-5"
             )
+        unused = [name.upper() for name in ("teacher_coef", "teacher_jsd_beta") if name in self.model_fields_set]
+        if unused and not any(self.teachers.values()):
+            sentences.append(f"{', '.join(unused)} has no effect without TEACHER_MODEL or TEACHER_URL")
         return sentences
 
     @property
@@ -137,6 +142,27 @@ class TrainerSettings(
     def has_critic(self) -> bool:
         """True when advantages need values."""
         return self.advantage == "gae"
+
+    @property
+    def teacher(self) -> str:
+        """The teacher, as a model's name or a URL; "" without one. With SOURCES ask the settings of a source."""
+        return self.teacher_model or self.teacher_url
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The teacher of each source by the source's name; "" for a source without one."""
+        return {source: settings.teacher for source, settings in self.by_source().items()}
+
+    @property
+    def teacher_models(self) -> list[str]:
+        """The models that are teachers of some source, each once."""
+        names = {settings.teacher_model for settings in self.by_source().values()}
+        return sorted(names - {""})
+
+    @property
+    def needs_rewards(self) -> bool:
+        """True when answers are scored: to learn from rewards, or for the accuracy of evaluations."""
+        return self.reward_weight > 0 or self.eval_prompts > 0
 
     @property
     def component_weights(self) -> dict[str, float] | None:
@@ -356,6 +382,7 @@ def groups_can_be_compared(settings: TrainerSettings) -> None:
     """Check that group advantages get groups of two or more."""
     # Collectors elsewhere may bring advantages of their own.
     is_made_here = settings.mode is Mode.SYNC or settings.collector_in_process
+    is_made_here = is_made_here and settings.reward_weight > 0
     if settings.group_size == 1 and settings.advantage in GROUP_ADVANTAGES and is_made_here:
         raise ValueError(
             f"GROUP_SIZE is 1, but ADVANTAGE={settings.advantage} compares a completion with the rest of its group; "
@@ -377,6 +404,49 @@ def importance_cap_has_an_effect(settings: TrainerSettings) -> None:
         )
 
 
+def teacher_fits(settings: TrainerSettings) -> None:
+    """Check that there is one teacher, that it computes the same distribution, and that something teaches."""
+    if settings.teacher_model and settings.teacher_url:
+        raise ValueError(
+            f"TEACHER_MODEL is {settings.teacher_model!r} and TEACHER_URL {settings.teacher_url!r}, but a prompt has "
+            "one teacher; unset one of them"
+        )
+    if settings.teacher_model and settings.teacher_model.rstrip("/") == settings.model_name.rstrip("/"):
+        raise ValueError(
+            f"TEACHER_MODEL is {settings.teacher_model!r}, which is the student (MODEL_NAME) and teaches it nothing; "
+            "name another model, or set KL_COEF to stay near the model that the run starts with"
+        )
+    if settings.teacher_url:
+        if not settings.teacher_url.startswith(("http://", "https://")):
+            raise ValueError(f"TEACHER_URL is {settings.teacher_url!r}; allowed is a URL such as http://host:port")
+        if settings.temperature != 1:
+            raise ValueError(
+                f"TEACHER_URL is set, but TEMPERATURE is {settings.temperature:g}, and engines score tokens at "
+                "temperature 1 only; set TEMPERATURE=1, or TEACHER_MODEL, which the trainer computes at TEMPERATURE"
+            )
+        if settings.teacher_jsd_beta is not None:
+            raise ValueError(
+                "TEACHER_JSD_BETA is set, but an endpoint (TEACHER_URL) gives no logits of the whole vocabulary; unset "
+                "it, or set TEACHER_MODEL"
+            )
+
+
+def rewards_are_used(settings: TrainerSettings) -> None:
+    """Check that REWARD_WEIGHT=0 leaves a teacher, and no setting that needs rewards."""
+    if settings.reward_weight:
+        return
+    if not settings.teacher:
+        raise ValueError("REWARD_WEIGHT is 0 and there is no teacher, so nothing is learned; set TEACHER_MODEL")
+    others = {
+        "ADVANTAGE": settings.has_critic,
+        "DYNAMIC_SAMPLING_TRIES": bool(settings.dynamic_sampling_tries),
+        "OVERLONG_BUFFER": bool(settings.overlong_buffer),
+        "KL_IN_REWARD": settings.kl_in_reward,
+    }
+    if unfit := [variable for variable, is_set in others.items() if is_set]:
+        raise ValueError(f"{', '.join(unfit)} is set, but REWARD_WEIGHT is 0, so that no reward is used; unset it")
+
+
 CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     lengths_fit,
     target_is_compared,
@@ -388,5 +458,7 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     rewards_fit,
     groups_can_be_compared,
     importance_cap_has_an_effect,
+    teacher_fits,
+    rewards_are_used,
 )
 """All checks, in the order in which they are made."""

@@ -35,6 +35,8 @@ class ModelShape:
     """Parameters of LoRA adapters of rank 1 on every linear layer but the output head."""
     is_bfloat16: bool
     """True when the checkpoint has bfloat16 numbers, by its configuration."""
+    teachers: tuple[ModelShape, ...] = ()
+    """Frozen models that a run keeps beside this one, which it trains."""
 
     @property
     def head_parameters(self) -> int:

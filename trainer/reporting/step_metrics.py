@@ -33,7 +33,20 @@ HEADLINE = {
 """The metrics in a step's line of the log, with their names there."""
 
 PHASES = (
-    *("fetch", "generate", "score", "store", "wait", "replay", "reference", "values", "train", "publish", "evaluate"),
+    *(
+        "fetch",
+        "generate",
+        "score",
+        "store",
+        "wait",
+        "teach",
+        "replay",
+        "reference",
+        "values",
+        "train",
+        "publish",
+        "evaluate",
+    ),
     *("record", "save"),
 )
 """The phases of a step: ``seconds_<phase>`` among the metrics. Together they are all of ``seconds_step``."""

@@ -80,6 +80,8 @@ class Sampler(ABC):
         self.settings = settings
         self.rewards = rewards
         self._has_reported = False
+        self._may_be_judged = True
+        """False once the reward-server said that it has no judge."""
 
     @classmethod
     @abstractmethod
@@ -100,24 +102,39 @@ class Sampler(ABC):
         return {client.task.value: client.wait_healthy for client in self.services}
 
     @abstractmethod
-    async def answer(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Answers:
-        """Answer a prompt ``n`` times and score the answers."""
+    async def answer(
+        self, prompt: Prompt, params: SamplingParams, n: int, seed: int, *, is_group: bool = False
+    ) -> Answers:
+        """Answer a prompt ``n`` times and score the answers; as a group also by the rewards that compare them."""
 
     @abstractmethod
     def all_failed(self, failure: Exception | None, prompts: str) -> ConfigurationError | DependencyLostError:
         """Return the error to raise when every answer of ``prompts`` failed; ``failure`` is the last one."""
 
     async def statistics(self, deadline: float) -> dict[str, float]:
-        """Return metrics of this way of rolling out, asked for within ``deadline`` seconds.
+        """Return metrics of this way of rolling out and of the judge, asked for within ``deadline`` seconds.
 
         Raises:
             DependencyLostError, RequestRefusedError: the service that counts them does not answer.
         """
-        return {}
+        if not self._may_be_judged:
+            return {}
+        judge = (await self.rewards.stats(deadline)).judge
+        self._may_be_judged = judge is not None
+        return judge or {}
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Return a result for each answer, in order; ask again for those that could not be scored."""
-        results = await self.rewards.score(items, tries=SCORING_TRIES)
+        return self._noted(await self.rewards.score(items, tries=SCORING_TRIES))
+
+    async def score_group(
+        self, items: Sequence[RewardItem], own_rewards: Sequence[float] | None = None
+    ) -> list[RewardResult]:
+        """Return a result for each answer to a prompt, as ``RewardClient.score_group`` does."""
+        return self._noted(await self.rewards.score_group(items, own_rewards, tries=SCORING_TRIES))
+
+    def _noted(self, results: list[RewardResult]) -> list[RewardResult]:
+        """Return the results; count and report the answers that could not be scored."""
         for result in results:
             if is_correct(result) is None:
                 UNSCORABLE.labels(result.status.value).inc()
@@ -148,7 +165,9 @@ class Completions(Sampler):
         """Make the way; it needs no further clients."""
         return cls(settings, rollouts, rewards)
 
-    async def answer(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Answers:
+    async def answer(
+        self, prompt: Prompt, params: SamplingParams, n: int, seed: int, *, is_group: bool = False
+    ) -> Answers:
         """Return at most ``n`` completions; none if the engine refuses the prompt or answers too late.
 
         A completion that cannot be scored stays with reward None, so that the record is whole; the loss leaves it out.
@@ -173,7 +192,8 @@ class Completions(Sampler):
             )
             for completion in completions
         ]
-        scored = zip(completions, await self.score(items), strict=True)
+        results = await (self.score_group(items) if is_group else self.score(items))
+        scored = zip(completions, results, strict=True)
         answers.sequences = [c.model_copy(update={"result": result}) for c, result in scored]
         return answers
 
@@ -243,11 +263,17 @@ class GroupMaker:
         settings = self.settings
         params = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
         seed = derive_seed(settings.seed, prompt.epoch, prompt.position)
-        return await self.sample_group(prompt, params, settings.group_size, seed)
+        return await self.sample_group(prompt, params, settings.group_size, seed, is_group=True)
 
-    async def sample_group(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Group | None:
-        """Answer a prompt ``n`` times and return the answers as a group; None, counted, if none is usable."""
-        answers = await self.sampler.answer(prompt, params, n, seed)
+    async def sample_group(
+        self, prompt: Prompt, params: SamplingParams, n: int, seed: int, *, is_group: bool = False
+    ) -> Group | None:
+        """Answer a prompt ``n`` times and return the answers as a group; None, counted, if none is usable.
+
+        ``is_group`` compares the answers where REWARD_FN does. An evaluation does not: means of relative rewards say
+        nothing about a policy.
+        """
+        answers = await self.sampler.answer(prompt, params, n, seed, is_group=is_group)
         self.last_generated = max(self.last_generated, answers.generated)
         self._failed += answers.failed
         self._examples = answers.examples | self._examples
