@@ -73,7 +73,7 @@ def test_a_group_gets_the_teachers_values_at_its_sampled_tokens(
     settings = TrainerSettings.load(**fields, reward_weight=0)
     sampler = Completions(settings, cast(Any, None), cast(Any, None))
 
-    async def answer(prompt: Prompt, *_: Any) -> Answers:
+    async def answer(prompt: Prompt, *_: Any, **__: Any) -> Answers:
         unscored = [s.model_copy(update={"result": UNASKED}) for s in SEQUENCES]
         return Answers(prompt.prompt_ids, unscored)
 
