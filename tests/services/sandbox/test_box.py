@@ -239,7 +239,7 @@ def test_a_python_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None
 
 
 async def test_a_box_whose_python_cannot_start_says_why(interpreter: Interpreter) -> None:
-    broken = Interpreter("/no/such/python", interpreter.readable)
+    broken = Interpreter("/no/such/python", (), interpreter.readable)
     with pytest.raises(SandboxError, match="/no/such/python"):
         await Box(BackendName.LANDLOCK, broken, LIMITS).start()
 
