@@ -125,7 +125,7 @@ class Box:
                 await self._exchange(description)
         except (OSError, EOFError, TimeoutError) as error:
             message = await self._close()
-            raise SandboxError(message or f"{type(error).__name__}: {error}") from error
+            raise SandboxError(message or str(error) or type(error).__name__) from error
         return self
 
     async def exec(
