@@ -229,6 +229,10 @@ class Evaluation:
     """Prompts that an agent answers in one conversation."""
     progress: Progress = field(default_factory=Progress)
 
+    def __post_init__(self) -> None:
+        self._rows = {prompt.id: prompt.row_text for prompt in self.prompts}
+        """The JSON texts of the prompts' rows, by prompt id."""
+
     async def run(self, watch: Callable[[Progress], None] = lambda _: None) -> None:
         """Generate and score the missing samples; ``watch`` is called after each piece of work.
 
@@ -323,6 +327,7 @@ class Evaluation:
                 ground_truth=sample.ground_truth,
                 completion_tokens=sample.completion_tokens,
                 finish_reason=sample.finish_reason,
+                row=self._rows[sample.prompt_id],
             )
             for sample in samples
             if sample.needs_score

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.data_server import generators, settings, sources
+from services.data_server import dataset_rows, generators, settings
 from services.data_server.settings import DataSettings
 from trainer.algorithm import methods, policy_losses
 from trainer.config import TrainerSettings
@@ -81,6 +81,6 @@ def test_a_dataset_that_is_added_in_its_two_places_is_one(monkeypatch):
     given = DataSettings(dataset="arithmetic", dataset_held_out="0.5")
     monkeypatch.setattr(settings, "GENERATORS", (*settings.GENERATORS, "sums"))
     monkeypatch.setitem(generators.TABLES, "sums", generators.TABLES["arithmetic"])
-    added = sources.load(given.model_copy(update={"dataset": "sums"}))
+    added = dataset_rows.load(given.model_copy(update={"dataset": "sums"}))
     assert added.name == "sums"
-    assert len(added.train) == len(sources.load(given).train) > 0
+    assert len(added.train) == len(dataset_rows.load(given).train) > 0

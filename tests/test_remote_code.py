@@ -38,9 +38,9 @@ with join_ranks() as ranks:
     load_policy(TrainerSettings(model_name=directory), ranks)
 """,
     "dataset": """
-from services.data_server import sources
+from services.data_server import dataset_rows
 from services.data_server.settings import DataSettings
-sources.load(DataSettings(dataset=directory))
+dataset_rows.load(DataSettings(dataset=directory))
 """,
 }
 WITH_CODE = ["data-server", "embedded engine", "reward model", "trainer"]

@@ -114,10 +114,11 @@ class EpisodePlayer:
         scored: list[RewardResult] = []
 
         async def score(items: Sequence[RewardItem]) -> list[RewardResult]:
-            scored[:] = await self._score(items)
+            # The reward may read columns that the agent must not see, such as hidden tests.
+            scored[:] = await self._score([item.model_copy(update={"row": prompt.row_text}) for item in items])
             return scored
 
-        example = Example(**dict(prompt), model=self._model, history=list(history), scorer=score)
+        example = Example(**dict(prompt) | {"row": b""}, model=self._model, history=list(history), scorer=score)
         result, failure = await self._run(agent, example, request)
         if result.status is RewardStatus.ERROR and any(result is one for one in scored):
             failure = AgentFailedError(str(result.reason), "reward_error")

@@ -40,7 +40,7 @@ class RewardClient(ServiceClient):
 
     async def _score(self, items: list[RewardItem]) -> list[RewardResult]:
         # One attempt may take the whole deadline: repeating a request whose answers are slow would double the work.
-        request = BatchRewardRequest(items=items)
+        request = BatchRewardRequest.of(items)
         reply = await self.call("POST", "/batch_reward", BatchRewardReply, request, attempt_seconds=self.deadline)
         if len(reply.rewards) != len(items):
             raise DependencyLostError(f"{self.service} scored {len(reply.rewards)} of {len(items)} answers")

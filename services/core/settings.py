@@ -9,8 +9,9 @@ stops the program.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -34,6 +35,8 @@ JsonObject = Annotated[dict[str, JsonValue], NoDecode, BeforeValidator(_parse_js
 JsonTexts = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode, BeforeValidator(_parse_json)]
 """A setting that is a JSON list of texts."""
 
+
+Result = TypeVar("Result")
 
 ADVANCED = "[advanced]"
 """The end of the text of a setting that hardly any run has a reason to change; docs/configuration.md lists it apart."""
@@ -119,6 +122,25 @@ class SourcesSettings(Settings):
         read when the settings were loaded, which raises ConfigurationError for a value that is not allowed.
         """
         return self._by_source or {"": self}
+
+    def of_sources(self, function: Callable[[Self, Source | None], Result]) -> dict[str, Result]:
+        """Return, by the name of each source, what ``function`` returns for its settings and the source itself.
+
+        Without SOURCES the only name is "", and the source is None.
+
+        Raises:
+            ConfigurationError: ``function`` raised it; the message has the file and the source's name.
+        """
+        results = {}
+        declared = {source.name: source for source in self._sources.all} if self._sources else {}
+        for name, settings in self.by_source().items():
+            try:
+                results[name] = function(settings, declared.get(name))
+            except ConfigurationError as error:
+                if not name:
+                    raise
+                raise ConfigurationError(f"SOURCES {self.sources}, source {name!r}: {error}") from error
+        return results
 
     @property
     def schedule(self) -> Schedule:

@@ -10,10 +10,11 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 
 from services.core.tasks import in_background
-from services.data_server.batches import Batches
+from services.data_server.batches import Batches, stats_of
 from services.data_server.settings import DataSettings
 from services.http.app import create_service_app
 from services.http.json_body import JsonResponse, JsonRoute
+from services.http.problems import ProblemError
 from services.protocol.prompts import (
     Cursor,
     CursorRequest,
@@ -35,16 +36,18 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        batches = await in_background(lambda: Batches.load(settings, own_process=own_process))
-        app.state.batches = batches
+        app.state.batches = await in_background(
+            lambda: settings.of_sources(lambda own, source: Batches.load(own, source, own_process=own_process))
+        )
         yield
-        batches.state.close()
+        for batches in app.state.batches.values():
+            batches.state.close()
 
     app = create_service_app(
         "data-server",
         settings=settings,
         lifespan=lifespan,
-        stats=lambda: app.state.batches.stats(),
+        stats=lambda: stats_of(app.state.batches).model_dump(),
         description=__doc__ or "",
         max_body_bytes=MAX_BODY_BYTES,
     )
@@ -52,22 +55,30 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
     return app
 
 
-async def _loaded(request: Request) -> Batches:
-    batches: Batches = request.app.state.batches
-    return batches
+class _Sources:
+    """The batches of each source, by its name."""
+
+    def __init__(self, request: Request) -> None:
+        self.all: dict[str, Batches] = request.app.state.batches
+
+    def __getitem__(self, name: str) -> Batches:
+        if name not in self.all:
+            there = f"there are {', '.join(self.all)}" if "" not in self.all else "there is one without a name"
+            raise ProblemError(422, f"source {name!r} is not in SOURCES: {there}; give one of these")
+        return self.all[name]
 
 
-Loaded = Annotated[Batches, Depends(_loaded)]
+Loaded = Annotated[_Sources, Depends()]
 
 
 @router.get("/prompts", response_model=PromptBatch)
-async def get_prompts(batches: Loaded, query: Annotated[PromptsQuery, Query()]) -> Response:
+async def get_prompts(sources: Loaded, query: Annotated[PromptsQuery, Query()]) -> Response:
     """Return the next prompts.
 
     With ``epoch`` or ``position`` they depend on these alone. Otherwise the server's own cursor of ``consumer``
     (one for each split) moves on; repeating a ``request_id`` returns the same prompts again.
     """
-    split = query.split
+    split, batches = query.split, sources[query.source]
     if query.epoch is not None or query.position is not None:
         cursor = Cursor(epoch=query.epoch or 0, position=query.position or 0)
         return _reply(batches, split, *batches.batch(split, cursor, query.batch_size))
@@ -81,37 +92,44 @@ async def get_prompts(batches: Loaded, query: Annotated[PromptsQuery, Query()]) 
 
 
 @router.post("/prompts", response_model=PromptBatch)
-async def post_prompts(request: PromptsRequest, batches: Loaded) -> Response:
+async def post_prompts(request: PromptsRequest, sources: Loaded) -> Response:
     """Return the prompts at and after a cursor; the server's own cursors do not move."""
+    batches = sources[request.source]
     return _reply(batches, request.split, *batches.batch(request.split, request.cursor, request.batch_size))
 
 
 @router.get("/cursor")
 async def get_cursor(
-    batches: Loaded,
+    sources: Loaded,
     consumer: Annotated[str, Query(min_length=1, max_length=200)] = "default",
     split: Split = Split.TRAIN,
+    source: str = "",
 ) -> Cursor:
     """Return the server's own cursor of a consumer."""
-    return batches.state.cursor(_cursor_key(consumer, split))
+    return sources[source].state.cursor(_cursor_key(consumer, split))
 
 
 @router.put("/cursor")
-async def put_cursor(request: CursorRequest, batches: Loaded) -> Cursor:
+async def put_cursor(request: CursorRequest, sources: Loaded) -> Cursor:
     """Set the server's own cursor of a consumer."""
+    batches = sources[request.source]
     batches.check(request.split, request.cursor)
     await batches.state.set_cursor(_cursor_key(request.consumer, request.split), request.cursor)
     return request.cursor
 
 
 @router.post("/success_rates")
-async def post_success_rates(request: SuccessRatesRequest, batches: Loaded) -> SuccessRatesReply:
-    """Record success rates, by which some values of CURRICULUM order the next epoch."""
-    catalogue = batches.dataset.catalogues[Split.TRAIN]
-    places = {prompt_id: catalogue.place_of(prompt_id) for prompt_id in request.success_rates}
-    rates = {place: request.success_rates[prompt_id] for prompt_id, place in places.items() if place is not None}
-    await batches.state.record_rates(rates)
-    return SuccessRatesReply(recorded=len(rates), unknown=len(request.success_rates) - len(rates))
+async def post_success_rates(request: SuccessRatesRequest, sources: Loaded) -> SuccessRatesReply:
+    """Record success rates, by which some values of CURRICULUM order the next epoch of their source."""
+    recorded = 0
+    for batches in sources.all.values():
+        catalogue = batches.dataset.catalogues[Split.TRAIN]
+        places = {prompt_id: catalogue.place_of(prompt_id) for prompt_id in request.success_rates}
+        rates = {place: request.success_rates[prompt_id] for prompt_id, place in places.items() if place is not None}
+        if rates:
+            await batches.state.record_rates(rates)
+        recorded += len(rates)
+    return SuccessRatesReply(recorded=recorded, unknown=len(request.success_rates) - recorded)
 
 
 def _cursor_key(consumer: str, split: Split) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sqlite3
+from collections import Counter as Sum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ from prometheus_client import Counter, Gauge
 
 from services.core import files
 from services.core.errors import ConfigurationError
+from services.core.sources import Source
 from services.data_server.dataset import Dataset, load
 from services.data_server.settings import Curriculum, DataSettings
 from services.http.problems import ProblemError
@@ -57,7 +59,7 @@ class EpochOrder:
         self._curriculum = curriculum
         self._rates_at_start = rates_at_start
         self.of = lru_cache(_KEPT_EPOCHS)(self._make)
-        """Place in the source of the prompt at each position of an epoch, by the epoch: shape [size]."""
+        """Place in the dataset of the prompt at each position of an epoch, by the epoch: shape [size]."""
 
     def __len__(self) -> int:
         return self._size
@@ -128,10 +130,10 @@ def _next_epoch(epoch: int) -> int:
     return epoch + 1
 
 
-SERVED = Counter("data_prompts_served", "Prompts given out.", ["split"])
-EPOCH = Gauge("data_epoch", "The epoch of the last prompt given out.", ["split"])
-REFUSED_ROWS = Gauge("data_rows_refused", "Rows of the source that were left out.", ["reason"])
-TOO_LONG = Gauge("data_prompts_too_long", "Prompts met that have more than MAX_PROMPT_TOKENS tokens.")
+SERVED = Counter("data_prompts_served", "Prompts given out.", ["split", "source"])
+EPOCH = Gauge("data_epoch", "The epoch of the last prompt given out.", ["split", "source"])
+REFUSED_ROWS = Gauge("data_rows_refused", "Rows of the dataset that were left out.", ["reason", "source"])
+TOO_LONG = Gauge("data_prompts_too_long", "Prompts met that have more than MAX_PROMPT_TOKENS tokens.", ["source"])
 
 _RENDERED_AHEAD = 2048
 """Prompts rendered before the first request, because the first requests of a run come all at once."""
@@ -139,25 +141,29 @@ _RENDERED_AHEAD = 2048
 
 @dataclass(frozen=True)
 class Batches:
-    """The prompts of a dataset in the order of their epochs."""
+    """The prompts of a source in the order of their epochs."""
 
+    source: Source | None
+    """None without SOURCES."""
     dataset: Dataset
     orders: dict[Split, EpochOrder]
     state: ServerState
     curriculum: Curriculum
 
     @classmethod
-    def load(cls, settings: DataSettings, *, own_process: bool = False) -> Batches:
-        """Load dataset and state. With ``own_process`` the state is in the run directory, else in memory.
+    def load(cls, settings: DataSettings, source: Source | None = None, *, own_process: bool = False) -> Batches:
+        """Load dataset and state of a source. With ``own_process`` the state is in the run directory, else in memory.
 
         Raises:
             ConfigurationError: the dataset, the tokenizer or the state cannot be loaded.
         """
-        dataset = load(settings, own_process=own_process)
+        dataset = load(settings, source, own_process=own_process)
         train, test = dataset.catalogues[Split.TRAIN], dataset.catalogues[Split.TEST]
         seed, curriculum = settings.data_seed, settings.curriculum
         # A run that is resumed with another dataset or order has another state for it.
         identity = f"{settings.dataset} ({len(train)} prompts, DATA_SEED {seed}, {curriculum.value})"
+        if source is not None:
+            identity = f"{source.name}: {identity}"
         digest = hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
         state = ServerState(settings.run_dir / "data" / digest if own_process else None)
         orders = {
@@ -171,8 +177,8 @@ class Batches:
         }
         train.prefetch(orders[Split.TRAIN].of(0)[:_RENDERED_AHEAD].tolist())
         for reason, count in dataset.refused.items():
-            REFUSED_ROWS.labels(reason).set(count)
-        return cls(dataset, orders, state, curriculum)
+            REFUSED_ROWS.labels(reason, dataset.source).set(count)
+        return cls(source, dataset, orders, state, curriculum)
 
     def batch(self, split: Split, cursor: Cursor, batch_size: int) -> tuple[list[dict[str, Any]], Cursor]:
         """Return the prompts from ``cursor`` on and the cursor after them.
@@ -201,9 +207,9 @@ class Batches:
             for place, epoch, position in places
             if (record := catalogue.record(place)) is not None
         ]
-        SERVED.labels(split.value).inc(len(prompts))
-        EPOCH.labels(split.value).set(after.epoch)
-        TOO_LONG.set(self.dataset.too_long)
+        SERVED.labels(split.value, self.dataset.source).inc(len(prompts))
+        EPOCH.labels(split.value, self.dataset.source).set(after.epoch)
+        TOO_LONG.labels(self.dataset.source).set(self.dataset.too_long)
         return prompts, after
 
     def check(self, split: Split, cursor: Cursor) -> None:
@@ -212,9 +218,9 @@ class Batches:
         if cursor.position > size:
             raise ProblemError(422, f"position {cursor.position} is beyond the {size} prompts of {split.value}")
 
-    def stats(self) -> dict[str, Any]:
-        """Return the content of GET /stats."""
-        # Success rates change nothing in the source's own order, which is "off" on the wire.
+    def stats(self) -> DataStats:
+        """Return the statistics of the source."""
+        # Success rates change nothing in the dataset's own order, which is "off" on the wire.
         curriculum = Curriculum.OFF if self.curriculum is Curriculum.SOURCE else self.curriculum
         return DataStats(
             source=self.dataset.name,
@@ -225,7 +231,37 @@ class Batches:
             cursors=self.state.cursors(),
             curriculum=curriculum.value,
             fingerprint=self.dataset.fingerprint,
-        ).model_dump()
+        )
+
+
+def stats_of(sources: Mapping[str, Batches]) -> DataStats:
+    """Return the content of GET /stats: sums over the sources, and the statistics of each."""
+    own = {name: batches.stats() for name, batches in sources.items()}
+    if "" in own:
+        return own[""]
+    refused: Sum[str] = Sum()
+    for stats in own.values():
+        refused.update(stats.refused)
+    declared = [batches.source for batches in sources.values() if batches.source is not None]
+    return DataStats(
+        source=", ".join(own),
+        train_prompts=sum(own[source.name].train_prompts for source in declared if not source.eval_only),
+        test_prompts=sum(stats.test_prompts for stats in own.values()),
+        rows=sum(stats.rows for stats in own.values()),
+        refused=dict(refused),
+        cursors={f"{name}: {key}": cursor for name, stats in own.items() for key, cursor in stats.cursors.items()},
+        curriculum=", ".join(sorted({stats.curriculum for stats in own.values()} - {"off"})) or "off",
+        fingerprint={f"{source.name}: settings": _declaration(source) for source in declared}
+        | {f"{name}: {part}": line for name, stats in own.items() for part, line in stats.fingerprint.items()},
+        sources=own,
+    )
+
+
+def _declaration(source: Source) -> str:
+    """Return ratio and own variables of a source, without the dataset's, which the other lines of it describe."""
+    own = {name: text for name, text in sorted(source.settings.items()) if name not in DataSettings.model_fields}
+    ratio = "eval_only" if source.eval_only else f"ratio {source.ratio:g}"
+    return ", ".join([ratio, *(f"{name.upper()} {text}" for name, text in own.items())])
 
 
 _SCHEMA = """

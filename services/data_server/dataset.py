@@ -11,6 +11,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.utils import logging as hub_logging
@@ -18,9 +19,10 @@ from huggingface_hub.utils import logging as hub_logging
 from services.chat.tokenizers import import_transformers_alone, load_tokenizer
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from services.data_server import sources
+from services.core.sources import Source
+from services.data_server import dataset_rows
+from services.data_server.dataset_rows import Row, Rows
 from services.data_server.settings import Curriculum, DataSettings, PromptStyle
-from services.data_server.sources import Row, Rows
 from services.protocol.prompts import Split
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class PromptMaker:
         tokenizer: PreTrainedTokenizerBase | None,
         examples: Sequence[Row],
     ) -> None:
-        """Make the renderer; ``instruction`` is the source's, which INSTRUCTION replaces.
+        """Make the renderer; ``instruction`` is the dataset's, which INSTRUCTION replaces.
 
         Raises:
             ConfigurationError: the style needs a chat template and the tokenizer has none.
@@ -136,8 +138,11 @@ Record = dict[str, Any]
 class Catalogue:
     """A split's prompts in their wire form, rendered when they are needed. A prompt of too many tokens has no form."""
 
-    def __init__(self, name: str, split: Split, rows: Rows, maker: PromptMaker, max_prompt_tokens: int) -> None:
-        self._id_prefix = f"{name}/{split.value}/"
+    def __init__(
+        self, name: str, split: Split, rows: Rows, maker: PromptMaker, max_prompt_tokens: int, source: Source | None
+    ) -> None:
+        self._id_prefix = f"{source.name if source else name}/{split.value}/"
+        self._source = {"source": source.name} if source else {}
         self._rows = rows
         self._maker = maker
         self._max_prompt_tokens = max_prompt_tokens
@@ -183,6 +188,7 @@ class Catalogue:
                 "prompt_ids": prompt_ids,
                 "messages": self._maker.messages(row.question),
                 "category": row.category,
+                **self._source,
             }
         while len(self._records) > _KEPT:
             self._records.popitem(last=False)
@@ -204,12 +210,15 @@ FEW_SHOT_COUNT = 4
 class Dataset:
     """The prompts of both splits."""
 
+    source: str
+    """The name in SOURCES, "" without SOURCES."""
     name: str
+    """The dataset's own name."""
     catalogues: dict[Split, Catalogue]
     rows: int
-    """Number of the source's rows, those that were left out included."""
+    """Number of the dataset's rows, those that were left out included."""
     refused: dict[str, int]
-    """Rows of the source that were left out, by reason."""
+    """Rows of the dataset that were left out, by reason."""
     fingerprint: dict[str, str]
     """A line for each part that a run's place in the prompts depends on: equal lines mean equal prompts, also in files
     of other directories."""
@@ -220,11 +229,14 @@ class Dataset:
         return sum(catalogue.too_long for catalogue in self.catalogues.values())
 
 
-def load(settings: DataSettings, *, own_process: bool = False, first: int | None = None) -> Dataset:
-    """Load the dataset and the tokenizer.
+def load(
+    settings: DataSettings, source: Source | None = None, *, own_process: bool = False, first: int | None = None
+) -> Dataset:
+    """Load the dataset of a source, and the tokenizer.
 
     Args:
         settings: name dataset and model, and give the form of the prompts.
+        source: the source, None without SOURCES.
         own_process: whether this process does nothing else, so that it can import transformers without torch.
         first: the number of rows to load of each split of a dataset on the hub; None: all.
 
@@ -236,37 +248,45 @@ def load(settings: DataSettings, *, own_process: bool = False, first: int | None
     if own_process and settings.model_name is not None:
         import_transformers_alone()
     # The tokenizer comes first because it fails sooner.
-    tokenizer = None if settings.model_name is None else load_tokenizer(settings.model_name)
-    source = sources.load(settings, first)
-    train = source.train
-    examples: list[sources.Row] = []
+    tokenizer = None if settings.model_name is None else _load_tokenizer(settings.model_name)
+    eval_only = source is not None and source.eval_only
+    rows = dataset_rows.load(settings, first, eval_only=eval_only)
+    train = rows.train
+    examples: list[dataset_rows.Row] = []
     if settings.prompt_style is PromptStyle.FEW_SHOT:
         examples, train = _examples(settings, train)
-    maker = PromptMaker(settings, source.instruction, tokenizer, examples)
-    splits = {Split.TRAIN: train, Split.TEST: source.test}
+    maker = PromptMaker(settings, rows.instruction, tokenizer, examples)
+    splits = {Split.TRAIN: train, Split.TEST: rows.test}
     catalogues = {
-        split: Catalogue(source.name, split, rows, maker, settings.max_prompt_tokens) for split, rows in splits.items()
+        split: Catalogue(rows.name, split, chosen, maker, settings.max_prompt_tokens, source)
+        for split, chosen in splits.items()
     }
     for catalogue in catalogues.values():
         catalogue.render_all_if_few()
-        if catalogue.too_long == len(catalogue):
+        if 0 < len(catalogue) == catalogue.too_long:
             raise ConfigurationError(
                 f"MAX_PROMPT_TOKENS is {settings.max_prompt_tokens}, but every prompt of DATASET "
                 f"{settings.dataset!r} is longer; allow more"
             )
-    dataset = Dataset(source.name, catalogues, source.rows, source.refused, _fingerprint(settings, splits, maker))
+    fingerprint = _fingerprint(settings, splits, maker)
+    dataset = Dataset(source.name if source else "", rows.name, catalogues, rows.rows, rows.refused, fingerprint)
     log.info(
         "loaded",
         dataset=settings.dataset,
+        source=dataset.source or None,
         train=len(train),
-        test=len(source.test),
-        refused=source.refused or None,
+        test=len(rows.test),
+        refused=rows.refused or None,
         too_long=dataset.too_long or None,
     )
     return dataset
 
 
-def _examples(settings: DataSettings, train: sources.Rows) -> tuple[list[sources.Row], sources.Rows]:
+_load_tokenizer = lru_cache(1)(load_tokenizer)
+"""The sources of a run share a tokenizer."""
+
+
+def _examples(settings: DataSettings, train: dataset_rows.Rows) -> tuple[list[dataset_rows.Row], dataset_rows.Rows]:
     """Return the rows that are shown as examples, and the others.
 
     Raises:
@@ -286,7 +306,7 @@ def _examples(settings: DataSettings, train: sources.Rows) -> tuple[list[sources
     return examples, train.select(slice(FEW_SHOT_COUNT, None))
 
 
-def _fingerprint(settings: DataSettings, splits: dict[Split, sources.Rows], maker: PromptMaker) -> dict[str, str]:
+def _fingerprint(settings: DataSettings, splits: dict[Split, dataset_rows.Rows], maker: PromptMaker) -> dict[str, str]:
     train, test = splits[Split.TRAIN], splits[Split.TEST]
     shuffled = "as in the source" if settings.curriculum is Curriculum.SOURCE else "shuffled"
     return {

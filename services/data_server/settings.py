@@ -12,7 +12,7 @@ from string import Formatter
 from pydantic import Field, field_validator
 
 from services.core.errors import ConfigurationError
-from services.core.settings import TemplateSettings
+from services.core.settings import SourcesSettings, TemplateSettings
 from services.protocol.ground_truths import REASONING_GYM
 
 
@@ -43,7 +43,7 @@ class Curriculum(StrEnum):
     HARD_FIRST = "hard_first"
 
 
-class DataSettings(TemplateSettings):
+class DataSettings(TemplateSettings, SourcesSettings):
     """The data-server's environment variables."""
 
     dataset: str = Field("gsm8k", min_length=1)
@@ -61,7 +61,7 @@ class DataSettings(TemplateSettings):
     dataset_test: Path | None = None
     """A .jsonl or .parquet file of held-out prompts, for a DATASET that is a file."""
     dataset_held_out: float = Field(0.05, gt=0, lt=1)
-    """Share of the rows held out of training, for a source that has no held-out split of its own."""
+    """Share of the rows held out of training, for a dataset that has no held-out split of its own."""
     prompt_column: str | None = None
     """Column of the question; default the first of question, prompt, problem."""
     ground_truth_column: str | None = None
@@ -89,7 +89,7 @@ class DataSettings(TemplateSettings):
     """Seed of the shuffled order, of generated questions and of their split."""
     curriculum: Curriculum = Curriculum.OFF
     """Order of the prompts within an epoch. `off`: a random order of its own for each epoch; `source`: the order of
-    the source, which for `reasoning_gym:...` has the easier levels first. By recorded success rates: `balanced` has
+    the dataset, which for `reasoning_gym:...` has the easier levels first. By recorded success rates: `balanced` has
     prompts near one half earlier, `easy_first` the often solved ones, `hard_first` the seldom solved ones. Each
     prompt comes once an epoch."""
 

@@ -12,7 +12,8 @@ from fractions import Fraction
 from typing import Any
 
 from services.core.tasks import in_background
-from services.data_server import sources
+from services.data_server import dataset_rows
+from services.data_server.dataset_rows import Row, Rows
 from services.data_server.settings import DataSettings
 from services.environment_server.environments import (
     Conversation,
@@ -59,7 +60,7 @@ class Questions(Tasks):
     tools = (CALCULATOR,)
     deterministic = True
 
-    def __init__(self, rows: Mapping[str, sources.Rows], scorer: Scorer, turns: int) -> None:
+    def __init__(self, rows: Mapping[str, Rows], scorer: Scorer, turns: int) -> None:
         digests = " ".join(split.digest() for split in rows.values())
         self.version = f"2, {turns} turns, questions {digests}"
         self.splits = {name: len(split) for name, split in rows.items()}
@@ -81,7 +82,7 @@ class Questions(Tasks):
         scoring = asyncio.run_coroutine_threadsafe(self._scorer.score([item]), self._loop)
         return (await asyncio.wrap_future(scoring))[0]
 
-    def _row(self, split: str, index: int) -> sources.Row:
+    def _row(self, split: str, index: int) -> Row:
         return self._rows[split].take([index])[0]
 
 
@@ -93,12 +94,12 @@ async def open_questions(turns: int) -> AsyncIterator[Questions]:
         ConfigurationError: DATASET cannot be loaded, or a setting of the reward is not allowed.
     """
     data, rewards = DataSettings.load(), RewardSettings.load(reward_fn="math")
-    source = await in_background(lambda: sources.load(data))
+    dataset = await in_background(lambda: dataset_rows.load(data))
     pool = WorkerPool(rewards)
     await pool.start()
     try:
         # The held-out questions come first, so that they are the ones of a reset without a split.
-        yield Questions({"test": source.test, "train": source.train}, Scorer(rewards, pool), turns)
+        yield Questions({"test": dataset.test, "train": dataset.train}, Scorer(rewards, pool), turns)
     finally:
         await pool.stop()
 
@@ -106,7 +107,7 @@ async def open_questions(turns: int) -> AsyncIterator[Questions]:
 class QuestionWithCalculator(Conversation):
     """One question. The first message without a call of the calculator is the answer, which ends the episode."""
 
-    def __init__(self, row: sources.Row, score: Callable[[RewardItem], Awaitable[RewardResult]], turns: int) -> None:
+    def __init__(self, row: Row, score: Callable[[RewardItem], Awaitable[RewardResult]], turns: int) -> None:
         self._row = row
         self._score_answer = score
         self._left = turns

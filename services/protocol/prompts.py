@@ -26,12 +26,12 @@ class Message(WireModel):
 class Prompt(WireModel):
     """A prompt with its ground truth.
 
-    ``id`` ends with the split and the prompt's number within it, as in ``gsm8k/train/17``. With DATASET=seeds,
-    ``ground_truth`` is the seed of an episode.
+    ``id`` has the dataset's or the source's name, the split and the prompt's number, as in ``gsm8k/train/17``. With
+    DATASET=seeds, ``ground_truth`` is the seed of an episode.
     ``prompt`` is the text of the user's turn. ``prompt_ids`` is the whole prompt that the model sees: the chat template
     applied and tokenised, generation marker included. ``epoch`` and ``position`` are the prompt's place in the shuffled
-    order, so that a consumer can count each prompt once an epoch. ``source`` names the dataset where there are
-    several, and ``row`` has the dataset's row as JSON where its reward needs more of it than the ground truth.
+    order, so that a consumer can count each prompt once an epoch. ``source`` is its name in SOURCES,
+    and ``row`` has the dataset's row as JSON where its reward needs more of it than the ground truth.
     """
 
     id: str
@@ -44,6 +44,11 @@ class Prompt(WireModel):
     position: Count = 0
     source: str = Field(default="", exclude_if=lambda source: not source)
     row: bytes = Field(default=b"", exclude_if=lambda row: not row)
+
+    @property
+    def row_text(self) -> str | None:
+        """The row's JSON as text; None without one."""
+        return self.row.decode() or None
 
 
 class Split(StrEnum):
@@ -62,10 +67,14 @@ class Cursor(WireModel):
 
 
 class PromptsQuery(StrictModel):
-    """Query of GET /prompts. With ``epoch`` or ``position``, the server's own cursors do not move."""
+    """Query of GET /prompts. With ``epoch`` or ``position``, the server's own cursors do not move.
+
+    ``source`` is a name in SOURCES, "" without SOURCES.
+    """
 
     batch_size: int = Field(default=4, ge=1, le=4096)
     split: Split = Split.TRAIN
+    source: str = ""
     consumer: str = Field(default="default", min_length=1, max_length=200)
     epoch: Count | None = None
     position: Count | None = None
@@ -77,6 +86,7 @@ class PromptsRequest(StrictModel):
 
     batch_size: int = Field(default=4, ge=1, le=4096)
     split: Split = Split.TRAIN
+    source: str = ""
     cursor: Cursor = Field(default_factory=Cursor)
 
 
@@ -85,6 +95,7 @@ class CursorRequest(StrictModel):
 
     consumer: str = Field(default="default", min_length=1, max_length=200)
     split: Split = Split.TRAIN
+    source: str = ""
     cursor: Cursor
 
 
@@ -112,9 +123,10 @@ class PromptBatch(WireModel):
 class DataStats(BaseModel):
     """Reply of the data-server's GET /stats: prompts by split, and the consumers' cursors.
 
-    ``rows`` is the number of the source's rows, and ``refused`` counts those that were left out, by reason.
+    ``rows`` is the number of the dataset's rows, and ``refused`` counts those that were left out, by reason.
     ``curriculum`` is "off" if success rates do not change the order. ``fingerprint`` has an entry for each part of the
-    data: equal entries mean equal prompts in the same order.
+    data: equal entries mean equal prompts in the same order. ``sources`` has the same of each name in SOURCES, and
+    then the other fields are sums; it is empty without SOURCES.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -127,3 +139,8 @@ class DataStats(BaseModel):
     cursors: dict[str, dict[str, int]] = Field(default_factory=dict)
     curriculum: str = "off"
     fingerprint: dict[str, str] = Field(default_factory=dict)
+    sources: dict[str, DataStats] = Field(default_factory=dict, exclude_if=lambda sources: not sources)
+
+    def by_source(self) -> dict[str, DataStats]:
+        """Return the statistics of each source by its name, "" without SOURCES."""
+        return self.sources or {"": self}

@@ -50,13 +50,15 @@ class RewardResult(WireModel):
 
     An answer over a limit gets a reward from the trainer, which knows the rewards of its group.
 
-    ``components`` has the value of each reward function by name. ``extracted`` is the answer that was read from the
-    response. ``reason`` says why the answer could not be scored, or how it was judged.
+    ``components`` has the value of each reward function by name: None if it does not apply to the row, or failed.
+    ``failed`` has the status of those that failed, by name, so that the two differ. ``extracted`` is the answer that
+    was read from the response. ``reason`` says why the answer could not be scored, or how it was judged.
     """
 
     reward: Finite | None
     status: RewardStatus = RewardStatus.SCORED
     components: dict[str, Finite | None] = Field(default_factory=dict)
+    failed: dict[str, RewardStatus] = Field(default_factory=dict, exclude_if=lambda failed: not failed)
     extracted: str | None = None
     reason: str | None = None
 
@@ -69,19 +71,49 @@ class RewardResult(WireModel):
 
 
 class RewardItem(WireModel):
-    """An answer to score; trainers give the last two fields, so that rewards for length count tokens."""
+    """An answer to score; trainers give tokens and finish reason, so that rewards for length count tokens.
+
+    ``row`` is the JSON text of the dataset's row that the prompt was made of; None without one. In a
+    ``BatchRewardRequest`` it is the key of that text in ``rows``.
+    """
 
     prompt: str
     response: str
     ground_truth: str
     completion_tokens: Count | None = None
     finish_reason: FinishReason | None = None
+    row: str | None = Field(default=None, exclude_if=lambda row: row is None)
 
 
 class BatchRewardRequest(WireModel):
-    """Body of POST /batch_reward."""
+    """Body of POST /batch_reward. ``rows`` has each row's JSON text once, by any key; items name their row by key."""
 
     items: list[RewardItem] = Field(max_length=65_536)
+    rows: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
+
+    @classmethod
+    def of(cls, items: Sequence[RewardItem]) -> Self:
+        """Return the request for items that have the texts of their rows."""
+        keys = {text: str(number) for number, text in enumerate(dict.fromkeys(i.row for i in items if i.row))}
+        if not keys:
+            return cls(items=list(items))
+        named = [item.model_copy(update={"row": keys[item.row]}) if item.row else item for item in items]
+        return cls(items=named, rows={key: text for text, key in keys.items()})
+
+    @model_validator(mode="after")
+    def _rows_are_there(self) -> Self:
+        if unknown := {item.row for item in self.items if item.row is not None} - self.rows.keys():
+            raise ValueError(f"an item names row {min(unknown)!r}, which `rows` lacks; give its JSON text there")
+        return self
+
+    @property
+    def whole_items(self) -> list[RewardItem]:
+        """The items with the texts of their rows."""
+        if not self.rows:
+            return self.items
+        return [
+            item if item.row is None else item.model_copy(update={"row": self.rows[item.row]}) for item in self.items
+        ]
 
 
 class BatchRewardReply(WireModel):

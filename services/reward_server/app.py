@@ -64,7 +64,7 @@ def create_app(settings: RewardSettings) -> FastAPI:
     @app.post("/batch_reward")
     async def post_batch_reward(request: BatchRewardRequest) -> BatchRewardReply:
         """Score answers: one result an item, in order."""
-        return BatchRewardReply.model_construct(rewards=await scorer.score(request.items))
+        return BatchRewardReply.model_construct(rewards=await scorer.score(request.whole_items))
 
     return app
 

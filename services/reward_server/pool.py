@@ -44,7 +44,10 @@ _PROCESSES = threading.Lock()
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The outcome of one reward function for one answer: a value, or the reason why there is none."""
+    """The outcome of one reward function for one answer: a value, or the reason why there is none.
+
+    Without a value, the function does not apply to the row if the status is ``scored``, and failed otherwise.
+    """
 
     value: float | None
     status: RewardStatus = RewardStatus.SCORED
@@ -201,7 +204,7 @@ class WorkerPool:
             return self._explain_end(error, await self._remove(worker))
         self._free.put_nowait(worker)
         # None is also what nan becomes in JSON, from a function that replaces math.isfinite.
-        if (value := reply.get("value")) is not None:
+        if (value := reply.get("value")) is not None or reply.get("applies") is False:
             return Evaluation(value)
         reason = reply.get("reason", f"{function} returned no finite number")
         return Evaluation(None, RewardStatus.ERROR, reason)

@@ -55,17 +55,22 @@ class Scorer:
 
     def _combine(self, parts: Sequence[Evaluation]) -> RewardResult:
         extracted = next((part.extracted for part in parts if part.extracted is not None), None)
+        named = {f.name: part for f, part in zip(self._functions, parts, strict=True)}
+        failed = {name: part for name, part in named.items() if part.status is not RewardStatus.SCORED}
         details: dict[str, Any] = {
-            "components": {f.name: part.value for f, part in zip(self._functions, parts, strict=True)},
+            "components": {name: part.value for name, part in named.items()},
+            "failed": {name: part.status for name, part in failed.items()},
             "extracted": None if extracted is None else extracted[:_MAX_EXTRACTED],
         }
+        # A sum needs all of its parts.
+        for name, part in failed.items():
+            return RewardResult(reward=None, status=part.status, reason=f"{name}: {part.reason}", **details)
+        if all(part.value is None for part in parts):
+            reason = "no reward function applies to the row: each returned None; let one return a number"
+            return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason, **details)
         total = 0.0
         for function, part in zip(self._functions, parts, strict=True):
-            if part.value is None:
-                # A sum needs all of its parts.
-                reason = f"{function.name}: {part.reason}"
-                return RewardResult(reward=None, status=part.status, reason=reason, **details)
-            total += function.weight * part.value
+            total += function.weight * (part.value or 0.0)
         if not abs(total) <= LARGEST_REWARD:
             reason = f"the weighted sum {total:g} is beyond {LARGEST_REWARD:g} in size; make the functions return less"
             return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason, **details)

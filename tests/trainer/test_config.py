@@ -75,6 +75,16 @@ def test_engines_that_share_the_trainers_gpu_sleep_between_generations(
         ({"group_size": 1, "mode": "async", "collector_in_process": False}, None),
         ({"group_size": 1, "advantage": "reinforce"}, None),
         ({"group_size": 1, "advantage": "gae"}, None),
+        ({"group_size": 1, "advantage": "maxrl"}, "GROUP_SIZE is 1, but ADVANTAGE=maxrl"),
+        ({"advantage": "maxrl"}, None),
+        ({"advantage": "maxrl", "overlong_buffer": 8}, "OVERLONG_BUFFER is set, but ADVANTAGE=maxrl"),
+        ({"advantage": "maxrl", "kl_in_reward": True, "kl_coef": 0.1}, "KL_IN_REWARD is set, but ADVANTAGE=maxrl"),
+        ({"advantage": "maxrl", "over_limit_reward": -1}, "OVER_LIMIT_REWARD is set, but ADVANTAGE=maxrl"),
+        (
+            {"advantage": "maxrl", "credit": "turn", "rollout": "environment"},
+            "CREDIT is set, but ADVANTAGE=maxrl",
+        ),
+        ({"loss": "dppo_kl", "dual_clip": 3}, "DUAL_CLIP has no effect with LOSS=dppo_kl"),
     ],
 )
 def test_a_setting_that_could_have_no_effect_is_refused(settings: dict[str, Any], remedy: str | None) -> None:
@@ -93,6 +103,7 @@ def test_a_setting_that_could_have_no_effect_is_refused(settings: dict[str, Any]
         ({"clip_high": 0.3, "importance_correction": "none"}, None),
         ({"clip_high": 3, "loss": "cispo"}, None),
         ({"clip_high": 3, "loss": "my:loss"}, None),
+        ({"clip_high": 0.1, "loss": "dppo_tv"}, None),
         ({"lora_rank": 8}, "LORA_RANK is set, but LEARNING_RATE is the whole model's default, 1e-06"),
         ({"lora_rank": 8, "learning_rate": 1e-6}, None),
         ({}, None),

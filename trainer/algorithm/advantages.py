@@ -5,8 +5,8 @@ by its name. Generalised advantage estimation, which needs a critic, is in gae.p
 
 Sources: GRPO (Shao et al. 2024, arXiv:2402.03300), RLOO (Ahmadian et al. 2024, arXiv:2402.14740), Dr. GRPO (Liu et al.
 2025, arXiv:2503.20783), REINFORCE++ (Hu 2025, arXiv:2501.03262), batch-level standard deviation (Liu et al. 2025,
-arXiv:2508.08221), pass@k training with k = G (Tang et al. 2025, arXiv:2503.19595), DAPO (Yu et al. 2025,
-arXiv:2503.14476).
+arXiv:2508.08221), pass@k training with k = G (Tang et al. 2025, arXiv:2503.19595), MaxRL (Tajwar et al. 2026,
+arXiv:2602.02710), DAPO (Yu et al. 2025, arXiv:2503.14476).
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class Outcomes:
         """Rewards less the mean of their group, [S] float64; exactly 0 in a group of equal rewards."""
         centred = self.rewards.double() - self.group_totals(self.rewards) / self.group_sizes
         return torch.where(has_reward_variance(self.rewards, self.group_ids), centred, 0)
+
+
+class UnfitRewardsError(ValueError):
+    """A formula has no meaning for the rewards of a step."""
 
 
 AdvantageFunction = Callable[[Outcomes], Tensor]
@@ -111,8 +115,23 @@ def pass_at_k(outcomes: Outcomes) -> Tensor:
     return advantages
 
 
+def maxrl(outcomes: Outcomes) -> Tensor:
+    """Return (r - mean r) / mean r by group; 0 where no reward is positive (arXiv:2602.02710).
+
+    With rewards of 0 and 1 the mean over a group is an unbiased estimate of the gradient of log p(right), truncated;
+    docs/algorithm.md has the derivation. A prompt weighs 1 / p, so the rarer a right answer, the longer the step.
+
+    Raises:
+        UnfitRewardsError: a reward is negative, which could turn the sign of an advantage.
+    """
+    if len(outcomes.rewards) and (lowest := outcomes.rewards.min().item()) < 0:
+        raise UnfitRewardsError(f"a reward is {lowest:g}; allowed are 0 and 1, and no number below 0")
+    means = outcomes.group_totals(outcomes.rewards) / outcomes.group_sizes
+    return torch.where(means > 0, outcomes.centred / means, 0)
+
+
 ADVANTAGE_FUNCTIONS: dict[str, AdvantageFunction] = {
-    f.__name__: f for f in (grpo, dr_grpo, rloo, batch_std, reinforce, reinforce_baseline, pass_at_k)
+    f.__name__: f for f in (grpo, dr_grpo, rloo, batch_std, reinforce, reinforce_baseline, pass_at_k, maxrl)
 }
 
 

@@ -185,8 +185,9 @@ class PolicyLoss:
     """The largest importance weight or ratio; None: that of the correction's paper."""
     truncates_alone: bool = False
     """The policy loss truncates the ratio itself, and a step has one update."""
-    is_own_function: bool = False
-    """The policy loss is a function of the user's."""
+    may_clip_at_once: bool = False
+    """The policy loss may clip while theta is still the proximal policy: its bounds are around the behaviour policy, or
+    it is a function of the user's."""
     off_policy_max_kl: float | None = None
     """See ``off_policy_mask``; None: no completion is masked."""
     entropy_coef: float = 0.0
@@ -252,12 +253,13 @@ class PolicyLoss:
         if self.truncates_alone and correction is ImportanceCorrection.TRUNCATED:
             correction = ImportanceCorrection.NONE
         old = proximal if is_decoupled else behaviour
-        policy = self.policy_loss(LossTokens(logprobs, old, batch.advantages, batch.sequence_ids, batch.n_sequences))
+        ids, n_sequences = batch.sequence_ids, batch.n_sequences
+        policy = self.policy_loss(LossTokens(logprobs, old, batch.advantages, ids, n_sequences, behaviour))
         weights = self._weights(correction, batch, proximal)
         losses, metrics = policy.losses * weights, {"importance_weight": weights, **policy.metrics}
         if self.truncates_alone and correction is not ImportanceCorrection.NONE:
             losses = losses / log_ratio(theta, behaviour).exp()
-        if old is theta and not self.is_own_function:
+        if old is theta and not self.may_clip_at_once:
             metrics = {name: value for name, value in metrics.items() if name not in CLIP_FRACTIONS}
         if self.off_policy_max_kl is not None:
             kept = self._off_policy_mask(batch, theta, self.off_policy_max_kl)

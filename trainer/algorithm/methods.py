@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce", "reinforce_baseline", "pass_at_k", "gae")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce", "reinforce_baseline", "pass_at_k", "maxrl", "gae")
 """The formulas from rewards to advantages: the functions of these names in trainer/algorithm/advantages.py."""
 
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce_baseline", "pass_at_k")
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce_baseline", "pass_at_k", "maxrl")
 """Advantages that compare a completion with the rest of its group; in a group of one they are 0."""
 
 NORMALISED_ADVANTAGES = ("grpo", "batch_std")
@@ -45,6 +45,8 @@ class LossMethod:
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     truncates: bool = False
     """True when it truncates the weight rho of a token itself."""
+    bounds_behaviour: bool = False
+    """True when its bounds are around the policy that sampled, so that they act with one update a batch, too."""
 
 
 LOSSES: Mapping[str, LossMethod] = {
@@ -53,6 +55,8 @@ LOSSES: Mapping[str, LossMethod] = {
     "cispo": LossMethod(("clip_low", "clip_high"), truncates=True),
     "clip_cov": LossMethod(("clip_low", "clip_high")),
     "sapo": LossMethod((), Aggregation.SEQUENCE_MEAN),
+    "dppo_tv": LossMethod(("clip_low", "clip_high"), bounds_behaviour=True),
+    "dppo_kl": LossMethod(("clip_low", "clip_high"), bounds_behaviour=True),
 }
 """The policy losses: the functions of these names in trainer/algorithm/policy_losses.py."""
 

@@ -17,7 +17,7 @@ mask (DeepSeek-AI 2025, arXiv:2512.02556, section 3.1).
 Sources of the losses: PPO (Schulman et al. 2017, arXiv:1707.06347), DAPO (Yu et al. 2025, arXiv:2503.14476), dual clip
 (Ye et al. 2019, arXiv:1912.09729), GSPO (Zheng et al. 2025, arXiv:2507.18071), CISPO (MiniMax 2025, arXiv:2506.13585;
 its bound from Khatri et al. 2025, arXiv:2510.13786), Clip-Cov (Cui et al. 2025, arXiv:2505.22617), SAPO (Gao et al.
-2025, arXiv:2511.20347).
+2025, arXiv:2511.20347), DPPO (Qi et al. 2026, arXiv:2602.04879).
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ LOG_RATIO_LIMIT = 20.0
 
 ICEPOP_LOW = 0.5
 """The smallest ratio that IcePop trains on; from the paper."""
+
+SMALLEST_PROBABILITY = 1e-7
+"""Distance from 0 and 1 within which a probability is moved, so that a divergence stays finite in float32."""
 
 CAPS = {
     ImportanceCorrection.NONE: float("inf"),
@@ -156,6 +159,8 @@ class LossTokens:
     """[N] int64, 0 to n_sequences - 1: the completion of each token."""
     n_sequences: int
     """S."""
+    behaviour_logprobs: Tensor | None = None
+    """[N] float32, log-probabilities of the policy that sampled, by the engine; None: those of ``old_logprobs``."""
 
     @property
     def ratio(self) -> Tensor:
@@ -256,7 +261,49 @@ def clip_cov(
     return TokenLosses(losses * keeps_gradient, {**metrics, "clip_fraction_covariance": keeps_gradient == 0})
 
 
-LOSS_FUNCTIONS: dict[str, LossFunction] = {f.__name__: f for f in (clipped, gspo, cispo, sapo, clip_cov)}
+def dppo_tv(tokens: LossTokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLosses:
+    """Return DPPO's loss, -M rho A, whose mask M bounds the total variation from the behaviour policy mu.
+
+    M is 0 where A > 0 and pi - mu > clip_high, or A < 0 and pi - mu < -clip_low, else 1 (arXiv:2602.04879, binary TV).
+    pi and mu are probabilities of the sampled token, so |pi - mu| is the total variation between "this token" and "any
+    other". A rare token may change by a large ratio, and a likely one only by as much as its probability moves.
+    """
+    pi, mu = _probabilities(tokens)
+    return _masked(tokens, too_low=pi - mu < -clip_low, too_high=pi - mu > clip_high)
+
+
+def dppo_kl(tokens: LossTokens, *, clip_low: float = 0.05, clip_high: float = 0.05) -> TokenLosses:
+    """Return DPPO's loss, -M rho A, whose mask M bounds the KL from the behaviour policy mu.
+
+    With D = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)), M is 0 where A > 0, pi > mu and D > clip_high, or
+    A < 0, pi < mu and D > clip_low, else 1 (arXiv:2602.04879, binary KL). A token that moves back towards mu is never
+    masked.
+    """
+    pi, mu = _probabilities(tokens)
+    divergence = mu * (mu.log() - pi.log()) + (1 - mu) * (torch.log1p(-mu) - torch.log1p(-pi))
+    return _masked(tokens, too_low=(pi < mu) & (divergence > clip_low), too_high=(pi > mu) & (divergence > clip_high))
+
+
+LOSS_FUNCTIONS: dict[str, LossFunction] = {
+    f.__name__: f for f in (clipped, gspo, cispo, sapo, clip_cov, dppo_tv, dppo_kl)
+}
+
+
+def _probabilities(tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """Return the probabilities [N] of the tokens under theta and under the policy that sampled, inside (0, 1)."""
+    behaviour = tokens.old_logprobs if tokens.behaviour_logprobs is None else tokens.behaviour_logprobs
+    pi, mu = (
+        logprobs.detach().exp().clamp(SMALLEST_PROBABILITY, 1 - SMALLEST_PROBABILITY)
+        for logprobs in (tokens.logprobs, behaviour)
+    )
+    return pi, mu
+
+
+def _masked(tokens: LossTokens, *, too_low: Tensor, too_high: Tensor) -> TokenLosses:
+    """Return -rho A without the tokens [N] that A would move further in the direction in which they are too far."""
+    low, high = too_low & (tokens.advantages < 0), too_high & (tokens.advantages > 0)
+    losses = torch.where(low | high, 0.0, -tokens.ratio * tokens.advantages)
+    return TokenLosses(losses, {"clip_fraction_low": low, "clip_fraction_high": high})
 
 
 def _clipped_losses(

@@ -15,7 +15,7 @@ from services.core.errors import ConfigurationError
 from services.core.imports import load_function
 from services.protocol.groups import Group
 from trainer.algorithm import gae, training_groups
-from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes
+from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes, UnfitRewardsError
 from trainer.algorithm.loss import PolicyLoss
 from trainer.algorithm.methods import GROUP_ADVANTAGES, LOSS_OPTIONS, NORMALISED_ADVANTAGES, is_own_function
 from trainer.algorithm.packing import TrainingGroup
@@ -69,7 +69,7 @@ class Objective:
             values: the critic's values before the trained tokens, with ADVANTAGE=gae.
 
         Raises:
-            ConfigurationError: the user's function returns something else.
+            ConfigurationError: the user's function returns something else, or the rewards do not fit the formula.
         """
         return training_groups.by_source(groups, self._of_source, reference, values)
 
@@ -88,15 +88,21 @@ class Objective:
                 reference=reference,
                 kl_coef=settings.kl_coef,
             )
-        return training_groups.with_advantages(
-            groups,
-            self._advantages,
-            settings.credit,
-            eps=settings.advantage_eps,
-            reference=reference,
-            kl_coef=settings.kl_coef,
-            is_normalised=settings.advantage in NORMALISED_ADVANTAGES,
-        )
+        try:
+            return training_groups.with_advantages(
+                groups,
+                self._advantages,
+                settings.credit,
+                eps=settings.advantage_eps,
+                reference=reference,
+                kl_coef=settings.kl_coef,
+                is_normalised=settings.advantage in NORMALISED_ADVANTAGES,
+            )
+        except UnfitRewardsError as error:
+            raise ConfigurationError(
+                f"ADVANTAGE={settings.advantage} cannot be computed: {error}; change the rewards (REWARD_FN), or "
+                "choose another ADVANTAGE"
+            ) from error
 
 
 def policy_loss(settings: TrainerSettings) -> PolicyLoss:
@@ -112,7 +118,7 @@ def policy_loss(settings: TrainerSettings) -> PolicyLoss:
         settings.longest_answer,
         importance_cap=settings.importance_cap,
         truncates_alone=settings.loss_truncates and settings.updates_per_step == 1,
-        is_own_function=is_own_function(settings.loss),
+        may_clip_at_once=settings.loss_bounds_behaviour or is_own_function(settings.loss),
         off_policy_max_kl=settings.off_policy_max_kl,
         entropy_coef=settings.entropy_coef,
         kl_coef=settings.kl_coef,

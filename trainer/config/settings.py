@@ -97,6 +97,7 @@ class TrainerSettings(
         sentences = []
         bounds = [name.upper() for name in LOSS_OPTIONS if getattr(self, name) is not None]
         is_decoupled = self.importance_correction is not ImportanceCorrection.NONE and not self.loss_truncates
+        is_decoupled = is_decoupled and not self.loss_bounds_behaviour
         if bounds and self.loss in LOSSES and self.updates_per_step == 1 and is_decoupled:
             sentences.append(
                 f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the "
@@ -150,6 +151,11 @@ class TrainerSettings(
     def loss_truncates(self) -> bool:
         """True when LOSS truncates the weight of a token itself."""
         return self.loss in LOSSES and LOSSES[self.loss].truncates
+
+    @property
+    def loss_bounds_behaviour(self) -> bool:
+        """True when the bounds of LOSS are around the policy that sampled, in every update."""
+        return self.loss in LOSSES and LOSSES[self.loss].bounds_behaviour
 
     @property
     def saved_type(self) -> PublishedType:
@@ -286,6 +292,23 @@ def options_have_their_method(settings: TrainerSettings) -> None:
         raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
 
 
+def maximum_likelihood_fits(settings: TrainerSettings) -> None:
+    """Check that nothing makes the rewards of ADVANTAGE=maxrl negative, or mixes them with something else."""
+    if settings.advantage != "maxrl":
+        return
+    others = {
+        "OVERLONG_BUFFER": bool(settings.overlong_buffer),
+        "KL_IN_REWARD": settings.kl_in_reward,
+        "OVER_LIMIT_REWARD": settings.over_limit_reward < 0,
+        "CREDIT": settings.credit is Credit.TURN,
+    }
+    if unfit := [variable for variable, is_set in others.items() if is_set]:
+        raise ValueError(
+            f"{', '.join(unfit)} is set, but ADVANTAGE=maxrl divides by the share of right answers, so that rewards "
+            "must be 0 or 1 and those of answers; unset it, or choose ADVANTAGE=rloo"
+        )
+
+
 def groups_can_be_compared(settings: TrainerSettings) -> None:
     """Check that group advantages get groups of two or more."""
     # Collectors elsewhere may bring advantages of their own.
@@ -319,6 +342,7 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     episodes_fit,
     methods_exist,
     options_have_their_method,
+    maximum_likelihood_fits,
     groups_can_be_compared,
     importance_cap_has_an_effect,
 )

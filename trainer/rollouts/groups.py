@@ -168,6 +168,7 @@ class Completions(Sampler):
                 ground_truth=prompt.ground_truth,
                 completion_tokens=completion.tokens,
                 finish_reason=completion.finish_reason,
+                row=prompt.row_text,
             )
             for completion in completions
         ]

@@ -243,3 +243,101 @@ def test_settings_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(ConfigurationError, match=part.replace("{", r"\{")):
             DataSettings.load()
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Any:
+    """Make a data-server of two sources to train on, and one to evaluate only."""
+    write_rows(tmp_path / "words.jsonl", [{"question": f"word {i}?", "answer": f"{i}"} for i in range(20)])
+    write_rows(tmp_path / "exam.jsonl", [{"question": f"exam {i}?", "answer": f"{i}"} for i in range(7)])
+    default = f"""
+- {{name: words, ratio: 2, dataset: {tmp_path}/words.jsonl, group_size: 4, instruction: none}}
+- {{name: sums, dataset: arithmetic, curriculum: balanced}}
+- {{name: exam, eval_only: true, dataset: {tmp_path}/exam.jsonl}}
+"""
+
+    def make(text: str = default, *, on_disk: bool = False) -> Any:
+        (tmp_path / "mix.yaml").write_text(text)
+        settings = DataSettings(shared_dir=tmp_path, run_id="r", sources=tmp_path / "mix.yaml")
+        return create_app(settings, own_process=on_disk)
+
+    make.default = default  # type: ignore[attr-defined]
+    return make
+
+
+async def test_each_source_has_its_own_prompts_cursors_and_epochs(serving: Any, mixed: Any) -> None:
+    async with serving(mixed()) as server:
+        words = (await server.get("/prompts", params={"source": "words", "consumer": "a", "batch_size": 25})).json()
+        assert words["total_available"] == 19
+        assert [prompt["epoch"] for prompt in words["prompts"]] == [0] * 19 + [1] * 6
+        assert {(p["source"], p["id"].rsplit("/", 1)[0]) for p in words["prompts"]} == {("words", "words/train")}
+        sums = (await server.post("/prompts", json={"source": "sums", "batch_size": 2})).json()
+        assert [prompt["id"].split("/")[0] for prompt in sums["prompts"]] == ["sums", "sums"]
+        cursors = [
+            (await server.get("/cursor", params={"source": source, "consumer": "a"})).json()["epoch"]
+            for source in ("words", "sums")
+        ]
+        assert cursors == [1, 0]
+
+
+async def test_an_unknown_source_is_refused_with_those_there_are(serving: Any, mixed: Any, app: Any) -> None:
+    async with serving(mixed()) as server:
+        for source in ("", "word"):
+            refusal = await server.get("/prompts", params={"source": source})
+            assert (refusal.status_code, refusal.json()["detail"]) == (
+                422,
+                f"source {source!r} is not in SOURCES: there are exam, sums, words; give one of these",
+            )
+    async with serving(app()) as server:
+        refusal = await server.get("/prompts", params={"source": "words"})
+        assert refusal.status_code == 422
+        assert "there is one without a name" in refusal.json()["detail"]
+
+
+async def test_a_source_for_evaluation_only_holds_every_row_out(serving: Any, mixed: Any) -> None:
+    async with serving(mixed()) as server:
+        exam = await server.get("/prompts", params={"source": "exam", "split": "test", "batch_size": 9})
+        assert len(exam.json()["prompts"]) == 7
+        assert (await server.get("/prompts", params={"source": "exam"})).status_code == 422
+        stats = (await server.get("/stats")).json()
+        assert (stats["sources"]["exam"]["train_prompts"], stats["sources"]["exam"]["test_prompts"]) == (0, 7)
+        assert stats["train_prompts"] == stats["sources"]["sums"]["train_prompts"] + 19
+
+
+async def test_the_fingerprint_names_every_source_its_ratio_and_its_settings(serving: Any, mixed: Any) -> None:
+    async def fingerprint(text: str) -> dict[str, str]:
+        async with serving(mixed(text)) as server:
+            lines: dict[str, str] = (await server.get("/stats")).json()["fingerprint"]
+            return lines
+
+    before = await fingerprint(mixed.default)
+    assert before["words: settings"] == "ratio 2, GROUP_SIZE 4"
+    assert before["exam: settings"] == "eval_only"
+    for old, new, changed in (
+        ("ratio: 2", "ratio: 3", {"words: settings"}),
+        ("group_size: 4", "group_size: 5", {"words: settings"}),
+        ("words.jsonl", "exam.jsonl", {"words: training prompts", "words: held-out prompts"}),
+        ("curriculum: balanced", "curriculum: off", {"sums: order"}),
+    ):
+        now = await fingerprint(mixed.default.replace(old, new))
+        assert {part for part in before | now if before.get(part) != now.get(part)} == changed
+
+
+async def test_success_rates_find_their_source_and_all_state_survives_a_restart(serving: Any, mixed: Any) -> None:
+    rates = {"words/train/3": 0.5, "sums/train/5": 1.0, "gsm8k/train/5": 1.0}
+    async with serving(mixed(on_disk=True)) as server:
+        reply = await server.post("/success_rates", json={"success_rates": rates})
+        assert reply.json() == {"recorded": 2, "unknown": 1}
+        await server.get("/prompts", params={"source": "sums", "consumer": "a"})
+    async with serving(mixed(on_disk=True)) as server:
+        stats = (await server.get("/stats")).json()["sources"]
+        assert [stats[name]["cursors"] for name in ("sums", "words")] == [
+            {"a/train": {"epoch": 0, "position": 4}},
+            {},
+        ]
+
+
+async def test_a_bad_dataset_names_its_source(serving: Any, mixed: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"mix.yaml, source 'a': DATASET '.*gone.jsonl' is not a file"):
+        async with serving(mixed(f"- {{name: a, dataset: {tmp_path}/gone.jsonl}}")):
+            pass

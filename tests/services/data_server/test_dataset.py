@@ -10,8 +10,8 @@ import pytest
 from services.chat.tokenizers import load_tokenizer
 from services.core.errors import ConfigurationError
 from services.data_server.dataset import PromptMaker, load
+from services.data_server.dataset_rows import INSTRUCTIONS, Row
 from services.data_server.settings import DataSettings, GroundTruthFormat
-from services.data_server.sources import INSTRUCTIONS, Row
 from tests.rows import write_rows
 
 EXAMPLES = [Row(0, "1 + 1?", "It is #### 2", "2", None), Row(1, "2 + 2?", "It is #### 4", "4", None)]

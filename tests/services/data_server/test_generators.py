@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.data_server import sources
+from services.data_server import dataset_rows
 from services.data_server.dataset import load as load_dataset
 from services.data_server.generators import ARITHMETIC_HELD_OUT_SHARE, arithmetic_questions
 from services.data_server.reasoning_questions import Plan, PlanError, Question, questions
@@ -60,7 +60,7 @@ def test_the_seed_decides_the_split_and_nothing_else_does() -> None:
 
 
 def test_seeds_are_digits_and_held_out_ones_are_others() -> None:
-    source = sources.load(DataSettings(dataset="seeds"))
+    source = dataset_rows.load(DataSettings(dataset="seeds"))
     train, test = (
         {row.ground_truth for row in rows.take(list(range(len(rows))))} for rows in (source.train, source.test)
     )
@@ -73,8 +73,8 @@ def test_seeds_are_digits_and_held_out_ones_are_others() -> None:
 pytest.importorskip("reasoning_gym", reason="no reasoning-gym, which needs a C compiler")
 
 
-def load(dataset: str, config: str | None = None, **options: Any) -> sources.Source:
-    return sources.load(DataSettings(dataset=dataset, dataset_config=config, **options))
+def load(dataset: str, config: str | None = None, **options: Any) -> dataset_rows.DatasetRows:
+    return dataset_rows.load(DataSettings(dataset=dataset, dataset_config=config, **options))
 
 
 def plan(size: int = 40, levels: list[int] | None = None, seed: int = 0, **weights: float) -> Plan:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.data_server import sources
+from services.data_server import dataset_rows
 from services.data_server.settings import DataSettings
 
 ROWS = [{"question": f'say "{i}", né?\nnow', "answer": 9007199254740993 + i} for i in range(3)]
@@ -36,12 +36,12 @@ def test_the_command_of_the_refusal_makes_a_file_that_is_read(
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(content, encoding="utf-8")
     with pytest.raises(ConfigurationError) as error:
-        sources.load(DataSettings(dataset=name))
+        dataset_rows.load(DataSettings(dataset=name))
     message = str(error.value)
     assert message.startswith(f"DATASET {name!r}: allowed are files that end in .jsonl or .parquet; ")
     command = shlex.split(message.partition("it: ")[2])
     subprocess.run([sys.executable if part == "python3" else part for part in command], check=True)
-    source = sources.load(DataSettings(dataset=str(Path(name).with_suffix(".jsonl"))))
+    source = dataset_rows.load(DataSettings(dataset=str(Path(name).with_suffix(".jsonl"))))
     rows = [row for split in (source.train, source.test) for row in split.take(list(range(len(split))))]
     found = {row.question: row.ground_truth for row in rows}
     assert found == {row["question"]: str(row["answer"]) for row in ROWS}
@@ -62,5 +62,5 @@ def test_what_is_no_file_of_rows_is_not_taken_for_a_dataset_of_the_hub(
     Path("rows.txt").write_text("a question")
     Path("folder.jsonl").mkdir()
     with pytest.raises(ConfigurationError) as error:
-        sources.load(DataSettings(dataset=name))
+        dataset_rows.load(DataSettings(dataset=name))
     assert str(error.value).startswith(message.format(here=tmp_path))

@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.data_server import sources
+from services.data_server import dataset_rows
 from services.data_server.settings import DataSettings
 
 
 def truths(path: Path, answers: pa.Array) -> list[str]:
     pq.write_table(pa.table({"question": [f"q{i}" for i in range(len(answers))], "answer": answers}), path)
-    source = sources.load(DataSettings(dataset=str(path)))
+    source = dataset_rows.load(DataSettings(dataset=str(path)))
     rows = [row for split in (source.train, source.test) for row in split.take(list(range(len(split))))]
     assert all(row.answer == row.ground_truth for row in rows)
     return [row.ground_truth for row in sorted(rows, key=lambda row: row.number)]
@@ -75,9 +75,9 @@ def answered(*answers: object) -> str:
     return "".join(f'{{"question": "a{i}", "answer": {answer}}}\n' for i, answer in enumerate(answers))
 
 
-def loaded(path: Path, content: str | bytes) -> sources.Source:
+def loaded(path: Path, content: str | bytes) -> dataset_rows.DatasetRows:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return sources.load(DataSettings(dataset=str(path)))
+    return dataset_rows.load(DataSettings(dataset=str(path)))
 
 
 def json_truths(path: Path, *answers: object) -> list[str]:

@@ -28,6 +28,21 @@ def distinct(completions, ground_truth, **rest):
 
 def by_column(completions, level, **rest):
     """Takes a column of the dataset, as TRL passes it."""
+    return [float(number) for number in level]
+
+def check(response, tests, difficulty=1):
+    """Takes columns of the dataset, and changes them."""
+    tests.append(response)
+    return len(tests) * difficulty
+
+def whole(response, row):
+    return eval(response, {"row": row})
+
+def where_tested(response, tests=None):
+    return None if tests is None else float(len(tests))
+
+def by_conversation(messages):
+    """Takes a name that no column has."""
 
 def by_place(response, /):
     """Cannot be called by keyword."""

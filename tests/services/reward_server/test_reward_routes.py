@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.core.errors import ConfigurationError
+from services.protocol.rewards import BatchRewardRequest, RewardItem
 from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings, WeightedFunction, parse_functions
 from tests.waiting import IDLE_SECONDS, wait_until
@@ -81,6 +82,27 @@ async def test_one_answer_and_many(serving: Any) -> None:
         assert stats["answers"] == {"scored": 2, "over_limit": 1}
         metrics = (await client.get("/metrics")).text
         assert 'reward_answers_total{status="over_limit"}' in metrics
+
+
+async def test_a_row_travels_once_a_request_and_alone_with_one_answer(serving: Any, plugin: str) -> None:
+    async with serving(create_app(RewardSettings(reward_fn=f"{plugin}:check", reward_workers=1))) as client:
+        one = {"prompt": "q", "response": "x", "ground_truth": "", "row": '{"tests": [1, 2]}'}
+        assert (await client.post("/reward", json=one)).json()["reward"] == 3.0
+        rows = {"a": '{"tests": [1, 2]}', "b": '{"tests": [], "difficulty": 5}'}
+        items = [{**one, "row": key} for key in ("a", "b", "a")]
+        many = (await client.post("/batch_reward", json={"items": items, "rows": rows})).json()["rewards"]
+        assert [reward["reward"] for reward in many] == [3.0, 5.0, 3.0]
+        refused = await client.post("/batch_reward", json={"items": items, "rows": {"a": "{}"}})
+        assert refused.status_code == 422
+        assert "an item names row 'b', which `rows` lacks" in refused.text
+
+
+def test_a_request_has_each_row_once() -> None:
+    items = [RewardItem(prompt="q", response="x", ground_truth="", row=row) for row in ("{}", None, '{"a": 1}', "{}")]
+    request = BatchRewardRequest.of(items)
+    assert request.rows == {"0": "{}", "1": '{"a": 1}'}
+    assert [item.row for item in request.items] == ["0", None, "1", "0"]
+    assert BatchRewardRequest.model_validate_json(request.model_dump_json()).whole_items == items
 
 
 def test_a_server_that_is_killed_leaves_no_process(start_service: Any, plugin: str, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ async def test_memory_is_limited_for_math_too(scoring: Any) -> None:
     [
         ("raise", RewardStatus.ERROR, "ValueError: not today"),
         ("nan", RewardStatus.ERROR, "a finite number is needed"),
-        ("none", RewardStatus.ERROR, "moody returned None, of type NoneType; a finite number is needed"),
+        ("none", RewardStatus.ERROR, "no reward function applies to the row: each returned None"),
         ("text", RewardStatus.ERROR, "moody returned 'good', of type str; a finite number is needed"),
         ("digits", RewardStatus.ERROR, "moody returned '1.0', of type str; a finite number is needed"),
         ("patch", RewardStatus.ERROR, "moody returned no finite number"),
@@ -138,6 +138,42 @@ async def test_several_rewards_are_weighted_and_each_is_told_by_name(scoring: An
         assert plain.components["exact_match"] == 1.0
 
 
+ROW = '{"tests": [1, 2], "difficulty": 3, "level": 4, "when": "2024-01-02", "big": 9007199254740993, "row": "mine"}'
+
+
+async def test_a_function_gets_the_columns_that_its_signature_names(scoring: Any, plugin: str) -> None:
+    names = ("check", "by_column", "whole")
+    async with scoring(reward_fn=",".join(f"{plugin}:{name}" for name in names)) as scorer:
+        exact = "row['big'] - 2**53 if row['when'] == '2024-01-02' and row['row'] == 'mine' else 0"
+        # A function that changes a list changes that of its own answer only.
+        results = await scorer.score([item(exact, row=ROW), item(exact, row=ROW)])
+        assert [list(result.components.values()) for result in results] == [[9.0, 4.0, 1.0]] * 2
+
+
+async def test_a_row_that_lacks_a_column_without_a_default_has_no_reward(scoring: Any, plugin: str) -> None:
+    async with scoring(reward_fn=f"{plugin}:check") as scorer:
+        for row in ('{"difficulty": 2}', None):
+            [result] = await scorer.score([item("x", row=row)])
+            assert (result.reward, result.status) == (None, RewardStatus.ERROR)
+            assert "check needs tests, which the row lacks; give the parameter a default" in (result.reason or "")
+
+
+async def test_a_function_that_does_not_apply_is_another_thing_than_one_that_failed(scoring: Any, plugin: str) -> None:
+    tested, moody = f"{plugin}:where_tested", f"{plugin}:moody"
+    async with scoring(reward_fn=f"{tested}=2,{moody}") as scorer:
+        rows = ['{"tests": [1]}', '{"other": 1}', '{"tests": [1]}', '{"other": 1}']
+        answers = ("fine", "fine", "none", "raise")
+        results = await scorer.score([item(answer, row=row) for answer, row in zip(answers, rows, strict=True)])
+        assert [result.reward for result in results] == [3.0, 1.0, 2.0, None]
+        assert [result.components for result in results] == [
+            {tested: 1.0, moody: 1.0},
+            {tested: None, moody: 1.0},
+            {tested: 1.0, moody: None},
+            {tested: None, moody: None},
+        ]
+        assert [result.failed for result in results] == [{}, {}, {}, {moody: RewardStatus.ERROR}]
+
+
 async def test_without_one_part_there_is_no_reward_but_the_other_parts_are_told(scoring: Any, plugin: str) -> None:
     async with scoring(reward_fn=f"math,{plugin}:moody") as scorer:
         result = (await scorer.score([item("raise", "raise")]))[0]
@@ -217,7 +253,7 @@ async def test_no_process_is_left(scoring: Any, plugin: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("by_column", "by_column needs level, which it does not get. Use prompts, completions, ground_truth, "),
+        ("by_conversation", "by_conversation needs messages, which it does not get. Use prompt, response, "),
         ("by_place", "by_place needs response, which it does not get. Use prompt, response, ground_truth, "),
     ],
 )

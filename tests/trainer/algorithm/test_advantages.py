@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -12,7 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, Outcomes, has_reward_variance, overlong_penalty
+from trainer.algorithm.advantages import (
+    ADVANTAGE_FUNCTIONS,
+    Outcomes,
+    UnfitRewardsError,
+    has_reward_variance,
+    overlong_penalty,
+)
 from trainer.algorithm.methods import ADVANTAGES
 
 # 1/3 and 0.1 have no exact mean, which is where equal rewards become an advantage by rounding.
@@ -75,7 +82,7 @@ def test_group_advantages_are_the_formula_whatever_the_order_and_numbering_of_gr
     torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", [*BY_GROUP, "batch_std", "pass_at_k"])
+@pytest.mark.parametrize("method", [*BY_GROUP, "batch_std", "pass_at_k", "maxrl"])
 @pytest.mark.parametrize("rewards", [[0.7], [0.1] * 7, [1 / 3] * 3], ids=str)
 def test_a_group_without_two_different_rewards_has_exactly_no_advantage(method: str, rewards: list[float]) -> None:
     others = [[0.0, 1.0, 5.0]]
@@ -113,6 +120,38 @@ def test_reinforce_is_white_over_the_tokens_of_the_batch(method: str) -> None:
 def test_pass_at_k_gives_the_best_completion_its_lead() -> None:
     groups = [[0.0, 3.0, 1.0], [1.0, 1.0], [2.0], [0.5, 2.0]]
     assert advantages_of("pass_at_k", groups) == [[0.0, 2.0, 0.0], [0.0, 0.0], [0.0], [0.0, 1.5]]
+
+
+def test_maxrl_divides_what_a_reward_is_above_the_mean_by_the_mean() -> None:
+    groups = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [1.0], [1.0, 0.0, 0.5]]
+    expected = [[3.0, -1.0, -1.0, -1.0], [0.0, 0.0], [0.0, 0.0], [0.0], [1.0, -1.0, 0.0]]
+    assert advantages_of("maxrl", groups) == expected
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_maxrls_gradient_is_that_of_the_log_likelihood_of_right_answers_truncated(size: int) -> None:
+    """The expectation over all groups of a policy of three answers, of which two are right, in exact sums.
+
+    With answers of a group as (answer, ...), each group has the probability of its answers' product. The expected value
+    of mean_i A_i grad log pi(y_i) is the gradient of -sum over k < G of (1 - p)^k / k.
+    """
+    logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
+    right = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
+    probabilities = logits.softmax(0)
+    scores = torch.eye(3, dtype=torch.float64) - probabilities.detach()  # grad log pi(answer)
+    estimate = torch.zeros(3, dtype=torch.float64)
+    for answers in itertools.product(range(3), repeat=size):
+        outcomes = Outcomes(right[list(answers)], torch.zeros(size).long(), torch.ones(size).long())
+        chance = probabilities.detach()[list(answers)].prod()
+        estimate += chance * (ADVANTAGE_FUNCTIONS["maxrl"](outcomes)[:, None] * scores[list(answers)]).mean(0)
+    wrong = 1 - (probabilities * right).sum()
+    objective = -torch.stack([wrong**k / k for k in range(1, size)]).sum()
+    torch.testing.assert_close(estimate, torch.autograd.grad(objective, logits)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_maxrl_refuses_a_negative_reward() -> None:
+    with pytest.raises(UnfitRewardsError, match=r"a reward is -0\.5"):
+        advantages_of("maxrl", [[1.0, 0.0], [1.0, -0.5]])
 
 
 def test_every_advantage_that_can_be_chosen_has_its_function() -> None:

@@ -7,6 +7,7 @@ installs them and runs this file. Where a library differs from a paper, the test
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,6 +201,64 @@ def test_clip_cov_is_verls_where_all_that_may_lose_their_gradient_do(seed: int) 
     )
     losses = clip_cov(loss_tokens(batch, ours), share=1.0, bounds=(0.5, 3.0)).losses
     assert_same(batch, aggregated(losses, batch, Aggregation.TOKEN_MEAN), ours, expected, theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_is_verls_in_value_and_gradient(verl: Any, seed: int, name: str) -> None:
+    """verl's loss has the value -min(rho, C) A log pi, and the gradient of -rho A where rho is at most C."""
+    batch = random_ragged(seed, n_sequences=30, shortest=2, broken=False)
+    # verl's probabilities have no bounds, so theta's must be below 1.
+    theirs, ours = batch.padded("theta").clamp(max=-0.01), batch.packed("theta").clamp(max=-0.01)
+    old, packed_old = batch.padded("old").clamp(max=-0.01), batch.packed("old").clamp(max=-0.01)
+    theirs, ours = theirs.requires_grad_(), ours.requires_grad_()
+    expected, reported = verl.get_policy_loss_fn(name)(
+        old, theirs, batch.padded("advantage"), batch.mask, config=dppo_config(low=0.04, high=0.06, cap=100.0)
+    )
+    (wanted,) = torch.autograd.grad(expected, theirs)
+    result = LOSS_FUNCTIONS[name](
+        replace(loss_tokens(batch, ours), old_logprobs=packed_old), clip_low=0.04, clip_high=0.06
+    )
+    (gradient,) = torch.autograd.grad(aggregated(result.losses, batch, Aggregation.TOKEN_MEAN), ours)
+    torch.testing.assert_close(gradient, batch.unpadded(wanted), rtol=1e-6, atol=1e-9)
+    values = result.losses.detach() * ours.detach()
+    torch.testing.assert_close(aggregated(values, batch, Aggregation.TOKEN_MEAN), expected.detach(), **CLOSE)
+    moved = batch.packed("advantage") != 0
+    masked = result.metrics["clip_fraction_low"] | result.metrics["clip_fraction_high"]
+    assert 0 < masked[moved].double().mean() < 1
+    assert reported["actor/pg_clipfrac"] > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_one_update_of_dppo_has_verls_gradient_with_importance_cap_as_its_cap(verl: Any, seed: int, name: str) -> None:
+    batch = random_ragged(seed, n_sequences=30, spread=1.0, shortest=2, broken=False)
+    lowered = batch.padded("theta").sub(LOWER).requires_grad_()
+    expected, _ = verl.get_policy_loss_fn(name)(
+        batch.padded("behaviour") - LOWER,
+        lowered,
+        batch.padded("advantage"),
+        batch.mask,
+        config=dppo_config(low=1e-5, high=2e-5, cap=1.5),
+    )
+    (wanted,) = torch.autograd.grad(expected, lowered)
+    _, gradient = one_update(batch, loss=name, clip_low=1e-5, clip_high=2e-5, importance_cap=1.5)
+    wanted = batch.unpadded(wanted).float()
+    assert 0 < (wanted[batch.packed("advantage") != 0] == 0).double().mean() < 1
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7)
+
+
+def dppo_config(*, low: float, high: float, cap: float) -> Any:
+    """Return verl's settings of DPPO."""
+    return oracle("verl.workers.config").ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        use_dynamic_bsz=True,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=cap,
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -16,10 +16,13 @@ from tests.trainer.ragged import Rows, pack_rows, random_ragged
 from trainer.algorithm.methods import LOSS_OPTIONS, LOSSES
 from trainer.algorithm.policy_losses import (
     LOSS_FUNCTIONS,
+    LossFunction,
     LossTokens,
     cispo,
     clip_cov,
     clipped,
+    dppo_kl,
+    dppo_tv,
     gspo,
     sapo,
     sequence_means,
@@ -163,6 +166,68 @@ def test_clip_cov_takes_the_gradient_of_the_tokens_with_the_highest_covariance(s
     assert candidates[gone].all()
     assert covariance[gone].min() >= covariance[candidates & ~gone].max()
     torch.testing.assert_close(result.losses, plain.losses * ~gone)
+
+
+def is_masked(name: str, pi: float, mu: float, advantage: float, low: float, high: float) -> bool:
+    """Return whether DPPO leaves a token out, by its definition (arXiv:2602.04879)."""
+    if name == "dppo_tv":
+        return pi - mu > high if advantage > 0 else mu - pi > low
+    divergence = mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+    return divergence > high and pi > mu if advantage > 0 else divergence > low and pi < mu
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("name", "low", "high"), [("dppo_tv", 0.1, 0.25), ("dppo_kl", 0.02, 0.1)])
+def test_dppo_masks_by_the_change_of_the_probability_since_the_rollout(
+    seed: int, name: str, low: float, high: float
+) -> None:
+    """The ratio is to the proximal policy, the mask to the policy that sampled."""
+    batch = random_ragged(seed, n_sequences=40, spread=0.7, broken=False)
+    theta, behaviour = batch.packed("theta").clamp(max=-1e-3), batch.packed("behaviour").clamp(max=-1e-3)
+    tokens = replace(loss_tokens(batch, theta), behaviour_logprobs=behaviour)
+    result = LOSS_FUNCTIONS[name](tokens, clip_low=low, clip_high=high)
+    losses, masked = [], []
+    columns = (theta, tokens.old_logprobs, behaviour, tokens.advantages)
+    for new, old, sampled, advantage in zip(*(column.tolist() for column in columns), strict=True):
+        masked.append(is_masked(name, math.exp(new), math.exp(sampled), advantage, low, high) and advantage != 0)
+        losses.append(0.0 if masked[-1] else -clamped_ratio(new, old) * advantage)
+    assert 0.02 < statistics.fmean(masked) < 0.9
+    torch.testing.assert_close(result.losses, torch.tensor(losses, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    low_side, high_side = result.metrics["clip_fraction_low"], result.metrics["clip_fraction_high"]
+    assert (low_side | high_side).tolist() == masked
+    assert (tokens.advantages[low_side] < 0).all()
+    assert (tokens.advantages[high_side] > 0).all()
+
+
+@pytest.mark.parametrize("loss", [dppo_tv, dppo_kl])
+def test_dppo_never_masks_what_moves_back_and_lets_rare_tokens_grow_by_any_ratio(loss: LossFunction) -> None:
+    pi, mu = torch.tensor([0.9, 0.1, 0.01, 0.9, 0.1]), torch.tensor([0.1, 0.9, 1e-4, 0.1, 0.9])
+    advantages = torch.tensor([-1.0, 1.0, 1.0, 1.0, -1.0])
+    ids = torch.zeros(5).long()
+    gradient = gradient_of(lambda x: loss(LossTokens(x, mu.log(), advantages, ids, 1)).losses, pi.log())
+    torch.testing.assert_close(gradient, torch.tensor([9.0, -1 / 9, -100.0, 0.0, 0.0]), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("loss", "bounds"), [(dppo_tv, (0.2, 0.2)), (dppo_kl, (0.05, 0.05))])
+def test_dppos_bounds_are_those_of_its_reproductions(loss: LossFunction, bounds: tuple[float, float]) -> None:
+    batch = random_ragged(0, n_sequences=40, broken=False)
+    tokens = loss_tokens(batch, batch.packed("theta").clamp(max=-1e-3), old="behaviour")
+    explicit = loss(tokens, clip_low=bounds[0], clip_high=bounds[1])
+    torch.testing.assert_close(loss(tokens).losses, explicit.losses)
+    for changed in ({"clip_low": bounds[0] * 1.5}, {"clip_high": bounds[1] * 1.5}):
+        assert not torch.equal(loss(tokens, **changed).losses, explicit.losses)
+
+
+@pytest.mark.parametrize("loss", [dppo_tv, dppo_kl])
+def test_dppo_is_finite_at_probabilities_of_0_and_1_in_float32(loss: LossFunction) -> None:
+    theta = torch.tensor([0.0, -1e4, 1e-3, -1e-9], requires_grad=True)
+    behaviour = torch.tensor([-1e4, 0.0, -1e-9, 1e-3])
+    losses = loss(LossTokens(theta, behaviour, torch.tensor([1.0, -1.0, 1.0, -1.0]), torch.zeros(4).long(), 1)).losses
+    losses.sum().backward()
+    assert losses[:2].tolist() == [0.0, 0.0]
+    assert losses.isfinite().all()
+    assert theta.grad is not None
+    assert theta.grad.isfinite().all()
 
 
 def test_a_broken_token_cannot_overflow_the_step() -> None:

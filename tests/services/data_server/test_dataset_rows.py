@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.data_server import sources
+from services.data_server import dataset_rows
 from services.data_server.settings import DataSettings, GroundTruthFormat
 from tests.rows import write_rows
 
@@ -15,14 +15,14 @@ GSM8K = Path(__file__).parents[4] / "shared" / "gsm8k"
 
 @pytest.fixture
 def load(tmp_path: Path) -> Any:
-    def load_rows(rows: list[dict[str, Any]] | str, suffix: str = ".jsonl", **options: Any) -> sources.Source:
+    def load_rows(rows: list[dict[str, Any]] | str, suffix: str = ".jsonl", **options: Any) -> dataset_rows.DatasetRows:
         dataset = rows if isinstance(rows, str) else str(write_rows(tmp_path / f"rows{suffix}", rows))
-        return sources.load(DataSettings(dataset=dataset, **options))
+        return dataset_rows.load(DataSettings(dataset=dataset, **options))
 
     return load_rows
 
 
-def truths(rows: sources.Rows) -> list[str]:
+def truths(rows: dataset_rows.Rows) -> list[str]:
     return [row.ground_truth for row in rows.take(list(range(len(rows))))]
 
 
@@ -30,7 +30,7 @@ def test_gsm8k_ground_truths_stand_behind_the_last_hashes_without_separators(loa
     answers = ["It is 2.\n#### 2", "#### 1\nno\n#### 70,000", "####-3 ", "a\n#### $18.50"]
     test = write_rows(tmp_path / "test.jsonl", [{"question": "q", "answer": "#### 5"}])
     source = load([{"question": f"q{i}", "answer": a} for i, a in enumerate(answers)], dataset_test=test)
-    assert source.instruction == sources.INSTRUCTIONS[GroundTruthFormat.HASH]
+    assert source.instruction == dataset_rows.INSTRUCTIONS[GroundTruthFormat.HASH]
     assert truths(source.train) == ["2", "70000", "-3", "$18.50"]
     assert truths(source.test) == ["5"]
 
@@ -66,7 +66,7 @@ def test_rows_without_question_or_ground_truth_are_left_out_and_counted(load: An
 def test_boxed_and_plain_ground_truths(load: Any) -> None:
     boxed = [{"problem": f"p{i}", "solution": rf"so \boxed{{\frac{{{i}}}{{2}}}}"} for i in range(3)]
     source = load(boxed)
-    assert source.instruction == sources.INSTRUCTIONS[GroundTruthFormat.BOXED]
+    assert source.instruction == dataset_rows.INSTRUCTIONS[GroundTruthFormat.BOXED]
     assert sorted(truths(source.train) + truths(source.test)) == [rf"\frac{{{i}}}{{2}}" for i in range(3)]
     numbers = load([{"prompt": f"p{i}", "ground_truth": i} for i in range(3)])
     assert sorted(truths(numbers.train) + truths(numbers.test)) == ["0", "1", "2"]
@@ -146,10 +146,10 @@ def test_the_first_rows_of_a_hub_dataset_are_read_without_the_others(
         return datasets.IterableDatasetDict({"train": datasets.IterableDataset.from_generator(rows)})
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
-    source = sources.load(DataSettings(dataset="owner/name"), first=3)
+    source = dataset_rows.load(DataSettings(dataset="owner/name"), first=3)
     assert sorted(truths(source.train) + truths(source.test)) == ["0", "1", "2"]
     with pytest.raises(ConfigurationError, match=r"PROMPT_COLUMN is 'text', which DATASET 'owner/name' lacks"):
-        sources.load(DataSettings(dataset="owner/name", prompt_column="text"), first=3)
+        dataset_rows.load(DataSettings(dataset="owner/name", prompt_column="text"), first=3)
 
 
 def test_a_hub_dataset_that_cannot_be_reached_is_an_error_and_never_something_else(

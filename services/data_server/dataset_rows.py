@@ -26,7 +26,7 @@ INSTRUCTIONS = {
     GroundTruthFormat.HASH: 'Think step by step, then give the final answer on the last line after "####".',
     GroundTruthFormat.BOXED: "Think step by step, then give the final answer within \\boxed{}.",
 }
-"""The instruction asks for the form of the source's ground truths; every verifier reads it."""
+"""The instruction asks for the form of the dataset's ground truths; every verifier reads it."""
 
 _AFTER_HASHES = r"(?s)^.*####[ \t]*(?P<truth>[^\n]*)"
 _DIGESTED_ROWS = 10_000
@@ -37,7 +37,7 @@ _GROUPED_NUMBER = r"^[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?$"
 
 @dataclass(frozen=True)
 class Row:
-    """A row that qualifies: its number in the source, the question, its answer in full, and the ground truth."""
+    """A row that qualifies: its number in the dataset, the question, its answer in full, and the ground truth."""
 
     number: int
     question: str
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one split that have a question and a ground truth, in the order of the source."""
+    """The rows of one split that have a question and a ground truth, in the order of the dataset."""
 
     table: pa.Table
     """All rows of the split, with the columns question, answer and perhaps ground_truth and category."""
@@ -83,12 +83,12 @@ class Rows:
         return replace(self, numbers=self.numbers[places])
 
     def digest(self) -> str:
-        """Return a digest of the source's questions and ground truths in their order, and of the choice of rows."""
+        """Return a digest of the dataset's questions and ground truths in their order, and of the choice of rows."""
         return hashlib.blake2b(self.content.encode() + self.numbers.tobytes(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
-class Source:
+class DatasetRows:
     """The rows of a dataset: training and held-out ones, and the number of refused rows by reason."""
 
     name: str
@@ -104,8 +104,10 @@ class Source:
         return len(self.train) + len(self.test) + sum(self.refused.values())
 
 
-def load(settings: DataSettings, first: int | None = None) -> Source:
+def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = False) -> DatasetRows:
     """Load the dataset that DATASET names; only the ``first`` rows of each split of a dataset on the hub, if given.
+
+    If it is ``eval_only`` and has no held-out split, all of its rows are held out.
 
     Raises:
         ConfigurationError: the dataset cannot be loaded, lacks a column, or has no row that qualifies.
@@ -127,18 +129,20 @@ def load(settings: DataSettings, first: int | None = None) -> Source:
     form = _format(train, settings)
     instruction = generators.REASONING_INSTRUCTION if generator == REASONING_GYM else INSTRUCTIONS.get(form)
     train_rows = _rows(train, form, refused)
-    if test is None:
+    if test is None and eval_only:
+        train_rows, test_rows = train_rows.select(slice(0)), train_rows
+    elif test is None:
         train_rows, test_rows = _hold_out(train_rows, settings)
     else:
         test_rows = _rows(test, form, refused)
     for rows, split in ((train_rows, "training"), (test_rows, "held-out")):
-        if len(rows) == 0:
+        if len(rows) == 0 and not (eval_only and rows is train_rows):
             left_out = ", ".join(f"{count} with {reason}" for reason, count in (+refused).items()) or "it has no rows"
             raise ConfigurationError(
                 f"DATASET {settings.dataset!r} has no {split} row with a question and a ground truth ({left_out}); "
                 "check the columns and GROUND_TRUTH_FORMAT"
             )
-    return Source(name, instruction, train_rows, test_rows, dict(+refused))
+    return DatasetRows(name, instruction, train_rows, test_rows, dict(+refused))
 
 
 def _load_file(variable: str, path: Path, settings: DataSettings) -> ReadTable:
@@ -205,10 +209,10 @@ def _ground_truths(answers: pa.ChunkedArray, form: GroundTruthFormat) -> pa.Chun
 
 
 def _hold_out(rows: Rows, settings: DataSettings) -> tuple[Rows, Rows]:
-    """Return training and held-out rows of a source without a held-out split: DATA_SEED draws the held-out share.
+    """Return training and held-out rows of a dataset without a held-out split: DATA_SEED draws the held-out share.
 
     Raises:
-        ConfigurationError: the source has a single row.
+        ConfigurationError: the dataset has a single row.
     """
     if len(rows) == 1:
         raise ConfigurationError(
