@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Self
@@ -81,6 +81,7 @@ class Clients:
             ConfigurationError: the opponent refuses.
             DependencyLostError: one of them is not within ``deadline_seconds``.
         """
+        awaited: dict[str, Callable[[float], Awaitable[None]]]
         awaited = {client.task.value: client.wait_healthy for client in (self.data, self.rewards, self.replay)}
         for source, sampler in self.samplers.items():
             awaited |= {f"{name} of {source}" if source else name: wait for name, wait in sampler.awaited().items()}

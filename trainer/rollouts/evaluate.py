@@ -29,7 +29,7 @@ KEPT_SAMPLES = 8
 
 
 class Evaluator:
-    """An evaluation of the policy that the rollout workers serve, on each source's first EVAL_PROMPTS held-out prompts."""
+    """An evaluation of the policy that rollout workers serve, on each source's first EVAL_PROMPTS held-out prompts."""
 
     def __init__(
         self,
