@@ -125,7 +125,7 @@ class TrainingLoop:
         state.cursors = dict(services.cursors)
         state.prompts_used += batch.prompts_used
 
-        made = batch.scored if settings.dynamic_sampling_tries else ()
+        made = batch.scored if settings.dynamic_sampling_tries or len(batch.scored) > len(batch.groups) else ()
         metrics = batch.counts | step_metrics(batch.groups, made, update, state.policy_version)
         with self.recording(batch, metrics):
             self.enter("store", "acknowledging the groups")

@@ -66,7 +66,7 @@ class Batch:
     @property
     def missing(self) -> dict[str, int]:
         """The number of prompts to fetch next, by source; no source that has all its groups."""
-        there = Tally(group.prompt.source for group in self.groups)
+        there = _by_source(self.groups)
         missing = {source: quota - there[source] for source, quota in self.quotas.items()}
         return {} if self._is_closed else {source: count for source, count in missing.items() if count > 0}
 
@@ -81,7 +81,7 @@ class Batch:
         self._is_closed = is_last_try and self.settings.sources is None
         self.scored += groups
         self.groups += kept
-        self.counts["groups_resampled"] = self.counts.get("groups_resampled", 0.0) + len(groups) - len(kept)
+        self.count("groups_resampled", _by_source(groups) - _by_source(kept))
 
     def take(self, leased: Sequence[Group]) -> list[Group]:
         """Take in groups from the queue of fresh groups, and return those that are kept."""
@@ -93,11 +93,17 @@ class Batch:
                 self._dropped[source] += 1
             elif self._counts(group):
                 kept.append(group)
-        if left_out := len(leased) - len(kept):
-            self.counts["groups_resampled"] = self.counts.get("groups_resampled", 0.0) + left_out
+        if len(kept) < len(leased):
+            self.count("groups_resampled", _by_source(leased) - _by_source(kept))
         self.scored += leased
         self.groups += kept
         return kept
+
+    def count(self, name: str, by_source: Mapping[str, int]) -> None:
+        """Count groups by their source: in the metric of that name, and with SOURCES in that of each source."""
+        of_each = {f"{name}/{source}": number for source, number in by_source.items() if source}
+        for metric, number in ({name: sum(by_source.values())} | of_each).items():
+            self.counts[metric] = self.counts.get(metric, 0.0) + number
 
     def prepared(self, groups: Sequence[Group]) -> list[TrainingGroup]:
         """Return groups of the step as the loss sees them, before their advantages are known; each is made once."""
@@ -112,6 +118,10 @@ class Batch:
 
     def _has_signal(self, group: Group) -> bool:
         return self.objective.has_signal(*self.prepared([group]))
+
+
+def _by_source(groups: Sequence[Group]) -> Tally[str]:
+    return Tally(group.prompt.source for group in groups)
 
 
 LEASE_WAIT_SECONDS = 5.0
@@ -157,7 +167,7 @@ class FreshQueue:
             ConfigurationError: every answer of too many groups in a row failed.
             DependencyLostError: no new group came for FRESH_WAIT_SECONDS, or longer where answers may take longer.
         """
-        batch.counts["groups_dropped_stale"] = 0.0
+        batch.count("groups_dropped_stale", {})
         longest = max(own.way.longest_answer_seconds for own in self.settings.by_source().values())
         patience = max(FRESH_WAIT_SECONDS, longest + LONGEST_ANSWER_MARGIN_SECONDS)
         in_vain: Tally[str] = Tally()
@@ -176,7 +186,7 @@ class FreshQueue:
                     wait_seconds=0.0 if collectors_done else LEASE_WAIT_SECONDS,
                 )
             )
-            batch.counts["groups_dropped_stale"] += reply.dropped_stale
+            batch.count("groups_dropped_stale", {source: reply.dropped_stale})
             batch.prompts_used += reply.dropped_stale
             # A lease that ran out meanwhile gave its groups back, and they may come once more.
             ids = {group.group_id for group in batch.groups}
