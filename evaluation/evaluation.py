@@ -220,6 +220,7 @@ class Evaluation:
     """The evaluation of one model, which continues from the samples in its store."""
 
     prompts: Sequence[Prompt]
+    """All of one source."""
     samples: int
     """Samples of each prompt in addition to the greedy one."""
     workflow: Workflow
@@ -232,6 +233,7 @@ class Evaluation:
     def __post_init__(self) -> None:
         self._rows = {prompt.id: prompt.row_text for prompt in self.prompts}
         """The JSON texts of the prompts' rows, by prompt id."""
+        self._source = self.prompts[0].source if self.prompts else ""
 
     async def run(self, watch: Callable[[Progress], None] = lambda _: None) -> None:
         """Generate and score the missing samples; ``watch`` is called after each piece of work.
@@ -243,8 +245,8 @@ class Evaluation:
         """
         keys = ((prompt.id, kind, i) for prompt, kind, indices in self._wanted() for i in indices)
         stored = [self.store.samples[key] for key in keys if key in self.store.samples]
-        self.progress.total = len(self.prompts) * (1 + self.samples)
-        self.progress.done = len(stored)
+        self.progress.total += len(self.prompts) * (1 + self.samples)
+        self.progress.done += len(stored)
         self.progress.judge(stored)
         watch(self.progress)
         self.progress.judge(await self._store_scored([sample for sample in stored if sample.needs_score]))
@@ -328,6 +330,7 @@ class Evaluation:
                 completion_tokens=sample.completion_tokens,
                 finish_reason=sample.finish_reason,
                 row=self._rows[sample.prompt_id],
+                source=self._source,
             )
             for sample in samples
             if sample.needs_score

@@ -6,6 +6,7 @@ prompts of the same kind are drawn.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import numpy as np
 
 from evaluation.samples import Kind, Sample
 from services.core.numbers import quantity
-from services.protocol.rewards import Estimate, estimate, pass_at_k, standard_error
+from services.protocol.rewards import Estimate, Z, estimate, pass_at_k, standard_error
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -100,6 +101,23 @@ def accuracy(prompts: Sequence[Sequence[Sample]], n: int, ks: Sequence[int]) -> 
         scores[f"pass@{k}"] = [pass_at_k(len(drawn), right, k) for drawn, right in enough]
         scores[f"maj@{k}"] = [majority_at_k(drawn, k) for drawn, _ in enough]
     return {name: estimate(values) for name, values in scores.items() if values}
+
+
+def macro_mean(sources: Sequence[Metrics]) -> Metrics:
+    """Return the mean of each metric over sources, in which each counts the same, whatever its number of prompts.
+
+    The estimates are independent, so that the variance of their mean is the sum of their variances / n^2. The interval
+    is the normal one within 0 and 1, because Wilson's is of one proportion. A metric that a source lacks is left out.
+    """
+    means: Metrics = {}
+    for name in sources[0]:
+        parts = [metrics[name] for metrics in sources if name in metrics]
+        if len(parts) == len(sources):
+            value = statistics.fmean(part.value for part in parts)
+            error = math.hypot(*(part.stderr for part in parts)) / len(parts)
+            low, high = max(value - Z * error, 0.0), min(value + Z * error, 1.0)
+            means[name] = Estimate(value=value, stderr=error, low=low, high=high, prompts=sum(p.prompts for p in parts))
+    return means
 
 
 def lengths(tokens: Sequence[int]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from services.agents import Agent, load_agent
 from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
+from services.core.sources import Source
 from services.data_server.dataset import load as load_dataset
 from services.data_server.settings import DataSettings
 from services.gateway.settings import GatewaySettings
@@ -26,7 +27,7 @@ from services.reward_server.settings import RewardSettings
 ALL = "all"
 VOLUME = "/shared/"
 """Where a cluster's nodes mount the volume."""
-_NOT_IN_RECIPE = {*Settings.model_fields, "model_name"}
+_NOT_IN_RECIPE = {*Settings.model_fields, "model_name", "sources"}
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,24 @@ class Examples:
     """The settings that the prompts depend on: other prompts make another evaluation."""
 
 
-def load_examples(split: str, model: str | None, limit: int) -> Examples:
-    """Load the first ``limit`` prompts (0: all) of a split: ``train``, ``test`` or ``all``.
+def load_examples(split: str, model: str | None, limit: int, chosen: Collection[str] = ("",)) -> dict[str, Examples]:
+    """Load the first ``limit`` prompts (0: all) of a split, ``train``, ``test`` or ``all``, of the ``chosen`` sources.
 
     Without a ``model`` they have messages, and no token ids.
 
     Raises:
-        ConfigurationError: the dataset or the tokenizer of ``model`` cannot be loaded.
+        ConfigurationError: a dataset or the tokenizer of ``model`` cannot be loaded.
     """
     settings = DataSettings.load(model_name=model)
+    loaded = settings.of_sources(
+        lambda own, source: _load(own, source, split, limit) if (source.name if source else "") in chosen else None
+    )
+    return {source: examples for source, examples in loaded.items() if examples is not None}
+
+
+def _load(settings: DataSettings, source: Source | None, split: str, limit: int) -> Examples:
     # As in a data-server's own process, transformers is imported without torch, which saves seconds.
-    catalogues = load_dataset(settings, own_process=True).catalogues
+    catalogues = load_dataset(settings, source, own_process=True).catalogues
     chosen = list(Split) if split == ALL else [Split(split)]
     prompts: list[Prompt] = []
     too_long = 0
@@ -169,8 +177,19 @@ class Plan:
         self.scheduler = servers.resolved()
         self.key = servers.key()
         self.variables = variables
-        self.dataset = DataSettings.load().dataset
-        _check_plays_no_environment(settings, variables)
+        self.dataset = str(settings.sources) if settings.sources else DataSettings.load().dataset
+        if settings.sources is None:
+            _check_plays_no_environment(settings, variables)
+        played = settings.of_sources(lambda _, source: source is not None and _is_played(source))
+        self.sources = {name: own for name, own in settings.by_source().items() if not played[name]}
+        """The settings of each source whose prompts are questions; "" without SOURCES."""
+        self.left_out = [name for name in played if played[name]]
+        """The sources that are episodes of environments."""
+        if not self.sources:
+            raise ConfigurationError(
+                f"SOURCES {settings.sources} has episodes of environments alone, and this command asks questions; the "
+                "run's own evaluations play them: see accuracy in its metrics.jsonl"
+            )
         _check_ks(settings)
         is_on_cluster = self.scheduler is SchedulerName.SKYPILOT
         if servers.endpoints:
@@ -182,8 +201,11 @@ class Plan:
                 f"running servers have one model, but {len(resolved)} are given; give one, or --scheduler local"
             )
         self.checkpoints = resolved
+        self.agents = {
+            name: _agent_of(own, servers, is_on_cluster=is_on_cluster) if own.workflow is WorkflowName.AGENT else None
+            for name, own in self.sources.items()
+        }
         is_agent = settings.workflow is WorkflowName.AGENT
-        self.agent = _agent_of(settings, servers, is_on_cluster=is_on_cluster) if is_agent else None
         of_several = run_dir.resolve().name if run_dir else f"{len(resolved)}-models"
         name = resolved[0].long_name if len(resolved) == 1 else of_several
         parts = [name, Path(self.dataset).stem, settings.eval_split, *(["agent"] if is_agent else [])]
@@ -193,16 +215,20 @@ class Plan:
         """Return the directory of a model's samples and results."""
         return self.output if len(self.checkpoints) == 1 else self.output / checkpoint.name
 
-    def identity(self, checkpoint: Checkpoint, examples: Examples) -> dict[str, Any]:
+    def identity(self, checkpoint: Checkpoint, examples: Mapping[str, Examples]) -> dict[str, Any]:
         """Return everything that a sample depends on; the numbers of prompts and of samples may change."""
-        settings = self.settings
+        rewards = RewardSettings.load().by_source()
+        own = {name: self._identity(self.sources[name], of, rewards[name]) for name, of in examples.items()}
+        return {"weights": checkpoint.fingerprint(), **own.get("", {"sources": own})}
+
+    def _identity(self, settings: EvaluationSettings, examples: Examples, rewards: RewardSettings) -> dict[str, Any]:
+        """Return everything but the model that a sample of a source depends on."""
         names = {"max_new_tokens", "temperature", "top_p", "seed"}
         is_agent = settings.workflow is WorkflowName.AGENT
         if is_agent:
             names |= {"agent_max_turns", "agent_max_tokens", "agent_seconds"}
         sampling = settings.model_dump(mode="json", include=names)
         return {
-            "weights": checkpoint.fingerprint(),
             **sampling,
             "eval_workflow": settings.workflow.value,
             # Samples of agents that were not played through a gateway have other seeds.
@@ -214,8 +240,13 @@ class Plan:
             **({"eval_session_questions": questions} if (questions := settings.eval_session_questions) > 1 else {}),
             **examples.recipe,
             # A reward-server elsewhere has its own reward functions.
-            **({"reward_fn": RewardSettings.load().reward_fn} if self.servers.reward_url is None else {}),
+            **({"reward_fn": rewards.reward_fn} if self.servers.reward_url is None else {}),
         }
+
+
+def _is_played(source: Source) -> bool:
+    """Return whether the prompts of a source are episodes of an environment."""
+    return source.settings.get("rollout", os.environ.get("ROLLOUT", "")) == "environment"
 
 
 def _check_plays_no_environment(settings: EvaluationSettings, variables: Mapping[str, str]) -> None:

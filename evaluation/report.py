@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Progress
-from evaluation.metrics import Metrics, accuracy, lengths
+from evaluation.metrics import Metrics, accuracy, lengths, macro_mean
 from evaluation.pool import ServerPool
 from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
@@ -92,6 +92,9 @@ class Results(BaseModel):
     """Prompts of the split; EVAL_PROMPTS may take fewer, the first ones, and some may be too long."""
     samples_per_prompt: int
     metrics: Metrics
+    """With several sources macro means, in which each source counts the same."""
+    sources: dict[str, Metrics] = {}
+    """By the source in SOURCES."""
     categories: dict[str, Metrics] = {}
     questions: dict[str, Metrics] = {}
     """By a question's place in its session, from 1 on."""
@@ -164,6 +167,7 @@ def results_of(
     everything = [sample for of_prompt in drawn for sample in of_prompt]
     by_kind = {kind.value: chosen for kind in Kind if (chosen := [s for s in everything if s.kind is kind])}
     unscored = sum(sample.is_correct is None for sample in everything)
+    sources = _by(lambda prompt: prompt.source or None, prompts, drawn, settings)
     return Results(
         model=checkpoint.model,
         name=checkpoint.name,
@@ -171,12 +175,13 @@ def results_of(
         fingerprint=checkpoint.fingerprint(),
         prompts=len(prompts),
         split=settings.eval_split,
-        workflow=settings.workflow.value,
+        workflow=", ".join(sorted({own.workflow.value for own in settings.by_source().values()})),
         samples_per_prompt=n,
         settings=identity,
-        metrics=accuracy(drawn, n, ks),
-        categories=_by_category(prompts, drawn, settings),
-        questions=_by_question(drawn, settings),
+        metrics=macro_mean(list(sources.values())) if sources else accuracy(drawn, n, ks),
+        sources=sources,
+        categories=_by(lambda prompt: prompt.category, prompts, drawn, settings),
+        questions={} if sources else _by_question(drawn, settings),
         left_out={**left_out, **({"unscored": unscored} if unscored else {})},
         over_limit=sum(sample.is_over_limit for sample in everything),
         policy_versions=sorted({s.policy_version for s in everything if s.policy_version is not None}),
@@ -191,14 +196,17 @@ def _drawn(prompt: Prompt, samples: Mapping[Key, Sample], n: int) -> list[Sample
     return [samples[key] for key in keys if key in samples]
 
 
-def _by_category(
-    prompts: Sequence[Prompt], drawn: Sequence[Sequence[Sample]], settings: EvaluationSettings
+def _by(
+    group_of: Callable[[Prompt], str | None],
+    prompts: Sequence[Prompt],
+    drawn: Sequence[Sequence[Sample]],
+    settings: EvaluationSettings,
 ) -> dict[str, Metrics]:
-    """Return ``accuracy`` of each category, in alphabetical order; empty where the dataset has no categories."""
+    """Return ``accuracy`` of each group of prompts, in alphabetical order; prompts of the group None are left out."""
     groups: dict[str, list[Sequence[Sample]]] = {}
     for prompt, samples in zip(prompts, drawn, strict=True):
-        if prompt.category is not None:
-            groups.setdefault(prompt.category, []).append(samples)
+        if (group := group_of(prompt)) is not None:
+            groups.setdefault(group, []).append(samples)
     return {name: accuracy(groups[name], settings.eval_samples, settings.ks) for name in sorted(groups)}
 
 
@@ -234,7 +242,8 @@ def show(console: Console, everything: Sequence[Results]) -> None:
         table.add_row(label, *(results.rows.get(label, "-") for results in everything))
     console.print(table, soft_wrap=False)
     for results in everything:
-        for kind, parts in (("category", results.categories), ("question", results.questions)):
+        kinds = {"source": results.sources, "category": results.categories, "question": results.questions}
+        for kind, parts in kinds.items():
             if parts:
                 console.print(_table_by(kind, parts, results), soft_wrap=False)
     if reasons := sorted({reason for results in everything for reason in results.left_out}):

@@ -16,7 +16,7 @@ from rich.console import Console
 from evaluation import launchers, report, skypilot
 from evaluation.checkpoints import Checkpoint
 from evaluation.clusters import Watch
-from evaluation.evaluation import AgentWorkflow, Evaluation, SingleTurn, Workflow, score
+from evaluation.evaluation import AgentWorkflow, Evaluation, Progress, SingleTurn, Workflow, score
 from evaluation.plan import Plan, load_examples
 from evaluation.pool import LOST_SECONDS, ServerPool
 from evaluation.report import View
@@ -81,7 +81,7 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
     variables = {
         **plan.variables,
         **{name: value for one in settings for name, value in _variables_of(one).items()},
-        "DATASET": plan.dataset,
+        "DATASET": DataSettings.load().dataset,
         "MODEL_NAME": checkpoint.model,
     }
     uploads: dict[str, str] = {}
@@ -118,7 +118,11 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
     say = console.print
     options = plan.servers
     needs_ids = not options.is_foreign or options.openai_api is Api.COMPLETIONS
-    examples = load_examples(settings.eval_split, checkpoint.model if needs_ids else None, settings.eval_prompts)
+    if plan.left_out:
+        say(f"left out, because this command plays no environments: {', '.join(plan.left_out)}")
+    model = checkpoint.model if needs_ids else None
+    examples = load_examples(settings.eval_split, model, settings.eval_prompts, plan.sources)
+    too_long = sum(of_source.too_long for of_source in examples.values())
     identity = plan.identity(checkpoint, examples)
     with open_store(directory, identity) as store:
         if store.samples:
@@ -137,22 +141,25 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
             await run_until_first_ends(pool.wait_ready(started.start_seconds), started.watch())
             await run_until_first_ends(rewards.wait_healthy(LOST_SECONDS), started.watch())
             scorer: Score = partial(score, rewards)
-            questions = settings.eval_session_questions
-            async with _workflow(plan, checkpoint, pool, scorer, directory, say) as (workflow, watch):
-                evaluation = Evaluation(examples.prompts, settings.eval_samples, workflow, scorer, store, questions)
-                with View(console, checkpoint.name, pool) as view:
-                    await run_until_first_ends(evaluation.run(view.show), started.watch(), pool.watch(), watch())
-            progress = evaluation.progress
+            progress = Progress()
+            for source, own in plan.sources.items():
+                prompts, questions = examples[source].prompts, own.eval_session_questions
+                async with _workflow(plan, source, checkpoint, pool, scorer, directory, say) as (workflow, watch):
+                    evaluation = Evaluation(
+                        prompts, own.eval_samples, workflow, scorer, store, questions, progress=progress
+                    )
+                    with View(console, f"{checkpoint.name} {source}".rstrip(), pool) as view:
+                        await run_until_first_ends(evaluation.run(view.show), started.watch(), pool.watch(), watch())
             for reason, detail in progress.examples.items():
                 say(f"left out ({reason}), for example {detail}")
             return report.results_of(
                 checkpoint,
-                examples.prompts,
+                [prompt for of_source in examples.values() for prompt in of_source.prompts],
                 store.samples,
                 settings,
-                left_out={**progress.left_out, **({"prompt too long": examples.too_long} if examples.too_long else {})},
+                left_out={**progress.left_out, **({"prompt too long": too_long} if too_long else {})},
                 dataset=plan.dataset,
-                available=examples.available,
+                available=sum(of_source.available for of_source in examples.values()),
                 throughput=progress.throughput,
                 servers={"urls": list(pool.servers), "deaths": pool.deaths, "work_moved": pool.moved},
                 not_given=sorted({name for server in pool.servers.values() for name in server.shortcomings}),
@@ -170,13 +177,19 @@ async def _check_endpoints(plan: Plan, checkpoint: Checkpoint) -> None:
 
 @asynccontextmanager
 async def _workflow(
-    plan: Plan, checkpoint: Checkpoint, pool: ServerPool, scorer: Score, directory: Path, say: Callable[[str], None]
+    plan: Plan,
+    source: str,
+    checkpoint: Checkpoint,
+    pool: ServerPool,
+    scorer: Score,
+    directory: Path,
+    say: Callable[[str], None],
 ) -> AsyncIterator[tuple[Workflow, Watch]]:
-    """Yield the way to answer a prompt, and what raises an error once a program of its own has failed for good.
+    """Yield the way to answer a source's prompts, and what raises an error once a program of its own has failed.
 
     An agent gets a gateway in front of the servers, as in training.
     """
-    settings, agent = plan.settings, plan.agent
+    settings, agent = plan.sources[source], plan.agents[source]
     if agent is None:
         yield SingleTurn(settings, pool, at_once=1 if plan.servers.is_foreign else AT_ONCE), launchers.wait_forever
         return
@@ -190,14 +203,20 @@ async def _workflow(
         Relay(agent) if isinstance(agent, Program) else nullcontext(agent) as answering,
     ):
         player = EpisodePlayer(
-            gateway, checkpoint.model, scorer, seconds=settings.agent_seconds, patience=gateway.deadline
+            gateway,
+            checkpoint.model,
+            scorer,
+            seconds=settings.agent_seconds,
+            patience=gateway.deadline,
+            columns=settings.visible_columns,
         )
         yield AgentWorkflow(settings, pool, player, answering, asyncio.Semaphore(at_once)), watch
 
 
 def _connector(plan: Plan, checkpoint: Checkpoint) -> Callable[[str], Server]:
     """Return the maker of a pool's servers."""
-    settings, options = plan.settings, plan.servers
+    # Requests of the source with the longest answers take longest.
+    settings, options = max(plan.sources.values(), key=lambda own: own.max_new_tokens), plan.servers
     if options.is_foreign:
         key = plan.key or settings.token
 

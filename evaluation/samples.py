@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evaluation.identity import check_identity, locked_file, whole_lines
 from services.core.errors import ConfigurationError
@@ -42,6 +42,8 @@ class Sample(BaseModel):
     category: str | None = None
     prompt: str
     ground_truth: str
+    row: dict[str, str] = Field(default_factory=dict, exclude_if=lambda row: not row)
+    """The columns of the dataset's row, long ones cut."""
     completion: str
     """The text of the completion, or the last text that the agent's model wrote."""
     finish_reason: FinishReason
@@ -69,6 +71,7 @@ class Sample(BaseModel):
             category=prompt.category,
             prompt=prompt.prompt,
             ground_truth=prompt.ground_truth,
+            row=prompt.shown_row,
             **outcome,
         )
 

@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.core.settings import AgentSettings, JsonTexts, ModelSettings, TemplateSettings
+from services.core.settings import AgentSettings, JsonTexts, ModelSettings, SourcesSettings, TemplateSettings
 
 MATH_AGENT = "evaluation.math_agent:solve"
 """The built-in agent, which has the tools add and multiply."""
@@ -51,7 +51,7 @@ class WorkflowName(StrEnum):
     AGENT = "agent"
 
 
-class EvaluationSettings(ModelSettings, TemplateSettings, AgentSettings):
+class EvaluationSettings(ModelSettings, TemplateSettings, AgentSettings, SourcesSettings):
     """Settings of an evaluation."""
 
     max_new_tokens: int = Field(512, ge=1)
@@ -72,8 +72,8 @@ class EvaluationSettings(ModelSettings, TemplateSettings, AgentSettings):
     eval_output: Path = Path("runs/evaluations")
     """Evaluations are in directories below, by model and dataset."""
     eval_prompts: int = Field(0, ge=0)
-    """Evaluate only this many prompts, the first ones; 0: all, where the trainer's EVAL_PROMPTS of 0
-    turns evaluation off."""
+    """Evaluate only this many prompts, the first ones, of each source where there are several; 0: all, where the
+    trainer's EVAL_PROMPTS of 0 turns evaluation off."""
     eval_samples: int = Field(0, ge=0, le=1024)
     """Samples of each prompt, for avg@k, pass@k and maj@k; 0: greedy only."""
     eval_k: str = ""

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from local_runner.nodes import Run, gpus_of, node_environment
 from local_runner.spec import JobGroup, TaskSpec, nearest
@@ -28,8 +28,13 @@ from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import check_model, check_model_directory
 from services.core.settings import Settings
+from services.core.sources import Source
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
+from services.reward_server.settings import JUDGES, RELATIVE
+
+if TYPE_CHECKING:
+    from trainer.config import TrainerSettings
 
 
 @dataclass(frozen=True)
@@ -250,6 +255,26 @@ def _check_number(task: TaskSpec, each: int, min_workers: int) -> None:
         )
 
 
+def check_services(loaded: Sequence[Loaded], group: JobGroup) -> None:
+    """Check that the job group has the services that the ways of rolling out need.
+
+    Raises:
+        ConfigurationError: a source, or the run, needs a service that the job group does not have.
+    """
+
+    def check(settings: TrainerSettings, source: Source | None) -> None:
+        if missing := [task.value for task in settings.way.services if task not in tasks]:
+            raise ConfigurationError(
+                f"ROLLOUT is {settings.rollout.value}, which needs {' and '.join(missing)}, but job group {group.name} "
+                "has none; take jobgroups/environment.yaml, which has both, or add the task"
+            )
+
+    tasks = {task.name for task in group.tasks}
+    for _, reader, settings in loaded:
+        if reader.name == "TrainerSettings":
+            cast("TrainerSettings", settings).of_sources(check)
+
+
 def check_own_code(run: Run, loaded: Sequence[Loaded]) -> None:
     """Check that the files exist and the functions can be imported that the settings of the run's tasks name.
 
@@ -261,6 +286,34 @@ def check_own_code(run: Run, loaded: Sequence[Loaded]) -> None:
         for one in loaded
         for problem in (*_missing_files(one.settings), *_failed_import(run, one))
     )
+
+
+def check_judge(loaded: Sequence[Loaded]) -> None:
+    """Check that the trainer waits longer than a judge may take, and that held-out completions have a reward.
+
+    Raises:
+        ConfigurationError: the trainer would give up first, or evaluations would have no rewards.
+    """
+    by_class: dict[str, Any] = {one.reader.name: one.settings for one in loaded}
+    reward, trainer = by_class.get("RewardSettings"), by_class.get("TrainerSettings")
+    if reward is None or trainer is None or not any(name in JUDGES for name in reward.names):
+        return
+    if reward.judge_seconds >= trainer.service_deadline_seconds:
+        raise ConfigurationError(
+            f"JUDGE_SECONDS={reward.judge_seconds:g} must be less than SERVICE_DEADLINE_SECONDS="
+            f"{trainer.service_deadline_seconds:g}, after which the trainer gives the reward-server up; change one"
+        )
+
+    def check(own: TrainerSettings, source: Source | None) -> None:
+        rewards = reward.by_source()["" if source is None else source.name]
+        is_relative = all(function.name in RELATIVE for function in rewards.functions)
+        if is_relative and own.eval_prompts and own.rollout.value == "completion":
+            raise ConfigurationError(
+                f"REWARD_FN={rewards.reward_fn} compares the answers of a group, and a held-out answer is alone: give "
+                "a function that scores it alone as well, such as math=1, or set EVAL_PROMPTS=0"
+            )
+
+    cast("TrainerSettings", trainer).of_sources(check)
 
 
 def unchecked_models(run: Run, loaded: Sequence[Loaded]) -> list[str]:
@@ -306,11 +359,12 @@ def _missing_files(settings: Settings) -> Iterator[str]:
         yield str(error)
     if not isinstance(settings, DataSettings):
         return
-    for variable, path in named_files(settings).items():
+    for source, own in settings.by_source().items():
         try:
-            check_file(variable, path)
+            for variable, path in named_files(own).items():
+                check_file(variable, path)
         except ConfigurationError as error:
-            yield str(error)
+            yield f"SOURCES {settings.sources}, source {source!r}: {error}" if source else str(error)
 
 
 def _failed_import(run: Run, loaded: Loaded) -> Iterator[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +20,8 @@ from local_runner.nodes import Run, gpus_of
 from local_runner.progress import counted
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
-from services.data_server.settings import is_on_hub, is_path
+from services.core.sources import Source
+from services.data_server.settings import DataSettings, is_on_hub, is_path
 
 READ_SECONDS = 600.0
 """Longest time that the rows may take to be read before a run."""
@@ -53,18 +55,38 @@ class Plan:
             except ConfigurationError as error:
                 raise ConfigurationError(f"{tasks[name].name}: {error}") from error
 
-        if self._data is not None and (is_dry_run or is_path(self._data.dataset)):
-            only_rows = [] if is_dry_run else ["--rows"]
-            self._rows = answer("DataSettings", "datasets", "services.data_server.look", *only_rows)
+        of_files = self._data is not None and any(is_path(own.dataset) for own in self._data.by_source().values())
+        if self._data is not None and (is_dry_run or of_files):
+            with TemporaryDirectory() as directory:
+                items = str(Path(directory) / "items.jsonl")
+                options = ["--items", items] if is_dry_run and self._has_own_rewards else ["--rows"] * (not is_dry_run)
+                self._rows = answer("DataSettings", "datasets", "services.data_server.look", *options)
+                if Path(items).exists():
+                    answer("RewardSettings", "services", "services.reward_server.own_code", items)
         if self._trainer is not None and self._rows.get("is_whole"):
             self._trainer.total_steps(self._rows["train"])
         if is_dry_run and self._trainer is not None and Path(self._trainer.model_name).expanduser().is_dir():
             self._needs = answer("TrainerSettings", "torch", "trainer.preflight")
 
+    @property
+    def _has_own_rewards(self) -> bool:
+        reward = self._settings.get("RewardSettings")
+        functions = [f for own in reward.by_source().values() for f in own.functions] if reward is not None else []
+        return any(function.is_users for function in functions)
+
     def cautions(self) -> Iterator[str]:
         """Yield sentences on settings that are allowed but probably a mistake."""
-        if (reward := self._settings.get("RewardSettings")) is not None and reward.caution:
-            yield reward.caution
+        for source, rows in self._rows.get("sources", {"": self._rows}).items() if self._has_own_rewards else ():
+            if shadowed := rows.get("shadowed"):
+                yield (
+                    f"columns {', '.join(shadowed)} of {source or 'DATASET'} reach rewards only by `row`, as "
+                    f"row[{shadowed[0]!r}], because parameters of these names are something else; to get them by name, "
+                    "rename them"
+                )
+        if (reward := self._settings.get("RewardSettings")) is not None:
+            for source, own in reward.by_source().items():
+                if own.caution:
+                    yield f"source {source}: {own.caution}" if source else own.caution
         if self._trainer is not None:
             yield from self._trainer.cautions
         if self._trainer is not None and self._rows.get("is_whole"):
@@ -87,8 +109,9 @@ class Plan:
             table.add_row(name, value)
         console.print(table)
         unchecked = [f"MODEL_NAME={model}" for model in unchecked_models]
-        if self._data is not None and not self._rows and is_on_hub(self._data.dataset):
-            unchecked.append(f"DATASET={self._data.dataset}")
+        for source, own in self._data.by_source().items() if self._data is not None else ():
+            if is_on_hub(own.dataset) and not self._rows_of(source):
+                unchecked.append(f"DATASET={own.dataset}")
         if unchecked:
             console.print(f"not looked for on the Hugging Face hub: {', '.join(unchecked)}", soft_wrap=True)
 
@@ -96,15 +119,17 @@ class Plan:
         trainer, data, reward = self._trainer, self._data, self._settings.get("RewardSettings")
         if trainer is not None:
             yield "model", trainer.model_name
-        if data is not None:
-            yield "data", f"{data.dataset}{self._found_rows()}"
-        if reward is not None:
+        if data is not None and data.sources is None:
+            yield "data", f"{data.dataset}{_found(self._rows)}"
+        if reward is not None and reward.sources is None:
             yield "reward", reward.reward_fn
+        if data is not None and data.sources is not None:
+            yield from (("source", line) for line in data.of_sources(self._source_line).values())
         if trainer is not None:
             whole = self._rows.get("is_whole")
             steps = trainer.total_steps(self._rows["train"]) if whole else trainer.max_steps or "as the rows give"
-            batch, group, longest = trainer.batch_size, trainer.group_size, trainer.way.longest_answer
-            yield "steps", f"{steps}, each of {batch} prompts with {group} answers of at most {longest} tokens"
+            answers = "" if trainer.sources else f" with {_answers(trainer)}"
+            yield "steps", f"{steps}, each of {trainer.batch_size} prompts{answers}"
         yield "not by default", ", ".join(dict.fromkeys(self._changed())) or "nothing"
         if self._needs:
             need, has = self._needs["need"], self._needs["has"]
@@ -118,11 +143,23 @@ class Plan:
         yield "where", f"{shown_path(self._run.run_dir)}, on this machine"
         yield "nodes", ", ".join(self._nodes())
 
-    def _found_rows(self) -> str:
-        if not self._rows.get("is_whole"):
-            return ": the first rows can be used" if self._rows else ", not read"
-        left_out = f"; left out: {counted(Counter(self._rows['refused']))}" if self._rows["refused"] else ""
-        return f": {self._rows['train']} rows to train on, {self._rows['held_out']} held out{left_out}"
+    def _rows_of(self, source: str) -> dict[str, Any]:
+        """Return the numbers of a source's rows; empty where nothing has read them."""
+        rows: dict[str, Any] = self._rows.get("sources", {}).get(source, {}) if source else self._rows
+        return rows
+
+    def _source_line(self, data: DataSettings, source: Source) -> str:
+        """Return share, data, reward and answers of a source."""
+        trainer, reward = (
+            self._settings[name].by_source()[source.name] if name in self._settings else None
+            for name in ("TrainerSettings", "RewardSettings")
+        )
+        share = "only evaluated" if source.eval_only else f"ratio {source.ratio:g}"
+        parts = [f"{source.name}, {share}: {data.dataset}{_found(self._rows_of(source.name))}"]
+        parts += [] if trainer is None else [f"{trainer.rollout.value}, {_answers(trainer)}"]
+        if reward is not None and (trainer is None or trainer.rollout.value != "environment"):
+            parts.append(f"reward {reward.reward_fn}")
+        return "; ".join(parts)
 
     def _changed(self) -> Iterator[str]:
         """Yield the settings that differ from their defaults."""
@@ -135,3 +172,15 @@ class Plan:
         for task in self._run.group.tasks:
             gpus = [", ".join(gpus_of(self._run, task, rank)) for rank in range(task.num_nodes)]
             yield f"{task.name} {task.num_nodes}" + (f" (GPU {'; '.join(gpus)})" if any(gpus) else "")
+
+
+def _found(rows: Mapping[str, Any]) -> str:
+    """Return what was found of rows, as the end of a sentence that names their dataset."""
+    if not rows.get("is_whole"):
+        return ": the first rows can be used" if rows else ", not read"
+    left_out = f"; left out: {counted(Counter(rows['refused']))}" if rows["refused"] else ""
+    return f": {rows['train']} rows to train on, {rows['held_out']} held out{left_out}"
+
+
+def _answers(trainer: Any) -> str:
+    return f"{trainer.group_size} answers of at most {trainer.way.longest_answer} tokens"

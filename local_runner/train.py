@@ -201,8 +201,23 @@ def _write_function(setting: str, function: Callable[..., Any], inputs: Path) ->
     name = getattr(function, "__name__", "")
     name = name if name.isidentifier() else "function"
     module = f"given_{setting}"
-    (inputs / f"{module}.py").write_text(f"import pickle\n\n{name} = pickle.loads({pickled!r})\n")
+    text = f"import pickle\n\n{_stub(name, function)}\n\n{name} = pickle.loads({pickled!r})\n"
+    (inputs / f"{module}.py").write_text(text)
     return f"{module}:{name}"
+
+
+def _stub(name: str, function: Callable[..., Any]) -> str:
+    """Return a ``def`` with the function's parameters, which tells readers of the source which columns it needs."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return ""
+    plain = [
+        p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None)
+        for p in signature.parameters.values()
+    ]
+    header = signature.replace(parameters=plain, return_annotation=signature.empty)
+    return f"def {name}{header}:\n    return [{', '.join(signature.parameters)}]\n"
 
 
 def _python_path(inputs: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -45,12 +46,15 @@ class AgentFailedError(Exception):
 class Example(Prompt):
     """A prompt as an agent gets it.
 
+    ``row`` has the columns that AGENT_COLUMNS names, where the prompt's row has them. The others, such as hidden tests,
+    are for rewards alone.
     ``prompt`` is the user's turn, with the instruction on how to give the answer. ``messages`` is the whole
     conversation before the answer: the system turn and solved examples, where there are any.
     """
 
     model_config = ConfigDict(frozen=False, arbitrary_types_allowed=True)
 
+    row: dict[str, Any] = Field(default_factory=dict)  # type: ignore[assignment]
     model: str
     """The model's name in requests."""
     history: list[dict[str, Any]] = Field(default_factory=list)
@@ -68,9 +72,16 @@ class Example(Prompt):
     waits: Stopwatch = Field(default_factory=Stopwatch, repr=False, exclude=True)
     """Runs while the episode waits for the model, for the verifier or for another seat of its game."""
 
+    @classmethod
+    def of(cls, prompt: Prompt, columns: Sequence[str], **others: Any) -> Example:
+        """Return a prompt with those of the ``columns`` that its row has, and the ``others``, its further fields."""
+        row = json.loads(prompt.row or "{}")
+        visible = {name: row[name] for name in columns if name in row}
+        return cls(**dict(prompt) | {"row": visible}, **others)
+
     async def score(self, response: str) -> float | None:
         """Return the reward of ``response`` by REWARD_FN; None if it cannot be scored."""
-        item = RewardItem(prompt=self.prompt, response=response, ground_truth=self.ground_truth)
+        item = RewardItem(prompt=self.prompt, response=response, ground_truth=self.ground_truth, source=self.source)
         with self.waits.running():
             [self.result] = await self.scorer([item])
         return self.result.reward

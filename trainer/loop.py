@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import InterruptedCallError
+from services.protocol.groups import Group
 from trainer.algorithm.gae import critic_metrics
 from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.teachers import is_taught, teacher_metrics, with_teacher
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import Mode, TrainerSettings
 from trainer.config.objective import Objective
@@ -35,6 +37,8 @@ log = get_logger(__name__)
 
 ENTROPY_EVERY = 10
 """Steps between two measurements of the entropy over all tokens, each of which takes a forward pass."""
+OVERLAP_K = 8
+"""Most likely tokens of the policy that are looked for among the teacher's."""
 MAX_SKIPPED_STEPS = 3
 """Steps in a row, all of whose updates are skipped as not finite, before the run stops: one bad batch does not mean
 divergence."""
@@ -59,7 +63,8 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         rank_calls = self.rank_calls
-        self.objective, self.schedule = Objective(self.settings), self.settings.schedule
+        self.objective = Objective(self.settings, self.state.role_baselines)
+        self.schedule = self.settings.schedule
         self.publisher = Publisher(self.settings, self.services.thread, rank_calls.writer, rank_calls.write_policy)
         self.probe = Probe(self.publisher, rank_calls.learner.policy, rank_calls.logprobs)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.rank_calls, self.state)
@@ -107,6 +112,7 @@ class TrainingLoop:
             services.lease_groups(batch, state.policy_version, self.publisher.keep_on_volume)
         else:
             self.make_groups(batch)  # 1. fetch, 2. generate, 3. score
+            batch.groups = self.taught(batch.groups)
             self.enter("store", "storing the groups")
             services.store(batch)  # 4. store
         if not batch.groups:
@@ -114,6 +120,7 @@ class TrainingLoop:
         # Drawn before the weights change: a service that is lost up to here leaves the step undone.
         self.enter("replay", "drawing groups of earlier steps")
         services.draw_replayed(batch, state.step, state.policy_version)  # 5. replay
+        self.teach(batch)
 
         groups = batch.trained = self.training_groups(batch)  # 6. advantages
         self.enter("train", f"training step {state.step + 1}")
@@ -124,12 +131,14 @@ class TrainingLoop:
         state.step, state.policy_version = state.step + 1, state.policy_version + 1
         state.cursors = dict(services.cursors)
         state.prompts_used += batch.prompts_used
+        state.role_baselines = {**self.objective.role_baselines}
 
         made = batch.scored if settings.dynamic_sampling_tries or len(batch.scored) > len(batch.groups) else ()
         metrics = batch.counts | step_metrics(batch.groups, made, update, state.policy_version)
+        metrics |= teacher_metrics(batch.groups, settings.teachers)
         with self.recording(batch, metrics):
             self.enter("store", "acknowledging the groups")
-            services.acknowledge({group.group_id: group.mean_absolute_advantage for group in groups})
+            services.acknowledge({group.group_id: self.objective.priority(group) for group in groups})
             metrics |= self.publish(batch)
             if self.is_due(settings.eval_every) or state.step == self.total_steps:
                 metrics |= self.evaluate(is_last=state.step == self.total_steps)
@@ -177,7 +186,7 @@ class TrainingLoop:
             self.enter("values", "computing the critic's values")
             values = self.rank_calls.values(groups)
         groups = self.objective.with_advantages(groups, reference, values)
-        batch.counts |= critic_metrics(groups) if settings.has_critic else {}
+        batch.counts |= critic_metrics(groups) if settings.has_critic else self.objective.metrics
         return groups
 
     @property
@@ -186,11 +195,35 @@ class TrainingLoop:
         first = self.state.step * self.settings.batch_size
         return self.schedule.counts(first, first + self.settings.batch_size)
 
+    def teach(self, batch: Batch) -> None:
+        """Have the teachers in the trainer score the groups that they have not scored yet, fresh and replayed."""
+        batch.groups = self.taught(batch.groups)
+        replayed = self.taught([sampled.group for sampled in batch.replayed])
+        pairs = zip(batch.replayed, replayed, strict=True)
+        batch.replayed = [sampled.model_copy(update={"group": group}) for sampled, group in pairs]
+
+    def taught(self, groups: list[Group]) -> list[Group]:
+        """Return the groups with their teacher's log-probabilities, which stay with them wherever they are stored."""
+        new = [group for group in groups if not any(map(is_taught, group.sequences))]
+        if not new or not self.settings.teacher_models:
+            return groups
+        self.enter("teach", "computing the teachers' log-probabilities")
+        whole = [TrainingGroup(g.prompt_ids, g.sequences, g.group_id, source=g.prompt.source) for g in new]
+        scores = zip(new, self.rank_calls.teacher_logprobs(whole), strict=True)
+        scored = {id(group): with_teacher(group, numbers) for group, numbers in scores if numbers is not None}
+        return [scored.get(id(group), group) for group in groups]
+
     def measure_entropy(self, batch: Batch) -> None:
-        """Every ENTROPY_EVERY steps, measure the entropy over all groups made: the update skips some of them."""
+        """Every ENTROPY_EVERY steps, measure the entropy over all groups made, and how far teachers agree with it.
+
+        The update skips some of the groups.
+        """
         if self.state.step % ENTROPY_EVERY == 0:
             entropy = self.rank_calls.mean_entropy(batch.prepared(batch.scored))
             batch.counts |= {} if entropy is None else {"entropy_all": entropy}
+            if self.settings.teacher_models:
+                overlap = self.rank_calls.teacher_overlap(batch.prepared(batch.groups), OVERLAP_K)
+                batch.counts |= {} if overlap is None else {"teacher_overlap": overlap}
 
     @property
     def position(self) -> float:

@@ -130,6 +130,16 @@ class RankCalls:
         self._send_call("reference_logprobs", groups=groups)
         return self.learner.reference_logprobs(groups)
 
+    def teacher_logprobs(self, groups: Sequence[TrainingGroup]) -> list[PerToken | None]:
+        """Return the teachers' log-probabilities of the groups' trained tokens; see Learner.teacher_logprobs."""
+        self._send_call("teacher_logprobs", groups=groups)
+        return self.learner.teacher_logprobs(groups)
+
+    def teacher_overlap(self, groups: Sequence[TrainingGroup], k: int) -> float | None:
+        """Return the overlap of policy and teachers in their k most likely tokens; see Learner.teacher_overlap."""
+        self._send_call("teacher_overlap", groups=groups, k=k)
+        return self.learner.teacher_overlap(groups, k)
+
     def write_policy(self, version: int) -> None:
         """Write the policy to the shared volume as ``version``, where workers that start find it."""
         self._send_call("write_policy", version=version)
@@ -141,7 +151,8 @@ class RankCalls:
             return
         self._send_call("leave_gpu")
         critic = None if self.critic is None else self.critic.module
-        leave_gpu(model for model in (self.learner.policy, self.learner.reference, critic) if model is not None)
+        models = (self.learner.policy, self.learner.reference, critic, *self.learner.teachers.values())
+        leave_gpu(model for model in models if model is not None)
 
     def save_checkpoint(self, state: RunState, *, wait: bool) -> None:
         """Start a checkpoint of ``state``; see CheckpointStore.save."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
 from typing import Any
@@ -19,7 +19,9 @@ from services.core.errors import ConfigurationError, exit_code_of, own_error
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
 from services.core.tasks import InterruptedCallError, ServiceThread
+from services.protocol.base import ComponentRecord
 from services.protocol.prompts import DataStats
+from services.reward_columns import check_columns
 from services.run_page.directory import first_and_last
 from services.weights.broadcast_group import match_engines_nccl
 from trainer.checkpoints.admission import has_succeeded
@@ -31,6 +33,7 @@ from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import writing
+from trainer.model.teachers import load_teachers
 from trainer.preflight.check import preflight
 from trainer.preflight.sizes import VolumeRoom
 from trainer.publishing.publisher import VersionWriter
@@ -85,7 +88,8 @@ def run_rank() -> int:
         if settings.publish_transport is Transport.BROADCAST:
             match_engines_nccl()
         # Before the ranks join, because they wait for each other with a shorter deadline.
-        models.download_model(settings.model_name)
+        for name in (settings.model_name, *settings.teacher_models):
+            models.download_model(name)
         try:
             with stop.handled(), join_ranks() as ranks:
                 train(settings, ranks, stop)
@@ -128,7 +132,8 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             log.warning("the data end before MAX_STEPS", steps=total_steps, training_prompts=data.train_prompts)
         needs_reference = settings.kl_coef > 0 and not policy.has_adapters
         reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
-        learner = Learner(settings, policy, ranks, reference, total_steps)
+        teachers = load_teachers(settings, policy, ranks)
+        learner = Learner(settings, policy, ranks, reference, total_steps, teachers)
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks)
         critic = CriticLearner(learner) if settings.has_critic else None
         writer = VersionWriter(settings, policy, ranks)
@@ -193,6 +198,7 @@ def _drive(
     services.start_collector()
     with writing(settings.run_dir):
         decode, components = policy.description.decode, services.describe_components()
+        _check_columns(settings, data, components)
         files = RunFiles(settings, state.step, decode, components, room.holds)
     with closing(files):
         try:
@@ -208,6 +214,18 @@ def _drive(
         _write_summary(files, _summary(settings, rank_calls, state, data, None))
     status.begin("finished", "finished")
     log.info("finished", steps=state.step, model=str(settings.run_dir / "model"))
+
+
+def _check_columns(settings: TrainerSettings, data: DataStats, components: Mapping[Task, ComponentRecord]) -> None:
+    """Check that the rows have the columns that rewards need, also if the data-server does not know REWARD_FN.
+
+    Raises:
+        ConfigurationError: they lack one.
+    """
+    rewards = components.get(Task.REWARD_SERVER)
+    if rewards is not None and settings.sources is None:
+        reward_fn = str(rewards.settings.get("reward_fn", ""))
+        check_columns(reward_fn, data.columns, f"the dataset of a data-server without REWARD_FN={reward_fn}")
 
 
 def _write_summary(files: RunFiles, summary: dict[str, Any]) -> None:

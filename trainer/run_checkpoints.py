@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from services.core.logs import get_logger
 from services.core.run_ids import job_id
 from services.protocol.prompts import DataStats
 from services.weights.policy_store import PolicyStore
-from trainer.checkpoints.admission import Fingerprint, check_same
+from trainer.checkpoints.admission import Fingerprint, TeacherPrint, check_same
 from trainer.checkpoints.checkpoint import FORMS, CheckpointStore, RunState, SavedCritic
 from trainer.config import Mode, TrainerSettings
 from trainer.model.learner import Learner
@@ -112,8 +113,11 @@ def resume(
     learner: Learner,
     checkpoints: CheckpointStore,
     critic: SavedCritic | None = None,
+    probes: Mapping[str, list[float]] | None = None,
 ) -> RunState:
     """Load the newest checkpoint and return its state; without one return a fresh state. A collective.
+
+    ``probes`` has what teachers behind a URL say of the probe, by URL, on rank 0.
 
     Raises:
         ConfigurationError: no checkpoint can be used, or the newest has another model or other data.
@@ -122,7 +126,7 @@ def resume(
         model_type=policy.config.model_type,
         parameters=count_parameters(policy)
         + (0 if critic is None or critic.is_shared else count_parameters(critic.module)),
-        fingerprint=_fingerprint(settings, policy, data),
+        fingerprint=_fingerprint(settings, policy, data, learner.teachers, probes or {}),
         forms=FORMS,
         job=job_id(),
     )
@@ -143,12 +147,24 @@ def resume(
     return state
 
 
-def _fingerprint(settings: TrainerSettings, policy: Policy, data: DataStats) -> Fingerprint | None:
+def _fingerprint(
+    settings: TrainerSettings,
+    policy: Policy,
+    data: DataStats,
+    teachers: Mapping[str, Policy],
+    probes: Mapping[str, list[float]],
+) -> Fingerprint | None:
     """Return the fingerprint of model and data on rank 0, which saves it; None on the others."""
     described = policy.description
     if described is None:
         return None
+    weights = {name: t.description.weights_digest for name, t in teachers.items() if t.description is not None}
     return Fingerprint(
+        teachers={
+            source: TeacherPrint(name=name, weights=weights.get(name, ""), probe=probes.get(name, []))
+            for source, name in settings.teachers.items()
+            if name
+        },
         model=settings.model_name,
         weights=described.weights_digest,
         tokenizer=tokenizer_digest(described.tokenizer),

@@ -29,7 +29,8 @@ from trainer.publishing.publisher import put_workers_to_sleep
 from trainer.rollouts.batch import Batch, FreshQueue, sample_groups
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import Evaluator
-from trainer.rollouts.groups import SuccessRates, judge, make_groups, makers_of
+from trainer.rollouts.groups import judge, make_groups, makers_of
+from trainer.rollouts.success_rates import SuccessRates
 
 T = TypeVar("T")
 
@@ -179,7 +180,7 @@ class ServiceCalls:
                 metrics |= self.thread.call(sampler.statistics(STATS_SECONDS))
             return metrics
         except (DependencyLostError, RequestRefusedError) as error:
-            log.warning("the gateway's account is not known", reason=str(error))
+            log.warning("the figures of the gateway or the judge are not known", reason=str(error))
             return {}
 
     def save_replay(self, label: str, deadline: float | None = None) -> None:

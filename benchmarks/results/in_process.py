@@ -156,7 +156,7 @@ class InProcess:
         if self.critic is not None and self.critic.trains_alone(step):
             self.critic.update(groups, step)
         for group in groups:
-            self.index.set_priority(self.position[group.group_id], group.mean_absolute_advantage)
+            self.index.set_priority(self.position[group.group_id], self.objective.priority(group))
         self._publish(step + 1)
         result.rewards.append(float(np.mean([group.rewards for group in batch.scored])))
         result.tokens.append(sum(e.tokens for group in batch.scored for e in group.sequences))

@@ -9,10 +9,10 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scripts.launch.models import MEMORY, WEIGHT_BYTES, Model, config_of
+from scripts.launch.models import MEMORY, WEIGHT_BYTES, Model, config_of, find_model
 from services.core.errors import ConfigurationError
 from services.engines.kinds import choose_engine
 from services.engines.placement import SizeFacts
@@ -162,6 +162,7 @@ def derive(
     _check_engines(settings, model, rollout.choices)
     # By default records take a part of the volume's room, whatever its size.
     settings = settings.model_copy(update={"record_groups": settings.record_groups or "off"})
+    shape = replace(model.shape, teachers=tuple(find_model(name).shape for name in settings.teacher_models))
     engines = {gpus: _engines(rollout_settings, model, gpus) for gpus in rollout.choices}
     if settings.min_workers > (most := rollout.nodes * min(engines.values())):
         raise ConfigurationError(
@@ -174,7 +175,7 @@ def derive(
         limits = Limits(device=gpus.memory, host=_ENOUGH, shm=_ENOUGH, volume=_ENOUGH)
         machine = Machine(trainer.nodes, gpus.count, WEIGHT_BYTES, limits)
         try:
-            need = needed(model.shape, check(settings, model.shape, machine, _options(trainer, gpus)))
+            need = needed(shape, check(settings, shape, machine, _options(trainer, gpus)))
         except ConfigurationError as error:
             raise ConfigurationError(f"ppo-trainer on {gpus}: {error}") from error
         layout = Layout(rollout.nodes, rollout_gpus.count, trainer.nodes, gpus.count)

@@ -77,7 +77,16 @@ class Episode:
 class EpisodePlayer:
     """Plays episodes, each in its own session at the gateway."""
 
-    def __init__(self, gateway: GatewayClient, model: str, score: Score, *, seconds: float, patience: float) -> None:
+    def __init__(
+        self,
+        gateway: GatewayClient,
+        model: str,
+        score: Score,
+        *,
+        seconds: float,
+        patience: float,
+        columns: Sequence[str] = (),
+    ) -> None:
         """Make a player.
 
         Args:
@@ -86,12 +95,14 @@ class EpisodePlayer:
             score: scores the answers of agents that ask for it.
             seconds: AGENT_SECONDS, the longest time of an episode without the time that its calls take.
             patience: seconds for which an agent's request is sent again while the gateway is away.
+            columns: AGENT_COLUMNS, the columns of a row that agents see.
         """
         self.gateway = gateway
         self._model = model
         self._score = score
         self._seconds = seconds
         self._patience = patience
+        self._columns = columns
         # Each episode has its own HTTP client, and most of the time to make one is loading the certificates.
         self._certificates = httpx.create_ssl_context()
 
@@ -118,7 +129,7 @@ class EpisodePlayer:
             scored[:] = await self._score([item.model_copy(update={"row": prompt.row_text}) for item in items])
             return scored
 
-        example = Example(**dict(prompt) | {"row": b""}, model=self._model, history=list(history), scorer=score)
+        example = Example.of(prompt, self._columns, model=self._model, history=list(history), scorer=score)
         result, failure = await self._run(agent, example, request)
         if result.status is RewardStatus.ERROR and any(result is one for one in scored):
             failure = AgentFailedError(str(result.reason), "reward_error")

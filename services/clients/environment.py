@@ -111,12 +111,13 @@ class ServedEpisode(Episode):
     environment: EnvironmentInfo
     server: EnvironmentServer
     split: str | None
+    source: str = ""
     actions: list[Action] = field(default_factory=list)
     _digests: list[bytes] = field(default_factory=list)
 
     @classmethod
     def begun_at(
-        cls, server: EnvironmentServer, reply: ResetReply, start: EpisodeStart, split: str | None
+        cls, server: EnvironmentServer, reply: ResetReply, start: EpisodeStart, split: str | None, source: str = ""
     ) -> ServedEpisode:
         """Return one of the episodes that a server has begun."""
         info = reply.environment
@@ -129,6 +130,7 @@ class ServedEpisode(Episode):
             environment=info,
             server=server,
             split=split,
+            source=source,
         )
         if info.deterministic:
             episode._digests.append(_digest(start))
@@ -192,8 +194,8 @@ class EnvironmentClient:
         """Episodes by the server's URL."""
         self._failed: dict[str, float] = {}
         """The time of the last failure by the server's URL, by time.monotonic."""
-        self.environment: EnvironmentInfo | None = None
-        """The environment of the first episode, which all others must have."""
+        self.environments: dict[str, EnvironmentInfo] = {}
+        """The environment of the first episode by its source, which all others of the source must have."""
         self._searched = -SEARCH_SECONDS
 
     async def __aenter__(self) -> Self:
@@ -249,8 +251,8 @@ class EnvironmentClient:
             raise DependencyLostError(f"no environment-server has sent its settings: {_none_found()}")
         return await servers[0].settings()
 
-    async def begin(self, seeds: Sequence[int], split: str | None = None) -> list[ServedEpisode]:
-        """Begin an episode for each seed. The same seed begins the same episode, on every server.
+    async def begin(self, seeds: Sequence[int], split: str | None = None, source: str = "") -> list[ServedEpisode]:
+        """Begin an episode of a source's environment for each seed. A seed begins the same episode on every server.
 
         Raises:
             DependencyLostError: no server began one within the client's deadline.
@@ -258,8 +260,8 @@ class EnvironmentClient:
         """
         begun: list[ServedEpisode] = []
         for first, count in consecutive(seeds):
-            server, reply = await self._reset(first, split, count)
-            begun += [ServedEpisode.begun_at(server, reply, start, split) for start in reply.episodes]
+            server, reply = await self._reset(first, split, source, count)
+            begun += [ServedEpisode.begun_at(server, reply, start, split, source) for start in reply.episodes]
             self._count(server, count)
         return begun
 
@@ -296,15 +298,17 @@ class EnvironmentClient:
             with contextlib.suppress(DependencyLostError):
                 await server.end(ids, deadline=CLOSE_SECONDS)
 
-    async def _reset(self, seed: int, split: str | None, count: int = 1) -> tuple[EnvironmentServer, ResetReply]:
-        """Begin episodes on any server that has the environment of the client's first episode; return both.
+    async def _reset(
+        self, seed: int, split: str | None, source: str, count: int = 1
+    ) -> tuple[EnvironmentServer, ResetReply]:
+        """Begin episodes on any server that has the environment of the source's first episode; return both.
 
         Raises:
             DependencyLostError: no server began one within the client's deadline; the message has both versions of an
                 environment that is another one.
             RequestRefusedError: the environment has no such split, or cannot begin the episode.
         """
-        request = ResetRequest(episodes=count, seed=seed, split=split, request_id=uuid.uuid4().hex)
+        request = ResetRequest(episodes=count, seed=seed, split=split, source=source, request_id=uuid.uuid4().hex)
         end = time.monotonic() + self.deadline
         while True:
             servers = sorted(await self.servers(), key=self._preference)
@@ -315,10 +319,10 @@ class EnvironmentClient:
                 except DependencyLostError as error:
                     reason = str(error)
                 else:
-                    self.environment = self.environment or reply.environment
-                    if reply.environment == self.environment:
+                    expected = self.environments.setdefault(source, reply.environment)
+                    if reply.environment == expected:
                         return server, reply
-                    reason = f"{server.url} is refused: {differences(reply.environment, self.environment)}"
+                    reason = f"{server.url} is refused: {differences(reply.environment, expected)}"
                     log.warning("an environment-server is refused", reason=reason)
                 self.note_failure(server)
             if time.monotonic() > end:
@@ -384,7 +388,7 @@ class EnvironmentClient:
         end = time.monotonic() + self.deadline
         while time.monotonic() < end:
             try:
-                server, reply = await self._reset(episode.seed, episode.split)
+                server, reply = await self._reset(episode.seed, episode.split, episode.source)
             except DependencyLostError as error:
                 raise EpisodeLostError(f"{reason}; then {error}") from error
             [start] = reply.episodes

@@ -149,12 +149,16 @@ class SourcesSettings(Settings):
             return Schedule({"": 1.0})
         return Schedule({source.name: source.ratio for source in self._sources.trained})
 
-    def _of(self, source: Source) -> Self:
-        own = {name: value for name, value in source.settings.items() if name in type(self).model_fields}
+    def without_sources(self, **own: Any) -> Self:
+        """Return the run's settings, replaced by ``own``, as those of a run without SOURCES."""
         # What nothing has set stays unset, because some checks ask for that.
         inherited = {name: getattr(self, name) for name in (*self.model_fields_set, "run_id")}
+        return type(self)(**{**inherited, **own, "sources": None})
+
+    def _of(self, source: Source) -> Self:
+        own = {name: value for name, value in source.settings.items() if name in type(self).model_fields}
         try:
-            return type(self)(**{**inherited, **own, "sources": None})
+            return self.without_sources(**own)
         except ValidationError as error:
             lines = "; ".join(_describe(problem) for problem in error.errors())
             raise ConfigurationError(f"SOURCES {self.sources}, source {source.name!r}: {lines}") from error
@@ -176,6 +180,15 @@ class TemplateSettings(Settings):
     request win."""
 
 
+class RewardWeightSettings(Settings):
+    """The weight of rewards, which trainer and data-server read."""
+
+    reward_weight: float = Field(1.0, ge=0)
+    """Weight of the policy loss, whose advantages come from rewards. 0, with a teacher: pure distillation. It needs no
+    reward-server (unless EVAL_PROMPTS asks for an accuracy), takes rows without an answer and groups of one completion,
+    and drops no group for equal rewards; rewards that are there anyway are reported."""
+
+
 class EnginesSection(Settings):
     """Settings on which trainer and engines must agree: trainer and rollout-server read the same variables."""
 
@@ -192,7 +205,20 @@ class EnginesSection(Settings):
     adapters of up to this rank."""
 
 
-class AgentSettings(Settings):
+class AgentColumns(Settings):
+    """The columns of a row that an agent sees, which data-server, trainer and evaluation read."""
+
+    agent_columns: str = ""
+    """Columns of the dataset, with commas, that an agent gets as `example.row` and a program as `row` of its JSON, such
+    as `repository,difficulty`. The others, such as hidden tests, are for rewards alone."""
+
+    @property
+    def visible_columns(self) -> list[str]:
+        """The names in AGENT_COLUMNS."""
+        return [name.strip() for name in self.agent_columns.split(",") if name.strip()]
+
+
+class AgentSettings(AgentColumns):
     """An agent and its limits, the same in training and evaluation."""
 
     agent: str = ""

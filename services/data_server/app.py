@@ -14,7 +14,7 @@ from services.data_server.batches import Batches, stats_of
 from services.data_server.settings import DataSettings
 from services.http.app import create_service_app
 from services.http.json_body import JsonResponse, JsonRoute
-from services.http.problems import ProblemError
+from services.http.problems import unknown_source
 from services.protocol.prompts import (
     Cursor,
     CursorRequest,
@@ -63,8 +63,7 @@ class _Sources:
 
     def __getitem__(self, name: str) -> Batches:
         if name not in self.all:
-            there = f"there are {', '.join(self.all)}" if "" not in self.all else "there is one without a name"
-            raise ProblemError(422, f"source {name!r} is not in SOURCES: {there}; give one of these")
+            raise unknown_source(name, self.all)
         return self.all[name]
 
 

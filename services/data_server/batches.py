@@ -203,7 +203,7 @@ class Batches:
                 f"no prompt of {split.value} qualifies: all are skipped or longer than MAX_PROMPT_TOKENS",
             )
         prompts = [
-            {**record, "epoch": epoch, "position": position}
+            {**record, "epoch": epoch, "position": position, **catalogue.row(place)}
             for place, epoch, position in places
             if (record := catalogue.record(place)) is not None
         ]
@@ -228,6 +228,8 @@ class Batches:
             test_prompts=len(self.orders[Split.TEST]),
             rows=self.dataset.rows,
             refused={**self.dataset.refused, "too long": self.dataset.too_long},
+            first_refused=self.dataset.first_refused,
+            columns=list(self.dataset.columns),
             cursors=self.state.cursors(),
             curriculum=curriculum.value,
             fingerprint=self.dataset.fingerprint,

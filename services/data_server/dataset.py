@@ -23,7 +23,7 @@ from services.core.sources import Source
 from services.data_server import dataset_rows
 from services.data_server.dataset_rows import Row, Rows
 from services.data_server.settings import Curriculum, DataSettings, PromptStyle
-from services.protocol.prompts import Split
+from services.protocol.prompts import ROWS, Split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -169,6 +169,11 @@ class Catalogue:
         self._records.move_to_end(place)
         return self._records[place]
 
+    def row(self, place: int) -> dict[str, str]:
+        """Return the field ``row`` of the prompt at ``place``; no field where rows have no columns to read."""
+        text = self._rows.text(place)
+        return {} if text is None else {"row": text}
+
     def prefetch(self, places: Sequence[int]) -> None:
         """Render the prompts at ``places`` that are not kept, all at once because that costs less."""
         missing = [place for place in places if place not in self._records]
@@ -219,6 +224,12 @@ class Dataset:
     """Number of the dataset's rows, those that were left out included."""
     refused: dict[str, int]
     """Rows of the dataset that were left out, by reason."""
+    first_refused: dict[str, int]
+    """The number of the first of them, from 0 on, by reason."""
+    columns: Sequence[str]
+    """The columns of whole rows; none where these do not travel."""
+    shadowed: Sequence[str]
+    """Those of them that rewards reach only through `row`, because their names are reserved."""
     fingerprint: dict[str, str]
     """A line for each part that a run's place in the prompts depends on: equal lines mean equal prompts, also in files
     of other directories."""
@@ -269,7 +280,17 @@ def load(
                 f"{settings.dataset!r} is longer; allow more"
             )
     fingerprint = _fingerprint(settings, splits, maker)
-    dataset = Dataset(source.name if source else "", rows.name, catalogues, rows.rows, rows.refused, fingerprint)
+    dataset = Dataset(
+        source.name if source else "",
+        rows.name,
+        catalogues,
+        rows.rows,
+        rows.refused,
+        rows.first_refused,
+        rows.columns,
+        rows.shadowed,
+        fingerprint,
+    )
     log.info(
         "loaded",
         dataset=settings.dataset,
@@ -277,6 +298,8 @@ def load(
         train=len(train),
         test=len(rows.test),
         refused=rows.refused or None,
+        first_refused=rows.first_refused or None,
+        only_through_row=rows.shadowed or None,
         too_long=dataset.too_long or None,
     )
     return dataset
@@ -309,7 +332,8 @@ def _examples(settings: DataSettings, train: dataset_rows.Rows) -> tuple[list[da
 def _fingerprint(settings: DataSettings, splits: dict[Split, dataset_rows.Rows], maker: PromptMaker) -> dict[str, str]:
     train, test = splits[Split.TRAIN], splits[Split.TEST]
     shuffled = "as in the source" if settings.curriculum is Curriculum.SOURCE else "shuffled"
-    return {
+    rows = {ROWS: f"digests {train.texts_digest()}, {test.texts_digest()}"} if train.texts is not None else {}
+    return rows | {
         "training prompts": f"{len(train)} (digest {train.digest()})",
         "held-out prompts": f"{len(test)} (digest {test.digest()})",
         "order": f"{shuffled}, DATA_SEED {settings.data_seed}, CURRICULUM {settings.curriculum.value}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ import pyarrow.compute as pc
 
 from services.core.errors import ConfigurationError
 from services.data_server import generators
+from services.data_server.json_lines import read_json_lines
 from services.data_server.settings import DataSettings, GroundTruthFormat, check_file, generator_of, named_files
-from services.data_server.tables import ReadTable, load_from_hub, read_json_lines, read_parquet
+from services.data_server.tables import LARGEST_ROW, ROW, ReadTable, check_columns, load_from_hub, read_parquet
 from services.protocol.ground_truths import REASONING_GYM, last_boxed
 
 INSTRUCTIONS = {
@@ -30,14 +32,15 @@ INSTRUCTIONS = {
 
 _AFTER_HASHES = r"(?s)^.*####[ \t]*(?P<truth>[^\n]*)"
 _DIGESTED_ROWS = 10_000
-_LARGEST_TEXT = 256 * 2**10
-"""Bytes of a question or ground truth. A larger one would take minutes to tokenise, and fit into no prompt."""
 _GROUPED_NUMBER = r"^[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?$"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row that qualifies: its number in the dataset, the question, its answer in full, and the ground truth."""
+    """A row that qualifies: its number in the dataset, the question, its answer in full, and the ground truth.
+
+    Where no reward reads a ground truth, answer and ground truth may be empty.
+    """
 
     number: int
     question: str
@@ -48,10 +51,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one split that have a question and a ground truth, in the order of the dataset."""
+    """The rows of one split that have a question and what rewards need, in the order of the dataset."""
 
     table: pa.Table
     """All rows of the split, with the columns question, answer and perhaps ground_truth and category."""
+    texts: pa.ChunkedArray | None
+    """The JSON of each row of ``table``; None where rows have no columns that somebody may read."""
     truths: pa.Array
     """The ground truth of each row of ``table``."""
     numbers: np.ndarray[Any, np.dtype[np.int32]]
@@ -71,12 +76,16 @@ class Rows:
             Row(
                 number,
                 str(row["question"]),
-                str(row["answer"]),
-                self.truths[number].as_py(),
+                _text(row.get("answer")) or "",
+                self.truths[number].as_py() or "",
                 _text(row.get("category")),
             )
             for number, row in zip(numbers, rows, strict=True)
         ]
+
+    def text(self, place: int) -> str | None:
+        """Return the JSON of the row at ``place``; None where rows have none."""
+        return None if self.texts is None else self.texts[int(self.numbers[place])].as_py()
 
     def select(self, places: np.ndarray[Any, Any] | slice) -> Rows:
         """Return only the rows at ``places``."""
@@ -85,6 +94,17 @@ class Rows:
     def digest(self) -> str:
         """Return a digest of the dataset's questions and ground truths in their order, and of the choice of rows."""
         return hashlib.blake2b(self.content.encode() + self.numbers.tobytes(), digest_size=8).hexdigest()
+
+    def texts_digest(self) -> str | None:
+        """Return a digest of the rows' JSON, however it is cut into chunks; None where rows have none."""
+        if self.texts is None:
+            return None
+        digest = hashlib.blake2b(pc.fill_null(pc.binary_length(self.texts), -1).to_numpy().tobytes(), digest_size=8)
+        for chunk in self.texts.chunks:
+            _, ends, data = chunk.buffers()
+            first, last = np.frombuffer(ends, np.int32)[[chunk.offset, chunk.offset + len(chunk)]]
+            digest.update(memoryview(data)[first:last])
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -97,11 +117,31 @@ class DatasetRows:
     train: Rows
     test: Rows
     refused: dict[str, int]
+    first_refused: dict[str, int]
+    """The number, from 0 on, of the first row that was refused for a reason."""
+    columns: Sequence[str]
+    """The columns of whole rows; none where these do not travel."""
+    shadowed: Sequence[str]
+    """Those of them that rewards reach only through `row`."""
 
     @property
     def rows(self) -> int:
         """The number of rows of both splits, the refused ones included."""
         return len(self.train) + len(self.test) + sum(self.refused.values())
+
+
+class Refused(Counter[str]):
+    """The number of rows that were left out, by reason, and the first of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, int] = {}
+
+    def add(self, reason: str, rows: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        """Count the rows that are True, [rows of a split]."""
+        self[reason] += int(rows.sum())
+        if rows.any():
+            self.first.setdefault(reason, int(rows.argmax()))
 
 
 def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = False) -> DatasetRows:
@@ -112,11 +152,12 @@ def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = 
     Raises:
         ConfigurationError: the dataset cannot be loaded, lacks a column, or has no row that qualifies.
     """
-    refused: Counter[str] = Counter()
+    refused: Refused = Refused()
     generator, files = generator_of(settings.dataset), named_files(settings)
     train: ReadTable
     test: ReadTable | None
     if generator is not None:
+        check_columns((), f"DATASET {settings.dataset!r}", settings)
         train, test = (_in_memory(table) for table in generators.TABLES[generator](settings, refused))
         name = generator.removesuffix(":")
     elif files:
@@ -128,21 +169,24 @@ def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = 
         name = settings.dataset.rpartition("/")[2]
     form = _format(train, settings)
     instruction = generators.REASONING_INSTRUCTION if generator == REASONING_GYM else INSTRUCTIONS.get(form)
-    train_rows = _rows(train, form, refused)
+    train_rows = _rows(train, form, refused, settings)
     if test is None and eval_only:
         train_rows, test_rows = train_rows.select(slice(0)), train_rows
     elif test is None:
         train_rows, test_rows = _hold_out(train_rows, settings)
     else:
-        test_rows = _rows(test, form, refused)
+        test_rows = _rows(test, form, refused, settings)
     for rows, split in ((train_rows, "training"), (test_rows, "held-out")):
         if len(rows) == 0 and not (eval_only and rows is train_rows):
             left_out = ", ".join(f"{count} with {reason}" for reason, count in (+refused).items()) or "it has no rows"
+            what = "a question and a ground truth" if settings.needs_truth else "a question"
             raise ConfigurationError(
-                f"DATASET {settings.dataset!r} has no {split} row with a question and a ground truth ({left_out}); "
-                "check the columns and GROUND_TRUTH_FORMAT"
+                f"DATASET {settings.dataset!r} has no {split} row with {what} ({left_out}); check the columns and "
+                "GROUND_TRUTH_FORMAT"
             )
-    return DatasetRows(name, instruction, train_rows, test_rows, dict(+refused))
+    return DatasetRows(
+        name, instruction, train_rows, test_rows, dict(+refused), refused.first, train.columns, train.shadowed
+    )
 
 
 def _load_file(variable: str, path: Path, settings: DataSettings) -> ReadTable:
@@ -152,26 +196,47 @@ def _load_file(variable: str, path: Path, settings: DataSettings) -> ReadTable:
 
 
 def _in_memory(table: pa.Table) -> ReadTable:
-    return lambda: table
+    return ReadTable(lambda: table)
 
 
-def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Counter[str]) -> Rows:
+def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Refused, settings: DataSettings) -> Rows:
     table = read_table()
-    has_truths = "ground_truth" in table.column_names
-    truths = table["ground_truth"] if has_truths else _ground_truths(pc.cast(table["answer"], pa.string()), form)
-    texts = pc.cast(table["question"], pa.string())
-    questions = pc.fill_null(pc.match_substring_regex(texts, r"\S"), False).to_numpy()
-    answered = pc.fill_null(pc.not_equal(truths, ""), False).to_numpy()
+    truths, texts = _truths(table, form), pc.cast(table["question"], pa.string())
     largest = pc.max_element_wise(pc.binary_length(texts), pc.binary_length(truths)).to_numpy()
+    too_large, not_json = largest > LARGEST_ROW, np.zeros(len(table), bool)
+    if has_rows := ROW in table.column_names:
+        too_large |= table[ROW].is_null().to_numpy()
+        not_json = pc.fill_null(pc.equal(pc.binary_length(table[ROW]), 0), False).to_numpy()
+    reasons = {
+        "no question": ~pc.fill_null(pc.match_substring_regex(texts, r"\S"), False).to_numpy(),
+        "no ground truth": ~pc.fill_null(pc.not_equal(truths, ""), False).to_numpy(),
+        f"more than {LARGEST_ROW // 2**10} KiB": too_large,
+        "NaN or infinity": not_json,
+    }
+    if not settings.needs_truth:
+        del reasons["no ground truth"]
     content = _digest(texts, truths)
     del table, texts
-    refused["no question"] += int((~questions).sum())
-    refused["no ground truth"] += int((questions & ~answered).sum())
-    refused[f"more than {_LARGEST_TEXT // 2**10} KiB"] += int((questions & answered & (largest > _LARGEST_TEXT)).sum())
-    numbers = np.flatnonzero(questions & answered & ~(largest > _LARGEST_TEXT)).astype(np.int32)
-    rows = Rows(read_table(), truths.combine_chunks(), numbers, content)
+    left = np.ones(len(largest), bool)
+    for reason, rows in reasons.items():
+        refused.add(reason, left & rows)
+        left &= ~rows
+    numbers = np.flatnonzero(left).astype(np.int32)
+    table = read_table()
+    row_texts = table[ROW] if has_rows else None
+    columns = [name for name in table.column_names if name != ROW]
+    rows = Rows(table.select(columns), row_texts, truths.combine_chunks(), numbers, content)
     pa.default_memory_pool().release_unused()
     return rows
+
+
+def _truths(table: pa.Table, form: GroundTruthFormat) -> pa.ChunkedArray:
+    """Return the ground truth of each row, null or empty for a row without one."""
+    if "ground_truth" in table.column_names:
+        return table["ground_truth"]
+    if "answer" in table.column_names:
+        return _ground_truths(pc.cast(table["answer"], pa.string()), form)
+    return pa.chunked_array([pa.nulls(len(table), pa.string())])
 
 
 def _digest(*columns: pa.ChunkedArray) -> str:
@@ -188,7 +253,10 @@ def _format(read_table: ReadTable, settings: DataSettings) -> GroundTruthFormat:
     """Return GROUND_TRUTH_FORMAT; for ``auto``, the format of most of the first thousand rows."""
     if settings.ground_truth_format is not GroundTruthFormat.AUTO:
         return settings.ground_truth_format
-    first = pc.cast(read_table()["answer"].slice(0, 1000), pa.string())
+    table = read_table()
+    if "answer" not in table.column_names:
+        return GroundTruthFormat.PLAIN
+    first = pc.cast(table["answer"].slice(0, 1000), pa.string())
     for form, mark in ((GroundTruthFormat.HASH, "####"), (GroundTruthFormat.BOXED, "\\boxed{")):
         if 2 * (pc.sum(pc.match_substring(first, mark)).as_py() or 0) > len(first):
             return form

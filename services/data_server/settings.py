@@ -8,12 +8,14 @@ import shlex
 from enum import StrEnum
 from pathlib import Path
 from string import Formatter
+from typing import Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.core.errors import ConfigurationError
-from services.core.settings import SourcesSettings, TemplateSettings
+from services.core.settings import AgentColumns, SourcesSettings, TemplateSettings
 from services.protocol.ground_truths import REASONING_GYM
+from services.reward_columns import Reads, reads
 
 
 class PromptStyle(StrEnum):
@@ -43,7 +45,7 @@ class Curriculum(StrEnum):
     HARD_FIRST = "hard_first"
 
 
-class DataSettings(TemplateSettings, SourcesSettings):
+class DataSettings(TemplateSettings, AgentColumns, SourcesSettings):
     """The data-server's environment variables."""
 
     dataset: str = Field("gsm8k", min_length=1)
@@ -65,10 +67,13 @@ class DataSettings(TemplateSettings, SourcesSettings):
     prompt_column: str | None = None
     """Column of the question; default the first of question, prompt, problem."""
     ground_truth_column: str | None = None
-    """Column of the answer; default the first of answer, ground_truth, solution."""
+    """Column of the answer; default the first of answer, ground_truth, solution. Rows may lack it if no part of
+    REWARD_FN reads a ground truth."""
     ground_truth_format: GroundTruthFormat = GroundTruthFormat.AUTO
     """`hash`: after the last `####`; `boxed`: in the last `\\boxed{}`; `plain`: the whole column; `auto`: the
-    format of most rows. Rows without a ground truth are left out and counted."""
+    format of most rows. Rows without a ground truth are left out and counted, if a part of REWARD_FN reads one."""
+    reward_fn: str = "math"
+    """The reward-server's REWARD_FN. The data-server refuses a function that needs a column which the rows lack."""
 
     model_name: str | None = None
     """Model whose tokenizer and chat template make `prompt_ids`, by hub name or directory. Unset: prompts come as
@@ -99,6 +104,26 @@ class DataSettings(TemplateSettings, SourcesSettings):
     """Which of `+`, `-` and `*` occur, written together."""
     arithmetic_template: str = "What is {a} {op} {b}? Answer with just the number."
     """The arithmetic question, with `{a}`, `{op}` and `{b}`."""
+
+    @property
+    def reads(self) -> dict[str, Reads]:
+        """What each part of REWARD_FN reads of a row."""
+        return reads(self.reward_fn)
+
+    @property
+    def needs_truth(self) -> bool:
+        """Whether a part of REWARD_FN reads the ground truth."""
+        return any(part.has_truth for part in self.reads.values())
+
+    @model_validator(mode="after")
+    def _belongs_to_dataset(self) -> Self:
+        given = [name.upper() for name in ("dataset_config", "dataset_test") if getattr(self, name) is not None]
+        if self.sources is not None and given:
+            raise ValueError(
+                f"{given[0]} is set, but each source in SOURCES has a dataset of its own; write it as "
+                f"{given[0].lower()} under the source that it belongs to"
+            )
+        return self
 
     @field_validator("arithmetic_template")
     @classmethod

@@ -1,35 +1,58 @@
-"""The rows of Parquet files, of JSON Lines and of datasets on the Hugging Face hub, as Arrow tables.
-
-Parquet and the hub's datasets have a schema. Each line of JSON Lines is parsed as JSON, so that no value changes on the
-way: a text that looks like a date stays text, and a whole number keeps all of its digits.
-"""
+"""The rows of Parquet files and of datasets on the Hugging Face hub, as Arrow tables, and the columns of any rows."""
 
 from __future__ import annotations
 
 import json
 import logging
 import mmap
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from services import reward_columns
 from services.core.errors import ConfigurationError, first_line
+from services.core.logs import get_logger
 from services.data_server.settings import DataSettings
+
+log = get_logger(__name__)
 
 _QUESTION = ("question", "prompt", "problem")
 _ANSWER = ("answer", "ground_truth", "solution")
 
-ReadTable = Callable[[], pa.Table]
-"""A function that maps the columns of a split into memory again at each call: question, answer, perhaps ground_truth
-(otherwise read from the answers) and category. Once an earlier table is gone, the pages that it read no longer count as
-this process's memory."""
+
+@dataclass(frozen=True)
+class ReadTable:
+    """A function that maps the columns of a split into memory again at each call.
+
+    They are question, perhaps answer, ground_truth (otherwise read from the answers), category, and the whole row as
+    JSON. Once an earlier table is gone, the pages that it read no longer count as this process's memory.
+    """
+
+    read: Callable[[], pa.Table]
+    columns: Sequence[str] = ()
+    """The columns of whole rows; none where these do not travel."""
+    shadowed: Sequence[str] = ()
+    """Those of them that rewards reach only through `row`, because their names are reserved."""
+
+    def __call__(self) -> pa.Table:
+        """Return the table."""
+        return self.read()
+
+
 CATEGORY = "category"
+ROW = "row"
+"""The column of a row's JSON; null if that is too large, empty if it has NaN or infinity."""
+LARGEST_ROW = 256 * 2**10
+"""Bytes of a row, a question or a ground truth. Larger texts would take minutes to tokenise, and fit into no prompt;
+larger rows would fill requests to the reward-server and the replay buffer's disk."""
+_ROWS_AT_ONCE = 1024
+"""Rows that are made JSON at once."""
 EXACT = 2.0**53
 """Below it, every whole number has a double of its own."""
 COLUMN_SETTINGS = {"question": "PROMPT_COLUMN", "answer": "GROUND_TRUTH_COLUMN"}
@@ -37,7 +60,9 @@ COLUMN_SETTINGS = {"question": "PROMPT_COLUMN", "answer": "GROUND_TRUTH_COLUMN"}
 
 
 def choose_columns(names: Sequence[str], where: str, settings: DataSettings) -> dict[str, str]:
-    """Return the columns of question, answer and perhaps category, as ``{"question": ..., "answer": ...}``.
+    """Return the columns of question, category and answer, as ``{"question": ..., "answer": ...}``.
+
+    Category may be missing, and so may the answer if no reward reads a ground truth.
 
     Args:
         names: the columns of the dataset.
@@ -45,16 +70,41 @@ def choose_columns(names: Sequence[str], where: str, settings: DataSettings) -> 
         settings: give the columns, or leave them to the usual names.
 
     Raises:
-        ConfigurationError: the dataset lacks a column.
+        ConfigurationError: the dataset lacks a column, also one that a reward function or AGENT_COLUMNS needs.
     """
-    question = _choose(names, where, "PROMPT_COLUMN", settings.prompt_column, _QUESTION)
-    if list(names) == [question] and settings.ground_truth_column is None:
-        raise ConfigurationError(f"{where} has no column but {question!r}; add one with the answers, such as 'answer'")
-    chosen = {
-        "question": question,
-        "answer": _choose(names, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _ANSWER),
-    }
+    check_columns(names, where, settings)
+    chosen = {"question": _choose(names, where, "PROMPT_COLUMN", settings.prompt_column, _QUESTION)}
+    if settings.needs_truth or settings.ground_truth_column is not None or set(_ANSWER).intersection(names):
+        if list(names) == [*chosen.values()] and settings.ground_truth_column is None:
+            raise ConfigurationError(
+                f"{where} has no column but {names[0]!r}; add one with the answers, such as 'answer'"
+            )
+        chosen["answer"] = _choose(names, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _ANSWER)
     return chosen | ({CATEGORY: CATEGORY} if CATEGORY in names else {})
+
+
+def check_columns(names: Sequence[str], where: str, settings: DataSettings) -> None:
+    """Check that the rows have the columns that reward functions and AGENT_COLUMNS need.
+
+    Raises:
+        ConfigurationError: they lack one; the message has those that are there.
+    """
+    reward_columns.check_columns(settings.reward_fn, names, where)
+    if missing := [name for name in settings.visible_columns if name not in names]:
+        there = reward_columns.describe(names)
+        raise ConfigurationError(f"AGENT_COLUMNS names {', '.join(missing)}, which {where} lacks; {there}")
+
+
+def row_columns(names: Sequence[str], chosen: dict[str, str], settings: DataSettings) -> dict[str, Sequence[str]]:
+    """Return ``ReadTable``'s fields about columns; without any if rows need not travel whole.
+
+    They travel if they have further columns, or if somebody reads a column.
+    """
+    is_read = bool(settings.visible_columns) or any(part.has_row for part in settings.reads.values())
+    further = [name for name in names if name not in chosen.values()]
+    if not is_read and not further:
+        return {}
+    return {"columns": names, "shadowed": sorted(reward_columns.RESERVED.intersection(further))}
 
 
 def _choose(names: Sequence[str], where: str, setting: str, column: str | None, usual: tuple[str, ...]) -> str:
@@ -142,16 +192,63 @@ def open_table(dataset: Any, where: str, settings: DataSettings) -> ReadTable:
         ConfigurationError: a column is missing, holds another type, or has numbers that are not exact.
     """
     table = dataset.data.table
-    chosen = choose_columns(table.column_names, where, settings)
+    names = [name for name in table.column_names if _has_json(table.schema.field(name).type)]
+    if left_out := sorted(set(table.column_names).difference(names)):
+        log.warning("columns that cannot be JSON are left out of the rows", dataset=where, columns=left_out)
+    chosen = choose_columns(names, where, settings)
     for name, setting in COLUMN_SETTINGS.items():
-        _check_type(table[chosen[name]], f"{where}: column {chosen[name]!r}", setting)
+        if name in chosen:
+            _check_type(table[chosen[name]], f"{where}: column {chosen[name]!r}", setting)
     files = [file["filename"] for file in dataset.cache_files]
+    read_rows = None
+    if of_rows := row_columns(names, chosen, settings):
+        read_rows = on_disk(_row_batches(dataset.select_columns(names)), pa.schema([(ROW, pa.string())]), where)
 
     def read() -> pa.Table:
         whole = pa.concat_tables(_datasets().Dataset.from_file(file).data.table for file in files) if files else table
-        return pa.table({name: _as_text(whole[column]) for name, column in chosen.items()})
+        columns = {name: _as_text(whole[column]) for name, column in chosen.items()}
+        return pa.table(columns | ({ROW: read_rows()[ROW]} if read_rows is not None else {}))
 
-    return read
+    return ReadTable(read, **of_rows)
+
+
+def _has_json(kind: pa.DataType) -> bool:
+    """Return whether the values of a type have a form in JSON; images and sounds, for one, are binary."""
+    if pa.types.is_nested(kind):
+        return not pa.types.is_union(kind) and all(_has_json(kind.field(i).type) for i in range(kind.num_fields))
+    if pa.types.is_dictionary(kind):
+        return _has_json(kind.value_type)
+    unknown = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
+    return not any(fits(kind) for fits in (*unknown, pa.types.is_duration, pa.types.is_interval))
+
+
+def _row_batches(dataset: Any) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a ``datasets.Dataset`` as JSON.
+
+    Dates and times become text as in ISO 8601, decimal numbers text with all of their digits, and a floating-point
+    number the JSON number of the same value. Null stays null: such a dataset knows no absent columns.
+    """
+    for start in range(0, len(dataset), _ROWS_AT_ONCE):
+        columns = dataset[start : start + _ROWS_AT_ONCE]
+        rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+        yield pa.record_batch([pa.array([_row_text(row) for row in rows], pa.string())], [ROW])
+
+
+def _row_text(row: dict[str, Any]) -> str | None:
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_as_json)
+    except ValueError:  # NaN or infinity
+        return ""
+    return bounded(text)
+
+
+def bounded(text: str) -> str | None:
+    """Return a row's JSON; None if it is larger than LARGEST_ROW."""
+    return None if len(text) > LARGEST_ROW or len(text.encode()) > LARGEST_ROW else text
+
+
+def _as_json(value: Any) -> str:
+    return value.isoformat() if isinstance(value, date | time) else str(value)
 
 
 def _check_type(column: pa.ChunkedArray, which: str, setting: str) -> None:
@@ -188,128 +285,16 @@ def _datasets() -> Any:
     return datasets
 
 
-LARGEST_LINE = 64 * 2**20
-DEEPEST = 100
-"""Arrays and objects within each other; Python's parser has a limit that depends on its version."""
-_ROWS_A_BATCH = 4096
-_TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]|-?Infinity|NaN')
-
-
-def read_json_lines(path: Path, where: str, settings: DataSettings) -> ReadTable:
-    """Return a function that maps the question, answer and category of each row, as text.
-
-    The texts are in a temporary file that has no name, so that a change of ``path`` does not affect a run.
-
-    Args:
-        path: the file.
-        where: the file and its variable, for messages.
-        settings: give the columns.
-
-    Raises:
-        ConfigurationError: a line is not a row, a column is missing, or a value is neither text nor a number.
-    """
-    names: dict[str, None] = {}
-    for _, row in json_rows(path, where):
-        names.update(dict.fromkeys(row))
-    chosen = choose_columns(list(names), where, settings)
-    schema = pa.schema([(name, pa.string()) for name in chosen])
-    numbered = json_rows(path, where)
+def on_disk(batches: Iterator[pa.RecordBatch], schema: pa.Schema, where: str) -> Callable[[], pa.Table]:
+    """Write rows to a temporary file that has no name, and return a function that maps them."""
     try:
         file = tempfile.TemporaryFile()  # noqa: SIM115  # The returned function reads it.
         with pa.ipc.new_stream(file, schema) as writer:
-            while batch := list(islice(numbered, _ROWS_A_BATCH)):
-                columns = [_texts(batch, name, column, where) for name, column in chosen.items()]
-                writer.write_batch(pa.record_batch(columns, schema))
+            for batch in batches:
+                writer.write_batch(batch)
         file.flush()
     except OSError as error:
         place = f"{tempfile.gettempdir()}: {error.strerror}; set TMPDIR to a directory with room"
         raise ConfigurationError(f"{where} cannot be copied to {place}") from error
     mapped = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     return lambda: pa.ipc.open_stream(mapped).read_all()
-
-
-def json_rows(path: Path, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the object of each line that is not blank.
-
-    Raises:
-        ConfigurationError: a line is too long or nested too deep, is not UTF-8, or is not a JSON object; the message
-            has its number, and its column where there is one.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(LARGEST_LINE + 1), b""), 1):
-            try:
-                row = _object(line, "utf-8-sig" if number == 1 else "utf-8")
-            except _LineError as error:
-                raise ConfigurationError(
-                    f"{where} cannot be read as .jsonl: line {number}{error}; correct the file"
-                ) from error
-            if row is not None:
-                yield number, row
-
-
-class _LineError(Exception):
-    """An error of a line; the message continues a sentence behind the line's number."""
-
-
-def _object(line: bytes, encoding: str) -> dict[str, Any] | None:
-    """Return the object of a line; None for a blank one."""
-    if len(line) > LARGEST_LINE:
-        raise _LineError(f" has more than {LARGEST_LINE // 2**20} MiB")
-    try:
-        text = line.decode(encoding).rstrip()
-        if not text:
-            return None
-        if text.count("[") + text.count("{") > DEEPEST or "NaN" in text or "Infinity" in text:
-            _check_tokens(text)
-        row = json.loads(text)
-        if "\\u" in text:
-            json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        column = len(line[: error.start].decode()) + 1
-        raise _LineError(f", column {column}: byte 0x{line[error.start]:02x} is not UTF-8") from error
-    except UnicodeEncodeError as error:
-        raise _LineError(f": {error.object[error.start]!a} is half of a character") from error
-    except json.JSONDecodeError as error:
-        raise _LineError(f", column {error.colno}: {error.msg}") from error
-    except ValueError as error:  # a whole number of thousands of digits
-        raise _LineError(f": {str(error).partition(';')[0]}") from error
-    if not isinstance(row, dict):
-        raise _LineError(f" is {type(row).__name__}; write an object on each line")
-    return row
-
-
-def _check_tokens(text: str) -> None:
-    depth = 0
-    for token in _TOKENS.finditer(text):
-        depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
-        if depth > DEEPEST:
-            raise _LineError(f", column {token.start() + 1}: nested more than {DEEPEST} deep")
-        if token[0] in ("NaN", "Infinity", "-Infinity"):
-            raise _LineError(f", column {token.start() + 1}: {token[0]} is not JSON; write null, or leave the row out")
-
-
-def _texts(batch: list[tuple[int, dict[str, Any]]], name: str, column: str, where: str) -> pa.Array:
-    """Return a column of some rows as text; ``name`` says what it is used for."""
-    texts = []
-    for line, row in batch:
-        value = row.get(column)
-        try:
-            texts.append(value if value is None or isinstance(value, str) else _json_text(value, name))
-        except _LineError as error:
-            raise ConfigurationError(f"{where}, line {line}: column {column!r} {error}") from error
-    return pa.array(texts, pa.string())
-
-
-def _json_text(value: Any, name: str) -> str:
-    if name == CATEGORY:
-        return str(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _LineError(f"holds {type(value).__name__}; set {COLUMN_SETTINGS[name]} to a column of text or numbers")
-    if isinstance(value, float) and not abs(value) < EXACT:
-        raise _LineError(
-            f"has {value!r}: a number with a fraction or an exponent does not keep every digit from 2^53 on; write it "
-            "as a whole number, or as text"
-        )
-    if isinstance(value, int) or value.is_integer():
-        return str(int(value))
-    return str(pa.scalar(value).cast(pa.string()))

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from services.environment_server.catalogue import describe, open_with_trial
+from services.environment_server.catalogue import Environment, MakeEnvironment, describe, open_with_trial
 from services.environment_server.environments import Tasks
 from services.environment_server.episodes import MAX_STUCK, EpisodeTable
 from services.environment_server.openenv_routes import add_openenv_routes, add_task_routes
@@ -20,11 +20,12 @@ from services.environment_server.openenv_sessions import Sessions
 from services.environment_server.player import Player, UsageMeter
 from services.environment_server.settings import EnvironmentSettings
 from services.http.app import create_service_app
-from services.http.problems import ProblemError
+from services.http.problems import ProblemError, unknown_source
 from services.protocol.base import Health
 from services.protocol.evaluation import (
     CloseReply,
     CloseRequest,
+    EnvironmentInfo,
     EnvironmentServerHealth,
     ResetReply,
     ResetRequest,
@@ -47,7 +48,8 @@ class Server:
 
     table: EpisodeTable
     sessions: Sessions
-    tasks: Tasks | None
+    hosted: dict[str, tuple[MakeEnvironment, EnvironmentInfo]]
+    """The environments by the source that plays them; "" has the first, which OpenEnv's clients and a head play."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self.settings = settings
@@ -64,9 +66,16 @@ class Server:
         """
         settings = self.settings
         async with AsyncExitStack() as stack:
-            make, trial = await open_with_trial(settings, stack)
-            self.tasks = make if isinstance(make, Tasks) else None
-            info = describe(settings.environment, make, trial, settings.environment_max_steps)
+            opened = {name: await self._open(name, stack) for name in dict.fromkeys(settings.environments.values())}
+            self.hosted = {source: opened[name][:2] for source, name in settings.environments.items()}
+            make, info, trial = next(iter(opened.values()))
+            self.hosted[""] = make, info
+            tasks = make if isinstance(make, Tasks) else None
+            if len(opened) > 1 and settings.eval_head_endpoint is not None:
+                raise ConfigurationError(
+                    f"EVAL_HEAD_ENDPOINT has this server play one environment, but SOURCES has {', '.join(opened)}: "
+                    "leave it out, or start another server with ENVIRONMENT alone"
+                )
             if info.seats > 1 and settings.eval_head_endpoint is not None:
                 raise ConfigurationError(
                     f"ENVIRONMENT {info.id} has {info.seats} seats, and an evaluation head plays environments of one: "
@@ -74,19 +83,29 @@ class Server:
                 )
             self.table = EpisodeTable(info, make, settings.environment_step_seconds)
             stack.push_async_callback(self.table.end)
-            self.table.release(trial)
-            self.sessions = Sessions(self.table, self.tasks, getattr(self.tasks or trial, "tools", ()))
+            for _, _, made in opened.values():
+                self.table.release(made)
+            self.sessions = Sessions(self.table, tasks, getattr(tasks or trial, "tools", ()))
             stack.callback(asyncio.create_task(self._sweep()).cancel)
             if settings.eval_head_endpoint is not None:
                 self.player = await stack.enter_async_context(Player(settings, self.table, self.meter).playing())
             yield
+
+    async def _open(self, name: str, stack: AsyncExitStack) -> tuple[MakeEnvironment, EnvironmentInfo, Environment]:
+        """Load an environment until ``stack`` closes; return a factory, its description and a trial instance."""
+        sources = [source for source, environment in self.settings.environments.items() if environment == name]
+        variable = f"environment of {', '.join(sources)} in SOURCES" if any(sources) else "ENVIRONMENT"
+        make, trial = await open_with_trial(
+            self.settings.model_copy(update={"environment": name}), stack, variable=variable
+        )
+        return make, describe(name, make, trial, self.settings.environment_max_steps), trial
 
     @property
     def health(self) -> Health:
         """Healthy, unless too many environments hang."""
         about = EnvironmentServerHealth(
             name=self.settings.environment_server_name,
-            environment=self.settings.environment,
+            environment=self.table.info.id,
             pushing=self.player is not None,
             instance=self.table.instance,
             usage=self.meter.usage,
@@ -112,8 +131,12 @@ class Server:
         """
         reply = self._replies.get(request.request_id or "")
         if reply is None:
-            make = None if self.tasks is None or request.split is None else self.tasks.maker(request.split)
-            reply = asyncio.ensure_future(self.table.reset(request.episodes, request.seed, make))
+            if request.source not in self.hosted:
+                raise unknown_source(request.source, filter(None, self.hosted))
+            make, info = self.hosted[request.source]
+            if isinstance(make, Tasks) and request.split is not None:
+                make = make.maker(request.split)
+            reply = asyncio.ensure_future(self.table.reset(request.episodes, request.seed, make, info))
             if request.request_id is not None:
                 self._replies[request.request_id] = reply
             if len(self._replies) > KEPT_REPLIES:

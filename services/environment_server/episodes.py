@@ -62,6 +62,7 @@ class HeldEpisode:
 
     id: str
     environment: Environment
+    info: EnvironmentInfo
     used: float
     steps: int = 0
     episode_return: float = 0.0
@@ -79,8 +80,8 @@ class EpisodeTable:
     """All episodes of a server.
 
     Args:
-        info: the description of the environment.
-        make: makes the environment for the episode of a seed.
+        info: the description of the environment of the episodes for which ``reset`` gets no other.
+        make: makes that environment for the episode of a seed.
         step_seconds: the limit of one reset or step.
     """
 
@@ -100,10 +101,12 @@ class EpisodeTable:
         """Environments that hang."""
         return self._runner.stuck
 
-    async def reset(self, count: int, seed: int | None, make: MakeEnvironment | None = None) -> ResetReply:
+    async def reset(
+        self, count: int, seed: int | None, make: MakeEnvironment | None = None, info: EnvironmentInfo | None = None
+    ) -> ResetReply:
         """Begin ``count`` episodes, the i-th with ``seed`` + i; without a seed, draw one.
 
-        ``make`` makes their environments, for episodes of one task.
+        ``make`` makes their environments, for episodes of one task or of another environment, which has ``info``.
 
         Raises:
             ProblemError: the table has no room for the episodes, or the environment fails.
@@ -118,14 +121,15 @@ class EpisodeTable:
                 {"Retry-After": "1"},
             )
         first = secrets.randbelow(2**31) if seed is None else seed
+        info = info or self.info
         self._beginning += count
         try:
-            starts = await self._begin([(first + i) % 2**31 for i in range(count)], make or self._make)
+            starts = await self._begin([(first + i) % 2**31 for i in range(count)], make or self._make, info)
         finally:
             self._beginning -= count
-        return ResetReply.model_construct(environment=self.info, episodes=starts, instance=self.instance)
+        return ResetReply.model_construct(environment=info, episodes=starts, instance=self.instance)
 
-    async def _begin(self, seeds: Sequence[int], make: MakeEnvironment) -> list[EpisodeStart]:
+    async def _begin(self, seeds: Sequence[int], make: MakeEnvironment, info: EnvironmentInfo) -> list[EpisodeStart]:
         environments: dict[int, Environment] = {}
 
         def begin(seed: int) -> State | Awaitable[State]:
@@ -133,7 +137,7 @@ class EpisodeTable:
             return environments[seed].reset(seed)
 
         states = await self._runner.run([partial(begin, seed) for seed in seeds])
-        outcomes = [self._start_of(seed, state) for seed, state in zip(seeds, states, strict=True)]
+        outcomes = [_start_of(info, seed, state) for seed, state in zip(seeds, states, strict=True)]
         starts = [outcome for outcome in outcomes if isinstance(outcome, EpisodeStart)]
         if len(starts) < len(seeds):
             for seed, outcome in zip(seeds, outcomes, strict=True):
@@ -143,23 +147,13 @@ class EpisodeTable:
             is_away = isinstance(error, DependencyLostError)
             raise ProblemError(
                 503 if is_away else 422,
-                f"{self.info.id!r} cannot be begun: {why_failed(error)}",
+                f"{info.id!r} cannot be begun: {why_failed(error)}",
                 {"Retry-After": "5"} if is_away else None,
             )
         for start in starts:
-            self.active[start.episode] = HeldEpisode(start.episode, environments[start.seed], time.monotonic())
+            self.active[start.episode] = HeldEpisode(start.episode, environments[start.seed], info, time.monotonic())
             self._count("begun")
         return starts
-
-    def _start_of(self, seed: int, state: State | Exception) -> EpisodeStart | Exception:
-        """Return the start of an episode, or the error of its reset. An invalid state counts as an error."""
-        if isinstance(state, Exception):
-            return state
-        seat = 0 if self.info.seats > 1 else None
-        try:
-            return _written(EpisodeStart(episode=secrets.token_hex(8), seed=seed, state=state, seat=seat))
-        except ValueError:
-            return EnvironmentBrokenError(f"the environment gave {state!r:.60} as its first state")
 
     async def step(self, items: Sequence[StepItem]) -> list[StepResult]:
         """Return one result an item, in order; a failure of one episode does not affect the others."""
@@ -207,7 +201,7 @@ class EpisodeTable:
         if isinstance(outcome, Exception):
             return outcome
         try:
-            return _written(result_of(outcome, self.info, episode.id, episode.steps + 1, episode.episode_return))
+            return _written(result_of(outcome, episode.info, episode.id, episode.steps + 1, episode.episode_return))
         except EnvironmentBrokenError as error:
             return error
         # Environments are other people's code and may give anything.
@@ -282,6 +276,17 @@ class EpisodeTable:
         self.counts[what] += count
         _COUNTERS[what].inc(count)
         ACTIVE.set(len(self.active))
+
+
+def _start_of(info: EnvironmentInfo, seed: int, state: State | Exception) -> EpisodeStart | Exception:
+    """Return the start of an episode, or the error of its reset. An invalid state counts as an error."""
+    if isinstance(state, Exception):
+        return state
+    seat = 0 if info.seats > 1 else None
+    try:
+        return _written(EpisodeStart(episode=secrets.token_hex(8), seed=seed, state=state, seat=seat))
+    except ValueError:
+        return EnvironmentBrokenError(f"the environment gave {state!r:.60} as its first state")
 
 
 Written = TypeVar("Written", bound=BaseModel)

@@ -12,14 +12,16 @@ from services.environment_server.settings import EnvironmentSettings
 
 
 async def main() -> None:
-    """Make the environment as the server does at its start.
+    """Make the environments as the server does at its start.
 
     Raises:
-        ConfigurationError: it cannot be made.
+        ConfigurationError: one cannot be made.
     """
-    async with AsyncExitStack() as stack:
-        _, trial = await open_with_trial(EnvironmentSettings.load(), stack)
-        trial.close()
+    settings = EnvironmentSettings.load()
+    for variable, name in settings.own_functions.items():
+        async with AsyncExitStack() as stack:
+            _, trial = await open_with_trial(settings.model_copy(update={"environment": name}), stack, variable)
+            trial.close()
 
 
 if __name__ == "__main__":

@@ -7,18 +7,20 @@ import socket
 
 from pydantic import AnyHttpUrl, Field
 
-from services.core.settings import Settings
+from services.core.settings import SourcesSettings
+from services.core.sources import Source
 
 BUILT_IN = ("gsm8k", "guessing", "nim")
 
 
-class EnvironmentSettings(Settings):
+class EnvironmentSettings(SourcesSettings):
     """Settings that the environment server reads from its environment."""
 
     environment: str = Field("CartPole-v1", min_length=1, max_length=100)
-    """The environment that this server hosts: a gymnasium id, `module:Id` for an id that your module registers,
-    `module:Class` for your Conversation, `gsm8k` (questions of DATASET, with a calculator), `guessing` (a number
-    to guess), `nim` (a game of two seats), or `openenv+http://host:port` for any OpenEnv server."""
+    """The environment that this server hosts, or one for each source in SOURCES that plays episodes: a gymnasium id,
+    `module:Id` for an id that your module registers, `module:Class` for your Conversation, `gsm8k` (questions of
+    DATASET, with a calculator), `guessing` (a number to guess), `nim` (a game of two seats), or
+    `openenv+http://host:port` for any OpenEnv server."""
     environment_server_name: str = Field(
         default_factory=lambda: default_name(), pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:/@-]{0,99}$"
     )
@@ -47,9 +49,24 @@ class EnvironmentSettings(Settings):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """ENVIRONMENT, unless it is built in or on another server."""
-        is_own = self.environment not in BUILT_IN and "://" not in self.environment
-        return {"ENVIRONMENT": self.environment} if is_own else {}
+        """ENVIRONMENT of each source that plays one, unless it is built in or on another server."""
+        return {
+            f"ENVIRONMENT of {source}" if source else "ENVIRONMENT": name
+            for source, name in self.environments.items()
+            if name not in BUILT_IN and "://" not in name
+        }
+
+    @property
+    def environments(self) -> dict[str, str]:
+        """The environment of each source that plays one, by the source's name; ENVIRONMENT by "" where none does."""
+
+        def played(own: EnvironmentSettings, source: Source | None) -> str | None:
+            # ROLLOUT is the trainer's. A source without one of its own may play the ENVIRONMENT that is set here.
+            default = "environment" if "environment" in own.model_fields_set else ""
+            rollout = "environment" if source is None else source.settings.get("rollout", default)
+            return own.environment if rollout == "environment" else None
+
+        return {source: name for source, name in self.of_sources(played).items() if name} or {"": self.environment}
 
 
 def default_name() -> str:

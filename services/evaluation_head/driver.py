@@ -165,6 +165,11 @@ class Link(EnvironmentClient):
         return [self._server, *[await self.connect(link.url) for link in self._equal_links if link is not self]]
 
     @property
+    def environment(self) -> EnvironmentInfo | None:
+        """The server's environment, once an episode has begun."""
+        return self.environments.get("")
+
+    @property
     def _equal_links(self) -> list[Link]:
         """The links to servers with this one's environment that can be played on."""
         return [link for link in self._driver.links if link._is_well and link.environment == self.environment]
@@ -221,7 +226,7 @@ class Link(EnvironmentClient):
     def _seeds(self, _room: int) -> Sequence[int]:
         return [(self._begun + i) % 2**31 for i in range(self._room())]
 
-    async def begin(self, seeds: Sequence[int], split: str | None = None) -> list[ServedEpisode]:
+    async def begin(self, seeds: Sequence[int], split: str | None = None, source: str = "") -> list[ServedEpisode]:
         """Begin episodes at the server; through a load balancer one a request, so that they spread over the replicas.
 
         Raises:
@@ -258,7 +263,7 @@ class Link(EnvironmentClient):
             self._given_up = self._settings.head_drive_episodes
             await link.end(episodes)
             return []
-        link._policy, link.environment = policy, reply.environment
+        link._policy, link.environments[""] = policy, reply.environment
         if link is self:
             return episodes
         link._under_way += episodes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -35,6 +35,13 @@ class ProblemError(HTTPException):
     def __init__(self, status: int, detail: str, headers: Mapping[str, str] | None = None, **members: Any) -> None:
         super().__init__(status, detail, dict(headers) if headers else None)
         self.members = members
+
+
+def unknown_source(name: str, sources: Iterable[str]) -> ProblemError:
+    """Return the refusal of a request for a source that is not in ``sources``, which has "" alone without SOURCES."""
+    names = ", ".join(sources)
+    there = f"there are {names}; give one of these" if names else "this run has none; leave it out"
+    return ProblemError(422, f"source {name!r} is not in SOURCES: {there}")
 
 
 def problem_response(

@@ -222,7 +222,7 @@ class EnvironmentServerHealth(WireModel):
 
 
 class ResetRequest(StrictModel):
-    """Body of POST /reset: begins ``episodes`` episodes of the server's environment.
+    """Body of POST /reset: begins ``episodes`` episodes of the environment of ``source``, without one of the first.
 
     The i-th episode has seed ``seed`` + i; the same seed begins the same episode. A repeated ``request_id`` gets the
     same episodes again. An environment of numbered tasks draws its task from ``split``; others have no splits, and
@@ -233,6 +233,7 @@ class ResetRequest(StrictModel):
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=100)
     split: str | None = Field(default=None, min_length=1, max_length=100)
+    source: str = Field(default="", exclude_if=lambda source: not source)
 
 
 class EpisodeStart(WireModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from typing import Annotated
 
@@ -14,6 +15,12 @@ COLLECTORS = "collectors"
 
 COLLECTOR_PREFIX = "collector-"
 """The prefix of the consumers under whose names each collector records how far it is."""
+
+
+SHOWN_CHARACTERS = 300
+"""Characters of a column's value that people see, because a row may hold a whole program."""
+ROWS = "rows"
+"""The end of the name of a part of the data's fingerprint that is there only where rows travel whole."""
 
 
 class Message(WireModel):
@@ -49,6 +56,18 @@ class Prompt(WireModel):
     def row_text(self) -> str | None:
         """The row's JSON as text; None without one."""
         return self.row.decode() or None
+
+    @property
+    def shown_row(self) -> dict[str, str]:
+        """The row's columns for people to read, each cut after SHOWN_CHARACTERS."""
+        texts = {
+            name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for name, value in json.loads(self.row or "{}").items()
+        }
+        return {
+            name: text if (more := len(text) - SHOWN_CHARACTERS) <= 0 else f"{text[:-more]}… {more} more characters"
+            for name, text in texts.items()
+        }
 
 
 class Split(StrEnum):
@@ -123,7 +142,8 @@ class PromptBatch(WireModel):
 class DataStats(BaseModel):
     """Reply of the data-server's GET /stats: prompts by split, and the consumers' cursors.
 
-    ``rows`` is the number of the dataset's rows, and ``refused`` counts those that were left out, by reason.
+    ``rows`` is the number of the dataset's rows, and ``refused`` counts those that were left out, by reason;
+    ``first_refused`` has the number of the first such row, from 0 on. ``columns`` are those of whole rows.
     ``curriculum`` is "off" if success rates do not change the order. ``fingerprint`` has an entry for each part of the
     data: equal entries mean equal prompts in the same order. ``sources`` has the same of each name in SOURCES, and
     then the other fields are sums; it is empty without SOURCES.
@@ -136,6 +156,8 @@ class DataStats(BaseModel):
     test_prompts: int
     rows: int = 0
     refused: dict[str, int]
+    first_refused: dict[str, int] = Field(default_factory=dict)
+    columns: list[str] = Field(default_factory=list)
     cursors: dict[str, dict[str, int]] = Field(default_factory=dict)
     curriculum: str = "off"
     fingerprint: dict[str, str] = Field(default_factory=dict)

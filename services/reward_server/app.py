@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -14,8 +16,10 @@ from services.core.extras import install_command
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.http.app import create_service_app
+from services.http.problems import unknown_source
 from services.protocol.base import Health
 from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult
+from services.reward_server.judging import judge_of
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import NeuralReward, Scorer
 from services.reward_server.settings import RewardSettings
@@ -30,16 +34,22 @@ def create_app(settings: RewardSettings) -> FastAPI:
         ConfigurationError: a reward lacks a setting or a package that it needs.
     """
     _check(settings)
-    if settings.caution:
-        log.warning(settings.caution)
+    for source, own in settings.by_source().items():
+        if own.caution:
+            log.warning(own.caution, source=source or None)
     pool = WorkerPool(settings)
-    scorer = Scorer(settings, pool)
+    judge = judge_of(settings)
+    scorers = settings.of_sources(lambda own, _: Scorer(own, pool, judge=judge))
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
+            if judge is not None:
+                await stack.enter_async_context(judge.serving())
             if settings.reward_model is not None:
-                scorer.neural = await _start_reward_model(settings, stack)
+                neural = await _start_reward_model(settings, stack)
+                for scorer in scorers.values():
+                    scorer.neural = neural
             await pool.start()
             stack.push_async_callback(pool.stop)
             yield
@@ -50,7 +60,11 @@ def create_app(settings: RewardSettings) -> FastAPI:
 
     def stats() -> dict[str, Any]:
         workers = {"pending": pool.pending, "workers_alive": pool.alive}
-        return {"reward_fn": settings.reward_fn, "answers": dict(scorer.counts), **workers}
+        answers = sum((scorer.counts for scorer in scorers.values()), Counter[str]())
+        judged = {} if judge is None else {"judge": judge.figures.stats()}
+        relative = [source for source, own in settings.by_source().items() if own.is_relative]
+        of_rewards = {"reward_fn": settings.all_rewards, "relative": relative, "answers": dict(answers)}
+        return {**of_rewards, **judged, **workers}
 
     app = create_service_app(
         "reward-server", settings=settings, lifespan=lifespan, health=health, stats=stats, description=__doc__ or ""
@@ -59,18 +73,49 @@ def create_app(settings: RewardSettings) -> FastAPI:
     @app.post("/reward")
     async def post_reward(item: RewardItem) -> RewardResult:
         """Score one answer; ``reward`` is null where it could not be scored, and ``status`` says why."""
-        return (await scorer.score([item]))[0]
+        return (await _score(scorers, [item]))[0]
 
     @app.post("/batch_reward")
     async def post_batch_reward(request: BatchRewardRequest) -> BatchRewardReply:
-        """Score answers: one result an item, in order."""
-        return BatchRewardReply.model_construct(rewards=await scorer.score(request.whole_items))
+        """Score answers: one result an item, in order; ``is_group`` also compares them, where REWARD_FN does."""
+        if request.is_group and request.items:
+            [source] = _by_source(scorers, request.items)
+            scored = await scorers[source].score(request.whole_items, is_group=True, own_rewards=request.own_rewards)
+        else:
+            scored = await _score(scorers, request.whole_items)
+        return BatchRewardReply.model_construct(rewards=scored)
 
     return app
 
 
+async def _score(scorers: Mapping[str, Scorer], items: Sequence[RewardItem]) -> list[RewardResult]:
+    """Return one result an item, in order, by the REWARD_FN of its source.
+
+    Raises:
+        ProblemError: 422, there is no such source.
+    """
+    of_source = _by_source(scorers, items)
+    scored = await asyncio.gather(*(scorers[source].score(chosen) for source, chosen in of_source.items()))
+    results = {source: iter(results) for source, results in zip(of_source, scored, strict=True)}
+    return [next(results[item.source]) for item in items]
+
+
+def _by_source(scorers: Mapping[str, Scorer], items: Sequence[RewardItem]) -> dict[str, list[RewardItem]]:
+    """Return the items by their source, each of which has a scorer.
+
+    Raises:
+        ProblemError: 422, there is no such source.
+    """
+    of_source: dict[str, list[RewardItem]] = {}
+    for item in items:
+        of_source.setdefault(item.source, []).append(item)
+    if unknown := of_source.keys() - scorers.keys():
+        raise unknown_source(min(unknown), scorers)
+    return of_source
+
+
 def _check(settings: RewardSettings) -> None:
-    names = {function.name for function in settings.functions}
+    names = settings.names
     if ("reward_model" in names) != (settings.reward_model is not None):
         raise ConfigurationError("REWARD_MODEL and the reward `reward_model` in REWARD_FN need each other; set both")
     # Without this check a worker would report that REWARD_FN is wrong.

@@ -84,7 +84,7 @@ class _Worker:
             reason = f"a worker ended before it was ready ({type(error).__name__})"
         if reason is not None:
             self.end()
-            raise refusal(settings.reward_fn, reason)
+            raise refusal(settings.all_rewards, reason)
 
     @property
     def is_dead(self) -> bool:

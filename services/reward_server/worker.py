@@ -26,7 +26,8 @@ import orjson
 from services.core.errors import own_error
 from services.core.imports import find_attribute
 from services.core.machine import THREADS_VARIABLE
-from services.protocol.rewards import RewardItem
+from services.protocol.rewards import ARGUMENTS
+from services.reward_columns import BATCHED, RESERVED, Reads
 
 EXIT_MEMORY = 77
 """Exit code of a worker that ran out of memory, in which little works any more."""
@@ -36,10 +37,6 @@ _RESERVE_BYTES = 2**20
 _MAX_REASON = 300
 _NO_MEMORY = ("failed to map segment", os.strerror(errno.ENOMEM))
 """Parts of the errors of a library that the limit leaves no room for; an import turns them into errors of any type."""
-_BATCHED = {"prompt": "prompts", "response": "completions"}
-"""The parameters of a reward function of TRL's form, which takes lists and returns a list."""
-RESERVED = frozenset({*RewardItem.model_fields, *_BATCHED.values(), "messages", "group"})
-"""Names of parameters that never mean a column; ``row`` has the columns of these names, too."""
 
 
 def run(connection: Connection, functions: list[str], n_threads: int, cpu_seconds: float, memory_bytes: int) -> None:
@@ -128,17 +125,19 @@ def load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     is_batched = "completions" in parameters
-    needed = _needed_columns(name, parameters, is_batched)
+    arguments = [BATCHED.get(key, key) if is_batched else key for key in ARGUMENTS]
+    _check_parameters(name, parameters, arguments)
+    reads = Reads.of(parameters)
 
     def call(item: dict[str, Any]) -> dict[str, Any]:
-        if item.get("row"):
+        if item.get("row") and reads.has_row:
             # json keeps every digit of a whole number; orjson makes those beyond 64 bits floats.
             row = json.loads(item["row"])
             item = {column: value for column, value in row.items() if column not in RESERVED} | item | {"row": row}
-        if missing := [parameter for parameter in needed if parameter not in item]:
+        if missing := [parameter for parameter in reads.needed if parameter not in item]:
             raise TypeError(f"{name} needs {', '.join(missing)}, which the row lacks; give the parameter a default")
         if is_batched:
-            item = {_BATCHED.get(key, key): [arguments] for key, arguments in item.items()}
+            item = {BATCHED.get(key, key): [arguments] for key, arguments in item.items()}
         value = function(**{key: arguments for key, arguments in item.items() if takes_all or key in parameters})
         if is_batched:
             [value] = value
@@ -159,21 +158,14 @@ def _finite(name: str, value: Any) -> float:
     return number
 
 
-def _needed_columns(name: str, parameters: Mapping[str, inspect.Parameter], is_batched: bool) -> list[str]:
-    """Return the columns that a function cannot be called without: parameters that have no default.
-
-    Raises:
-        TypeError: a parameter cannot be given by keyword, or has a reserved name that the function does not get.
-    """
-    arguments = [_BATCHED.get(key, key) if is_batched else key for key in RewardItem.model_fields]
+def _check_parameters(name: str, parameters: Mapping[str, inspect.Parameter], arguments: list[str]) -> None:
     optional = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in optional]
-    if unknown := [p.name for p in needed if p.kind is p.POSITIONAL_ONLY or p.name in RESERVED - set(arguments)]:
+    if unknown := [p.name for p in needed if p.kind is p.POSITIONAL_ONLY or p.name in RESERVED.difference(arguments)]:
         raise TypeError(
             f"{name} needs {', '.join(unknown)}, which it does not get. Use {', '.join(arguments)} and the columns of "
             "the dataset, by keyword; a column with a reserved name is in `row`"
         )
-    return [p.name for p in needed if p.name not in arguments or p.name == "row"]
 
 
 def _limit_memory(extra_bytes: int) -> None:

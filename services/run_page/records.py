@@ -237,7 +237,8 @@ def _read(file: IO[bytes], group: _Group, query: GroupsQuery) -> dict[str, Any] 
     if not any(query.admits(*_rewards(record)) for record in records):
         return None
     first = records[0]
-    shared = {name: first.get(name) for name in ("step", "group_id", "prompt", "rendered_prompt", "ground_truth")}
+    names = ("step", "group_id", "prompt", "rendered_prompt", "ground_truth", "row")
+    shared = {name: first.get(name) for name in names}
     completions = [{k: v for k, v in record.items() if k not in shared} for record in records]
     if not query.tokens:
         completions = [c | ({"spans": []} if "spans" in c else {}) for c in completions]
@@ -253,6 +254,7 @@ def _rewards(record: dict[str, Any]) -> tuple[float, float]:
 def _texts(records: list[dict[str, Any]]) -> Iterator[str]:
     first = records[0]
     yield from (str(first.get(name, "")) for name in ("prompt", "ground_truth", "group_id"))
+    yield from (first.get("row") or {}).values()
     for record in records:
         result = record.get("result") or {}
         yield str(record.get("completion", ""))

@@ -159,6 +159,31 @@ def test_a_server_that_dies_costs_nothing_but_time(evaluate, tiny_model, tmp_pat
     assert set(used) == {nodes.router.url for nodes in pair}
 
 
+def test_each_source_is_asked_whole_and_counts_the_same(evaluate, tiny_model, engine, tmp_path):
+    rows = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1, 5)]
+    (tmp_path / "doubles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mix.yaml").write_text(
+        "- {name: sums, dataset: arithmetic}\n"
+        f"- {{name: doubles, dataset: {tmp_path}/doubles.jsonl, eval_only: true, "
+        "reward_fn: format, max_new_tokens: 2}\n"
+        "- {name: game, dataset: seeds, rollout: environment, environment: guessing}\n"
+    )
+    mix = {**ARITHMETIC, "SOURCES": str(tmp_path / "mix.yaml")}
+    command = evaluate("--model", tiny_model, "--url", engine, **mix)
+    results = Results.model_validate(command.succeed())
+    assert results.prompts == results.available == 20 + 4
+    assert {name: metrics["greedy pass@1"].prompts for name, metrics in results.sources.items()} == {
+        "doubles": 4,
+        "sums": 20,
+    }
+    # No short answer is marked, as the reward of the one source wants it, and the tiny model adds.
+    values = {name: metrics["greedy pass@1"].value for name, metrics in results.sources.items()}
+    assert values["doubles"] == 0.0 < values["sums"]
+    assert results.metrics["greedy pass@1"].value == values["sums"] / 2
+    assert {s["prompt_id"].split("/")[0]: s["completion_tokens"] <= 2 for s in command.samples()}["doubles"]
+    assert "left out, because this command plays no environments: game" in command.text
+
+
 @pytest.mark.slow
 def test_an_endpoint_is_evaluated_as_a_rollout_node_is(evaluate, tiny_model, engine):
     arguments = ("--model", tiny_model, "--split", "all", "--samples", "4")

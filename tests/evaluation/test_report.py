@@ -88,3 +88,28 @@ def test_categories_are_told_apart_and_prompts_without_one_are_in_none() -> None
     assert {name: m[GREEDY].value for name, m in results.categories.items()} == {"easy": 1.0, "hard": 0.0}
     uncategorised = report.results_of(Checkpoint("m", "org/m"), prompts[2:], stored, EvaluationSettings(), **given)
     assert uncategorised.categories == {}
+
+
+def test_sources_count_the_same_whatever_their_numbers_of_prompts() -> None:
+    prompts = [
+        Prompt(id="right", prompt="right", ground_truth="7", source="maths"),
+        Prompt(id="wrong", prompt="wrong", ground_truth="7", source="maths"),
+        Prompt(id="over", prompt="over", ground_truth="7", source="maths"),
+        Prompt(id="again over", prompt="again over", ground_truth="7", source="maths"),
+        Prompt(id="1", prompt="right", ground_truth="7", source="code"),
+    ]
+    stored = {s.key: s for s in (*(sample(prompt) for prompt in prompts[:4]), sample_of_code(prompts[4]))}
+    given: dict[str, Any] = {"left_out": {}, "identity": {}, "dataset": "mix.yaml"}
+    results = report.results_of(Checkpoint("m", "org/m"), prompts, stored, EvaluationSettings(), **given)
+    assert {name: m[GREEDY].value for name, m in results.sources.items()} == {"code": 1.0, "maths": 0.25}
+    macro = results.metrics[GREEDY]
+    assert (macro.value, macro.prompts) == (0.625, 5)
+    assert macro.stderr == pytest.approx(math.sqrt(0.25 * 0.75 / 4) / 2)
+    assert macro.low == pytest.approx(0.625 - 1.959964 * macro.stderr)
+    printed = io.StringIO()
+    report.show(Console(file=printed, width=160), [results])
+    assert "m by source" in printed.getvalue()
+
+
+def sample_of_code(prompt: Prompt) -> Sample:
+    return sample(PROMPTS[0]).model_copy(update={"prompt_id": prompt.id})

@@ -97,7 +97,7 @@ def test_a_row_of_20_mb_is_left_out_and_told(here: Path, tiny_model: Path) -> No
     with (here / "sums.jsonl").open("a") as file:
         file.write(json.dumps({"question": "x" * 20_000_000, "answer": 1}) + "\n")
     shown = lines(planned(here, "--small", DATASET="sums.jsonl", MODEL_NAME=tiny_model))
-    assert shown["data"] == "sums.jsonl: 86 rows to train on, 4 held out; left out: more than 256 KiB"
+    assert shown["data"] == "sums.jsonl: 86 rows to train on, 4 held out; left out: more than 256 KiB (first row 90)"
 
 
 def test_a_plan_shows_what_will_be(here: Path, tiny_model: Path) -> None:
@@ -220,3 +220,58 @@ def test_a_plan_says_that_a_run_with_a_checkpoint_has_no_room_to_go_on(here: Pat
     assert done.returncode == 0, done.stderr
     assert "note: here it would not start: " in done.stdout
     assert "of the volume of the run directory" in done.stdout
+
+
+MIX = """
+- {name: sums, ratio: 2, dataset: arithmetic, reward_fn: exact_match, max_new_tokens: 8}
+- {name: files, dataset: sums.jsonl, reward_fn: "mine:near", group_size: 4}
+- {name: exam, dataset: sums.jsonl, eval_only: true}
+"""
+
+
+def test_a_plan_shows_each_source(here: Path) -> None:
+    (here / "mix.yaml").write_text(MIX)
+    (here / "mine.py").write_text("def near(response, ground_truth):\n    return 1.0\n")
+    shown = lines(planned(here, "--small", SOURCES="mix.yaml", MAX_STEPS=4, BATCH_SIZE=8))
+    assert shown["source"] == (
+        "exam, only evaluated: sums.jsonl: 0 rows to train on, 90 held out; "
+        "completion, 8 answers of at most 512 tokens; reward math "
+        "files, ratio 1: sums.jsonl: 86 rows to train on, 4 held out; "
+        "completion, 4 answers of at most 512 tokens; reward mine:near "
+        "sums, ratio 2: arithmetic: 80 rows to train on, 20 held out; "
+        "completion, 8 answers of at most 8 tokens; reward exact_match"
+    )
+    assert shown["steps"] == "4, each of 8 prompts"
+    assert "data" not in shown
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            "dataset: arithmetic",
+            "dataset: gone.jsonl",
+            "data-server: SOURCES mix.yaml, source 'sums': DATASET 'gone.jsonl'",
+        ),
+        ("dataset: sums.jsonl, r", "dataset: none.jsonl, r", "source 'files': DATASET 'none.jsonl' is empty"),
+        ("mine:near", "mine:nearer", "reward-server: SOURCES mix.yaml, source 'files': REWARD_FN 'mine:nearer' cannot"),
+        ("ratio: 2", "ratio: .nan", "SOURCES mix.yaml, line 2: ratio is nan"),
+        ("dataset: arithmetic", "rollout: environment", "needs gateway and environment-server, but job group grpo has"),
+        ("group_size: 4", "group_size: 1", "source 'files': GROUP_SIZE is 1, but ADVANTAGE=grpo"),
+        ("group_size: 4", "loss: gspo", "mix.yaml, line 3: 'loss' is not a key of a source"),
+    ],
+)
+def test_sources_that_cannot_run_are_refused_before_the_run(here: Path, old: str, new: str, told: str) -> None:
+    assert old in MIX
+    (here / "mix.yaml").write_text(MIX.replace(old, new))
+    (here / "mine.py").write_text("def near(response, ground_truth):\n    return 1.0\n")
+    (here / "none.jsonl").write_text("")
+    done = run(here, "--small", "--dry-run", SOURCES="mix.yaml", MAX_STEPS=4)
+    assert done.returncode == 78
+    assert told in done.stderr
+
+
+def test_a_held_out_file_belongs_to_a_source(here: Path) -> None:
+    (here / "mix.yaml").write_text(MIX)
+    done = run(here, "--small", "--dry-run", SOURCES="mix.yaml", MAX_STEPS=4, DATASET_TEST="sums.jsonl")
+    assert "DATASET_TEST is set, but each source in SOURCES has a dataset of its own; write it as" in done.stderr

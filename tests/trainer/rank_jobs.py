@@ -30,6 +30,7 @@ from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import DiskFullError, save_pretrained, write_adapter
+from trainer.model.teachers import load_teachers
 from trainer.rank_calls import RankCalls
 
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
@@ -52,7 +53,7 @@ def make_learner(ranks: Ranks, model: Path, total_steps: int = 10, **settings: A
     policy = load_policy(chosen, ranks)
     needs_reference = chosen.kl_coef > 0 and not policy.has_adapters
     reference = load_policy(chosen, ranks, trainable=False) if needs_reference else None
-    return Learner(chosen, policy, ranks, reference, total_steps)
+    return Learner(chosen, policy, ranks, reference, total_steps, load_teachers(chosen, policy, ranks))
 
 
 def update(ranks: Ranks, model: Path, settings: dict[str, Any], groups: Sequence[TrainingGroup]) -> Trained:

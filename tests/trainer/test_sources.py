@@ -54,6 +54,11 @@ def test_each_source_has_settings_of_its_own_and_the_limits_are_over_all(mix):
         ("- name: a\n  rollout: agent\n", {}, "source 'a': AGENT is '', but ROLLOUT is agent"),
         ("- name: a\n  group_size: 1\n", {}, "source 'a': GROUP_SIZE is 1, but ADVANTAGE=grpo compares"),
         ("- name: a\n  max_new_tokens: 8\n", {"overlong_buffer": 9}, "source 'a': OVERLONG_BUFFER is 9"),
+        (
+            "- name: a\n  max_new_tokens: 8\n- name: b\n",
+            {"overlong_buffer": 4},
+            r"sources have different MAX_NEW_TOKENS \(a 8, b 512\); unset it",
+        ),
         ("- name: a\n  loss: gspo\n", {}, "line 2: 'loss' is not a key of a source"),
         ("- name: a\n  temperature: 2\n", {}, "every other variable is the same for all sources"),
     ],

@@ -6,13 +6,14 @@ by its name. Generalised advantage estimation, which needs a critic, is in gae.p
 Sources: GRPO (Shao et al. 2024, arXiv:2402.03300), RLOO (Ahmadian et al. 2024, arXiv:2402.14740), Dr. GRPO (Liu et al.
 2025, arXiv:2503.20783), REINFORCE++ (Hu 2025, arXiv:2501.03262), batch-level standard deviation (Liu et al. 2025,
 arXiv:2508.08221), pass@k training with k = G (Tang et al. 2025, arXiv:2503.19595), MaxRL (Tajwar et al. 2026,
-arXiv:2602.02710), DAPO (Yu et al. 2025, arXiv:2503.14476).
+arXiv:2602.02710), GDPO (Liu et al. 2026, arXiv:2601.05242), RAE (Liu et al. 2025, arXiv:2506.24119), DAPO (Yu et al.
+2025, arXiv:2503.14476).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +37,17 @@ class Outcomes:
     """[S] int64: tokens of each completion that are trained on."""
     eps: float = 1e-4
     """Added to standard deviations of groups and batches (ADVANTAGE_EPS)."""
+    components: Mapping[str, Tensor] = field(default_factory=dict)
+    """The parts of the rewards by the names of their functions, before weights: [S] float64, NaN where a function does
+    not apply to the row."""
+    seats: tuple[int, ...] = ()
+    """The seat of a game that each completion played, S of them, -1 where there is none; empty: -1 for all."""
+    are_replayed: tuple[bool, ...] = ()
+    """Which completions come from the replay buffer, S of them; empty: none."""
+
+    def of(self, chosen: Tensor) -> Outcomes:
+        """Return the rewards, groups and lengths of the ``chosen`` [S] bool completions."""
+        return Outcomes(self.rewards[chosen], self.group_ids[chosen], self.lengths[chosen], self.eps)
 
     def group_totals(self, values: Tensor) -> Tensor:
         """Return the sum of ``values`` [S] over each completion's group, [S] float64."""
@@ -130,8 +142,58 @@ def maxrl(outcomes: Outcomes) -> Tensor:
     return torch.where(means > 0, outcomes.centred / means, 0)
 
 
+def gdpo(outcomes: Outcomes, weights: Mapping[str, float] | None = None) -> Tensor:
+    """Return the weighted sum of each component's (r - mean r) / (std r + eps) by group, whitened over the tokens.
+
+    Each component is compared among the completions of a group to which it applies (arXiv:2601.05242, section 3). It
+    adds 0 to the others, and to all where it is constant. Whitening is that of ``reinforce_baseline``.
+
+    Args:
+        outcomes: with components.
+        weights: the weight of each component by name; without them, all components have weight 1.
+
+    Raises:
+        UnfitRewardsError: ``weights`` names a component that no reward has, although they have others.
+    """
+    there = outcomes.components
+    weights = dict.fromkeys(there, 1.0) if weights is None else weights if there else {}
+    if unknown := weights.keys() - there.keys():
+        raise UnfitRewardsError(f"no reward has the component {min(unknown)!r}; there are {', '.join(sorted(there))}")
+    sums = torch.zeros_like(outcomes.rewards, dtype=torch.float64)
+    for name, weight in weights.items():
+        values = there[name].double()
+        applies = ~values.isnan()
+        sums[applies] += weight * grpo(replace(outcomes, rewards=values).of(applies))
+    return _whitened(sums, outcomes.lengths)
+
+
+RAE_DECAY = 0.95
+"""The weight of the past in a role's baseline; from the paper."""
+
+
+def rae(outcomes: Outcomes, baselines: Mapping[int, float]) -> tuple[Tensor, dict[int, float]]:
+    """Return r - b of each completion's role, and the baselines b after all of them (arXiv:2506.24119, section 3.3).
+
+    The role is the seat of a game. The completions move their baselines one after the other, in the order of
+    ``outcomes``: after r - b, the baseline is RAE_DECAY b + (1 - RAE_DECAY) r. Replayed completions do not move it.
+
+    Args:
+        outcomes: the completions of one environment, with seats.
+        baselines: b by seat; 0 for a seat without one.
+    """
+    after, advantages = dict(baselines), []
+    count = len(outcomes.rewards)
+    seats, are_replayed = outcomes.seats or (-1,) * count, outcomes.are_replayed or (False,) * count
+    for reward, seat, is_replayed in zip(outcomes.rewards.tolist(), seats, are_replayed, strict=True):
+        baseline = after.get(seat, 0.0)
+        advantages.append(reward - baseline)
+        if not is_replayed:
+            after[seat] = RAE_DECAY * baseline + (1 - RAE_DECAY) * reward
+    return torch.tensor(advantages, dtype=torch.float64), after
+
+
 ADVANTAGE_FUNCTIONS: dict[str, AdvantageFunction] = {
-    f.__name__: f for f in (grpo, dr_grpo, rloo, batch_std, reinforce, reinforce_baseline, pass_at_k, maxrl)
+    f.__name__: f for f in (grpo, dr_grpo, rloo, batch_std, reinforce, reinforce_baseline, pass_at_k, maxrl, gdpo)
 }
 
 

@@ -113,6 +113,8 @@ def aggregate(
 
 REPLAY_PREFIX = "replay_"
 """Prefix of the metrics of tokens from the replay buffer."""
+TERMS = ("loss", "teacher_loss")
+"""Sums that are means of the step already, because the shares of its micro-batches add up to them."""
 CLIP_FRACTIONS = ("clip_fraction_low", "clip_fraction_high")
 """Metrics of the bounds of a ratio, which say nothing where the ratio is 1."""
 
@@ -129,6 +131,8 @@ class StepSize:
     """Trained tokens."""
     sequences: int
     """Completions with trained tokens."""
+    taught: int = 0
+    """Trained tokens that a teacher has scored."""
 
 
 @dataclass
@@ -166,10 +170,11 @@ class Diagnostics:
         means = {}
         for name, value in sums.items():
             prefix = REPLAY_PREFIX if name.startswith(REPLAY_PREFIX) else ""
-            if name not in ("loss", "tokens", f"{REPLAY_PREFIX}tokens"):
+            if name not in (*TERMS, "tokens", f"{REPLAY_PREFIX}tokens"):
                 means[name] = value / max(sums[f"{prefix}tokens"], 1.0)
         extremes = {name: -x if name.endswith("ratio_min") else x for name, x in maxima.items()}
-        return {"loss": sums.get("loss", 0.0), **means, **extremes}
+        terms = {name: sums[name] for name in TERMS if name in sums}
+        return {"loss": 0.0, **terms, **means, **extremes}
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,10 @@ class PolicyLoss:
     value_coef: float = 0.0
     value_clip: float = 0.0
     """See ``value_loss`` in gae.py."""
+    reward_weight: float = 1.0
+    """The weight of the policy loss, whose advantages come from rewards."""
+    teacher_coef: float = 0.0
+    """The weight of the distance from the teacher; see ``teacher_loss``."""
 
     def __call__(
         self,
@@ -206,6 +215,7 @@ class PolicyLoss:
         proximal_logprobs: Tensor | None = None,
         reference_logprobs: Tensor | None = None,
         values: Tensor | None = None,
+        divergence: Tensor | None = None,
     ) -> tuple[Tensor, Diagnostics]:
         """Return a micro-batch's share of the step's loss, a scalar with gradient, and diagnostics without.
 
@@ -218,23 +228,28 @@ class PolicyLoss:
                 policy as it is now.
             reference_logprobs: [N] float32, for a KL penalty in the loss.
             values: [N] float32, of a critic that shares the policy's model.
+            divergence: a scalar, the sum over the taught tokens of their weighted divergences from the teacher; without
+                it, the distance from the teacher is that of ``teacher_loss``.
         """
         theta, behaviour = logprobs.detach(), batch.behaviour_logprobs
         policy = self._corrected_loss(batch, logprobs, proximal_logprobs)
-        losses = policy.losses
+        losses = self.reward_weight * policy.losses
         if self.entropy_coef:
             losses = losses - self.entropy_coef * entropies
         # The behaviour policy sampled the tokens, so they estimate KL(behaviour || theta) without bias.
         metrics = {"entropy": entropies, "kl_behaviour": k3(behaviour, theta), **policy.metrics}
         if reference_logprobs is not None:
-            stale = log_ratio(theta, behaviour).exp().clamp(max=CAPS[ImportanceCorrection.TRUNCATED])
-            losses = losses + self.kl_coef * kl_penalty(logprobs, reference_logprobs, stale)
+            losses = losses + self.kl_coef * kl_penalty(logprobs, reference_logprobs, _stale_weights(theta, behaviour))
             metrics["kl_reference"] = k3(theta, reference_logprobs)
         if values is not None:
             value = value_losses(batch, values, self.value_clip)
             losses, metrics = losses + self.value_coef * value.losses, {**metrics, **value.metrics}
         loss = self._aggregate(losses * batch.weights, batch, step)
-        return loss, _diagnose(batch, loss, metrics, log_ratio(theta, behaviour).exp())
+        terms = {}
+        if self.teacher_coef:
+            distance = teacher_loss(batch, logprobs, step) if divergence is None else divergence / max(step.taught, 1)
+            loss, terms = loss + self.teacher_coef * distance, {"teacher_loss": distance}
+        return loss, _diagnose(batch, terms | {"loss": loss}, metrics, log_ratio(theta, behaviour).exp())
 
     def _corrected_loss(self, batch: MicroBatch, logprobs: Tensor, proximal_logprobs: Tensor | None) -> TokenLosses:
         """Return the policy loss of each token, corrected for the policy that sampled it.
@@ -292,6 +307,31 @@ class PolicyLoss:
         )
 
 
+def teacher_loss(batch: MicroBatch, logprobs: Tensor, step: StepSize) -> Tensor:
+    """Return a micro-batch's share of the distance from the teacher: the mean of ``kl_penalty`` over the taught tokens.
+
+    Each token has the gradient of its own KL(theta || teacher), the reverse KL. The mean has a denominator of its own,
+    so that tokens without a teacher do not weaken it, and its tokens do not weaken the policy loss.
+
+    Args:
+        batch: the micro-batch, with N trained tokens, of which a teacher has scored some or all.
+        logprobs: [N] float32, log pi_theta, with gradient.
+        step: the denominator of the mean.
+
+    Returns:
+        A scalar, in nats.
+    """
+    theta = logprobs.detach()
+    teacher = torch.where(batch.teacher_logprobs.isnan(), theta, batch.teacher_logprobs)
+    penalties = kl_penalty(logprobs, teacher, _stale_weights(theta, batch.behaviour_logprobs))
+    return (penalties * batch.weights).sum() / max(step.taught, 1)
+
+
+def _stale_weights(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
+    """Return the weights [N] of ``kl_penalty``: min(pi_theta / pi_behaviour, 2)."""
+    return log_ratio(logprobs, behaviour_logprobs).exp().clamp(max=CAPS[ImportanceCorrection.TRUNCATED])
+
+
 def critic_loss(batch: MicroBatch, values: Tensor, step: StepSize, value_clip: float) -> tuple[Tensor, Diagnostics]:
     """Return a micro-batch's share of the loss of a critic by itself, a mean over tokens, and diagnostics.
 
@@ -303,7 +343,7 @@ def critic_loss(batch: MicroBatch, values: Tensor, step: StepSize, value_clip: f
     """
     value = value_losses(batch, values, value_clip)
     loss = (value.losses * batch.weights).sum() / max(step.tokens, 1)
-    return loss, _diagnose(batch, loss, value.metrics)
+    return loss, _diagnose(batch, {"loss": loss}, value.metrics)
 
 
 def value_losses(batch: MicroBatch, values: Tensor, value_clip: float) -> TokenLosses:
@@ -314,16 +354,16 @@ def value_losses(batch: MicroBatch, values: Tensor, value_clip: float) -> TokenL
 
 @torch.no_grad()
 def _diagnose(
-    batch: MicroBatch, loss: Tensor, metrics: Mapping[str, Tensor], ratio: Tensor | None = None
+    batch: MicroBatch, terms: Mapping[str, Tensor], metrics: Mapping[str, Tensor], ratio: Tensor | None = None
 ) -> Diagnostics:
-    """Return sums of ``metrics`` [N] and extreme ratios, over fresh tokens and over replayed ones.
+    """Return ``terms``, sums of ``metrics`` [N] and extreme ratios, over fresh tokens and over replayed ones.
 
     Tokens are chosen by ``where``: to index with a mask, the host would have to wait for the number of tokens.
     """
     n_tokens = len(batch.targets)
     if batch.is_filler or n_tokens == 0:
         return Diagnostics()
-    sums, maxima = {"loss": loss.double()}, {}
+    sums, maxima = {name: term.double() for name, term in terms.items()}, {}
     fresh = n_tokens - batch.n_replayed
     for prefix, chosen, count in (
         ("", ~batch.is_replayed, fresh),

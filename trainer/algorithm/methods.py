@@ -11,10 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce", "reinforce_baseline", "pass_at_k", "maxrl", "gae")
+ADVANTAGES = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "batch_std",
+    "reinforce",
+    "reinforce_baseline",
+    "pass_at_k",
+    "maxrl",
+    "gdpo",
+    "rae",
+    "gae",
+)
 """The formulas from rewards to advantages: the functions of these names in trainer/algorithm/advantages.py."""
 
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce_baseline", "pass_at_k", "maxrl")
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce_baseline", "pass_at_k", "maxrl", "gdpo")
 """Advantages that compare a completion with the rest of its group; in a group of one they are 0."""
 
 NORMALISED_ADVANTAGES = ("grpo", "batch_std")

@@ -31,6 +31,9 @@ Ids = NDArray[np.int32]
 VALUES, RETURNS = "values", "returns"
 """The arrays of a sequence, besides its own, with the values that the critic gave before the step, and the returns that
 the critic is fitted to."""
+TEACHER = "teacher_logprobs"
+"""The array of a sequence with a teacher's log-probabilities, 0 outside the loss mask. A sequence that no teacher has
+scored lacks it."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ class TrainingGroup:
     is_replayed: bool = False
     source: str = ""
     """Statistics over a batch are taken over the groups of one source."""
+    epoch: int = 0
+    position: int = 0
+    """With the epoch, the prompt's place in the data: an order of groups whenever they arrived."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -150,6 +156,8 @@ class MicroBatch:
     """[N] float32: the critic's values before the step, 0 without a critic."""
     returns: Tensor
     """[N] float32: the critic's targets, 0 without a critic."""
+    teacher_logprobs: Tensor
+    """[N] float32: a frozen teacher's log-probabilities, NaN where no teacher has scored the token."""
     weights: Tensor
     """[N] float32: the importance weight of the group at each token."""
     is_replayed: Tensor
@@ -157,6 +165,8 @@ class MicroBatch:
     n_replayed: int
     """Number of the N tokens that came from the replay buffer."""
     n_sequences: int
+    sources: tuple[str, ...] = ()
+    """The name of the source of each completion, S of them."""
     is_filler: bool = False
     """True for a micro-batch without loss: its rank has none left, but must take part in the collectives."""
 
@@ -206,18 +216,22 @@ def pack(
         advantages=_per_token(sequences, "advantages"),
         old_values=_per_token(sequences, VALUES),
         returns=_per_token(sequences, RETURNS),
+        teacher_logprobs=_per_token(sequences, TEACHER, missing=np.nan),
         weights=torch.tensor([group.weight for group in groups]).repeat_interleave(lengths),
         is_replayed=torch.tensor([group.is_replayed for group in groups]).repeat_interleave(lengths),
         n_replayed=sum(s.trained_tokens for s, group in zip(sequences, groups, strict=True) if group.is_replayed),
         n_sequences=len(sequences),
+        sources=tuple(group.source for group in groups),
         is_filler=is_filler,
     )
 
 
-def _per_token(sequences: Sequence[TokenSequence], name: str, dtype: Any = np.float32) -> Tensor:
-    """Return the numbers [N] of a name of the trained tokens; 0 for a completion without such numbers."""
+def _per_token(sequences: Sequence[TokenSequence], name: str, dtype: Any = np.float32, *, missing: float = 0) -> Tensor:
+    """Return the numbers [N] of a name of the trained tokens; ``missing`` for a completion without such numbers."""
     parts = [
-        np.zeros(s.trained_tokens, dtype) if (x := s.per_token.get(name)) is None else s.trained(x).astype(dtype)
+        np.full(s.trained_tokens, missing, dtype)
+        if (x := s.per_token.get(name)) is None
+        else s.trained(x).astype(dtype)
         for s in sequences
     ]
     return torch.from_numpy(np.concatenate(parts))

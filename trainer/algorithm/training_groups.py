@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, groupby
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.protocol.groups import Group, TokenSequence, Turn, by_episode
-from services.protocol.rewards import FinishReason
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 from trainer.algorithm.advantages import AdvantageFunction, Outcomes, dr_grpo, overlong_penalty
 from trainer.algorithm.methods import Credit
 from trainer.algorithm.packing import TrainingGroup
@@ -26,6 +27,7 @@ def training_group(
     group: Group,
     *,
     masks_truncated: bool = False,
+    needs_rewards: bool = True,
     overlong_buffer: int = 0,
     max_length: int = 0,
     weight: float = 1.0,
@@ -33,18 +35,19 @@ def training_group(
 ) -> TrainingGroup:
     """Return a group's scored completions as the loss sees them, before their advantages are known.
 
-    Completions without a reward are left out. The overlong penalty is part of the reward.
+    Completions without a reward are left out, unless none is needed. The overlong penalty is part of the reward.
 
     Args:
         group: the group as generated, or as stored in the replay buffer.
         masks_truncated: train on no token of a completion that was cut off, whose reward still counts in its group.
+        needs_rewards: leave out completions without a reward.
         overlong_buffer: see ``overlong_penalty``; 0: no penalty.
         max_length: see ``overlong_penalty``.
         weight: importance weight of the group.
         is_replayed: the group comes from the replay buffer.
     """
     sequences = []
-    for sequence in scored(group):
+    for sequence in scored(group, needs_rewards=needs_rewards):
         changes: dict[str, Any] = {}
         if masks_truncated and sequence.finish_reason is FinishReason.LENGTH:
             changes["loss_mask"] = np.zeros(sequence.tokens, bool)
@@ -52,12 +55,23 @@ def training_group(
             penalty = overlong_penalty(torch.tensor([sequence.tokens]), max_length, overlong_buffer).item()
             changes["result"] = sequence.scoring.model_copy(update={"reward": reward_of(sequence) + penalty})
         sequences.append(sequence.model_copy(update=changes) if changes else sequence)
-    return TrainingGroup(group.prompt_ids, sequences, group.group_id, weight, is_replayed, group.prompt.source)
+    prompt = group.prompt
+    return TrainingGroup(
+        group.prompt_ids,
+        sequences,
+        group.group_id,
+        weight,
+        is_replayed,
+        source=prompt.source,
+        epoch=prompt.epoch,
+        position=prompt.position,
+    )
 
 
-def scored(group: Group) -> list[TokenSequence]:
+def scored(group: Group, *, needs_rewards: bool = True) -> list[TokenSequence]:
     """Return the sequences of a group that are trained on."""
-    return [s for s in group.sequences if s.reward is not None and s.finish_reason is not FinishReason.ABORT]
+    kept = (s for s in group.sequences if s.reward is not None or not needs_rewards)
+    return [s for s in kept if s.finish_reason is not FinishReason.ABORT]
 
 
 def reward_of(scored: TokenSequence | Turn) -> float:
@@ -71,19 +85,42 @@ def rewarded_turns(sequence: TokenSequence) -> list[Turn]:
     return sequence.turns or [Turn(number=0, start=0, end=sequence.tokens, reward=reward_of(sequence))]
 
 
-def has_signal(group: TrainingGroup, credit: Credit, *, is_by_group: bool) -> bool:
+def has_signal(
+    group: TrainingGroup,
+    credit: Credit,
+    *,
+    is_by_group: bool,
+    weights: Mapping[str, float] | None = None,
+    is_by_component: bool = False,
+    over_limit_reward: float = 0.0,
+) -> bool:
     """Return whether two episodes or turns that are compared differ in reward, or one has advantages of its own.
 
-    Where advantages are not ``by_group``, every group with a trained token teaches.
+    Where advantages are not ``by_group``, every group with a trained token teaches. Where they are ``by_component``,
+    rewards differ if a component with a weight does, although their sums may be equal.
+
+    Args:
+        group: the group.
+        credit: what shares an advantage, episodes or turns.
+        is_by_group: advantages compare with the rest of the group.
+        weights: see ``gdpo`` in advantages.py.
+        is_by_component: advantages compare each component of the rewards.
+        over_limit_reward: see ``components_of``.
     """
     if not is_by_group:
         return group.trained_tokens > 0
     if any(s.advantages is not None and s.advantages.any() for s in group.sequences):
         return True
-    rewards: dict[tuple[int, ...], set[float]] = {}
-    for unit in credit_units([group], credit):
-        rewards.setdefault(unit.compared, set()).add(unit.reward)
-    return any(len(different) > 1 for different in rewards.values())
+    units = credit_units([group], credit)
+    parts = {"": [unit.reward for unit in units]}
+    if is_by_component:
+        parts = components_of(units, over_limit_reward)
+        parts = {name: values for name, values in parts.items() if weights is None or weights.get(name)}
+    compared: dict[tuple[str, tuple[int, ...]], set[float]] = {}
+    for name, values in parts.items():
+        for unit, value in zip(units, values, strict=True):
+            compared.setdefault((name, unit.compared), set()).update(() if math.isnan(value) else (value,))
+    return any(len(different) > 1 for different in compared.values())
 
 
 def by_source(
@@ -124,6 +161,11 @@ class CreditUnit:
     """Sequences with the first token and the end of the unit's tokens."""
 
     @property
+    def result(self) -> RewardResult:
+        """The result of the episode's scoring."""
+        return self.spans[0][0].scoring
+
+    @property
     def trained_tokens(self) -> int:
         """The number of tokens that are trained on."""
         return sum(int(np.count_nonzero(sequence.mask[start:end])) for sequence, start, end in self.spans)
@@ -154,12 +196,35 @@ def credit_units(groups: Sequence[TrainingGroup], credit: Credit) -> list[Credit
     return units
 
 
+def components_of(units: Sequence[CreditUnit], over_limit_reward: float = 0.0) -> dict[str, list[float]]:
+    """Return the components of the units' rewards by name, NaN where one does not apply.
+
+    A reward without components is one component, ``reward``. An answer over a limit is wrong: each of its components is
+    ``over_limit_reward`` or, if that is lower, the lowest among the units that it is compared with.
+    """
+    is_over = [unit.result.status is RewardStatus.OVER_LIMIT for unit in units]
+    named = [
+        {} if over else unit.result.components or {"reward": unit.reward}
+        for unit, over in zip(units, is_over, strict=True)
+    ]
+    lowest: dict[tuple[int, ...], dict[str, float]] = {}
+    for unit, components in zip(units, named, strict=True):
+        there = lowest.setdefault(unit.compared, {})
+        for name, value in components.items():
+            if value is not None:
+                there[name] = min(value, there.get(name, over_limit_reward))
+    rows = [lowest[unit.compared] if over else row for unit, row, over in zip(units, named, is_over, strict=True)]
+    names = sorted({name for row in rows for name in row})
+    return {name: [math.nan if (x := row.get(name)) is None else x for row in rows] for name in names}
+
+
 def with_advantages(
     groups: Sequence[TrainingGroup],
     function: AdvantageFunction,
     credit: Credit = Credit.EPISODE,
     *,
     eps: float = 1e-4,
+    over_limit_reward: float = 0.0,
     reference: Sequence[PerToken] | None = None,
     kl_coef: float = 0.0,
     is_normalised: bool = False,
@@ -177,6 +242,7 @@ def with_advantages(
         function: the formula.
         credit: what shares an advantage, episodes or turns.
         eps: see ``Outcomes``.
+        over_limit_reward: see ``components_of``.
         reference: log-probabilities of the reference for each group, for KL in the reward; see ``_kl_to_go``.
         kl_coef: the weight of KL in the reward.
         is_normalised: the formula divides by a deviation of rewards; then the KL less the mean of the group is
@@ -185,7 +251,7 @@ def with_advantages(
     units = credit_units(groups, credit)
     if not units:
         return list(groups)
-    outcomes = _outcomes(units, eps)
+    outcomes = _outcomes(units, [group.is_replayed for group in groups], eps, over_limit_reward)
     if reference is None:
         computed = function(outcomes)
     else:
@@ -216,13 +282,21 @@ def _less_kl(
     return function(replace(outcomes, rewards=outcomes.rewards - penalties))
 
 
-def _outcomes(units: Sequence[CreditUnit], eps: float) -> Outcomes:
+def _outcomes(
+    units: Sequence[CreditUnit], are_replayed: Sequence[bool], eps: float, over_limit_reward: float
+) -> Outcomes:
     numbers = {compared: number for number, compared in enumerate(dict.fromkeys(unit.compared for unit in units))}
     return Outcomes(
         rewards=torch.tensor([unit.reward for unit in units], dtype=torch.float64),
         group_ids=torch.tensor([numbers[unit.compared] for unit in units]),
         lengths=torch.tensor([unit.trained_tokens for unit in units]),
         eps=eps,
+        components={
+            name: torch.tensor(values, dtype=torch.float64)
+            for name, values in components_of(units, over_limit_reward).items()
+        },
+        seats=tuple(unit.compared[1] for unit in units),
+        are_replayed=tuple(are_replayed[unit.compared[0]] for unit in units),
     )
 
 

@@ -5,6 +5,8 @@ This module loads without torch, because collectors, which have no torch, compar
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
@@ -13,10 +15,40 @@ from pydantic import BaseModel
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
-from services.protocol.prompts import DataStats
+from services.protocol.prompts import ROWS, DataStats
 from trainer.config import TrainerSettings
 
 log = get_logger(__name__)
+
+
+class TeacherPrint(BaseModel):
+    """A teacher: its name or URL, and the digest of its weights, or what it says of a probe."""
+
+    name: str
+    weights: str = ""
+    probe: list[float] = []
+    """Log-probabilities of the tokens of a text, of a teacher behind a URL."""
+
+    def is_as(self, other: TeacherPrint) -> bool:
+        """Return whether another teacher is the same one, up to the rounding of an engine."""
+        if self.weights != other.weights or len(self.probe) != len(other.probe):
+            return False
+        return probe_distance(self.probe, other.probe) <= PROBE_TOLERANCE
+
+    @property
+    def shown(self) -> str:
+        """The teacher as messages name it."""
+        return f"{self.name!r} (digest {self.weights})" if self.weights else f"{self.name!r}"
+
+
+PROBE_TOLERANCE = 0.1
+"""Largest mean difference, in nats a token, of two answers of one endpoint to the same probe. Engines that round to
+bfloat16 differ by up to 0.05."""
+
+
+def probe_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the mean difference of two models' log-probabilities of a probe's tokens; 0 without tokens."""
+    return statistics.fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True)) if ours else 0.0
 
 
 class Fingerprint(BaseModel):
@@ -30,6 +62,8 @@ class Fingerprint(BaseModel):
     """The data-server's name of its source."""
     data: dict[str, str]
     """The data-server's digests of its prompts, by part; empty where it gives none."""
+    teachers: dict[str, TeacherPrint] = {}
+    """The teacher of each source that has one, by the source's name."""
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
@@ -42,17 +76,32 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
         )
         if old != new
     ]
-    return of_model + data_differences(before, now.dataset, now.data)
+    return of_model + _teacher_differences(before, now) + data_differences(before, now.dataset, now.data)
+
+
+def _teacher_differences(before: Fingerprint, now: Fingerprint) -> list[str]:
+    lines = []
+    for source in sorted({*before.teachers, *now.teachers}):
+        old, new = before.teachers.get(source), now.teachers.get(source)
+        if old is None or new is None or not old.is_as(new):
+            of_source = f" of source {source!r}" if source else ""
+            shown = " then, ".join("none" if teacher is None else teacher.shown for teacher in (old, new))
+            lines.append(f"the teacher{of_source}: {shown} now")
+    return lines
 
 
 def data_differences(before: Fingerprint, dataset: str, data: dict[str, str]) -> list[str]:
-    """Return a line for the parts of the data that differ; none when the data-server gave no digests then or now."""
+    """Return a line for the parts of the data that differ; none when the data-server gave no digests then or now.
+
+    The digest of whole rows is compared only if there is one of both.
+    """
     if not before.data or not data:
         return []
     parts = [
         f"{part} {before.data.get(part, 'unknown')} then, {data.get(part, 'unknown')} now"
         for part in {**before.data, **data}
         if before.data.get(part) != data.get(part)
+        and not (part.endswith(ROWS) and (part not in before.data or part not in data))
     ]
     return [f"the data: {before.dataset!r} then, {dataset!r} now; {'; '.join(parts)}"] if parts else []
 
@@ -107,8 +156,8 @@ def check_data(settings: TrainerSettings, data: DataStats) -> None:
 def _refusal(settings: TrainerSettings, checkpoint: Path, changes: list[str]) -> ConfigurationError:
     return ConfigurationError(
         f"RUN_ID {settings.run_id} cannot continue from {checkpoint}, which is of something else: "
-        f"{'. '.join(changes)}. Give the former MODEL_NAME, DATASET and its settings to continue, or another RUN_ID "
-        "to start anew; with "
+        f"{'. '.join(changes)}. Give the former MODEL_NAME, teacher, DATASET and its settings to continue, "
+        "or another RUN_ID to start anew; with "
         f"MODEL_NAME={settings.run_dir / 'model' if settings.lora_rank else settings.policy_dir / 'v...'} the new run "
         "starts from what this one has trained"
     )

@@ -165,6 +165,8 @@ class RunState(BaseModel):
     """The prompts used so far, by source; that of a run without SOURCES is ""."""
     prompts_used: int = 0
     """Prompts of these steps, those of groups that were left out included."""
+    role_baselines: dict[str, dict[int, float]] = {}
+    """The baselines of ADVANTAGE=rae after these steps, by source and seat."""
     replay_snapshot: str | None = None
     rewards: list[float] = []
     """Mean reward of each completed step."""

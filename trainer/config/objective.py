@@ -6,7 +6,7 @@ Unlike the rest of the package it needs torch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,11 +15,19 @@ from services.core.errors import ConfigurationError
 from services.core.imports import load_function
 from services.protocol.groups import Group
 from trainer.algorithm import gae, training_groups
-from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes, UnfitRewardsError
+from trainer.algorithm.advantages import (
+    ADVANTAGE_FUNCTIONS,
+    AdvantageFunction,
+    Outcomes,
+    UnfitRewardsError,
+    gdpo,
+    rae,
+)
 from trainer.algorithm.loss import PolicyLoss
 from trainer.algorithm.methods import GROUP_ADVANTAGES, LOSS_OPTIONS, NORMALISED_ADVANTAGES, is_own_function
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, LossFunction, LossTokens, TokenLosses
+from trainer.algorithm.teachers import mean_absolute_gap
 from trainer.algorithm.training_groups import PerToken
 from trainer.config.settings import TrainerSettings
 
@@ -27,22 +35,33 @@ from trainer.config.settings import TrainerSettings
 class Objective:
     """The objective of a run: the form of its groups for the loss, and their advantages."""
 
-    def __init__(self, settings: TrainerSettings) -> None:
+    def __init__(
+        self, settings: TrainerSettings, role_baselines: Mapping[str, Mapping[int, float]] | None = None
+    ) -> None:
         """Choose the advantages.
+
+        Args:
+            settings: of the run.
+            role_baselines: those of the run so far, with ADVANTAGE=rae.
 
         Raises:
             ConfigurationError: ADVANTAGE names a function of the user's that cannot be loaded.
         """
         self.settings = settings
-        self._advantages = None if settings.has_critic else advantage_function(settings)
+        self._teachers = settings.teachers
+        has_formula = not settings.has_critic and settings.advantage != "rae"
+        self._advantages = advantage_function(settings) if has_formula else None
         self._longest = {source: of.max_new_tokens for source, of in settings.by_source().items()}
         """MAX_NEW_TOKENS by source."""
+        self.role_baselines = {source: dict(by_seat) for source, by_seat in (role_baselines or {}).items()}
+        """The baselines of ADVANTAGE=rae by source and seat, after the groups of the newest ``with_advantages``."""
 
     def training_group(self, group: Group, *, weight: float = 1.0, is_replayed: bool = False) -> TrainingGroup:
         """Return a group as the loss sees it, by MASK_TRUNCATED and OVERLONG_BUFFER; see training_groups.py."""
         return training_groups.training_group(
             group,
             masks_truncated=bool(self.settings.mask_truncated),
+            needs_rewards=self.settings.reward_weight > 0,
             overlong_buffer=self.settings.overlong_buffer,
             max_length=self._longest[group.prompt.source],
             weight=weight,
@@ -50,10 +69,23 @@ class Objective:
         )
 
     def has_signal(self, group: TrainingGroup) -> bool:
-        """Return whether a group teaches anything by ADVANTAGE and CREDIT; see training_groups.py."""
+        """Return whether a group teaches anything: by its teacher, or by ADVANTAGE and CREDIT."""
+        settings = self.settings
+        if self._teachers[group.source]:
+            return group.trained_tokens > 0
         return training_groups.has_signal(
-            group, self.settings.credit, is_by_group=self.settings.advantage in GROUP_ADVANTAGES
+            group,
+            settings.credit,
+            is_by_group=settings.advantage in GROUP_ADVANTAGES,
+            is_by_component=settings.advantage == "gdpo",
+            weights=settings.component_weights,
+            over_limit_reward=settings.over_limit_reward,
         )
+
+    def priority(self, group: TrainingGroup) -> float:
+        """Return a group's priority in the replay buffer: how strongly rewards and the teacher pull at its tokens."""
+        pull = self.settings.reward_weight * group.mean_absolute_advantage
+        return pull + self.settings.teacher_coef * mean_absolute_gap(group)
 
     def with_advantages(
         self,
@@ -70,6 +102,8 @@ class Objective:
 
         Raises:
             ConfigurationError: the user's function returns something else, or the rewards do not fit the formula.
+
+        With REWARD_WEIGHT=0 the groups have none.
         """
         return training_groups.by_source(groups, self._of_source, reference, values)
 
@@ -77,7 +111,9 @@ class Objective:
         self, groups: Sequence[TrainingGroup], reference: Sequence[PerToken] | None, values: Sequence[PerToken] | None
     ) -> list[TrainingGroup]:
         settings = self.settings
-        if self._advantages is None:
+        if settings.reward_weight == 0:
+            return list(groups)
+        if settings.has_critic:
             assert values is not None, "ADVANTAGE=gae needs the critic's values"
             return gae.with_critic_targets(
                 groups,
@@ -88,12 +124,25 @@ class Objective:
                 reference=reference,
                 kl_coef=settings.kl_coef,
             )
+        # A baseline that moves with each completion needs an order that does not depend on when groups arrived.
+        places = [(group.is_replayed, group.epoch, group.position) for group in groups]
+        order = sorted(range(len(groups)), key=places.__getitem__)
+        if settings.advantage != "rae" or order == [*range(len(groups))]:
+            return self._by_formula(groups, reference)
+        sorted_reference = None if reference is None else [reference[n] for n in order]
+        computed = dict(zip(order, self._by_formula([groups[n] for n in order], sorted_reference), strict=True))
+        return [computed[n] for n in range(len(groups))]
+
+    def _by_formula(self, groups: Sequence[TrainingGroup], reference: Sequence[PerToken] | None) -> list[TrainingGroup]:
+        """Return the groups of one source with the advantages of a formula without a critic."""
+        settings = self.settings
         try:
             return training_groups.with_advantages(
                 groups,
-                self._advantages,
+                self._formula(groups[0].source),
                 settings.credit,
                 eps=settings.advantage_eps,
+                over_limit_reward=settings.over_limit_reward,
                 reference=reference,
                 kl_coef=settings.kl_coef,
                 is_normalised=settings.advantage in NORMALISED_ADVANTAGES,
@@ -103,6 +152,32 @@ class Objective:
                 f"ADVANTAGE={settings.advantage} cannot be computed: {error}; change the rewards (REWARD_FN), or "
                 "choose another ADVANTAGE"
             ) from error
+
+    def _formula(self, source: str) -> AdvantageFunction:
+        """Return the formula of a source's advantages, with the settings and the state that it has."""
+        if self._advantages is None:
+            return partial(self._by_role, source)
+        weights = self.settings.component_weights
+        return self._advantages if weights is None else partial(self._by_component, weights)
+
+    def _by_role(self, source: str, outcomes: Outcomes) -> torch.Tensor:
+        advantages, self.role_baselines[source] = rae(outcomes, self.role_baselines.get(source, {}))
+        return advantages
+
+    def _by_component(self, weights: Mapping[str, float], outcomes: Outcomes) -> torch.Tensor:
+        if len(self.settings.by_source()) > 1:  # each of which may have other reward functions
+            weights = {name: weight for name, weight in weights.items() if name in outcomes.components}
+        return gdpo(outcomes, weights)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The baselines of ADVANTAGE=rae by metric name."""
+        named = {}
+        for source, by_seat in self.role_baselines.items():
+            for seat, baseline in by_seat.items():
+                role = [part for part in (source, f"seat_{seat}" if seat >= 0 else "") if part]
+                named[f"role_baseline_{'_'.join(role) or 'all'}"] = baseline
+        return named
 
 
 def policy_loss(settings: TrainerSettings) -> PolicyLoss:
@@ -124,6 +199,8 @@ def policy_loss(settings: TrainerSettings) -> PolicyLoss:
         kl_coef=settings.kl_coef,
         value_coef=settings.value_coef,
         value_clip=settings.value_clip,
+        reward_weight=settings.reward_weight,
+        teacher_coef=settings.teacher_coef if any(settings.teachers.values()) else 0.0,
     )
 
 

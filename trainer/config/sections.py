@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from services.core.machine import ComputeType
-from services.core.settings import AgentSettings, ModelSettings, Settings
+from services.core.settings import AgentSettings, ModelSettings, RewardWeightSettings, Settings
 from services.protocol.replay import SampleStrategy
 from services.protocol.rewards import LARGEST_REWARD
 from trainer.algorithm.methods import (
@@ -136,7 +136,8 @@ class SamplingSection(AgentSettings):
     """Sampling temperature; training uses the same distribution."""
     dynamic_sampling_tries: int = Field(0, ge=0, le=100)
     """Replace groups without reward variance by further prompts (`async`: by further groups of the queue), at most this
-    many times a step (DAPO). With ADVANTAGE=gae, reinforce or a function of your own such groups teach and are kept."""
+    many times a step (DAPO). With ADVANTAGE=gae, reinforce, rae or a function of your own such groups teach and are
+    kept."""
     rollout: Rollout = Rollout.COMPLETION
     """`completion`: one completion answers a prompt. `agent`: AGENT answers it in an episode of any number of turns,
     which the gateway records; MAX_NEW_TOKENS is then the longest turn. `program`: AGENT_COMMAND answers it so.
@@ -170,8 +171,12 @@ class AlgorithmSection(Settings):
     """Do not train on completions that were cut off at MAX_NEW_TOKENS; their rewards count in their group."""
     advantage: str = "grpo"
     """`grpo`, `dr_grpo`, `rloo`, `batch_std`, `reinforce`, `reinforce_baseline`, `pass_at_k`, `maxrl` (maximum
-    likelihood of right answers; rewards of 0 and 1), `gae` (PPO with a critic), or a function of your own as
+    likelihood of right answers; rewards of 0 and 1), `gdpo` (each reward function compared by itself), `rae` (a running
+    mean of each seat of a game as baseline), `gae` (PPO with a critic), or a function of your own as
     `module:function`."""
+    gdpo_weights: str | None = None
+    """Weights of the reward functions with ADVANTAGE=gdpo, as in `math=1,format=0.5`; those not named have none. Unset:
+    1 for each, whatever its weight in REWARD_FN."""
     advantage_eps: float = Field(1e-4, ge=0)
     """Added to standard deviations of rewards: 1e-4 as in TRL; verl has 1e-6. [advanced]"""
     credit: Credit = Credit.EPISODE
@@ -252,6 +257,27 @@ class CriticSection(Settings):
     """Peak learning rate of the critic; of its head alone with `shared`. Schedule and warm-up are the policy's."""
     critic_warmup_steps: int = Field(0, ge=0)
     """First steps in which only the critic is trained (with `shared`, its head) and the policy stays."""
+
+
+class DistillationSection(RewardWeightSettings):
+    """On-policy distillation: the policy learns from the probabilities that a teacher gives to the policy's own tokens.
+
+    The distance from the teacher is a term of its own beside the policy loss. With SOURCES each source may have
+    another teacher, or none.
+    """
+
+    teacher_model: str = ""
+    """The teacher as a frozen model in the trainer, sharded as the policy is: a Hugging Face name or a directory of any
+    supported architecture, with the policy's tokenizer."""
+    teacher_url: str = ""
+    """The teacher behind an endpoint that scores token ids: an SGLang server, or this project's engine, as
+    `http://host:port`, which asks for no key. It computes at temperature 1, so TEMPERATURE must be 1."""
+    teacher_coef: float = Field(1.0, gt=0)
+    """Weight of the distance from the teacher."""
+    teacher_jsd_beta: float | None = Field(None, ge=0, le=1)
+    """Unset: the reverse KL at the sampled tokens, whose teacher values are stored with each group. A number: the
+    generalised Jensen-Shannon divergence over the whole vocabulary, from 0 (forward KL) to 1 (reverse KL), which takes
+    two more forward passes of TEACHER_MODEL a step."""
 
 
 class OptimisationSection(Settings):

@@ -7,7 +7,8 @@ constant in the module that uses it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -29,6 +30,7 @@ from trainer.algorithm.methods import (
 from trainer.config.sections import (
     AlgorithmSection,
     CriticSection,
+    DistillationSection,
     EvaluationSection,
     MemorySection,
     Mode,
@@ -41,6 +43,8 @@ from trainer.config.sections import (
 )
 from trainer.config.ways import WAYS, Way, check_way
 
+_WEIGHT = re.compile(r"(?P<name>[^=]+)=(?P<weight>-?\d+(\.\d+)?)")
+
 LEAST_CONCURRENCY = 64
 """Prompts in flight at once if a batch has fewer, so that an evaluation keeps the engines busy."""
 
@@ -50,6 +54,7 @@ class TrainerSettings(
     SamplingSection,
     AlgorithmSection,
     CriticSection,
+    DistillationSection,
     OptimisationSection,
     MemorySection,
     PublishingSection,
@@ -65,7 +70,7 @@ class TrainerSettings(
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
         # With SOURCES the settings of each source were checked when they were read.
-        for check in CHECKS if self.sources is None else (run_has_an_end,):
+        for check in CHECKS if self.sources is None else (run_has_an_end, overlong_has_one_limit):
             check(self)
         return self
 
@@ -109,6 +114,9 @@ class TrainerSettings(
                 f"LORA_RANK is set, but LEARNING_RATE is the whole model's default, {self.learning_rate:g}; adapters "
                 "learn at 10 to 30 times the rate of the whole model, such as 3e-5"
             )
+        unused = [name.upper() for name in ("teacher_coef", "teacher_jsd_beta") if name in self.model_fields_set]
+        if unused and not any(self.teachers.values()):
+            sentences.append(f"{', '.join(unused)} has no effect without TEACHER_MODEL or TEACHER_URL")
         return sentences
 
     @property
@@ -134,6 +142,36 @@ class TrainerSettings(
     def has_critic(self) -> bool:
         """True when advantages need values."""
         return self.advantage == "gae"
+
+    @property
+    def teacher(self) -> str:
+        """The teacher, as a model's name or a URL; "" without one. With SOURCES ask the settings of a source."""
+        return self.teacher_model or self.teacher_url
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The teacher of each source by the source's name; "" for a source without one."""
+        return {source: settings.teacher for source, settings in self.by_source().items()}
+
+    @property
+    def teacher_models(self) -> list[str]:
+        """The models that are teachers of some source, each once."""
+        names = {settings.teacher_model for settings in self.by_source().values()}
+        return sorted(names - {""})
+
+    @property
+    def needs_rewards(self) -> bool:
+        """True when answers are scored: to learn from rewards, or for the accuracy of evaluations."""
+        return self.reward_weight > 0 or self.eval_prompts > 0
+
+    @property
+    def component_weights(self) -> dict[str, float] | None:
+        """GDPO_WEIGHTS by component; None if it is unset, and empty if it cannot be read."""
+        if self.gdpo_weights is None:
+            return None
+        parts = [_WEIGHT.fullmatch(part.strip()) for part in self.gdpo_weights.split(",")]
+        weights = {part["name"]: float(part["weight"]) for part in parts if part}
+        return weights if len(weights) == len(parts) else {}
 
     @property
     def has_kl_loss(self) -> bool:
@@ -216,6 +254,16 @@ def run_has_an_end(settings: TrainerSettings) -> None:
         )
 
 
+def overlong_has_one_limit(settings: TrainerSettings) -> None:
+    """Check that OVERLONG_BUFFER is before the same limit in all sources."""
+    limits = {source: own.max_new_tokens for source, own in settings.by_source().items()}
+    if settings.overlong_buffer and len(set(limits.values())) > 1:
+        raise ValueError(
+            f"OVERLONG_BUFFER is {settings.overlong_buffer}, but the sources have different MAX_NEW_TOKENS "
+            f"({', '.join(f'{source} {limit}' for source, limit in limits.items())}); unset it, or give them one limit"
+        )
+
+
 def lengths_fit(settings: TrainerSettings) -> None:
     """Check the lengths of completions and of updates."""
     if settings.overlong_buffer >= settings.max_new_tokens:
@@ -292,20 +340,41 @@ def options_have_their_method(settings: TrainerSettings) -> None:
         raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
 
 
-def maximum_likelihood_fits(settings: TrainerSettings) -> None:
-    """Check that nothing makes the rewards of ADVANTAGE=maxrl negative, or mixes them with something else."""
-    if settings.advantage != "maxrl":
-        return
-    others = {
-        "OVERLONG_BUFFER": bool(settings.overlong_buffer),
-        "KL_IN_REWARD": settings.kl_in_reward,
-        "OVER_LIMIT_REWARD": settings.over_limit_reward < 0,
-        "CREDIT": settings.credit is Credit.TURN,
+UNFIT: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "maxrl": (
+        ("overlong_buffer", "kl_in_reward", "over_limit_reward", "credit"),
+        "divides by the share of right answers, so that rewards must be 0 or 1, and those of answers",
+    ),
+    "gdpo": (
+        ("overlong_buffer", "kl_in_reward", "credit"),
+        "compares each reward function by itself, and this changes their sum; write a reward function for it",
+    ),
+    "rae": (("credit",), "has a baseline for a seat, and not for its turns"),
+}
+"""The settings that an advantage does not fit, with the reason."""
+
+
+def rewards_fit(settings: TrainerSettings) -> None:
+    """Check that nothing else changes the rewards of an advantage that needs them as they are."""
+    unfit, reason = UNFIT.get(settings.advantage, ((), ""))
+    is_set = {
+        "overlong_buffer": bool(settings.overlong_buffer),
+        "kl_in_reward": settings.kl_in_reward,
+        "over_limit_reward": settings.over_limit_reward < 0,
+        "credit": settings.credit is Credit.TURN,
     }
-    if unfit := [variable for variable, is_set in others.items() if is_set]:
+    if names := [name.upper() for name in unfit if is_set[name]]:
         raise ValueError(
-            f"{', '.join(unfit)} is set, but ADVANTAGE=maxrl divides by the share of right answers, so that rewards "
-            "must be 0 or 1 and those of answers; unset it, or choose ADVANTAGE=rloo"
+            f"{', '.join(names)} is set, but ADVANTAGE={settings.advantage} {reason}; unset it, or choose another "
+            "ADVANTAGE"
+        )
+    if settings.gdpo_weights is not None and settings.advantage != "gdpo":
+        raise ValueError(f"GDPO_WEIGHTS is set, but ADVANTAGE is {settings.advantage}; unset it, or set ADVANTAGE=gdpo")
+    weights = settings.component_weights or {}
+    if settings.gdpo_weights is not None and not any(weights.values()):
+        raise ValueError(
+            f"GDPO_WEIGHTS is {settings.gdpo_weights!r}; allowed are names of reward functions, each once with "
+            "=weight, a number, one of them not 0, as in math=1,format=0.5"
         )
 
 
@@ -313,6 +382,7 @@ def groups_can_be_compared(settings: TrainerSettings) -> None:
     """Check that group advantages get groups of two or more."""
     # Collectors elsewhere may bring advantages of their own.
     is_made_here = settings.mode is Mode.SYNC or settings.collector_in_process
+    is_made_here = is_made_here and settings.reward_weight > 0
     if settings.group_size == 1 and settings.advantage in GROUP_ADVANTAGES and is_made_here:
         raise ValueError(
             f"GROUP_SIZE is 1, but ADVANTAGE={settings.advantage} compares a completion with the rest of its group; "
@@ -334,6 +404,49 @@ def importance_cap_has_an_effect(settings: TrainerSettings) -> None:
         )
 
 
+def teacher_fits(settings: TrainerSettings) -> None:
+    """Check that there is one teacher, that it computes the same distribution, and that something teaches."""
+    if settings.teacher_model and settings.teacher_url:
+        raise ValueError(
+            f"TEACHER_MODEL is {settings.teacher_model!r} and TEACHER_URL {settings.teacher_url!r}, but a prompt has "
+            "one teacher; unset one of them"
+        )
+    if settings.teacher_model and settings.teacher_model.rstrip("/") == settings.model_name.rstrip("/"):
+        raise ValueError(
+            f"TEACHER_MODEL is {settings.teacher_model!r}, which is the student (MODEL_NAME) and teaches it nothing; "
+            "name another model, or set KL_COEF to stay near the model that the run starts with"
+        )
+    if settings.teacher_url:
+        if not settings.teacher_url.startswith(("http://", "https://")):
+            raise ValueError(f"TEACHER_URL is {settings.teacher_url!r}; allowed is a URL such as http://host:port")
+        if settings.temperature != 1:
+            raise ValueError(
+                f"TEACHER_URL is set, but TEMPERATURE is {settings.temperature:g}, and engines score tokens at "
+                "temperature 1 only; set TEMPERATURE=1, or TEACHER_MODEL, which the trainer computes at TEMPERATURE"
+            )
+        if settings.teacher_jsd_beta is not None:
+            raise ValueError(
+                "TEACHER_JSD_BETA is set, but an endpoint (TEACHER_URL) gives no logits of the whole vocabulary; unset "
+                "it, or set TEACHER_MODEL"
+            )
+
+
+def rewards_are_used(settings: TrainerSettings) -> None:
+    """Check that REWARD_WEIGHT=0 leaves a teacher, and no setting that needs rewards."""
+    if settings.reward_weight:
+        return
+    if not settings.teacher:
+        raise ValueError("REWARD_WEIGHT is 0 and there is no teacher, so nothing is learned; set TEACHER_MODEL")
+    others = {
+        "ADVANTAGE": settings.has_critic,
+        "DYNAMIC_SAMPLING_TRIES": bool(settings.dynamic_sampling_tries),
+        "OVERLONG_BUFFER": bool(settings.overlong_buffer),
+        "KL_IN_REWARD": settings.kl_in_reward,
+    }
+    if unfit := [variable for variable, is_set in others.items() if is_set]:
+        raise ValueError(f"{', '.join(unfit)} is set, but REWARD_WEIGHT is 0, so that no reward is used; unset it")
+
+
 CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     lengths_fit,
     target_is_compared,
@@ -342,8 +455,10 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     episodes_fit,
     methods_exist,
     options_have_their_method,
-    maximum_likelihood_fits,
+    rewards_fit,
     groups_can_be_compared,
     importance_cap_has_an_effect,
+    teacher_fits,
+    rewards_are_used,
 )
 """All checks, in the order in which they are made."""

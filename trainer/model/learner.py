@@ -20,6 +20,7 @@ from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import PerToken
 from trainer.config import CriticModel, TrainerSettings
 from trainer.config.objective import policy_loss
+from trainer.model.logprobs import Lesson
 from trainer.model.micro_batching import Part, make_part, packed, part_order, token_numbers, unknown_ids
 from trainer.model.optimizer import HEAD_GROUPS, is_finite, learning_rate, make_optimizer, optimizer_steps, over_steps
 from trainer.model.policy import Policy
@@ -80,12 +81,20 @@ class Learner:
     """The owner of the policy's optimizer. Every method is a collective of all ranks."""
 
     def __init__(
-        self, settings: TrainerSettings, policy: Policy, ranks: Ranks, reference: Policy | None, total_steps: int
+        self,
+        settings: TrainerSettings,
+        policy: Policy,
+        ranks: Ranks,
+        reference: Policy | None,
+        total_steps: int,
+        teachers: Mapping[str, Policy] | None = None,
     ) -> None:
         self.settings = settings
         self.policy = policy
         self.ranks = ranks
         self.reference = reference
+        self.teachers = teachers or {}
+        """The frozen teachers by the name of their model."""
         self.total_steps = total_steps
         self.loss = policy_loss(settings)
         self.optimizer = make_optimizer(settings, policy)
@@ -163,6 +172,62 @@ class Learner:
         """Return the reference's log-probabilities of the groups' trained tokens at TEMPERATURE, on every rank."""
         return self.token_numbers(groups, self._reference_logprobs)
 
+    def teacher_logprobs(self, groups: Sequence[TrainingGroup]) -> list[PerToken | None]:
+        """Return the log-probabilities of the groups' trained tokens by the teacher of each, on every rank.
+
+        They are at TEMPERATURE. A group has None whose source has no teacher in the trainer, or that is longer than the
+        teacher's context or has tokens that the teacher does not know.
+        """
+        return self._by_teacher(groups, lambda teacher, batch: teacher(batch).logprobs)
+
+    def teacher_overlap(self, groups: Sequence[TrainingGroup], k: int) -> float | None:
+        """Return the mean share of the policy's k most likely tokens that are their teacher's, too, on every rank.
+
+        The mean is over the groups' trained tokens; None if no teacher has any.
+        """
+
+        def compute(teacher: Policy, batch: MicroBatch) -> Tensor:
+            return self.policy.overlap(batch, teacher.lesson(batch, batch.weights, 0.0), k)
+
+        numbers = self._by_teacher(groups, compute)
+        shares = [x for group in numbers for of_sequence in group or () for x in of_sequence.tolist()]
+        return statistics.fmean(shares) if shares else None
+
+    @torch.no_grad()
+    def _by_teacher(
+        self, groups: Sequence[TrainingGroup], compute: Callable[[Policy, MicroBatch], Tensor]
+    ) -> list[PerToken | None]:
+        """Return a number of each trained token by group, completion and token, computed with the group's teacher."""
+        results: dict[int, PerToken] = {}
+        of_source, max_tokens = self.settings.teachers, self.settings.micro_batch_tokens
+        # Every rank calls the teachers in the same order.
+        for name, teacher in self.teachers.items():
+            vocabulary = min(teacher.config.vocab_size, self.policy.config.vocab_size)
+            places = [
+                place
+                for place, group in enumerate(groups)
+                if of_source[group.source] == name
+                and max(branch.length for branch in group.branches) <= teacher.config.max_position_embeddings
+                and not len(unknown_ids(group, vocabulary))
+            ]
+            chosen = [groups[place] for place in places]
+            numbers = token_numbers(chosen, partial(compute, teacher), max_tokens, vocabulary, self.ranks)
+            results |= zip(places, numbers, strict=True)
+        return [results.get(place) for place in range(len(groups))]
+
+    def _lessons(self, batch: MicroBatch) -> list[Lesson]:
+        """Return what each teacher says of a micro-batch with TEACHER_JSD_BETA; none without."""
+        beta, of_source = self.settings.teacher_jsd_beta, self.settings.teachers
+        if beta is None:
+            return []
+        lessons = []
+        # Every rank calls every teacher on each of its micro-batches, because a forward pass is a collective.
+        for name, teacher in self.teachers.items():
+            is_its = torch.tensor([of_source[source] == name for source in batch.sources], device=batch.weights.device)
+            is_taught = is_its[batch.sequence_ids] & ~batch.teacher_logprobs.isnan()
+            lessons.append(teacher.lesson(batch, batch.weights * is_taught, beta))
+        return lessons
+
     def token_numbers(self, groups: Sequence[TrainingGroup], compute: Callable[[MicroBatch], Tensor]) -> list[PerToken]:
         """Return a number of each of the groups' trained tokens, on every rank; see ``token_numbers``."""
         vocabulary, max_tokens = self.policy.config.vocab_size, self.settings.micro_batch_tokens
@@ -183,6 +248,7 @@ class Learner:
     def _part(self, groups: Sequence[TrainingGroup]) -> Part:
         settings = self.settings
         needs_all = settings.entropy_coef != 0 or settings.has_kl_loss or self.policy.value_head is not None
+        needs_all = needs_all or self.loss.teacher_coef != 0
         trainable = [g for g in groups if needs_all or g.mean_absolute_advantage]
         return make_part(groups, trainable, settings.micro_batch_tokens, self.ranks)
 
@@ -204,7 +270,7 @@ class Learner:
         """Add the gradient of micro-batch ``number`` of a part; keep its log-probabilities where there are none yet."""
         batch = next(batches)
         reference = self._reference_logprobs(batch) if self.settings.has_kl_loss else None
-        outputs = self.policy(batch)
+        outputs = self.policy(batch, lessons=self._lessons(batch))
         loss, diagnostics = self.loss(
             batch,
             outputs.logprobs,
@@ -213,6 +279,7 @@ class Learner:
             proximal_logprobs=proximal[number],
             reference_logprobs=reference,
             values=outputs.values,
+            divergence=None if outputs.divergence is None else outputs.divergence[0],
         )
         if proximal[number] is None:
             proximal[number] = outputs.logprobs.detach()

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from trainer.algorithm.teachers import jensen_shannon
 
 CPU_CHUNK = 256
 """States whose logits exist at the same time on a CPU: 156 MB for 152,000 tokens of vocabulary, and enough rows to keep
@@ -55,6 +58,51 @@ def token_logprobs(
     """
     chunk_tokens = chunk_tokens or chunk_states(len(weight), weight.device)
     return _apply(hidden, weight, targets, state_ids, temperature, chunk_tokens)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A frozen teacher's states before a micro-batch's tokens, to be compared with the policy over the vocabulary."""
+
+    hidden: Tensor
+    """[U, D_t], in the teacher's compute type, the states that predict the tokens."""
+    weight: Tensor
+    """[V_t, D_t], the teacher's output embedding."""
+    state_weights: Tensor
+    """[U] float32, the sum of the weights of the tokens that each state predicts and this teacher teaches."""
+    beta: float
+    """See ``jensen_shannon`` in trainer/algorithm/teachers.py."""
+
+
+def divergence(hidden: Tensor, weight: Tensor, lesson: Lesson, temperature: float) -> Tensor:
+    """Return the sum over states of their weights times the divergence from a teacher over the vocabulary.
+
+    The gradient is computed in the forward pass, so that each logit is computed once. Logits of token ids that only
+    one of the models has are left out: a family's models have different numbers of unused rows.
+
+    Args:
+        hidden: [U, D] float32 or bfloat16, the policy's states; with gradient.
+        weight: [V, D] output embedding, of the same type; with gradient.
+        lesson: the teacher's states.
+        temperature: temperature of both distributions.
+
+    Returns:
+        A scalar, float32.
+    """
+    return _diverge(hidden, weight, lesson, temperature)
+
+
+@torch.no_grad()
+def top_overlap(hidden: Tensor, weight: Tensor, lesson: Lesson, k: int) -> Tensor:
+    """Return the share of the policy's k most likely tokens that are among a teacher's k most likely ones, [U]."""
+    n = min(len(weight), len(lesson.weight))
+    size = chunk_states(n, weight.device)
+    heads = _Head(hidden, weight[:n], size), _Head(lesson.hidden, lesson.weight[:n], size)
+    overlaps = []
+    for rows in _chunks(hidden, size):
+        ours, theirs = (head.logits(rows, 1.0).topk(k).indices for head in heads)
+        overlaps.append((ours[:, :, None] == theirs[:, None, :]).any(2).float().mean(1))
+    return torch.cat(overlaps)
 
 
 def chunk_states(vocabulary: int, device: torch.device) -> int:
@@ -126,6 +174,37 @@ class _TokenLogprobs(torch.autograd.Function):
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, None, None, None, None
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, lesson: Lesson, temperature: float) -> Tensor:
+        n = min(len(weight), len(lesson.weight))
+        size = chunk_states(n, weight.device)
+        head, teacher = _Head(hidden, weight[:n], size), _Head(lesson.hidden, lesson.weight[:n], size)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        total = lesson.state_weights.new_zeros(())
+        for rows in _chunks(hidden, size):
+            log_p, log_t = (x.logits(rows, temperature).log_softmax(1) for x in (head, teacher))
+            values, gradient = jensen_shannon(log_p, log_t, lesson.beta)
+            weights = lesson.state_weights[rows]
+            total += weights @ values
+            gradient = gradient.mul_(weights[:, None] / temperature).to(head.weight.dtype)
+            if hidden_gradient is not None:
+                head.multiply(gradient, head.weight, hidden_gradient[rows])
+            if weight_gradient is not None:
+                head.multiply(gradient.T, head.hidden[rows], weight_gradient[:n], add=True)
+        ctx.gradients = [
+            None if x is None else x.to(y.dtype) for x, y in ((hidden_gradient, hidden), (weight_gradient, weight))
+        ]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_weight = (None if x is None else x * gradients[0] for x in ctx.gradients)
+        return of_hidden, of_weight, None, None
 
 
 def _chunks(hidden: Tensor, chunk_tokens: int) -> list[slice]:
@@ -240,4 +319,5 @@ def _bfloat16_factors(are_bfloat16: bool) -> Iterator[None]:
         products.fp32_precision = before
 
 
+_diverge: Callable[[Tensor, Tensor, Lesson, float], Tensor] = _Divergence.apply
 _apply: Callable[[Tensor, Tensor, Tensor, Tensor, float, int], tuple[Tensor, Tensor]] = _TokenLogprobs.apply

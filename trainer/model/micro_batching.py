@@ -24,6 +24,7 @@ from services.protocol.base import derive_seed
 from trainer.algorithm.attention_layout import TreeMask
 from trainer.algorithm.loss import StepSize
 from trainer.algorithm.packing import Branch, MicroBatch, TrainingGroup, pack
+from trainer.algorithm.teachers import is_taught
 from trainer.algorithm.training_groups import PerToken
 from trainer.config import TrainerSettings
 from trainer.model.ranks import Ranks
@@ -195,6 +196,7 @@ def make_part(
         size=StepSize(
             tokens=sum(g.trained_tokens for g in groups),
             sequences=sum(s.trained_tokens > 0 for g in groups for s in g.sequences),
+            taught=sum(s.trained_tokens for g in groups for s in g.sequences if is_taught(s)),
         ),
         tokens=sum(piece.tokens for batches in shares for pieces in batches for piece in pieces),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from trainer.model.loading import (
     weights_digest,
     with_adapters,
 )
-from trainer.model.logprobs import token_logprobs
+from trainer.model.logprobs import Lesson, divergence, token_logprobs, top_overlap
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import Rounding
 from trainer.model.sharding import reshard, shard
@@ -53,8 +53,16 @@ from trainer.model.sharding import reshard, shard
 log = get_logger(__name__)
 
 
-def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = True) -> Policy:
+def load_policy(
+    settings: TrainerSettings, ranks: Ranks, *, trainable: bool = True, is_described: bool | None = None
+) -> Policy:
     """Load MODEL_NAME and shard it. Rank 0 reads the weights, and the other ranks receive their shards from it.
+
+    Args:
+        settings: name the model and what is trained of it.
+        ranks: all ranks.
+        trainable: the model is the policy in training; otherwise it is frozen.
+        is_described: rank 0's policy gets a description. Unset: that in training does.
 
     Raises:
         ConfigurationError: the model cannot be loaded, or its architecture is not supported.
@@ -66,13 +74,14 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
     if trainable:
         check = partial(check_names, model, settings.model_name, has_adapters=settings.lora_rank > 0)
         ranks.on_main(check, ConfigurationError)
-    digest = weights_digest(model) if trainable and ranks.is_main else ""
+    is_described = ranks.is_main and (trainable if is_described is None else is_described)
+    digest = weights_digest(model) if is_described else ""
     ranks.wait_for_main()
     if trainable and settings.lora_rank:
         model = with_adapters(model, settings)
     policy = Policy(model, settings.temperature)
     policy.compute = chosen
-    if trainable and ranks.is_main:
+    if is_described:
         policy.description = load_description(settings, digest)
     # No dropout: the engine that sampled has none either.
     policy.eval().requires_grad_(trainable and not settings.lora_rank)
@@ -84,7 +93,8 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
         policy.value_head = ValueHead(decoder, ranks)
     has_checkpointing = trainable and settings.activation_checkpointing is True
     shard(policy, decoder, settings, ranks, chosen, has_checkpointing=has_checkpointing)
-    register_fsdp_forward_method(policy, "values")
+    for method in ("values", "lesson", "overlap"):
+        register_fsdp_forward_method(policy, method)
     return policy
 
 
@@ -97,6 +107,8 @@ class PolicyOutputs(NamedTuple):
     """[N], in nats."""
     values: Tensor | None
     """[N], of the state before each token; None without a value head."""
+    divergence: Tensor | None = None
+    """[1], the sum over the lessons of their divergences; see ``divergence`` in logprobs.py. None without lessons."""
 
 
 class Policy(nn.Module):
@@ -112,16 +124,19 @@ class Policy(nn.Module):
         """The device and the type of numbers; ``load_policy`` sets it."""
         self.temperature = temperature
         self.description: Description | None = None
-        """The files to save with the weights; set on rank 0's policy in training only."""
+        """The files to save with the weights; set on rank 0's policy in training and on its teachers only."""
         self.value_head: ValueHead | None = None
         """The critic's head on the policy's model; ``load_policy`` sets it for CRITIC=shared."""
 
-    def forward(self, batch: MicroBatch, temperature: float | None = None) -> PolicyOutputs:
+    def forward(
+        self, batch: MicroBatch, temperature: float | None = None, lessons: Sequence[Lesson] = ()
+    ) -> PolicyOutputs:
         """Return log-probabilities, entropies and values at a micro-batch's trained tokens.
 
         Args:
             batch: T packed tokens with N trained tokens.
             temperature: temperature of the distribution; by default that of sampling.
+            lessons: the states of teachers, each with the weights of its tokens.
         """
         model = self.causal_lm()
         weight = cast("nn.Linear", model.get_output_embeddings()).weight
@@ -129,7 +144,25 @@ class Policy(nn.Module):
         states = predicting_states(model.base_model, batch)
         logprobs, entropies = token_logprobs(states, weight, batch.targets, batch.state_ids, temperature)
         values = None if self.value_head is None else self.value_head(states).index_select(0, batch.state_ids)
-        return PolicyOutputs(logprobs, entropies, values)
+        compared = [divergence(states, weight, lesson, temperature) for lesson in lessons]
+        total = torch.stack(compared).sum(0, keepdim=True) if compared else None
+        return PolicyOutputs(logprobs, entropies, values, total)
+
+    @torch.no_grad()
+    def lesson(self, batch: MicroBatch, token_weights: Tensor, beta: float) -> Lesson:
+        """Return what a frozen policy teaches at a micro-batch's trained tokens, which have ``token_weights`` [N]."""
+        model = self.causal_lm()
+        states = predicting_states(model.base_model, batch)
+        weights = token_weights.new_zeros(len(states)).index_add_(0, batch.state_ids, token_weights)
+        return Lesson(states, cast("nn.Linear", model.get_output_embeddings()).weight.detach(), weights, beta)
+
+    @torch.no_grad()
+    def overlap(self, batch: MicroBatch, lesson: Lesson, k: int) -> Tensor:
+        """Return which share of the k most likely tokens is the teacher's, too, before each trained token, [N]."""
+        model = self.causal_lm()
+        weight = cast("nn.Linear", model.get_output_embeddings()).weight
+        shares = top_overlap(predicting_states(model.base_model, batch), weight, lesson, k)
+        return shares.index_select(0, batch.state_ids)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Return the values [N], float32, of the states before a micro-batch's trained tokens.

@@ -11,10 +11,8 @@ from services.core import logs, machine
 from services.core.endpoints import num_nodes
 from services.core.errors import ConfigurationError, exit_code_of
 from trainer.config import TrainerSettings
-from trainer.model.loading import load_config
 from trainer.model.saving import DiskFullError
-from trainer.preflight.check import Machine, check, chosen_work
-from trainer.preflight.shape import ModelShape
+from trainer.preflight.check import Machine, check, chosen_work, shape_of
 from trainer.preflight.sizes import find_limits, needed
 
 
@@ -34,7 +32,7 @@ def main() -> None:
     ).compute_type
     limits = find_limits(device, settings.run_dir, is_shared=settings.engine_sleeps)
     nodes = Machine(num_nodes(), machine.promised_gpus() or 1, getattr(torch, kind).itemsize, limits)
-    shape = ModelShape.of(load_config(settings), trust_remote_code=settings.trust_remote_code)
+    shape = shape_of(settings)
     work = chosen_work(settings, shape, nodes)
     refusal = None
     try:

@@ -20,6 +20,7 @@ from trainer.config import TrainerSettings
 from trainer.model.loading import choose_compute, load_config
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
+from trainer.model.teachers import check_teachers, load_teacher_config
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import (
     GIB,
@@ -267,6 +268,18 @@ def _micro_batches_that_fit(settings: TrainerSettings, shape: ModelShape, machin
             yield tokens
 
 
+def shape_of(settings: TrainerSettings) -> ModelShape:
+    """Return the shape of MODEL_NAME with those of the teachers beside it, which can teach it.
+
+    Raises:
+        ConfigurationError: a configuration cannot be loaded, or a teacher cannot teach this student.
+    """
+    check_teachers(settings)
+    configs = [load_config(settings), *(load_teacher_config(settings, name) for name in settings.teacher_models)]
+    shape, *teachers = (ModelShape.of(config, trust_remote_code=settings.trust_remote_code) for config in configs)
+    return replace(shape, teachers=tuple(teachers))
+
+
 def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings, Ranks, VolumeRoom]:
     """Return what a run has, the same on every rank: settings without ``auto``, the mesh, the volume. A collective.
 
@@ -280,7 +293,7 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
     limits = local.smallest(ranks.gather_json(vars(local)) if ranks.world_size > 1 else [])
 
     def choose() -> dict[str, Any]:
-        shape = ModelShape.of(load_config(settings), trust_remote_code=settings.trust_remote_code)
+        shape = shape_of(settings)
         bytes_ = getattr(torch, chosen.compute_type).itemsize
         machine = Machine(ranks.world_size // ranks_per_node, ranks_per_node, bytes_, limits)
         work = check(settings, shape, machine)

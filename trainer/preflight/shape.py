@@ -33,6 +33,8 @@ class ModelShape:
     """Parameters outside the layers, which FSDP gathers once: embedding, last norm, head."""
     adapter_rank_parameters: int
     """Parameters of LoRA adapters of rank 1 on every linear layer but the output head."""
+    teachers: tuple[ModelShape, ...] = ()
+    """Frozen models that a run keeps beside this one, which it trains."""
 
     @property
     def head_parameters(self) -> int:

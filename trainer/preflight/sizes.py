@@ -72,6 +72,8 @@ class Work:
     """True with a second, frozen model."""
     has_critic: bool = False
     """True with a critic on a model of its own."""
+    compares_vocabularies: bool = False
+    """TEACHER_JSD_BETA: the logits of policy and teacher are compared over the whole vocabulary."""
     checkpoints: int = 4
     """Checkpoints on the volume at the same time."""
     record_groups: RecordGroups = "off"
@@ -113,7 +115,8 @@ def needed(shape: ModelShape, work: Work) -> Need:
         "processes": work.ranks_per_node * (PROCESS_BYTES if work.device == "cuda" else PROCESSOR_PROCESS_BYTES),
         # Loading ends before the first version and the first checkpoint.
         "loading, or publication and checkpoint": max(
-            4 * whole, work.published_copies * published + copies * work.replicas // work.nodes
+            *(4 * model.parameters for model in (shape, *shape.teachers)),
+            work.published_copies * published + copies * work.replicas // work.nodes,
         ),
     }
     if work.device == "cpu":
@@ -144,18 +147,20 @@ def _device(shape: ModelShape, work: Work) -> dict[str, int]:
     trained, whole = _trained(shape, work), shape.parameters
     if work.lora_rank:
         whole += trained
-    head = max(_head(shape, work), _layer(shape, work), _root(shape, work))
+    head = max(_head(shape, work) + _lesson(shape, work), _layer(shape, work), _root(shape, work))
     stored = work.tokens * shape.layers * stored_bytes(shape, work)
     frozen = 4 * shape.parameters * work.has_reference
+    teachers = 4 * sum(teacher.parameters for teacher in shape.teachers)
     critic = 4 * (2 + MOMENTS) * shape.parameters * work.has_critic
-    # No backward pass frees what the reference, and the critic for its values, have gathered before the policy does.
-    gathered = shape.root_parameters if work.frees_parameters else shape.parameters
-    gathered *= 1 + work.has_reference + work.has_critic
+    # No backward pass frees what frozen models, and the critic for its values, have gathered before the policy does.
+    models = [shape] * (1 + work.has_reference + work.has_critic) + [*shape.teachers]
+    gathered = sum(model.root_parameters if work.frees_parameters else model.parameters for model in models)
     parts = {
         "weights": 4 * whole // work.shards,
         "gradients": 4 * trained // work.shards if work.frees_parameters else 4 * trained,
         "moments": 4 * MOMENTS * trained // work.shards,
         "reference": frozen // work.shards,
+        "teachers": teachers // work.shards,
         "critic": critic // work.shards,
         "gathered parameters": work.compute_bytes * gathered,
         "activations": stored,
@@ -222,6 +227,18 @@ def _head(shape: ModelShape, work: Work) -> int:
     gradient = 0 if work.lora_rank else (4 + size) * shape.head_parameters
     in_float32 = 4 * shape.head_parameters if work.device == "cpu" and size < 4 else 0
     return max(forward, states + logits + gradient) + in_float32
+
+
+def _lesson(shape: ModelShape, work: Work) -> int:
+    """Return the bytes of a comparison over the whole vocabulary: each teacher's states, and six copies of a chunk.
+
+    The copies are the logits of both models, their probabilities, those of the mixture, and the gradient.
+    """
+    if not work.compares_vocabularies:
+        return 0
+    rows, n = min(work.chunk_states, work.tokens), min(shape.vocabulary, *(t.vocabulary for t in shape.teachers))
+    states = sum(work.tokens * work.compute_bytes * teacher.hidden for teacher in shape.teachers)
+    return states + 6 * 4 * rows * n + 4 * (shape.head_parameters + work.tokens * shape.hidden)
 
 
 def _layer(shape: ModelShape, work: Work) -> int:
@@ -366,6 +383,7 @@ def work_of(
         lora_rank=settings.lora_rank,
         has_reference=settings.kl_coef > 0 and not settings.lora_rank,
         has_critic=settings.has_critic and settings.critic is CriticModel.OWN,
+        compares_vocabularies=bool(shape.teachers) and settings.teacher_jsd_beta is not None,
         checkpoints=_checkpoints(settings),
     )
 

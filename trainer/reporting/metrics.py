@@ -88,6 +88,17 @@ MEASURES: tuple[Measure, ...] = (
         "Held-out prompts left out of the accuracy because generating or scoring their answer failed.",
     ),
     Measure("loss", "trainer_loss", "The loss."),
+    Measure("teacher_loss", "trainer_teacher_loss", "Distance of the policy from the teacher, before TEACHER_COEF."),
+    Measure(
+        "teacher_overlap",
+        "trainer_teacher_overlap_ratio",
+        "Share of the policy's 8 likeliest tokens that are among the teacher's, every tenth step (TEACHER_MODEL).",
+    ),
+    Measure(
+        "teacher_missing",
+        "trainer_teacher_missing_total",
+        "Sequences that their teacher has not scored: too long for it, or the endpoint failed.",
+    ),
     Measure("grad_norm", "trainer_grad_norm", "Norm of the gradient before it was clipped."),
     Measure("groups_refused", "trainer_groups_refused_total", "Groups left out for token ids that the model lacks."),
     *_token_measures(),
@@ -216,7 +227,28 @@ EVALUATED_ENVIRONMENT = Measure(
     "Mean of a figure of the environment over the greedy episodes of the newest evaluation.",
 )
 WIN_RATE = Measure("win_rate_seat_<seat>", "trainer_win_rate_ratio", "Share of games won, by the seat of the policy.")
+JUDGE = Measure(
+    "judge_<figure>",
+    "trainer_judge",
+    "Figures of the judge since the reward-server started: calls, tokens, hits, failures by reason, agreement of two "
+    "orders, correlation of score and length.",
+)
+TEACHER_DISTANCE = Measure(
+    "teacher_k1, teacher_k3, teacher_k1/<source>, teacher_k1_of_<teacher>, teacher_k1_from_<place>",
+    "trainer_teacher_distance_nats",
+    "KL from the policy that sampled to the teacher, a token: k1 may be negative, k3 is not. By source and teacher, "
+    "and k1 by place in the completion: from token 0, 16, 64, 256, 1024 and 4096 on.",
+)
+ROLE_BASELINE = Measure(
+    "role_baseline_<role>",
+    "trainer_role_baseline_mean",
+    "Running mean of a role's rewards, the baseline of ADVANTAGE=rae: source and seat, or `all` without either.",
+)
 NAMED = (
+    (
+        TEACHER_DISTANCE,
+        re.compile(r"teacher_(?P<estimate>k1|k3)(?:/(?P<source>.+)|_of_(?P<teacher>.+)|_from_(?P<place>\d+))?"),
+    ),
     (BY_SOURCE, re.compile(r"(?P<column>[^/]+)/(?P<source>[a-z0-9][a-z0-9_.-]*)")),
     (AT_K, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")),
     (AT_K_STDERR, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_stderr")),
@@ -226,7 +258,9 @@ NAMED = (
     (EVALUATED_ENVIRONMENT, re.compile(r"eval_environment_(?P<figure>.+)")),
     (ENVIRONMENT, re.compile(r"environment_(?P<figure>.+)")),
     (WIN_RATE, re.compile(r"win_rate_seat_(?P<seat>\d+)")),
+    (JUDGE, re.compile(r"judge_(?P<figure>.+)")),
     (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),
+    (ROLE_BASELINE, re.compile(r"role_baseline_(?P<role>.+)")),
 )
 """Measures with several columns each. The groups of the pattern in a column's name become the metric's labels."""
 
@@ -269,6 +303,6 @@ def _measure(column: str) -> tuple[Measure, Mapping[str, str]] | None:
     """Return the measure of a column with the metric's labels; None for a column that is not exported."""
     for measure, pattern in NAMED:
         if match := pattern.fullmatch(column):
-            return measure, match.groupdict()
+            return measure, match.groupdict("")
     of_column = _BY_COLUMN.get(column)
     return None if of_column is None else (of_column, of_column.labels)

@@ -112,6 +112,8 @@ def _record(step: int, group: Group, e: TokenSequence) -> dict[str, Any]:
     }
     if group.prompt.source:
         record["source"] = group.prompt.source
+    if group.prompt.row:
+        record["row"] = group.prompt.shown_row
     if e.turns:
         record["turn_rewards"] = [turn.reward for turn in e.turns]
     if e.episode is not None:

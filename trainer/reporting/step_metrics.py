@@ -35,7 +35,20 @@ SOURCES_HEADLINE = ("reward_mean", "accuracy")
 """Those of them that the line has of each source, too."""
 
 PHASES = (
-    *("fetch", "generate", "score", "store", "wait", "replay", "reference", "values", "train", "publish", "evaluate"),
+    *(
+        "fetch",
+        "generate",
+        "score",
+        "store",
+        "wait",
+        "teach",
+        "replay",
+        "reference",
+        "values",
+        "train",
+        "publish",
+        "evaluate",
+    ),
     *("record", "save"),
 )
 """The phases of a step: ``seconds_<phase>`` among the metrics. Together they are all of ``seconds_step``."""

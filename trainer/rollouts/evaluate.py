@@ -134,6 +134,7 @@ def _samples(prompts: Sequence[Prompt], groups: Sequence[Group | None]) -> list[
             "reward": answer.reward,
             "finish_reason": answer.finish_reason.value,
             "messages": [message.model_dump(exclude_defaults=True) for message in answer.messages or ()],
+            **({"row": prompt.shown_row} if prompt.row else {}),
         }
         for prompt, group in zip(prompts[:KEPT_SAMPLES], groups, strict=False)
         for answer in _answers(group)

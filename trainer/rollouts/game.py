@@ -155,7 +155,8 @@ class Game:
     async def _begun(self) -> ServedEpisode:
         async with self._beginning:
             if self._episode is None:
-                [self._episode] = await self._environments.begin([_seed_of(self._prompt)], _split_of(self._prompt))
+                prompt = self._prompt
+                [self._episode] = await self._environments.begin([_seed_of(prompt)], _split_of(prompt), prompt.source)
                 _check(self._episode.environment)
             return self._episode
 
@@ -345,7 +346,9 @@ class Games(Episodes):
         """Return the waits for the services and for the opponent."""
         return super().awaited() | self._opponent.awaited()
 
-    async def answer(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Answers:
+    async def answer(
+        self, prompt: Prompt, params: SamplingParams, n: int, seed: int, *, is_group: bool = False
+    ) -> Answers:
         """Play ``n`` games of a prompt's seed; none if the prompt is not a seed or no environment-server answers."""
         try:
             await self._trained_seats(prompt)
@@ -353,7 +356,7 @@ class Games(Episodes):
             return Answers(error=AgentFailedError(str(error), "refused"))
         except (AgentFailedError, DependencyLostError) as error:
             return Answers(error=error)
-        return await super().answer(prompt, params, n, seed)
+        return await super().answer(prompt, params, n, seed, is_group=is_group)
 
     async def play(self, prompt: Prompt, n: int, request: Callable[[int], CreateSessionRequest]) -> list[Outcome]:
         """Play ``n`` games of a prompt's seed."""
@@ -367,7 +370,7 @@ class Games(Episodes):
 
     async def _game(self, prompt: Prompt, requests: Mapping[int, CreateSessionRequest]) -> list[Outcome]:
         """Play a game; ``requests`` has the session of each trained seat."""
-        seats = await self._count_seats()
+        seats = await self._count_seats(prompt)
         async with self._places, Game(self._environments, prompt) as game:
             self._opponent.join(game, set(range(seats)) - set(requests))
             return await asyncio.gather(
@@ -385,17 +388,17 @@ class Games(Episodes):
             ConfigurationError: the environment has no seat for the opponent.
             DependencyLostError: no environment-server answered.
         """
-        return self._opponent.trained_seats(await self._count_seats(), prompt)
+        return self._opponent.trained_seats(await self._count_seats(prompt), prompt)
 
-    async def _count_seats(self) -> int:
-        """Return the number of the environment's seats, from an episode that is begun and ended.
+    async def _count_seats(self, prompt: Prompt) -> int:
+        """Return the number of seats of the prompt's environment, from an episode that is begun and ended.
 
         Raises:
             DependencyLostError: no environment-server answered.
         """
         async with self._counting:
             if self._seats is None:
-                episodes = await self._environments.begin([0])
+                episodes = await self._environments.begin([0], source=prompt.source)
                 await self._environments.end(episodes)
                 self._seats = episodes[0].environment.seats
         return self._seats

@@ -32,14 +32,17 @@ export function card(group, needle, follow, open) {
   );
 }
 
-/** Returns a group's prompt, as given and as the model saw it, and its ground truth. */
+/** Returns a group's prompt, as given and as the model saw it, its ground truth and its row. */
 export function question(group, needle) {
   const text = (words) => h("pre", { tabindex: "0" }, marked(words, needle));
   const rendered = group.rendered_prompt ?? group.prompt;
+  const columns = Object.entries(group.row ?? {});
+  const row = columns.flatMap(([name, value]) => [h("dt", null, name), h("dd", null, marked(String(value), needle))]);
   return [
     h("div", { class: "prompt" }, h("h2", null, "Prompt"), text(group.prompt ?? "")),
     rendered === group.prompt ? null : h("details", null, h("summary", null, "As the model saw it"), text(rendered)),
     h("p", null, h("span", { class: "muted" }, "ground truth "), h("code", null, marked(String(group.ground_truth ?? ""), needle))),
+    columns.length > 0 ? h("details", null, h("summary", null, `Row (${some(columns.length, "column")})`), h("dl", null, row)) : null,
   ];
 }
 
@@ -76,7 +79,7 @@ function answer(records, mean, even, needle, open) {
     ["answer read", result.extracted],
     [record.episode === undefined ? "verifier" : "reason", result.reason],
     ["status", result.status === "scored" ? null : result.status],
-    ["parts", components.length > 1 ? components.map(([name, value]) => `${name} ${number(value)}`).join(", ") : null],
+    ["parts", components.length > 1 ? components.map(([name, value]) => `${name} ${value === null ? result.failed?.[name] ?? (isScored ? "does not apply" : "–") : number(value)}`).join(", ") : null],
     ["ended by", { stop: "its end token", length: "the length limit", abort: "an abort" }[record.finish_reason] ?? record.finish_reason],
     ...figures(records),
     ["tokens", record.tokens === undefined ? null : count(sum("tokens"))],

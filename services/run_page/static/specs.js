@@ -91,6 +91,17 @@ const ANSWERS = [
     name: without("reward_part_"),
   },
   {
+    id: "judge-trust", title: "The judge", unit: "from -1 to 1",
+    note: "Agreement of two orders of a group: bad below 0.5. Correlation of score and length: bad near 1, where length is what pays.",
+    series: [["judge_order_agreement", "agreement of two orders"], ["judge_length_correlation", "score and length"]],
+  },
+  {
+    id: "judge-cost", title: "Verdicts", unit: "since the reward-server started",
+    note: "Replies that were paid for, verdicts that were there already, and answers without a verdict.",
+    whole: true,
+    series: [["judge_calls", "replies"], ["judge_hits", "there already"], ["judge_failures", "failed"]],
+  },
+  {
     id: "evaluation", title: "Reward of evaluations", unit: "mean over held-out prompts",
     note: "Should rise; the first point is before training.",
     markers: true,

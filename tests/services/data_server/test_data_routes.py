@@ -291,7 +291,7 @@ async def test_an_unknown_source_is_refused_with_those_there_are(serving: Any, m
     async with serving(app()) as server:
         refusal = await server.get("/prompts", params={"source": "words"})
         assert refusal.status_code == 422
-        assert "there is one without a name" in refusal.json()["detail"]
+        assert "this run has none; leave it out" in refusal.json()["detail"]
 
 
 async def test_a_source_for_evaluation_only_holds_every_row_out(serving: Any, mixed: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -14,6 +15,7 @@ from services.core.errors import ConfigurationError
 from services.environment_server import app as app_module
 from services.environment_server import episodes
 from services.environment_server.player import UsageMeter
+from services.environment_server.settings import EnvironmentSettings
 from tests.services.environment_server import odd_environments
 from tests.services.environment_server.conftest import ODD
 from tests.waiting import IDLE_SECONDS, eventually, stats_show
@@ -351,3 +353,59 @@ async def test_health_names_the_server_and_its_environment(serving: Any, app: An
     async with serving(app()) as client:
         health = (await client.get("/health")).json()
     assert (health["name"], health["environment"], health["pushing"]) == ("test-server", "CartPole-v1", False)
+
+
+MIX = """
+- {name: numbers, dataset: seeds, rollout: environment, environment: guessing}
+- {name: poles, dataset: seeds, environment: CartPole-v1}
+- {name: game, dataset: seeds, rollout: environment, environment: nim}
+- {name: sums, dataset: arithmetic, rollout: completion, environment: nowhere}
+"""
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, app: Any) -> Any:
+    def make(text: str = MIX, **options: Any) -> Any:
+        (tmp_path / "mix.yaml").write_text(text)
+        return app(sources=tmp_path / "mix.yaml", **options)
+
+    return make
+
+
+async def test_each_source_has_episodes_of_its_own_environment(serving: Any, mixed: Any) -> None:
+    async with serving(mixed()) as client:
+        begun = {}
+        for source in ("numbers", "poles", "game", ""):
+            reply = (await client.post("/reset", json={"seed": 3, "source": source})).json()
+            begun[source] = reply["episodes"][0]["episode"]
+            assert reply["environment"]["id"] == {"numbers": "guessing", "poles": "CartPole-v1"}.get(source, "nim")
+            assert reply["environment"].get("seats", 1) == (2 if source in ("game", "") else 1)
+        steps = [
+            {"episode": begun["numbers"], "step": 0, "action": "50"},
+            {"episode": begun["poles"], "step": 0, "action": 1},
+            {"episode": begun["game"], "step": 0, "action": "1"},
+        ]
+        results = (await client.post("/step", json={"steps": steps})).json()["results"]
+        assert [result["steps"] for result in results] == [1, 1, 1]
+        assert [len(result.get("rewards") or []) for result in results] == [0, 0, 2]
+        refusal = await client.post("/reset", json={"source": "sums"})
+        assert (refusal.status_code, "there are game, numbers, poles" in refusal.json()["detail"]) == (422, True)
+
+
+async def test_an_environment_that_cannot_be_made_is_refused_with_its_source(serving: Any, mixed: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"environment of poles in SOURCES is 'CartPoles-v1', which cannot be"):
+        async with serving(mixed(MIX.replace("CartPole", "CartPoles"))):
+            pass
+
+
+async def test_a_server_of_several_environments_plays_none_for_a_head(serving: Any, mixed: Any) -> None:
+    with pytest.raises(ConfigurationError, match="EVAL_HEAD_ENDPOINT has this server play one environment, but"):
+        async with serving(mixed(eval_head_endpoint="http://127.0.0.1:9")):
+            pass
+
+
+def test_a_source_without_a_rollout_plays_the_environment_that_is_set(tmp_path: Path) -> None:
+    (tmp_path / "mix.yaml").write_text("- {name: a, dataset: seeds}\n- {name: b, dataset: seeds, rollout: agent}\n")
+    settings = EnvironmentSettings(sources=tmp_path / "mix.yaml", environment="nim")
+    assert settings.environments == {"a": "nim"}
+    assert EnvironmentSettings(sources=tmp_path / "mix.yaml").environments == {"": "CartPole-v1"}

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from services.core.errors import ConfigurationError
 from services.protocol.rewards import BatchRewardRequest, RewardItem
 from services.reward_server.app import create_app
+from services.reward_server.own_code import check
 from services.reward_server.settings import RewardSettings, WeightedFunction, parse_functions
 from tests.waiting import IDLE_SECONDS, wait_until
 
@@ -143,3 +144,64 @@ async def test_an_answer_that_does_not_fit_is_refused(serving: Any, body: Any) -
         assert response.status_code == 422
         assert response.json()["errors"]
         assert (await client.get("/stats")).json()["answers"] == {}
+
+
+MIX = """
+- {name: sums, dataset: arithmetic, reward_fn: exact_match}
+- {name: files, dataset: rows.jsonl, reward_fn: "rewards_of_mine:by_column=0.5"}
+- {name: words, dataset: arithmetic}
+"""
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, plugin: str) -> Any:
+    """Make the settings of a run with these sources."""
+
+    def make(text: str = MIX) -> RewardSettings:
+        (tmp_path / "mix.yaml").write_text(text)
+        return RewardSettings(sources=tmp_path / "mix.yaml", reward_workers=1, reward_fn="format=0.25")
+
+    return make
+
+
+async def test_an_answer_is_scored_by_the_rewards_of_its_source(serving: Any, mixed: Any) -> None:
+    def item(source: str, row: str | None = None) -> RewardItem:
+        return RewardItem(prompt="p", response="#### 7", ground_truth="#### 7", source=source, row=row)
+
+    # A column named `source` is the dataset's, not the run's.
+    row = '{"level": 4, "source": "a book"}'
+    items = [item("words"), item("files", row), item("sums"), item("files", row)]
+    async with serving(create_app(mixed())) as client:
+        reply = await client.post("/batch_reward", json=BatchRewardRequest.of(items).model_dump(mode="json"))
+        rewards = reply.json()["rewards"]
+        assert [result["reward"] for result in rewards] == [0.25, 2.0, 1.0, 2.0], rewards
+        assert [list(result["components"]) for result in rewards[:3]] == [
+            ["format"],
+            ["rewards_of_mine:by_column"],
+            ["exact_match"],
+        ]
+        assert (await client.get("/stats")).json()["answers"] == {"scored": 4}
+
+
+async def test_an_answer_of_an_unknown_source_is_refused(serving: Any, mixed: Any) -> None:
+    async with serving(create_app(mixed())) as client:
+        for source in ({}, {"source": "sum"}):
+            answer = {"prompt": "p", "response": "7", "ground_truth": "7", **source}
+            refusal = await client.post("/reward", json=answer)
+            assert refusal.status_code == 422
+            assert "is not in SOURCES: there are files, sums, words; give one" in refusal.json()["detail"]
+
+
+async def test_the_functions_of_all_sources_are_loaded_before_the_first_answer(serving: Any, mixed: Any) -> None:
+    settings = mixed(MIX.replace("by_column=0.5", "by_colum"))
+    with pytest.raises(ConfigurationError, match=r"'rewards_of_mine:by_colum; exact_match; format=0.25' cannot be"):
+        async with serving(create_app(settings)):
+            pass
+
+
+def test_a_reward_that_cannot_be_loaded_is_refused_with_its_source(mixed: Any) -> None:
+    settings = mixed(MIX.replace("by_column=0.5", "by_colum"))
+    with pytest.raises(ConfigurationError, match=r"mix.yaml, source 'files': REWARD_FN 'rewards_of_mine:by_colum'"):
+        check(settings)
+    with pytest.raises(ConfigurationError, match=r"mix.yaml, source 'words': REWARD_FN is 'maths'"):
+        mixed(MIX.replace("words,", "words, reward_fn: maths,"))

@@ -17,8 +17,10 @@ from trainer.algorithm.advantages import (
     ADVANTAGE_FUNCTIONS,
     Outcomes,
     UnfitRewardsError,
+    gdpo,
     has_reward_variance,
     overlong_penalty,
+    rae,
 )
 from trainer.algorithm.methods import ADVANTAGES
 
@@ -154,8 +156,84 @@ def test_maxrl_refuses_a_negative_reward() -> None:
         advantages_of("maxrl", [[1.0, 0.0], [1.0, -0.5]])
 
 
+NAN = math.nan
+R1 = [[1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0]]
+R2 = [[0.0, 1.0, 1.0, 0.0], [0.5, 0.5, 0.5, 0.0]]
+
+
+def component_advantages(
+    components: dict[str, list[list[float]]],
+    weights: dict[str, float] | None = None,
+    lengths: list[int] | None = None,
+    eps: float = 1e-4,
+) -> list[float]:
+    """Return GDPO's advantages of all completions; the rewards are 7 and mean nothing."""
+    groups = next(iter(components.values()))
+    count = sum(map(len, groups))
+    outcomes = Outcomes(
+        torch.full((count,), 7.0, dtype=torch.float64),
+        torch.tensor([i for i, group in enumerate(groups) for _ in group]),
+        torch.tensor(lengths or [1] * count),
+        eps,
+        {name: torch.tensor([x for group in values for x in group]).double() for name, values in components.items()},
+    )
+    return gdpo(outcomes, weights).tolist()
+
+
+def white(values: list[float], lengths: list[int]) -> list[float]:
+    tokens = [x for x, length in zip(values, lengths, strict=True) for _ in range(length)]
+    return [(x - statistics.fmean(tokens)) / statistics.stdev(tokens) for x in values]
+
+
+def test_gdpo_normalises_each_component_in_its_group_before_it_adds_them() -> None:
+    """The sum of both orders the last two of the second group otherwise, whose last completion is worth 1 of 1.5."""
+    lengths = [1, 2, 3, 2, 1, 1, 2, 3]
+    parts = [[x for group in component for x in grpo(group)] for component in (R1, R2)]
+    sums = [one + 0.5 * two for one, two in zip(*parts, strict=True)]
+    found = component_advantages({"a": R1, "b": R2}, {"a": 1.0, "b": 0.5}, lengths)
+    assert found == pytest.approx(white(sums, lengths), rel=1e-6)
+    assert found[-1] < 0 < sum((grpo([1.25, 1.25, 0.25, 1.0])[-1],))
+    assert component_advantages({"a": R1, "b": R2}) != pytest.approx(found), "unnamed weights are 1"
+    assert component_advantages({"a": R1, "b": R2}) == component_advantages({"a": R1, "b": R2}, {"b": 1, "a": 1})
+
+
+def test_a_component_counts_among_those_to_which_it_applies_and_a_constant_one_not_at_all() -> None:
+    a, sparse, constant = [[1.0, 0.0, 0.0], [0.1] * 3], [[NAN, 2.0, 4.0], [NAN, NAN, 3.0]], [[0.1] * 3, [0.35] * 3]
+    sums = [*grpo([1.0, 0.0, 0.0]), 0.0, 0.0, 0.0]
+    for place, value in zip((1, 2), grpo([2.0, 4.0]), strict=True):
+        sums[place] += value
+    found = component_advantages({"a": a, "sparse": sparse, "constant": constant}, lengths=[1, 2, 1, 1, 1, 1])
+    assert found == pytest.approx(white(sums, [1, 2, 1, 1, 1, 1]), rel=1e-6)
+    assert component_advantages({"constant": constant}) == [0.0] * 6
+    assert component_advantages({"a": [[0.7], [0.2]]}) == [0.0, 0.0], "groups of one"
+
+
+def test_gdpo_leaves_out_what_has_no_weight_and_refuses_a_name_that_no_reward_has() -> None:
+    assert component_advantages({"a": R1, "b": R2}, {"a": 2.0}) == pytest.approx(component_advantages({"a": R1}))
+    with pytest.raises(UnfitRewardsError, match="no reward has the component 'c'; there are a, b"):
+        component_advantages({"a": R1, "b": R2}, {"a": 1.0, "c": 1.0})
+    empty = Outcomes(torch.ones(2).double(), torch.zeros(2).long(), torch.ones(2).long())
+    assert gdpo(empty, {"a": 1.0}).tolist() == [0.0, 0.0], "all answers are over a limit"
+
+
+def test_rae_takes_from_each_reward_the_running_mean_of_its_seat() -> None:
+    rewards, seats = torch.tensor([1.0, -1.0, 1.0, 0.5, 2.0]).double(), (0, 1, 0, 0, 1)
+    outcomes = Outcomes(
+        rewards, torch.arange(5), torch.ones(5).long(), seats=seats, are_replayed=(False,) * 4 + (True,)
+    )
+    advantages, after = rae(outcomes, {1: -0.5})
+    first = 0.05
+    second = 0.95 * first + 0.05
+    one = 0.95 * -0.5 - 0.05
+    assert advantages.tolist() == pytest.approx([1.0, -0.5, 1 - first, 0.5 - second, 2 - one])
+    assert after == pytest.approx({0: 0.95 * second + 0.025, 1: one}), "a replayed completion moves nothing"
+    again = {0: 0.25}
+    plain, moved = rae(Outcomes(rewards[:1], torch.arange(1), torch.ones(1).long()), again)
+    assert (plain.item(), moved, again) == (1.0, {0: 0.25, -1: pytest.approx(0.05)}, {0: 0.25})
+
+
 def test_every_advantage_that_can_be_chosen_has_its_function() -> None:
-    assert {*ADVANTAGE_FUNCTIONS, "gae"} == set(ADVANTAGES)
+    assert {*ADVANTAGE_FUNCTIONS, "rae", "gae"} == set(ADVANTAGES)
 
 
 @settings(max_examples=100)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.sequences import trained_sequence
 from tests.trainer.algorithm.formulas import loss_tokens
 from tests.trainer.ragged import Ragged, random_ragged
-from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, Outcomes, overlong_penalty
+from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, Outcomes, gdpo, overlong_penalty
 from trainer.algorithm.loss import KL_LIMIT, StepSize, aggregate, k3, kl_penalty
 from trainer.algorithm.methods import Aggregation, ImportanceCorrection
 from trainer.algorithm.packing import TrainingGroup, pack
@@ -107,6 +107,28 @@ def test_advantages_are_verls(verl: Any, seed: int, method: str) -> None:
     expected, _ = getattr(verl, name)(token_level_rewards=token_rewards, response_mask=mask, **options)
     ours = ADVANTAGE_FUNCTIONS[method](Outcomes(rewards, ids, lengths, eps=1e-6))
     torch.testing.assert_close(ours[:, None] * mask, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("weights", [None, [1.0, 0.5]])
+def test_gdpo_is_verls(verl: Any, seed: int, weights: list[float] | None) -> None:
+    first, ids = random_rewards(seed)
+    second, _ = random_rewards(seed + 100)
+    lengths = torch.randint(1, 9, (24,), generator=torch.Generator().manual_seed(seed))
+    mask = (torch.arange(9) < lengths[:, None]).long()
+    expected, _ = verl.compute_gdpo_outcome_advantage(
+        token_level_rewards=torch.zeros(24, 9),
+        response_mask=mask,
+        index=ids.numpy(),
+        epsilon=1e-6,
+        config={"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": weights},
+        non_tensor_batch={"a": first.numpy(), "b": second.numpy()},
+        batch={"prompts": torch.zeros(24, 1), "attention_mask": torch.cat([torch.ones(24, 1), mask], 1).long()},
+    )
+    named = None if weights is None else dict(zip("ab", weights, strict=True))
+    components = {"a": first.float().double(), "b": second.float().double()}
+    ours = gdpo(Outcomes(first + second, ids, lengths, 1e-6, components), named)
+    torch.testing.assert_close((ours[:, None] * mask).float(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -528,6 +550,20 @@ def test_the_deviation_of_the_batch_is_trls_scale_of_rewards(trl: Any) -> None:
     expected = (rewards - means) / (oracle("trl.trainer.utils").nanstd(rewards) + 1e-4)
     ours = ADVANTAGE_FUNCTIONS["batch_std"](Outcomes(rewards, ids, torch.ones(24).long(), eps=1e-4))
     torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_gdpo_is_trls_normalise_then_sum_with_a_component_that_does_not_apply_to_all(trl: Any) -> None:
+    """TRL whitens over completions, so all have one token here; its lines are inside the same method."""
+    nanstd = oracle("trl.trainer.utils").nanstd
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(4, 6, 2, dtype=torch.float64, generator=generator)
+    values[0, :3, 1], values[1, 2:4, 0] = torch.nan, torch.nan
+    normal = (values - torch.nanmean(values, dim=1, keepdim=True)) / (nanstd(values, dim=1, keepdim=True) + 1e-4)
+    sums = (normal.view(-1, 2) * torch.tensor([1.0, 0.5])).nansum(dim=1)
+    components = dict(zip("ab", values.view(-1, 2).unbind(1), strict=True))
+    ids = torch.arange(4).repeat_interleave(6)
+    ours = gdpo(Outcomes(sums, ids, torch.ones(24).long(), 1e-4, components), {"a": 1.0, "b": 0.5})
+    torch.testing.assert_close(ours, (sums - sums.mean()) / nanstd(sums), rtol=1e-6, atol=1e-9)
 
 
 def test_the_overlong_penalty_is_trls() -> None:

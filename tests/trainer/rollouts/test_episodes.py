@@ -218,7 +218,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setenv("SHARED_DIR", str(tmp_path))
     gateway = FakeGateway(lambda messages: "42" if len(messages) > 1 else "call")
     with ExitStack() as stack:
-        routes = ({}, {"POST /batch_reward": score}, gateway)
+        routes = ({}, {"POST /batch_reward": score, "GET /stats": lambda _: {}}, gateway)
         data, rewards, served = (stack.enter_context(fake_service(own)) for own in routes)
         data_client, reward_client = DataClient(data.endpoint), RewardClient(rewards.endpoint, deadline=30)
         gateway_client = GatewayClient(served.endpoint, deadline=30)
@@ -679,6 +679,87 @@ def test_a_reward_server_that_is_lost_ends_the_run(stage: Stage) -> None:
     stage.reward_client.deadline = 1
     with pytest.raises(DependencyLostError, match="reward-server"):
         stage.group(one_turn)
+
+
+def compared(request: dict[str, Any]) -> dict[str, Any]:
+    """POST /batch_reward of a group: what is added to the agents' own rewards grows with the place."""
+    assert request["is_group"]
+    own = request["own_rewards"]
+    parts = [{"agent": reward, "judge_group": place / 4} for place, reward in enumerate(own)]
+    return {"rewards": [{"reward": sum(part.values()), "components": part} for part in parts]}
+
+
+async def generous(example: Any, **endpoint: Any) -> float:
+    """Give rewards of its own, one a turn; one episode fails."""
+    talk = Talk(**endpoint)
+    messages = [{"role": "user", "content": example.prompt}]
+    messages.append({"role": "assistant", "content": await talk.say(messages)})
+    messages.append({"role": "tool", "content": "tool says 42"})
+    await talk.say(messages)
+    generous_calls.append(0)
+    if len(generous_calls) == 2:
+        raise KeyError("a bug")
+    example.turn_rewards += [0.25, 0.0]
+    return 0.5
+
+
+generous_calls: list[int] = []
+
+
+def test_a_judge_compares_the_episodes_of_a_group_after_the_last_has_ended(stage: Stage) -> None:
+    stage.rewards.routes |= {"GET /stats": lambda _: {"relative": [""]}, "POST /batch_reward": compared}
+    generous_calls.clear()
+    group = stage.group(generous, group_size=4)
+    assert group is not None
+    [asked] = stage.rewards.asked("POST /batch_reward")
+    assert asked["own_rewards"] == [0.5] * 3, "a failed episode is not sent"
+    transcript = "[assistant]\ncall\n\n[tool]\ntool says 42\n\n[assistant]\n42"
+    assert [item["response"] for item in asked["items"]] == [transcript] * 3
+    by_episode = {e.episode: e.scoring for e in group.sequences}
+    assert sorted(r.reward for r in by_episode.values() if r.reward is not None) == [0.5, 0.75, 1.0]
+    assert sum(r.reward is None for r in by_episode.values()) == 1
+    for e in group.sequences:
+        if e.reward is not None:
+            assert e.scoring.components["agent"] == 0.5
+            assert sum(turn.reward for turn in e.turns or ()) == pytest.approx(e.reward)
+    assert len(stage.rewards.asked("GET /stats")) == 1
+
+
+def test_a_judge_that_fails_leaves_the_group_without_rewards_after_one_more_try(stage: Stage) -> None:
+    failed = {"reward": None, "status": "timeout", "reason": "judge_group: no answer"}
+    stage.rewards.routes |= {
+        "GET /stats": lambda _: {"relative": [""]},
+        "POST /batch_reward": lambda request: {"rewards": [failed] * len(request["items"])},
+    }
+    generous_calls[:] = [0, 0]
+    group = stage.group(generous)
+    assert group is not None
+    assert [e.reward for e in group.sequences] == [None, None]
+    assert group.episodes_failed == {"no_reward": 2}
+    assert len(stage.rewards.asked("POST /batch_reward")) == 2
+
+
+def test_an_agent_that_scores_itself_alone_is_refused_where_a_judge_compares(stage: Stage) -> None:
+    stage.rewards.routes |= {"GET /stats": lambda _: {"relative": [""]}}
+    maker = stage.maker(two_turns, batch_size=1)
+    with pytest.raises(
+        ConfigurationError, match=r"judge_group compares the answers of a whole group, but example\.score"
+    ):
+        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+    assert stage.rewards.asked("POST /batch_reward") == []
+
+
+def test_an_evaluation_compares_nothing(stage: Stage) -> None:
+    stage.rewards.routes |= {"GET /stats": lambda _: {"relative": [""]}, "POST /batch_reward": compared}
+    generous_calls[:] = [0, 0]
+    stage.data.routes["POST /prompts"] = lambda _: {
+        "prompts": [PROMPT.model_dump()],
+        "cursor": {},
+        "total_available": 1,
+    }
+    metrics = stage.thread.call(stage.evaluator(stage.settings(generous, eval_prompts=1)).evaluate())
+    assert metrics["eval_reward"] == 0.5, "the agent's own"
+    assert stage.rewards.asked("POST /batch_reward") == []
 
 
 def test_an_evaluation_plays_the_agent_greedily(stage: Stage) -> None:

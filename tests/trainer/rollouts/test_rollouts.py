@@ -24,7 +24,7 @@ from services.clients.rollout import RolloutClient
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import ServiceThread
-from services.protocol.prompts import Cursor
+from services.protocol.prompts import Cursor, Prompt
 from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, Route, fake_service
@@ -34,6 +34,7 @@ from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.loop import TrainingLoop
 from trainer.model.learner import UpdateResult
+from trainer.reporting.metrics import export
 from trainer.reporting.status import RunStatus
 from trainer.rollouts import batch, groups
 from trainer.rollouts.batch import Batch
@@ -151,7 +152,7 @@ def fakes() -> Iterator[list[FakeService]]:
     routes: list[dict[str, Route]] = [
         {"POST /prompts": prompts, "GET /stats": lambda _: stats()},
         {"POST /generate": completions},
-        {"POST /batch_reward": alternate_rewards},
+        {"POST /batch_reward": alternate_rewards, "GET /stats": lambda _: {}},
         {"POST /groups": added, "POST /queue": added},
     ]
     with ExitStack() as stack:
@@ -912,3 +913,42 @@ def test_rates_that_cannot_be_recorded_end_nothing(
     services.data.routes["POST /success_rates"] = lambda _: status
     assert len(services.steps().next()) == 4
     assert rates_of(services)
+
+
+def test_completions_are_scored_as_a_group_in_training_and_alone_in_an_evaluation(services: Services) -> None:
+    services.steps(batch_size=2).next()
+    assert [(r["is_group"], len(r["items"])) for r in services.rewards.asked("POST /batch_reward")] == [(True, 2)] * 2
+    services.rewards.requests.clear()
+    services.data.routes["POST /prompts"] = lambda request: prompts(request | {"batch_size": 1})
+    services.evaluate(eval_prompts=1, eval_samples=2)
+    assert [r.get("is_group") for r in services.rewards.asked("POST /batch_reward")] == [None, None]
+
+
+def test_another_try_sends_the_whole_group_and_keeps_what_was_scored(services: Services) -> None:
+    tries: list[int] = []
+
+    def reward(request: dict[str, Any]) -> dict[str, Any]:
+        tries.append(len(request["items"]))
+        lost = {"reward": None, "status": "timeout"}
+        return {"rewards": [{"reward": 0.25}, lost] if len(tries) == 1 else [{"reward": 1.0}, {"reward": 0.75}]}
+
+    services.rewards.routes["POST /batch_reward"] = reward
+    maker = GroupMaker(services.settings(), services.sampler(services.settings()))
+    [group] = services.thread.call(
+        maker.make_groups([Prompt(**prompts({"cursor": {"position": 0}, "batch_size": 1})["prompts"][0])])
+    )
+    assert (tries, group.rewards) == ([2, 2], [0.25, 0.75])
+
+
+def test_figures_of_the_judge_are_metrics_and_a_server_without_one_is_asked_once(services: Services) -> None:
+    steps = services.steps()
+    steps.next()
+    steps.next()
+    assert len(services.rewards.asked("GET /stats")) == 1
+    figures = {"judge_calls": 3.0, "judge_failures_timeout": 1.0}
+    services.rewards.routes["GET /stats"] = lambda _: {"judge": figures}
+    steps = services.steps()
+    steps.next()
+    assert figures.items() <= steps.metrics.items()
+    export(steps.metrics)
+    assert REGISTRY.get_sample_value("trainer_judge", {"figure": "failures_timeout"}) == 1

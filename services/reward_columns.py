@@ -1,0 +1,112 @@
+"""What a reward function reads of a dataset's row: its parameters, also as they stand in its source.
+
+The data-server does not import the user's modules, which may need packages and memory of the reward-server's node. It
+reads their source, which says before a run which columns a function needs, and whether it reads a ground truth.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from inspect import Parameter
+from pathlib import Path
+
+from services.core.errors import ConfigurationError
+from services.protocol.rewards import ARGUMENTS
+
+BATCHED = {"prompt": "prompts", "response": "completions"}
+"""The parameters of a reward function of TRL's form, which takes lists and returns a list."""
+RESERVED = frozenset({*ARGUMENTS, *BATCHED.values(), "messages", "group"})
+"""Names of parameters that never mean a column; ``row`` has the columns of these names, too."""
+_WITHOUT_TRUTH = frozenset({"format", "reward_model", "judge", "judge_soft", "judge_group"})
+"""The built-in rewards that need no ground truth."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a function reads of a row."""
+
+    needed: tuple[str, ...]
+    """Columns that it cannot be called without: parameters without a default. ``row`` is among them, if it has none."""
+    has_row: bool
+    """Whether it gets any column."""
+    has_truth: bool
+    """Whether it gets the ground truth."""
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Parameter]) -> Reads:
+        """Return what a function of these parameters reads."""
+        takes_all = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+        others = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
+        columns = [p for n, p in parameters.items() if p.kind not in others and (n not in RESERVED or n == "row")]
+        needed = tuple(p.name for p in columns if p.default is p.empty)
+        return cls(needed, takes_all or bool(columns), takes_all or "ground_truth" in parameters)
+
+
+_EVERYTHING = Reads((), True, True)
+"""Of a function whose source does not say what it reads."""
+
+
+def reads(reward_fn: str) -> dict[str, Reads]:
+    """Return what each part of REWARD_FN reads, by its name, without an import of the user's modules."""
+    names: Sequence[str] = [part.partition("=")[0].strip() for part in reward_fn.split(",")]
+    return {name: _of_source(name) if ":" in name else Reads((), False, name not in _WITHOUT_TRUTH) for name in names}
+
+
+def check_columns(reward_fn: str, names: Sequence[str], where: str) -> None:
+    """Check that the rows of ``where`` have the columns that the functions of REWARD_FN cannot be called without.
+
+    Raises:
+        ConfigurationError: they lack one; the message has those that are there.
+    """
+    for function, part in reads(reward_fn).items():
+        if missing := [name for name in part.needed if name not in names and not (name == "row" and names)]:
+            raise ConfigurationError(
+                f"REWARD_FN {function!r} needs {', '.join(missing)}, which {where} lacks; {describe(names)}. Name the "
+                "parameter like a column, or give it a default"
+            )
+
+
+def describe(names: Sequence[str]) -> str:
+    """Return a sentence on the columns that are there."""
+    return f"its columns are {', '.join(names)}" if names else "it has no rows with columns"
+
+
+def _of_source(name: str) -> Reads:
+    """Return what the user's function ``module:function`` reads; all if its module has no plain ``def`` of it."""
+    module, _, function = name.partition(":")
+    path: Sequence[str] | None = [str(Path.cwd()), *sys.path]
+    origin = None
+    packages = module.split(".")
+    for depth in range(1, len(packages) + 1):
+        # find_spec of importlib.util would import the packages that the module is in.
+        spec = PathFinder.find_spec(".".join(packages[:depth]), path)
+        if spec is None:
+            return _EVERYTHING
+        path, origin = spec.submodule_search_locations, spec.origin
+    try:
+        body = ast.parse(Path(str(origin)).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return _EVERYTHING
+    found = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == function]
+    return _EVERYTHING if not found or found[-1].decorator_list else Reads.of(_parameters(found[-1]))
+
+
+def _parameters(function: ast.FunctionDef) -> Mapping[str, Parameter]:
+    """Return a function's parameters, every default None; without ``**others`` if its body never names them."""
+    given = function.args
+    positional = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(positional) - len(given.defaults)) + [*given.defaults, *given.kw_defaults]
+    parameters = {
+        argument.arg: Parameter(
+            argument.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else None
+        )
+        for argument, default in zip([*positional, *given.kwonlyargs], defaults, strict=True)
+    }
+    used = {node.id for part in function.body for node in ast.walk(part) if isinstance(node, ast.Name)}
+    if given.kwarg is not None and given.kwarg.arg in used:
+        parameters[given.kwarg.arg] = Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD)
+    return parameters
