@@ -171,12 +171,13 @@ def macro_means(by_source: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics of an evaluation of several sources: means in which each counts the same, and sums of counts.
 
     Standard errors are those of a mean of independent estimates. The 95% interval of a mean is 1.96 of them to either
-    side, within 0 and 1, since Wilson's is of one proportion.
+    side, within 0 and 1, since Wilson's is of one proportion. A metric that a source lacks is left out.
     """
     columns: dict[str, list[float]] = {}
     for metrics in by_source:
         for name, value in metrics.items():
             columns.setdefault(name, []).append(value)
+    columns = {name: values for name, values in columns.items() if len(values) == len(by_source)}
     means = {name: sum(v) if name in SUMS else statistics.fmean(v) for name, v in columns.items()}
     for error in [name for name in means if name.endswith("_stderr")]:
         name = error.removesuffix("_stderr")
