@@ -331,6 +331,7 @@ class TrainingLoop:
             policy_version=self.state.policy_version - 1,
             position=batch.position,
             total_steps=self.total_steps,
+            tokenizer=None if self.state.fingerprint is None else self.state.fingerprint.tokenizer,
         )
         metrics |= {"groups_unrecorded": float(unrecorded)} if unrecorded else {}
         with writing(self.settings.run_dir):
