@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from local_runner.nodes import Run, gpus_of, node_environment
 from local_runner.spec import JobGroup, TaskSpec, nearest
@@ -31,6 +31,7 @@ from services.core.settings import Settings
 from services.core.sources import Source
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
+from services.reward_server.settings import JUDGES, RELATIVE
 
 if TYPE_CHECKING:
     from trainer.config import TrainerSettings
@@ -285,6 +286,34 @@ def check_own_code(run: Run, loaded: Sequence[Loaded]) -> None:
         for one in loaded
         for problem in (*_missing_files(one.settings), *_failed_import(run, one))
     )
+
+
+def check_judge(loaded: Sequence[Loaded]) -> None:
+    """Check that the trainer waits longer than a judge may take, and that held-out completions have a reward.
+
+    Raises:
+        ConfigurationError: the trainer would give up first, or evaluations would have no rewards.
+    """
+    by_class: dict[str, Any] = {one.reader.name: one.settings for one in loaded}
+    reward, trainer = by_class.get("RewardSettings"), by_class.get("TrainerSettings")
+    if reward is None or trainer is None or not any(name in JUDGES for name in reward.names):
+        return
+    if reward.judge_seconds >= trainer.service_deadline_seconds:
+        raise ConfigurationError(
+            f"JUDGE_SECONDS={reward.judge_seconds:g} must be less than SERVICE_DEADLINE_SECONDS="
+            f"{trainer.service_deadline_seconds:g}, after which the trainer gives the reward-server up; change one"
+        )
+
+    def check(own: TrainerSettings, source: Source | None) -> None:
+        rewards = reward.by_source()["" if source is None else source.name]
+        is_relative = all(function.name in RELATIVE for function in rewards.functions)
+        if is_relative and own.eval_prompts and own.rollout.value == "completion":
+            raise ConfigurationError(
+                f"REWARD_FN={rewards.reward_fn} compares the answers of a group, and a held-out answer is alone: give "
+                "a function that scores it alone as well, such as math=1, or set EVAL_PROMPTS=0"
+            )
+
+    cast("TrainerSettings", trainer).of_sources(check)
 
 
 def unchecked_models(run: Run, loaded: Sequence[Loaded]) -> list[str]:

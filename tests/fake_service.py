@@ -15,7 +15,10 @@ from services.core.endpoints import Endpoint
 from services.protocol.replay import GROUPS_TYPE, AddGroupsRequest, unframed
 
 Route = Callable[[dict[str, Any]], Any]
-"""Returns the reply to a request's JSON or query; an integer is a status without a body, a tuple a status with one."""
+"""Returns the reply to a request's JSON or query; an integer is a status without a body, a tuple a status with one.
+
+A tuple of three has headers, too; a body of text is sent as it is.
+"""
 
 
 @dataclass
@@ -51,10 +54,11 @@ def fake_service(routes: dict[str, Route]) -> Iterator[FakeService]:
             reply = 404 if route is None else route(request)
             if not isinstance(reply, tuple):
                 reply = (reply, {"detail": "as the test says"}) if isinstance(reply, int) else (200, reply)
-            status, content = reply
-            encoded = json.dumps(content).encode()
+            status, content, *headers = reply
+            encoded = content.encode() if isinstance(content, str) else json.dumps(content).encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            for name, value in ({"Content-Type": "application/json"} | (headers[0] if headers else {})).items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(encoded)))
             self.end_headers()
             self.wfile.write(encoded)

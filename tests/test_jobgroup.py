@@ -58,7 +58,7 @@ def test_skypilot_sees_the_node_counts_delays_and_gpus(tasks):
 def test_the_volume_is_mounted_where_state_must_survive_and_many_may_write_to_it(tasks):
     volume = skypilot_facts()["volume"]
     mounted = {name for name, task in tasks.items() if task["volumes"] == {"/shared": volume["name"]}}
-    assert {"rollout-server", "ppo-trainer", "replay-buffer", "data-server"} == mounted
+    assert {"rollout-server", "ppo-trainer", "replay-buffer", "data-server", "reward-server"} == mounted
     assert volume["config"]["access_mode"] == "ReadWriteMany"
 
 

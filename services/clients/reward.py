@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError
 from services.http.client import ServiceClient
-from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult, is_correct
+from services.protocol.rewards import (
+    BatchRewardReply,
+    BatchRewardRequest,
+    RewardItem,
+    RewardResult,
+    RewardStats,
+    is_correct,
+)
 
 REWARDS_A_REQUEST = 1024
 """Bounds the time for which one request delays the others."""
@@ -20,6 +28,17 @@ class RewardClient(ServiceClient):
     """The reward-server: rewards of answers."""
 
     task = Task.REWARD_SERVER
+    _relative: list[str] | None = None
+
+    async def stats(self, deadline: float | None = None) -> RewardStats:
+        """Return what the service says of its rewards and its judge."""
+        return await self.call("GET", "/stats", RewardStats, deadline=deadline)
+
+    async def is_relative(self, source: str) -> bool:
+        """Return whether a part of a source's reward compares the answers of a group; ask once."""
+        if self._relative is None:
+            self._relative = (await self.stats()).relative
+        return source in self._relative
 
     async def score(
         self, items: Sequence[RewardItem], *, tries: int = 1, pause_seconds: float = 0.0
@@ -35,13 +54,29 @@ class RewardClient(ServiceClient):
                 results[i] = result
         return results
 
+    async def score_group(
+        self, items: Sequence[RewardItem], own_rewards: Sequence[float] | None = None, *, tries: int = 1
+    ) -> list[RewardResult]:
+        """Return the results of all answers to one prompt, in order, compared where REWARD_FN compares them.
+
+        Another try sends all of them, because each counts in the others' rewards; verdicts are kept by the service.
+        ``own_rewards`` are those of agents, which the relative parts are added to.
+        """
+        results = await self._score(list(items), is_group=True, own_rewards=own_rewards)
+        for _ in range(tries - 1):
+            if all(is_correct(result) is not None for result in results):
+                break
+            again = await self._score(list(items), is_group=True, own_rewards=own_rewards)
+            results = [old if is_correct(old) is not None else new for old, new in zip(results, again, strict=True)]
+        return results
+
     async def _score_once(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         scored = await asyncio.gather(*(self._score(chunk) for chunk in _chunks(items)))
         return [result for results in scored for result in results]
 
-    async def _score(self, items: list[RewardItem]) -> list[RewardResult]:
+    async def _score(self, items: list[RewardItem], **group: Any) -> list[RewardResult]:
         # One attempt may take the whole deadline: repeating a request whose answers are slow would double the work.
-        request = BatchRewardRequest.of(items)
+        request = BatchRewardRequest.of(items, **group)
         reply = await self.call("POST", "/batch_reward", BatchRewardReply, request, attempt_seconds=self.deadline)
         if len(reply.rewards) != len(items):
             raise DependencyLostError(f"{self.service} scored {len(reply.rewards)} of {len(items)} answers")

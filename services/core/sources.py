@@ -34,7 +34,7 @@ OWN = frozenset(
         *("dataset", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_test", "dataset_held_out"),
         *("prompt_column", "ground_truth_column", "ground_truth_format", "prompt_style", "system_prompt"),
         *("instruction", "curriculum", "arithmetic_digits", "arithmetic_operations", "arithmetic_template"),
-        *("reward_fn", "rollout", "group_size", "max_new_tokens"),
+        *("reward_fn", "judge_rubric", "rollout", "group_size", "max_new_tokens"),
         *("agent", "agent_command", "agent_max_turns", "agent_max_tokens", "agent_seconds", "agent_columns"),
         *("environment", "opponent"),
         *("teacher_model", "teacher_url"),
@@ -143,6 +143,12 @@ class Schedule:
         self._period = sum(self._ratios.values()) // math.gcd(*self._ratios.values())
         self._places: list[str] = []
         self._counts = dict.fromkeys(exact, 0)
+
+    @property
+    def shares(self) -> dict[str, Fraction]:
+        """The share of all groups that each source has, by name."""
+        total = sum(self._ratios.values())
+        return {name: Fraction(ratio, total) for name, ratio in self._ratios.items()}
 
     def source(self, place: int) -> str:
         """Return the name of the source of the group at ``place``, from 0 on."""

@@ -5,35 +5,12 @@ The account of sampled tokens is in the same file: tokens recorded in sessions, 
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
-import sqlite3
 from collections import Counter as Tally
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
 
 from prometheus_client import Counter
 
-from services.core import files
-from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.logs import get_logger
-from services.http.problems import ProblemError
+from services.http.database import Database, Statement
 
-log = get_logger(__name__)
-
-
-T = TypeVar("T")
-Statement = tuple[str, tuple[Any, ...]]
-
-
-FORMAT = 3
-"""The version of the tables and records."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
@@ -55,207 +32,16 @@ CREATE INDEX IF NOT EXISTS lost_of_session ON lost (session);
 CREATE TABLE IF NOT EXISTS account (name TEXT PRIMARY KEY, tokens INTEGER NOT NULL) WITHOUT ROWID;
 """
 
-# A process that is just ending still holds the lock.
-LOCK_SECONDS = 20.0
 
+class Store(Database):
+    """The database of the sessions."""
 
-@dataclass
-class Write:
-    """Statements that wait to be written, and the future that their writer awaits."""
-
-    statements: Sequence[Statement]
-    done: asyncio.Future[None]
-    is_alone: bool = False
-    """True for a transaction of their own, after one that they shared has failed."""
-
-
-@dataclass
-class Use:
-    """Work with the database outside of any transaction, and the future of its result."""
-
-    work: Callable[[], Any]
-    done: asyncio.Future[Any]
-
-
-class Store:
-    """The database, which no other process can open meanwhile.
-
-    A thread does what waits for the disk: it commits and reads. Writes that arrive meanwhile share the next
-    transaction, and so its fsync. Statements that write run in the event loop, because they only change pages in memory
-    (0.04 ms for a call), whereas a thread would wait for the interpreter several times for each. Callbacks, not tasks,
-    begin and end a transaction, because each turn of a busy event loop takes as long as a commit.
-    """
-
-    def __init__(self, directory: Path, on_damage: Callable[[Exception], None] = lambda _: None) -> None:
-        """Make the store; ``on_damage`` gets the error that must end the process, once the file is found damaged."""
-        self._directory = directory
-        self._on_damage = on_damage
-        self._thread = ThreadPoolExecutor(1, "gateway-store")
-        self._file = directory / "gateway.sqlite"
-        self._waiting: deque[Write | Use] = deque()
-        self._is_in_use = False
-        self._db: sqlite3.Connection
-        self._inodes: list[int]
-
-    async def open(self) -> None:
-        """Open the database, or create it.
-
-        Raises:
-            ConfigurationError: the directory cannot be used, or the database is damaged.
-            DependencyLostError: another process uses it.
-        """
-        await self.run(self._open)
-
-    async def close(self) -> None:
-        """Write everything that was asked for and close the database."""
-        await self.run(self._db.close)
-        self._thread.shutdown()
-
-    async def write(self, *statements: Statement) -> None:
-        """Execute statements in one transaction and return once it is on disk.
-
-        Raises:
-            ProblemError: 507, the disk refuses to write; 500, these statements cannot be executed. Nothing was changed.
-        """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(Write(statements, done))
-        self._begin()
-        await done
-
-    async def read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Return the rows of a query.
-
-        Raises:
-            ConfigurationError: the database is damaged.
-        """
-        return await self.run(lambda: self._db.execute(query, values).fetchall())
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in the store's thread, after everything that was asked for before."""
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.append(Use(work, done))
-        self._begin()
-        return await done
-
-    def _begin(self) -> None:
-        """Begin the work that waits longest, with all writes that follow each other, unless the database is in use."""
-        if self._is_in_use or not self._waiting:
-            return
-        self._is_in_use = True
-        first = self._waiting.popleft()
-        if isinstance(first, Use):
-            self._in_thread(first.work, partial(self._end_use, first))
-            return
-        batch = [first]
-        while not first.is_alone and self._waiting and isinstance(following := self._waiting[0], Write):
-            self._waiting.popleft()
-            batch.append(following)
-        try:
-            self._commit(batch)
-        except Exception as error:  # noqa: BLE001  # Whatever it is, nobody may wait for ever.
-            asyncio.get_running_loop().call_soon(self._end_writes, batch, None, error)
-
-    def _in_thread(self, work: Callable[[], T], then: Callable[[T | None, Exception | None], None]) -> None:
-        """Run ``work`` in the thread, then ``then`` in the event loop with its result or error."""
-        loop = asyncio.get_running_loop()
-
-        def run() -> None:
-            try:
-                result, error = work(), None
-            except Exception as raised:  # noqa: BLE001  # raised where the result is awaited
-                result, error = None, raised
-            loop.call_soon_threadsafe(then, result, error)
-
-        self._thread.submit(run)
-
-    def _end_use(self, use: Use, result: Any, error: Exception | None) -> None:
-        self._is_in_use = False
-        self._begin()
-        _settle(use.done, result, None if error is None else self._damage(error) or error)
-
-    def _damage(self, error: Exception) -> ConfigurationError | None:
-        """Return the error that ends the process, and report it, if ``error`` says that the file is damaged."""
-        damage = files.database_damage(
-            error, self._file, "the open episodes are lost, and their prompts are played again"
-        )
-        if damage is not None:
-            self._on_damage(damage)
-        return damage
-
-    def _commit(self, batch: Sequence[Write]) -> None:
-        """Execute the statements of a batch, and let the thread commit them."""
-        self._db.execute("BEGIN")
-        for write in batch:
-            for statement, values in write.statements:
-                self._db.execute(statement, values)
-        self._in_thread(lambda: self._db.execute("COMMIT"), partial(self._end_writes, batch))
-
-    def _end_writes(self, batch: Sequence[Write], _: object, error: Exception | None) -> None:
-        """Tell those who wait for a transaction its end; writes that failed together are tried one by one."""
-        try:
-            if error is None and self._find_inodes() != self._inodes:
-                error = OSError(f"another file took the place of {str(self._file)!r}")
-            if self._db.in_transaction:  # SQLite rolls back by itself after some errors.
-                self._db.execute("ROLLBACK")
-        except (sqlite3.Error, OSError) as failure:
-            error = error or failure
-        self._is_in_use = False
-        if error is not None and len(batch) > 1:
-            self._waiting.extendleft(Write(write.statements, write.done, is_alone=True) for write in reversed(batch))
-        else:
-            refusal = None if error is None else self._damage(error) or self._refusal(error)
-            for write in batch:
-                _settle(write.done, None, refusal)
-        self._begin()
-
-    def _refusal(self, error: Exception) -> ProblemError:
-        """Return the refusal of a write that failed with ``error``."""
-        if isinstance(error, sqlite3.OperationalError | OSError):
-            space = ""
-            with contextlib.suppress(OSError):
-                space = f"; {files.free_space(self._directory)}"
-            return ProblemError(507, f"the gateway cannot write its sessions: {error}{space}")
-        log.error("a write failed", error=repr(error), exc_info=error)
-        return ProblemError(500, f"the gateway cannot write its sessions: {error!r}; its log has the traceback")
-
-    def _find_inodes(self) -> list[int]:
-        """Return the inodes of the files, because a removed file can still be written."""
-        return [os.stat(f"{self._file}{suffix}").st_ino for suffix in ("", "-wal")]
-
-    def _open(self) -> None:
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(self._file, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
-            # The exclusive lock needs no shared memory, which network disks lack.
-            self._db.executescript(
-                "PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL"
-            )
-            files.require_database_format(self._db, self._file, FORMAT)
-            self._db.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT")
-            # Open sessions take some MB, which are read in no time.
-            [(verdict,)] = self._db.execute("PRAGMA integrity_check(1)")
-            if verdict != "ok":
-                raise sqlite3.DatabaseError(" ".join(verdict.split()))
-            self._inodes = self._find_inodes()
-        except (OSError, sqlite3.Error) as error:
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
-                raise DependencyLostError(
-                    f"another process uses {str(self._directory)!r}; end it, or give this one another GATEWAY_DIR"
-                ) from error
-            raise self._damage(error) or ConfigurationError(
-                f"GATEWAY_DIR {str(self._directory)!r} cannot be used: {error}; give a directory on a disk of this "
-                f"machine that can be written"
-            ) from error
-
-
-def _settle(done: asyncio.Future[T], result: T, error: Exception | None) -> None:
-    """Set the result or error of ``done``, unless nobody waits for it any more."""
-    if done.cancelled():
-        return
-    if error is None:
-        done.set_result(result)
-    else:
-        done.set_exception(error)
+    name = "gateway"
+    variable = "GATEWAY_DIR"
+    format = 3
+    schema = _SCHEMA
+    unwritten = "the gateway cannot write its sessions"
+    loss = "the open episodes are lost, and their prompts are played again"
 
 
 SAMPLED = Counter("gateway_sampled_tokens", "Sampled tokens recorded in sessions.")

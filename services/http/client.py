@@ -179,6 +179,7 @@ class HttpClient:
         request = self._build(method, path, payload, params, headers, patience)
         started = time.monotonic()
         attempts, last_error = 0, "no answer"
+        cause: Exception | None = None
         try:
             async with asyncio.timeout(seconds):
                 async for attempt in stamina.retry_context(
@@ -195,7 +196,7 @@ class HttpClient:
                         try:
                             return (await self._http.send(request)).raise_for_status()
                         except httpx.HTTPError as error:
-                            last_error = describe(error)
+                            last_error, cause = describe(error), error
                             raise
         except (TimeoutError, httpx.HTTPError) as error:
             if isinstance(error, httpx.HTTPStatusError) and error.response.status_code not in _RETRIED_STATUS:
@@ -203,7 +204,7 @@ class HttpClient:
             raise DependencyLostError(
                 f"{self.service} did not answer {method} {self.url}{path} within {time.monotonic() - started:.1f} s "
                 f"and {attempts} tries: {last_error}"
-            ) from error
+            ) from (cause or error)
         raise AssertionError("stamina returned without an attempt that succeeded or raised")
 
     async def send_once(

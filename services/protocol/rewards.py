@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from enum import StrEnum
 from math import comb, sqrt
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -91,24 +91,38 @@ ARGUMENTS = tuple(name for name in RewardItem.model_fields if name != "source")
 
 
 class BatchRewardRequest(WireModel):
-    """Body of POST /batch_reward. ``rows`` has each row's JSON text once, by any key; items name their row by key."""
+    """Body of POST /batch_reward. ``rows`` has each row's JSON text once, by any key; items name their row by key.
+
+    With ``is_group`` the items are all answers to one prompt, and get the rewards that are relative to the group, too.
+    ``own_rewards``, one an item of a group, are those that an agent gave; the relative rewards are added to them.
+    """
 
     items: list[RewardItem] = Field(max_length=65_536)
     rows: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
+    is_group: bool = Field(default=False, exclude_if=lambda value: not value)
+    own_rewards: list[Finite] | None = Field(default=None, exclude_if=lambda value: value is None)
 
     @classmethod
-    def of(cls, items: Sequence[RewardItem]) -> Self:
-        """Return the request for items that have the texts of their rows."""
+    def of(cls, items: Sequence[RewardItem], **fields: Any) -> Self:
+        """Return the request for items that have the texts of their rows; ``fields`` are its others."""
         keys = {text: str(number) for number, text in enumerate(dict.fromkeys(i.row for i in items if i.row))}
         if not keys:
-            return cls(items=list(items))
+            return cls(items=list(items), **fields)
         named = [item.model_copy(update={"row": keys[item.row]}) if item.row else item for item in items]
-        return cls(items=named, rows={key: text for text, key in keys.items()})
+        return cls(items=named, rows={key: text for text, key in keys.items()}, **fields)
 
     @model_validator(mode="after")
     def _rows_are_there(self) -> Self:
         if unknown := {item.row for item in self.items if item.row is not None} - self.rows.keys():
             raise ValueError(f"an item names row {min(unknown)!r}, which `rows` lacks; give its JSON text there")
+        return self
+
+    @model_validator(mode="after")
+    def _is_one_group(self) -> Self:
+        if self.is_group and len({(item.source, item.prompt) for item in self.items}) > 1:
+            raise ValueError("a group has the answers to one prompt of one source; send one request a prompt")
+        if self.own_rewards is not None and (not self.is_group or len(self.own_rewards) != len(self.items)):
+            raise ValueError("own_rewards are one an item of a group; set is_group")
         return self
 
     @property
@@ -125,6 +139,15 @@ class BatchRewardReply(WireModel):
     """Reply of POST /batch_reward: one result an item, in order."""
 
     rewards: list[RewardResult]
+
+
+class RewardStats(BaseModel):
+    """What clients read of the reward-server's GET /stats."""
+
+    relative: list[str] = Field(default_factory=list)
+    """The sources with a part of the reward that compares the answers of a group; "" without sources."""
+    judge: dict[str, float] | None = None
+    """Figures of the judge; None without one."""
 
 
 CORRECT = 1.0 - 1e-9

@@ -19,6 +19,8 @@ from services.http.app import create_service_app
 from services.http.problems import unknown_source
 from services.protocol.base import Health
 from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult
+from services.reward_server.code import CodeReward
+from services.reward_server.judging import judge_of
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import NeuralReward, Scorer
 from services.reward_server.settings import RewardSettings
@@ -37,15 +39,22 @@ def create_app(settings: RewardSettings) -> FastAPI:
         if own.caution:
             log.warning(own.caution, source=source or None)
     pool = WorkerPool(settings)
-    scorers = {source: Scorer(own, pool) for source, own in settings.by_source().items()}
+    judge = judge_of(settings)
+    code = CodeReward(settings) if "code" in settings.names else None
+    scorers = settings.of_sources(lambda own, _: Scorer(own, pool, judge=judge, code=code))
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
+            if judge is not None:
+                await stack.enter_async_context(judge.serving())
             if settings.reward_model is not None:
                 neural = await _start_reward_model(settings, stack)
                 for scorer in scorers.values():
                     scorer.neural = neural
+            if code is not None:
+                stack.push_async_callback(code.stop)
+                await code.start()
             await pool.start()
             stack.push_async_callback(pool.stop)
             yield
@@ -57,7 +66,10 @@ def create_app(settings: RewardSettings) -> FastAPI:
     def stats() -> dict[str, Any]:
         workers = {"pending": pool.pending, "workers_alive": pool.alive}
         answers = sum((scorer.counts for scorer in scorers.values()), Counter[str]())
-        return {"reward_fn": settings.all_rewards, "answers": dict(answers), **workers}
+        judged = {} if judge is None else {"judge": judge.figures.stats()}
+        relative = [source for source, own in settings.by_source().items() if own.is_relative]
+        of_rewards = {"reward_fn": settings.all_rewards, "relative": relative, "answers": dict(answers)}
+        return {**of_rewards, **judged, **workers}
 
     app = create_service_app(
         "reward-server", settings=settings, lifespan=lifespan, health=health, stats=stats, description=__doc__ or ""
@@ -70,8 +82,13 @@ def create_app(settings: RewardSettings) -> FastAPI:
 
     @app.post("/batch_reward")
     async def post_batch_reward(request: BatchRewardRequest) -> BatchRewardReply:
-        """Score answers: one result an item, in order."""
-        return BatchRewardReply.model_construct(rewards=await _score(scorers, request.whole_items))
+        """Score answers: one result an item, in order; ``is_group`` also compares them, where REWARD_FN does."""
+        if request.is_group and request.items:
+            [source] = _by_source(scorers, request.items)
+            scored = await scorers[source].score(request.whole_items, is_group=True, own_rewards=request.own_rewards)
+        else:
+            scored = await _score(scorers, request.whole_items)
+        return BatchRewardReply.model_construct(rewards=scored)
 
     return app
 
@@ -82,14 +99,24 @@ async def _score(scorers: Mapping[str, Scorer], items: Sequence[RewardItem]) -> 
     Raises:
         ProblemError: 422, there is no such source.
     """
+    of_source = _by_source(scorers, items)
+    scored = await asyncio.gather(*(scorers[source].score(chosen) for source, chosen in of_source.items()))
+    results = {source: iter(results) for source, results in zip(of_source, scored, strict=True)}
+    return [next(results[item.source]) for item in items]
+
+
+def _by_source(scorers: Mapping[str, Scorer], items: Sequence[RewardItem]) -> dict[str, list[RewardItem]]:
+    """Return the items by their source, each of which has a scorer.
+
+    Raises:
+        ProblemError: 422, there is no such source.
+    """
     of_source: dict[str, list[RewardItem]] = {}
     for item in items:
         of_source.setdefault(item.source, []).append(item)
     if unknown := of_source.keys() - scorers.keys():
         raise unknown_source(min(unknown), scorers)
-    scored = await asyncio.gather(*(scorers[source].score(chosen) for source, chosen in of_source.items()))
-    results = {source: iter(results) for source, results in zip(of_source, scored, strict=True)}
-    return [next(results[item.source]) for item in items]
+    return of_source
 
 
 def _check(settings: RewardSettings) -> None:

@@ -1,10 +1,11 @@
-"""Import the user's functions that REWARD_FN names: ``python -m services.reward_server.own_code``.
+"""Try what REWARD_FN names: functions, judge, sandbox: ``python -m services.reward_server.own_code``.
 
 With the FILE of ``python -m services.data_server.look --items FILE`` it also checks that one applies to each row.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import sys
@@ -14,31 +15,44 @@ from typing import Any
 
 from services.core.errors import ConfigurationError, exit_code_of
 from services.reward_server import pool, worker
+from services.reward_server.judging import judge_of
+from services.reward_server.rubric import find_rubric
 from services.reward_server.settings import RewardSettings
+from services.sandbox.probe import choose
 
 APPLIES_SECONDS = 20.0
 """Rows are looked at for so long."""
 
 
 def main() -> None:
-    """Import the functions as a worker process does.
+    """Import the functions as a worker process does, read the rubrics, ask the judge, and attack the sandbox.
 
     Raises:
-        ConfigurationError: a function cannot be imported, or no function applies to a row.
+        ConfigurationError: a function cannot be imported, no function applies to a row, the judge is none,
+            or no sandbox holds here.
     """
-    check(RewardSettings.load())
+    settings = RewardSettings.load()
+    check(settings)
+    if (judge := judge_of(settings)) is not None:
+        asyncio.run(judge.check())
+    if "code" in settings.names:
+        asyncio.run(choose(settings.sandbox, settings.interpreter, writes=False))
 
 
 def check(settings: RewardSettings) -> None:
-    """Import the functions of every source, and look at the rows in the file of the command line.
+    """Import the functions of every source, read its rubric, and look at the rows in the file of the command line.
 
     Raises:
-        ConfigurationError: a function cannot be imported, or none applies to a row; the message names its source.
+        ConfigurationError: a function cannot be imported, none applies to a row, or a rubric is not one; the message
+            names its source.
     """
     settings.of_sources(lambda own, source: _load(own, source.name if source else ""))
+    if "code" in settings.names:
+        asyncio.run(choose(settings.sandbox, settings.interpreter, writes=False))
 
 
 def _load(settings: RewardSettings, source: str) -> None:
+    find_rubric(settings)
     try:
         functions = [worker.load(function.name) for function in settings.functions if function.is_users]
     # The module is the user's and may raise anything.

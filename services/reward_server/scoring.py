@@ -13,71 +13,119 @@ from prometheus_client import Counter as Metric
 
 from services.protocol.rewards import LARGEST_REWARD, FinishReason, RewardItem, RewardResult, RewardStatus
 from services.reward_server.answers import Verdict, find_tagged, judge
+from services.reward_server.code import CodeReward
+from services.reward_server.judging import Judge
 from services.reward_server.pool import Evaluation, WorkerPool
-from services.reward_server.settings import RewardSettings
+from services.reward_server.rubric import find_rubric
+from services.reward_server.settings import RELATIVE, RewardSettings, WeightedFunction
 
 SCORED = Metric("reward_answers", "Answers by how their scoring ended.", ["status"])
 
-_SCORED = RewardStatus.SCORED
 _SLICE = 128
 """Answers that are scored in one go before other requests get their turn."""
 _KEPT_VERDICTS = 50_000
 _SEARCHED_CHARACTERS = 4096
 """Characters at a response's end in which math-verify looks for an answer where none stands out."""
 _MAX_EXTRACTED = 200
+_NOTHING_APPLIES = "no reward function applies to the row: each returned None; let one return a number"
+_NO_GROUP = (
+    "judge_group compares the answers of a group, and an answer alone has none: add a function that scores it alone, "
+    "such as math=1"
+)
 _MARKED = re.compile(r"####\s*\S|\\boxed\{")
 
 T = TypeVar("T")
+Part = tuple[WeightedFunction, Evaluation]
+_OWN = WeightedFunction("agent", 1.0)
+"""Stands for the functions that score an answer alone, where an agent gave its episode a reward of its own."""
 NeuralReward = Callable[[RewardItem], Awaitable[Evaluation]]
 
 
 class Scorer:
-    """The reward functions of the settings, with the pool and the model that some of them need."""
+    """The reward functions of the settings, with the pools, the model and the judge that some of them need."""
 
-    def __init__(self, settings: RewardSettings, pool: WorkerPool, neural: NeuralReward | None = None) -> None:
-        self._functions = settings.functions
+    def __init__(
+        self,
+        settings: RewardSettings,
+        pool: WorkerPool,
+        neural: NeuralReward | None = None,
+        judge: Judge | None = None,
+        code: CodeReward | None = None,
+    ) -> None:
+        """Read the rubric of the judge, if a function needs one.
+
+        Raises:
+            ConfigurationError: the rubric is not one.
+        """
+        self._rubric = find_rubric(settings)
+        self._alone = [function for function in settings.functions if function.name not in RELATIVE]
+        self._relative = [function for function in settings.functions if function.name in RELATIVE]
         self._pool = pool
         self.neural = neural
+        self._judge, self._code = judge, code
         self._verdicts: OrderedDict[tuple[str, str], float] = OrderedDict()
         self.counts: Counter[str] = Counter()
 
-    async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Return one result an item, in order. An item that fails or takes long does not affect the others."""
-        parts = [self._evaluate(f.name, item) async for item in _in_turns(items) for f in self._functions]
-        awaited = iter(await asyncio.gather(*(part for part in parts if not isinstance(part, Evaluation))))
-        evaluations = [part if isinstance(part, Evaluation) else next(awaited) for part in parts]
-        count = len(self._functions)
-        starts = _in_turns(range(0, len(evaluations), count))
-        scored = [self._combine(evaluations[start : start + count]) async for start in starts]
+    async def score(
+        self, items: Sequence[RewardItem], *, is_group: bool = False, own_rewards: Sequence[float] | None = None
+    ) -> list[RewardResult]:
+        """Return one result an item, in order. An item that fails or takes long does not affect the others.
+
+        Args:
+            items: the answers.
+            is_group: they are all answers to one prompt, which the relative functions compare.
+            own_rewards: those of agents, in place of the functions that score an answer alone.
+        """
+        if own_rewards is None:
+            alone, relative = await asyncio.gather(self._score_alone(items), self._compare(items, is_group))
+        else:
+            alone, relative = [[(_OWN, Evaluation(own))] for own in own_rewards], await self._compare(items, is_group)
+        together = enumerate(zip(alone, relative, strict=True))
+        scored = [self._combine([*parts, *compared]) async for _, (parts, compared) in _in_turns(together)]
         for status, count in Counter(result.status.value for result in scored).items():
             SCORED.labels(status).inc(count)
             self.counts[status] += count
         return scored
 
-    def _combine(self, parts: Sequence[Evaluation]) -> RewardResult:
-        extracted = next((part.extracted for part in parts if part.extracted is not None), None)
-        failed = {f.name: part for f, part in zip(self._functions, parts, strict=True) if part.status is not _SCORED}
+    async def _score_alone(self, items: Sequence[RewardItem]) -> list[list[Part]]:
+        """Return the values of the functions that score an answer alone, for each item."""
+        parts = [self._evaluate(f.name, item) async for item in _in_turns(items) for f in self._alone]
+        awaited = iter(await asyncio.gather(*(part for part in parts if not isinstance(part, Evaluation))))
+        evaluations = iter([part if isinstance(part, Evaluation) else next(awaited) for part in parts])
+        return [[(f, next(evaluations)) for f in self._alone] async for _ in _in_turns(items)]
+
+    async def _compare(self, items: Sequence[RewardItem], is_group: bool) -> list[list[Part]]:
+        """Return the values of the functions that compare the answers of a group, for each item."""
+        if not self._relative or not items:
+            return [[] for _ in items]
+        [function] = self._relative
+        if not is_group:
+            return [[(function, Evaluation(None, reason=_NO_GROUP))] for _ in items]
+        assert self._judge is not None
+        return [[(function, evaluation)] for evaluation in await self._judge.compare(items, self._rubric)]
+
+    def _combine(self, parts: Sequence[Part]) -> RewardResult:
+        extracted = next((part.extracted for _, part in parts if part.extracted is not None), None)
+        failed = {f.name: part for f, part in parts if part.status is not RewardStatus.SCORED}
         details: dict[str, Any] = {
-            "components": {f.name: part.value for f, part in zip(self._functions, parts, strict=True)},
+            "components": {f.name: part.value for f, part in parts},
             "failed": {name: part.status for name, part in failed.items()},
             "extracted": None if extracted is None else extracted[:_MAX_EXTRACTED],
         }
         # A sum needs all of its parts.
         for name, part in failed.items():
             return RewardResult(reward=None, status=part.status, reason=f"{name}: {part.reason}", **details)
-        values = [
-            (f.weight, part.value) for f, part in zip(self._functions, parts, strict=True) if part.value is not None
-        ]
-        if not values:
-            reason = "no reward function applies to the row: each returned None; let one return a number"
+        if all(part.value is None for _, part in parts):
+            reason = next((part.reason for _, part in parts if part.reason), _NOTHING_APPLIES)
             return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason, **details)
         total = 0.0
-        for weight, value in values:
-            total += weight * value
+        for function, part in parts:
+            total += function.weight * (part.value or 0.0)
         if not abs(total) <= LARGEST_REWARD:
             reason = f"the weighted sum {total:g} is beyond {LARGEST_REWARD:g} in size; make the functions return less"
             return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason, **details)
-        return RewardResult(reward=total, **details)
+        reasons = "; ".join(f"{f.name}: {part.reason}" for f, part in parts if part.reason and part.value is not None)
+        return RewardResult(reward=total, reason=reasons or None, **details)
 
     def _evaluate(self, function: str, item: RewardItem) -> Evaluation | Awaitable[Evaluation]:
         match function:
@@ -91,9 +139,16 @@ class Scorer:
             case "reasoning_gym":
                 answer = find_tagged(item.response, truncated=item.finish_reason is FinishReason.LENGTH)
                 return Evaluation(0.0) if answer is None else self._ask(function, answer, item.ground_truth)
+            case "judge" | "judge_soft":
+                assert self._judge is not None
+                assert self._rubric is not None
+                return self._judge.score(function, item, self._rubric)
             case "reward_model":
                 assert self.neural is not None
                 return self.neural(item)
+            case "code":
+                assert self._code is not None
+                return self._code.score(item)
             case _:
                 return self._pool.evaluate(function, item.model_dump(mode="json", exclude={"source"}))
 

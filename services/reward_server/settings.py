@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from services.core.settings import SourcesSettings
+from services.core.settings import JsonObject, Settings, SourcesSettings
 from services.protocol.rewards import CORRECT
+from services.sandbox.settings import SandboxSettings
 
-BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model")
-_IN_PROCESS = ("exact_match", "format", "reward_model")
-"""The rewards that run in the server itself, because they are safe on any text."""
+JUDGES = ("judge", "judge_soft", "judge_group")
+"""The rewards that a judge gives: by a rubric, by the probability of "yes", and relative to the group."""
+RELATIVE = ("judge_group",)
+"""The rewards of answers relative to the others of their group, which an answer alone does not have."""
+BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model", "code", *JUDGES)
+_IN_PROCESS = ("exact_match", "format", "reward_model", "code", *JUDGES)
+"""The rewards that need no worker: they are safe on any text, or run it in boxes."""
 
 _PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[-+]?\d*\.?\d+(?:[eE][-+]?\d{1,2})?))?")
 
@@ -30,19 +38,64 @@ class WeightedFunction:
         return ":" in self.name
 
 
-class RewardSettings(SourcesSettings):
+class CodeScore(StrEnum):
+    """The value of the reward `code`."""
+
+    ALL = "all"
+    SHARE = "share"
+
+
+class JudgeSettings(Settings):
+    """The judge of the rewards `judge`, `judge_soft` and `judge_group`: a model behind OpenAI's API."""
+
+    judge_url: str | None = Field(None, pattern=r"^https?://")
+    """The judge's base URL, up to and with `/v1`, such as `http://127.0.0.1:30001/v1` of an engine of your own, or a
+    hosted API's."""
+    judge_model: str | None = None
+    """The judge's name in requests."""
+    judge_api_key_env: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
+    """The name of the variable that holds the judge's API key. Unset: requests have no key."""
+    judge_rubric: Path | None = None
+    """A YAML file with the criteria of `judge` and `judge_soft`, and, if you like, of `judge_group`;
+    docs/guides/judge.md has its form."""
+    judge_concurrency: int = Field(16, ge=1, le=4096)
+    """Requests to the judge at once; further ones wait."""
+    judge_seconds: float = Field(120, gt=0, le=3600)
+    """Longest time from an answer's arrival to its verdict, with the wait for a place and all retries. An answer that
+    takes longer has no reward. Must be less than SERVICE_DEADLINE_SECONDS."""
+    judge_max_tokens: int = Field(2048, ge=1)
+    """Most tokens of a judge's reply, with its reasoning. A reply that is cut off there has no verdict."""
+    judge_max_characters: int = Field(20_000, ge=100)
+    """Longer answers are cut in the middle before they are judged; a note in the text says so."""
+    judge_second_order: float = Field(0.1, ge=0, le=1)
+    """Share of the groups that `judge_group` judges a second time, in the opposite order. The agreement of the two is a
+    metric; the rewards are those of the first."""
+    judge_args: JsonObject = Field(default_factory=dict)
+    """Further fields of every request as a JSON object, such as `{"reasoning_effort": "low"}`; null removes a field,
+    such as `{"temperature": null}` for a model that refuses it."""
+    judge_dir: Path | None = None
+    """Where the verdicts are kept, so that none is paid for twice; default `judge` in the run directory. [advanced]"""
+
+    @property
+    def judge_directory(self) -> Path:
+        """The directory of the verdicts."""
+        return self.run_dir / "judge" if self.judge_dir is None else self.judge_dir
+
+
+class RewardSettings(SourcesSettings, JudgeSettings, SandboxSettings):
     """The reward-server's environment variables."""
 
     reward_fn: str = "math"
     """The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. Built in are
     `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an answer follows `####`
-    or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question scores the answer) and
-    `reward_model`; `module:function` is a function of your own, called with the keyword arguments of its signature
-    among prompt, response, ground_truth, completion_tokens and finish_reason, or with lists of one if it has the
-    parameter `completions`, as TRL's have."""
+    or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question scores the answer),
+    `reward_model`, `code` (the row's tests are run on the program in the last fenced block; docs/guides/code.md), and
+    the judges `judge`, `judge_soft` and `judge_group`; `module:function` is a function of your own, called with the
+    keyword arguments of its signature among prompt, response, ground_truth, completion_tokens and finish_reason, or
+    with lists of one if it has the parameter `completions`, as TRL's have."""
     reward_workers: int = Field(2, ge=1, le=64)
     """Processes that verify the answers that exact arithmetic on plain numbers cannot decide, and run functions of your
-    own."""
+    own; for the reward `code`, boxes that run programs. Give as many as there are cores."""
     reward_cpu_seconds: float = Field(0.25, gt=0, le=3600)
     """Processor time that one answer may take in a worker; an answer that takes more is wrong."""
     reward_timeout_seconds: float = Field(15.0, gt=0, le=3600)
@@ -60,6 +113,15 @@ class RewardSettings(SourcesSettings):
     """Longer conversations are unscorable by the reward model, as are those longer than its positions; nothing is cut
     off."""
 
+    code_score: CodeScore = CodeScore.ALL
+    """The reward `code`: `all`, 1 if every test of the row passes and 0 otherwise; `share`, the share that passes, with
+    which many easy tests reward a program that solves only these."""
+    code_cpu_seconds: float = Field(5.0, gt=0, le=3600)
+    """Processor time that a program may take for one test with standard input, or for all calls of a function; ten
+    times as long by the clock. One that takes more fails the test."""
+    code_memory_mb: int = Field(512, ge=64)
+    """Memory of a program, with about 40 MB for Python; one that takes more fails the test."""
+
     @property
     def functions(self) -> list[WeightedFunction]:
         """The parts of the reward, in order."""
@@ -68,7 +130,8 @@ class RewardSettings(SourcesSettings):
     @property
     def caution(self) -> str | None:
         """A sentence about weights with which no answer may ever count as right; None for others."""
-        total = sum(max(function.weight, 0.0) for function in self.functions)
+        # Held-out answers are scored alone.
+        total = sum(max(function.weight, 0.0) for function in self.functions if function.name not in RELATIVE)
         if total >= CORRECT:
             return None
         return (
@@ -78,11 +141,11 @@ class RewardSettings(SourcesSettings):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """REWARD_FN of each source, if a part of it is a user's function."""
+        """REWARD_FN of each source, if a part of it is a user's function, a judge, or runs code."""
         return {
             f"REWARD_FN of {source}" if source else "REWARD_FN": own.reward_fn
             for source, own in self.by_source().items()
-            if any(function.is_users for function in own.functions)
+            if any(function.is_users or function.name in (*JUDGES, "code") for function in own.functions)
         }
 
     @property
@@ -96,6 +159,16 @@ class RewardSettings(SourcesSettings):
         return "; ".join(dict.fromkeys(own.reward_fn for own in self.by_source().values()))
 
     @property
+    def judges(self) -> list[str]:
+        """The judges among the parts of the reward."""
+        return [function.name for function in self.functions if function.name in JUDGES]
+
+    @property
+    def is_relative(self) -> bool:
+        """True if a part of the reward compares the answers of a group."""
+        return any(function.name in RELATIVE for function in self.functions)
+
+    @property
     def worker_functions(self) -> list[str]:
         """The names of the functions of all sources that run in worker processes."""
         return [name for name in self.names if name not in _IN_PROCESS]
@@ -105,6 +178,19 @@ class RewardSettings(SourcesSettings):
     def _check_functions(cls, text: str) -> str:
         parse_functions(text)
         return text
+
+    @model_validator(mode="after")
+    def _check_judge(self) -> Self:
+        judges = self.judges
+        needed: dict[str, object] = {"JUDGE_URL": self.judge_url, "JUDGE_MODEL": self.judge_model}
+        if judges and judges != list(RELATIVE):
+            needed["JUDGE_RUBRIC"] = self.judge_rubric
+        if missing := [name for name, value in needed.items() if value is None and judges]:
+            raise ValueError(
+                f"REWARD_FN={self.reward_fn} asks a judge, which needs {' and '.join(missing)}; set it as "
+                "docs/guides/judge.md shows"
+            )
+        return self
 
 
 def parse_functions(text: str) -> list[WeightedFunction]:

@@ -14,6 +14,7 @@ import pytest
 
 from local_runner import run
 from services.core.errors import ConfigurationError
+from tests.fake_service import fake_service
 
 ROOT = Path(__file__).parents[2]
 
@@ -223,3 +224,44 @@ def test_all_that_is_missing_is_named_at_once(here):
 def test_what_is_there_passes(here):
     methods = ("LOSS=my_methods:quadratic", "ADVANTAGE=my_methods:quadratic")
     assert told(here, "DATASET=questions.jsonl", "REWARD_FN=my_rewards:close=1,math=0.5", *methods) == (0, "")
+
+
+RUBRIC = "criteria:\n- name: a\n  text: x\n- name: a\n  text: y\n"
+JUDGED = ("REWARD_FN=math,judge=0.3", "JUDGE_MODEL=m")
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ([], "reward-server: REWARD_FN=math,judge=0.3 asks a judge, which needs JUDGE_URL and JUDGE_RUBRIC; set it as"),
+        (["JUDGE_URL=http://127.0.0.1:1/v1", "JUDGE_RUBRIC=no.yaml"], "JUDGE_RUBRIC no.yaml cannot be read, seen from"),
+        (
+            ["JUDGE_URL=http://127.0.0.1:1/v1", "JUDGE_RUBRIC=twice.yaml"],
+            "reward-server: JUDGE_RUBRIC twice.yaml, line 4: criteria.1.name: a is there twice; rename or remove one",
+        ),
+        (
+            ["JUDGE_URL=http://127.0.0.1:1/v1", "JUDGE_RUBRIC=fine.yaml", "JUDGE_API_KEY_ENV=NO_KEY"],
+            "reward-server: JUDGE_API_KEY_ENV names NO_KEY, which is not set; give it a value",
+        ),
+        (["JUDGE_URL={html}/v1", "JUDGE_RUBRIC=fine.yaml"], "answers text/html that is not a chat completion"),
+        (["JUDGE_URL={html}", "JUDGE_RUBRIC=fine.yaml"], "refuses a request for JUDGE_MODEL m: 404"),
+        (["JUDGE_URL=http://127.0.0.1:1/v1", "JUDGE_RUBRIC=fine.yaml"], None),
+        (
+            ["JUDGE_URL=http://127.0.0.1:1/v1", "JUDGE_RUBRIC=fine.yaml", "JUDGE_SECONDS=300"],
+            "JUDGE_SECONDS=300 must be less than SERVICE_DEADLINE_SECONDS=300",
+        ),
+        (
+            ["JUDGE_URL=http://127.0.0.1:1/v1", "REWARD_FN=judge_group"],
+            "REWARD_FN=judge_group compares the answers of a group, and a held-out answer is alone: give a",
+        ),
+        (["JUDGE_URL=http://127.0.0.1:1/v1", "REWARD_FN=judge_group", "EVAL_PROMPTS=0"], None),
+    ],
+)
+def test_judges_are_checked(here, env, said):
+    (here / "twice.yaml").write_text(RUBRIC)
+    (here / "fine.yaml").write_text(RUBRIC.replace("name: a", "name: b", 1))
+    page = (200, "<html>Log in</html>", {"Content-Type": "text/html"})
+    with fake_service({"POST /v1/chat/completions": lambda _: page}) as html:
+        code, error = told(here, *JUDGED, *(one.format(html=html.endpoint.url) for one in env))
+    assert code == (0 if said is None else 78), error
+    assert (said or "") in error

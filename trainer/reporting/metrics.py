@@ -183,6 +183,12 @@ DERIVED = {
 }
 """Columns that Prometheus has no metric for."""
 
+BY_SOURCE = Measure(
+    "<column>/<source>",
+    "trainer_source",
+    "The figure of a column for the groups, or the held-out prompts, of one of SOURCES; `epoch` is the latest epoch of "
+    "its prompts.",
+)
 AT_K = Measure("avg_at_<k>, pass_at_<k>", "trainer_samples_ratio", "avg@k and pass@k on held-out prompts, by k.")
 AT_K_STDERR = Measure(
     "avg_at_<k>_stderr, pass_at_<k>_stderr",
@@ -221,6 +227,12 @@ EVALUATED_ENVIRONMENT = Measure(
     "Mean of a figure of the environment over the greedy episodes of the newest evaluation.",
 )
 WIN_RATE = Measure("win_rate_seat_<seat>", "trainer_win_rate_ratio", "Share of games won, by the seat of the policy.")
+JUDGE = Measure(
+    "judge_<figure>",
+    "trainer_judge",
+    "Figures of the judge since the reward-server started: calls, tokens, hits, failures by reason, agreement of two "
+    "orders, correlation of score and length.",
+)
 TEACHER_DISTANCE = Measure(
     "teacher_k1, teacher_k3, teacher_k1/<source>, teacher_k1_of_<teacher>, teacher_k1_from_<place>",
     "trainer_teacher_distance_nats",
@@ -237,6 +249,7 @@ NAMED = (
         TEACHER_DISTANCE,
         re.compile(r"teacher_(?P<estimate>k1|k3)(?:/(?P<source>.+)|_of_(?P<teacher>.+)|_from_(?P<place>\d+))?"),
     ),
+    (BY_SOURCE, re.compile(r"(?P<column>[^/]+)/(?P<source>[a-z0-9][a-z0-9_.-]*)")),
     (AT_K, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")),
     (AT_K_STDERR, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_stderr")),
     (AT_K_ENDS, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_(?P<end>low|high)")),
@@ -245,6 +258,7 @@ NAMED = (
     (EVALUATED_ENVIRONMENT, re.compile(r"eval_environment_(?P<figure>.+)")),
     (ENVIRONMENT, re.compile(r"environment_(?P<figure>.+)")),
     (WIN_RATE, re.compile(r"win_rate_seat_(?P<seat>\d+)")),
+    (JUDGE, re.compile(r"judge_(?P<figure>.+)")),
     (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),
     (ROLE_BASELINE, re.compile(r"role_baseline_(?P<role>.+)")),
 )

@@ -11,8 +11,9 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import Any, Self
 
 import numpy as np
@@ -30,7 +31,7 @@ from services.protocol.base import derive_seed
 from services.protocol.episodes import CalledTool, EpisodeFigures, Message
 from services.protocol.groups import TokenSequence, Turn
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardStatus
+from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
 from services.protocol.sessions import CreateSessionRequest, TraceSequence
 from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import TrainerSettings
@@ -42,6 +43,11 @@ LOST_TOKENS = Counter(
     "trainer_episode_tokens_lost", "Tokens of episodes that cannot be trained on, by reason.", ["reason"]
 )
 
+ALONE = (
+    "judge_group compares the answers of a whole group, but example.score, and a program's answer, is scored alone: "
+    "let the agent or program give a reward of its own, to which judge_group is added, or take judge_group out of "
+    "REWARD_FN"
+)
 MOST_CHARACTERS = 50_000
 """Longer conversations are cut. The tokens of such a conversation take eight times its space on the wire."""
 
@@ -63,7 +69,7 @@ class Episodes(Sampler):
         self._player = EpisodePlayer(
             gateway,
             settings.model_name,
-            self.score,
+            self._score_alone,
             seconds=settings.agent_seconds,
             patience=settings.service_deadline_seconds,
             columns=settings.visible_columns,
@@ -79,9 +85,13 @@ class Episodes(Sampler):
     async def play(self, prompt: Prompt, n: int, request: Callable[[int], CreateSessionRequest]) -> list[Outcome]:
         """Play a prompt ``n`` times; ``request`` returns the session of the episode of each number."""
 
-    async def answer(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Answers:
+    async def answer(
+        self, prompt: Prompt, params: SamplingParams, n: int, seed: int, *, is_group: bool = False
+    ) -> Answers:
         """Play a prompt ``n`` times, and return the sequences of the episodes."""
         outcomes = await self.play(prompt, n, partial(self._request, prompt, params, seed))
+        if is_group:
+            outcomes = await self.compare(prompt, outcomes)
         episodes = [episode for episode in outcomes if isinstance(episode, Episode)]
         prompt_ids, sequences = sequences_of(episodes)
         answers = Answers(prompt_ids, sequences, figures={e.trace.index: _figures(e) for e in episodes})
@@ -93,6 +103,17 @@ class Episodes(Sampler):
         if not sequences or not any(e.failure is None or e.is_over_limit for e in episodes):
             answers.error = _why_all_failed(outcomes)
         return answers
+
+    async def compare(self, prompt: Prompt, outcomes: list[Outcome]) -> list[Outcome]:
+        """Return the episodes with the rewards that are relative to their group."""
+        return outcomes
+
+    async def _score_alone(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        """Score the answers for which an agent asks, unless they are compared with those of other episodes."""
+        if not items or not await self.rewards.is_relative(items[0].source):
+            return await self.score(items)
+        self.report("reward_error", ALONE)
+        return [RewardResult(reward=None, status=RewardStatus.ERROR, reason=ALONE) for _ in items]
 
     def _request(self, prompt: Prompt, params: SamplingParams, seed: int, index: int) -> CreateSessionRequest:
         settings, of_group = self.settings, group_id(self.settings, prompt)
@@ -147,7 +168,7 @@ class Episodes(Sampler):
         The tokens that engines sampled are those in traces, in open episodes, and lost, by reason.
         """
         stats = await self.gateway.stats(deadline=deadline)
-        return {
+        return await super().statistics(deadline) | {
             "episode_tokens_engines": float(stats.engine_tokens),
             "episode_tokens_traces": float(stats.trace_tokens),
             "episode_tokens_open": float(stats.open_tokens),
@@ -175,6 +196,36 @@ class Agents(Episodes):
                 return await self._episode(self.agent, prompt, request(index))
 
         return await asyncio.gather(*map(one, range(n)))
+
+    async def compare(self, prompt: Prompt, outcomes: list[Outcome]) -> list[Outcome]:
+        """Add the rewards that compare the episodes; failed episodes and those over a limit stay as they are.
+
+        A judge reads the last conversation of an episode from the assistant's first message on.
+        """
+        if not await self.rewards.is_relative(prompt.source):
+            return outcomes
+        rewarded = {
+            number: (outcome, outcome.result.reward)
+            for number, outcome in enumerate(outcomes)
+            if isinstance(outcome, Episode) and outcome.result.reward is not None and outcome.trace.sequences
+        }
+        items = [
+            RewardItem(
+                prompt=prompt.prompt,
+                response=_transcript(episode),
+                ground_truth=prompt.ground_truth,
+                row=prompt.row_text,
+                source=prompt.source,
+            )
+            for episode, _ in rewarded.values()
+        ]
+        results = await self.score_group(items, [reward for _, reward in rewarded.values()]) if items else []
+        compared = list(outcomes)
+        for (number, (episode, _)), result in zip(rewarded.items(), results, strict=True):
+            is_own = result.status is RewardStatus.ERROR
+            failure = AgentFailedError(str(result.reason), "reward_error") if is_own else None
+            compared[number] = replace(episode, result=result, failure=failure)
+        return compared
 
     @property
     def advice(self) -> str:
@@ -249,6 +300,16 @@ def _figures(episode: Episode) -> EpisodeFigures:
         seat=episode.seat,
         won=episode.has_won,
     )
+
+
+def _transcript(episode: Episode) -> str:
+    """Return the last conversation of an episode as text, from the first message of an assistant."""
+    messages = dropwhile(lambda message: message.role != "assistant", shorten(episode.trace.sequences[-1].messages))
+    lines = []
+    for message in messages:
+        calls = [f"calls {call.name}({call.arguments})" for call in message.tool_calls]
+        lines.append("\n".join([f"[{message.name or message.role}]", message.content, *calls]))
+    return "\n\n".join(lines)
 
 
 def shorten(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -346,7 +346,9 @@ class Games(Episodes):
         """Return the waits for the services and for the opponent."""
         return super().awaited() | self._opponent.awaited()
 
-    async def answer(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Answers:
+    async def answer(
+        self, prompt: Prompt, params: SamplingParams, n: int, seed: int, *, is_group: bool = False
+    ) -> Answers:
         """Play ``n`` games of a prompt's seed; none if the prompt is not a seed or no environment-server answers."""
         try:
             await self._trained_seats(prompt)
@@ -354,7 +356,7 @@ class Games(Episodes):
             return Answers(error=AgentFailedError(str(error), "refused"))
         except (AgentFailedError, DependencyLostError) as error:
             return Answers(error=error)
-        return await super().answer(prompt, params, n, seed)
+        return await super().answer(prompt, params, n, seed, is_group=is_group)
 
     async def play(self, prompt: Prompt, n: int, request: Callable[[int], CreateSessionRequest]) -> list[Outcome]:
         """Play ``n`` games of a prompt's seed."""

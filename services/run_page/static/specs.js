@@ -5,7 +5,8 @@ const perSecond = (tokens, seconds) => ({
   make: (a, b) => (a === null || !b ? null : a / b),
 });
 const billions = (name) => ({ needs: [name], make: (value) => (value === null ? null : value / 1e9) });
-const ends = (metric) => [`${metric}_low`, `${metric}_high`];
+// Behind a slash is the source that the metric is of.
+const ends = (metric) => ["_low", "_high"].map((end) => metric.replace(/^[^/]+/, (name) => name + end));
 const without = (start) => (metric) => metric.replace(start, "");
 
 // A series is [metric, label, spread]: the metric is a name, a pattern of names, or computed from others; `spread` returns
@@ -62,6 +63,21 @@ const FIRST = [
   },
 ];
 
+const SOURCES = [
+  ["reward_mean", "Reward", "mean over completions", "Should rise for each source. A source that stands still may be too hard, or learn from too few groups."],
+  ["accuracy", "Accuracy", "share of held-out prompts", "Greedy pass@1 of each source. Bad: one falls while others rise."],
+  ["length_mean", "Completion length", "tokens, mean", "May change as the model learns."],
+  ["completion_tokens", "Tokens in each step", "number of tokens", "With AGGREGATION=token_mean, a source counts in the loss by its tokens."],
+  ["truncation_rate", "Truncated completions", "share of completions", "Good: near 0."],
+  ["staleness_mean", "Staleness", "policy versions, mean", "Age of the policy version that sampled. The slowest source has the oldest groups."],
+  ["zero_variance_groups", "Groups with equal rewards", "number of groups", "They teach nothing: prompts of that source are too easy or too hard."],
+].map(([metric, title, unit, note]) => ({
+  id: `source-${metric}`, title: `${title} by source`, unit, note,
+  markers: metric === "accuracy",
+  series: [[new RegExp(`^${metric}/`), null, ...(metric === "accuracy" ? [ends] : [])]],
+  name: without(`${metric}/`),
+}));
+
 const ANSWERS = [
   {
     id: "reward-trained", title: "Reward of trained groups", unit: "mean over completions",
@@ -73,6 +89,17 @@ const ANSWERS = [
     note: "The mean of each reward function. If one rises while another falls, its weight may be too large.",
     series: [[/^reward_part_/]],
     name: without("reward_part_"),
+  },
+  {
+    id: "judge-trust", title: "The judge", unit: "from -1 to 1",
+    note: "Agreement of two orders of a group: bad below 0.5. Correlation of score and length: bad near 1, where length is what pays.",
+    series: [["judge_order_agreement", "agreement of two orders"], ["judge_length_correlation", "score and length"]],
+  },
+  {
+    id: "judge-cost", title: "Verdicts", unit: "since the reward-server started",
+    note: "Replies that were paid for, verdicts that were there already, and answers without a verdict.",
+    whole: true,
+    series: [["judge_calls", "replies"], ["judge_hits", "there already"], ["judge_failures", "failed"]],
   },
   {
     id: "evaluation", title: "Reward of evaluations", unit: "mean over held-out prompts",
@@ -248,6 +275,7 @@ const SPEED = [
 /** The groups of plots, the most important ones first. */
 export const GROUPS = [
   { title: null, plots: FIRST },
+  { title: "Sources", plots: SOURCES },
   { title: "Answers and rewards", plots: ANSWERS },
   { title: "Updates", plots: UPDATES },
   { title: "Speed and size", plots: SPEED },

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from services.core.errors import DependencyLostError
-from services.gateway import store
 from services.gateway.store import Store
+from services.http import database
 from services.http.problems import ProblemError
 from tests.services.gateway.conftest import Running, StartGateway
 
@@ -131,7 +131,7 @@ async def test_a_damaged_record_costs_its_session_alone(gateway: StartGateway, t
 async def test_a_second_gateway_is_refused_and_the_first_one_goes_on(
     gateway: StartGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(database, "LOCK_SECONDS", 0.1)
     async with gateway(answers=["Hi."]) as running:
         path = await running.open()
         with pytest.raises(DependencyLostError, match="another process uses"):

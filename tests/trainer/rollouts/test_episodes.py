@@ -39,7 +39,7 @@ from tests.trainer.rollouts.fake_gateway import END, FakeGateway, ids
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.episodes import Agents, Programs, sequences_of
 from trainer.rollouts.evaluate import Evaluator
-from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
+from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, make_groups
 from trainer.service_calls import ServiceCalls
 
 PROMPT = Prompt(id="p/0", prompt="6*7=", ground_truth="42", prompt_ids=[1], epoch=0, position=3)
@@ -202,7 +202,7 @@ class Stage:
         return GroupMaker(settings, self.sampler(settings))
 
     def evaluator(self, settings: TrainerSettings) -> Evaluator:
-        return Evaluator(settings, self.data_client, self.sampler(settings))
+        return Evaluator(settings, self.data_client, {"": self.sampler(settings)})
 
     def group(self, agent: Any, prompt: Prompt = PROMPT, /, **fields: Any) -> Group | None:
         return self.thread.call(self.maker(agent, **fields).make_group(prompt))
@@ -218,7 +218,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setenv("SHARED_DIR", str(tmp_path))
     gateway = FakeGateway(lambda messages: "42" if len(messages) > 1 else "call")
     with ExitStack() as stack:
-        routes = ({}, {"POST /batch_reward": score}, gateway)
+        routes = ({}, {"POST /batch_reward": score, "GET /stats": lambda _: {}}, gateway)
         data, rewards, served = (stack.enter_context(fake_service(own)) for own in routes)
         data_client, reward_client = DataClient(data.endpoint), RewardClient(rewards.endpoint, deadline=30)
         gateway_client = GatewayClient(served.endpoint, deadline=30)
@@ -424,7 +424,7 @@ def test_a_group_also_tells_of_the_failed_episodes_of_prompts_without_a_group(st
 def test_groups_that_are_played_at_once_tell_of_their_own_failed_episodes(stage: Stage) -> None:
     maker = stage.maker(fails_unless_right)
     prompts = [PROMPT.model_copy(update={"position": n, "ground_truth": str(42 + n % 2)}) for n in range(6)]
-    for group in stage.thread.call(maker.make_groups(prompts)):
+    for group in stage.thread.call(make_groups({"": maker}, prompts)):
         unscored = [reward for reward in group.rewards if math.isnan(reward)]
         assert group.episodes_failed == ({"no_reward": 2} if unscored else {})
 
@@ -458,7 +458,7 @@ def test_an_agent_of_which_every_episode_fails_ends_the_run(stage: Stage, agent:
     with pytest.raises(
         ConfigurationError, match=f"every episode of {LEAST_FAILURES} prompts in a row failed: .*{said}"
     ):
-        stage.thread.call(maker.make_groups([PROMPT]))
+        stage.thread.call(make_groups({"": maker}, [PROMPT]))
 
 
 def test_a_reward_function_that_fails_at_every_answer_of_an_agent_ends_the_run(stage: Stage, tmp_path: Path) -> None:
@@ -466,11 +466,11 @@ def test_a_reward_function_that_fails_at_every_answer_of_an_agent_ends_the_run(s
     stage.rewards.routes["POST /batch_reward"] = lambda request: {"rewards": [failed] * len(request["items"])}
     maker = stage.maker(one_turn, batch_size=4, shared_dir=tmp_path)
     maker.settings.run_dir.mkdir(parents=True)
-    assert stage.thread.call(maker.make_groups([PROMPT] * 4)) == []
+    assert stage.thread.call(make_groups({"": maker}, [PROMPT] * 4)) == []
     assert maker._failed == {"reward_error": 8}
     assert (maker.settings.run_dir / FIRST_FAILURE).read_text() == f"reward_error: {failed['reason']}\n"
     with pytest.raises(ConfigurationError, match=r"every episode of 8 prompts in a row failed: mine:score: KeyError"):
-        stage.thread.call(maker.make_groups([PROMPT] * 4))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * 4))
 
 
 @pytest.mark.parametrize("limit", [{"agent_max_turns": 1}, {"agent_seconds": 1}], ids=str)
@@ -478,7 +478,7 @@ def test_groups_of_which_every_episode_is_over_a_limit_are_wrong_and_do_not_end_
     stage: Stage, limit: dict[str, Any]
 ) -> None:
     maker = stage.maker(endless if "agent_max_turns" in limit else sleepy, batch_size=LEAST_FAILURES, **limit)
-    groups = stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+    groups = stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
     assert [group.rewards for group in groups] == [[0.0, 0.0]] * LEAST_FAILURES
     reason = "limit" if "agent_max_turns" in limit else "timeout"
     assert sum((Counter(group.episodes_failed) for group in groups), Counter()) == {reason: 2 * LEAST_FAILURES}
@@ -539,14 +539,14 @@ def test_a_program_that_fails_because_the_gateway_is_lost_ends_the_run_as_recove
     stage.gateway.says = lambda _: 503
     maker = stage.maker(one_turn, batch_size=LEAST_FAILURES, service_deadline_seconds=1, **two_turns_program)
     with pytest.raises(DependencyLostError, match=r"every episode of 8 prompts in a row failed: .*503"):
-        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
 def test_engines_that_do_not_answer_end_the_run_as_recoverable(stage: Stage) -> None:
     stage.gateway.says = lambda _: 503
     maker = stage.maker(one_turn, batch_size=LEAST_FAILURES, service_deadline_seconds=1)
     with pytest.raises(DependencyLostError, match="every episode of 8 prompts in a row failed: HTTPStatusError"):
-        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
 def test_engines_from_which_no_token_came_within_the_deadline_are_lost(stage: Stage) -> None:
@@ -554,7 +554,7 @@ def test_engines_from_which_no_token_came_within_the_deadline_are_lost(stage: St
     stage.gateway.says, stage.gateway.limit = lambda _: 429, DEADLINE
     maker = stage.maker(one_turn, batch_size=LEAST_FAILURES)
     with pytest.raises(DependencyLostError, match="no engine answered the last call within twice AGENT_SECONDS"):
-        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
 TWO_TURNS = """
@@ -617,9 +617,9 @@ def test_a_program_that_ends_over_a_limit_has_failed_by_the_limit(
 
 def test_a_program_that_cannot_be_run_ends_the_run_with_its_output(stage: Stage) -> None:
     maker = stage.maker(one_turn, rollout="program", agent="", agent_command="no-such-agent", batch_size=LEAST_FAILURES)
-    assert stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES)) == []
+    assert stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES)) == []
     with pytest.raises(ConfigurationError, match=r"exited with code 127.*no-such-agent.*evaluate --agent-command"):
-        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
 def test_an_episode_takes_two_requests_besides_the_agents(stage: Stage) -> None:
@@ -671,7 +671,7 @@ def test_a_gateway_that_makes_no_sessions_ends_the_run(stage: Stage, status: int
     stage.gateway_client.deadline = 2 if status == 503 else 30
     maker = stage.maker(one_turn, batch_size=LEAST_FAILURES)
     with pytest.raises(error, match="gateway"):
-        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
 def test_a_reward_server_that_is_lost_ends_the_run(stage: Stage) -> None:
@@ -679,6 +679,87 @@ def test_a_reward_server_that_is_lost_ends_the_run(stage: Stage) -> None:
     stage.reward_client.deadline = 1
     with pytest.raises(DependencyLostError, match="reward-server"):
         stage.group(one_turn)
+
+
+def compared(request: dict[str, Any]) -> dict[str, Any]:
+    """POST /batch_reward of a group: what is added to the agents' own rewards grows with the place."""
+    assert request["is_group"]
+    own = request["own_rewards"]
+    parts = [{"agent": reward, "judge_group": place / 4} for place, reward in enumerate(own)]
+    return {"rewards": [{"reward": sum(part.values()), "components": part} for part in parts]}
+
+
+async def generous(example: Any, **endpoint: Any) -> float:
+    """Give rewards of its own, one a turn; one episode fails."""
+    talk = Talk(**endpoint)
+    messages = [{"role": "user", "content": example.prompt}]
+    messages.append({"role": "assistant", "content": await talk.say(messages)})
+    messages.append({"role": "tool", "content": "tool says 42"})
+    await talk.say(messages)
+    generous_calls.append(0)
+    if len(generous_calls) == 2:
+        raise KeyError("a bug")
+    example.turn_rewards += [0.25, 0.0]
+    return 0.5
+
+
+generous_calls: list[int] = []
+
+
+def test_a_judge_compares_the_episodes_of_a_group_after_the_last_has_ended(stage: Stage) -> None:
+    stage.rewards.routes |= {"GET /stats": lambda _: {"relative": [""]}, "POST /batch_reward": compared}
+    generous_calls.clear()
+    group = stage.group(generous, group_size=4)
+    assert group is not None
+    [asked] = stage.rewards.asked("POST /batch_reward")
+    assert asked["own_rewards"] == [0.5] * 3, "a failed episode is not sent"
+    transcript = "[assistant]\ncall\n\n[tool]\ntool says 42\n\n[assistant]\n42"
+    assert [item["response"] for item in asked["items"]] == [transcript] * 3
+    by_episode = {e.episode: e.scoring for e in group.sequences}
+    assert sorted(r.reward for r in by_episode.values() if r.reward is not None) == [0.5, 0.75, 1.0]
+    assert sum(r.reward is None for r in by_episode.values()) == 1
+    for e in group.sequences:
+        if e.reward is not None:
+            assert e.scoring.components["agent"] == 0.5
+            assert sum(turn.reward for turn in e.turns or ()) == pytest.approx(e.reward)
+    assert len(stage.rewards.asked("GET /stats")) == 1
+
+
+def test_a_judge_that_fails_leaves_the_group_without_rewards_after_one_more_try(stage: Stage) -> None:
+    failed = {"reward": None, "status": "timeout", "reason": "judge_group: no answer"}
+    stage.rewards.routes |= {
+        "GET /stats": lambda _: {"relative": [""]},
+        "POST /batch_reward": lambda request: {"rewards": [failed] * len(request["items"])},
+    }
+    generous_calls[:] = [0, 0]
+    group = stage.group(generous)
+    assert group is not None
+    assert [e.reward for e in group.sequences] == [None, None]
+    assert group.episodes_failed == {"no_reward": 2}
+    assert len(stage.rewards.asked("POST /batch_reward")) == 2
+
+
+def test_an_agent_that_scores_itself_alone_is_refused_where_a_judge_compares(stage: Stage) -> None:
+    stage.rewards.routes |= {"GET /stats": lambda _: {"relative": [""]}}
+    maker = stage.maker(two_turns, batch_size=1)
+    with pytest.raises(
+        ConfigurationError, match=r"judge_group compares the answers of a whole group, but example\.score"
+    ):
+        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+    assert stage.rewards.asked("POST /batch_reward") == []
+
+
+def test_an_evaluation_compares_nothing(stage: Stage) -> None:
+    stage.rewards.routes |= {"GET /stats": lambda _: {"relative": [""]}, "POST /batch_reward": compared}
+    generous_calls[:] = [0, 0]
+    stage.data.routes["POST /prompts"] = lambda _: {
+        "prompts": [PROMPT.model_dump()],
+        "cursor": {},
+        "total_available": 1,
+    }
+    metrics = stage.thread.call(stage.evaluator(stage.settings(generous, eval_prompts=1)).evaluate())
+    assert metrics["eval_reward"] == 0.5, "the agent's own"
+    assert stage.rewards.asked("POST /batch_reward") == []
 
 
 def test_an_evaluation_plays_the_agent_greedily(stage: Stage) -> None:

@@ -24,7 +24,7 @@ from services.clients.rollout import RolloutClient
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import ServiceThread
-from services.protocol.prompts import Cursor
+from services.protocol.prompts import Cursor, Prompt
 from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, Route, fake_service
@@ -34,8 +34,9 @@ from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.loop import TrainingLoop
 from trainer.model.learner import UpdateResult
+from trainer.reporting.metrics import export
 from trainer.reporting.status import RunStatus
-from trainer.rollouts import batch, groups
+from trainer.rollouts import batch, success_rates
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
@@ -90,7 +91,7 @@ class Steps:
         rank_calls.mean_entropy.return_value = 1.5
         self.rank_calls = rank_calls
         self.files = MagicMock()
-        state = RunState(model_type="test", parameters=0, cursor=Cursor(), policy_version=1)
+        state = RunState(model_type="test", parameters=0, policy_version=1)
         self.loop = TrainingLoop(main.settings, main, rank_calls, self.files, RunStatus(), state, 100, 400)
         self.loop.publisher = MagicMock(**{"publish.return_value": {}})
 
@@ -128,11 +129,11 @@ class Services:
         return Completions(settings, self.clients.rollouts, self.clients.rewards)
 
     def main(self, settings: TrainerSettings) -> ServiceCalls:
-        return ServiceCalls(settings, self.thread, replace(self.clients, sampler=self.sampler(settings)))
+        return ServiceCalls(settings, self.thread, replace(self.clients, samplers={"": self.sampler(settings)}))
 
     def steps(self, position: int = 0, **fields: Any) -> Steps:
         main = self.main(self.settings(**fields))
-        main.cursor = Cursor(position=position)
+        main.cursors = {"": Cursor(position=position)}
         return Steps(main)
 
     def collect(self, **fields: Any) -> None:
@@ -142,7 +143,7 @@ class Services:
 
     def evaluate(self, **fields: Any) -> tuple[dict[str, float], Evaluator]:
         settings = self.settings(**fields)
-        evaluator = Evaluator(settings, self.clients.data, self.sampler(settings))
+        evaluator = Evaluator(settings, self.clients.data, {"": self.sampler(settings)})
         return self.thread.call(evaluator.evaluate()), evaluator
 
 
@@ -151,7 +152,7 @@ def fakes() -> Iterator[list[FakeService]]:
     routes: list[dict[str, Route]] = [
         {"POST /prompts": prompts, "GET /stats": lambda _: stats()},
         {"POST /generate": completions},
-        {"POST /batch_reward": alternate_rewards},
+        {"POST /batch_reward": alternate_rewards, "GET /stats": lambda _: {}},
         {"POST /groups": added, "POST /queue": added},
     ]
     with ExitStack() as stack:
@@ -164,7 +165,9 @@ def services(fakes: list[FakeService], tmp_path: Path) -> Iterator[Services]:
     scoring = RewardClient(rewards, deadline=20)
     generating = RolloutClient(rollouts, vocab_size=VOCAB_SIZE, deadline_seconds=20, max_concurrency=8)
     sampler = Completions(TrainerSettings.load(), generating, scoring)
-    clients = Clients(DataClient(data, deadline=20), scoring, ReplayClient(buffer, deadline=20), generating, sampler)
+    clients = Clients(
+        DataClient(data, deadline=20), scoring, ReplayClient(buffer, deadline=20), generating, {"": sampler}
+    )
     with ServiceThread() as thread:
         thread.call(clients.open())
         yield Services(*fakes, clients, thread, tmp_path)
@@ -195,7 +198,7 @@ def test_groups_of_many_tokens_are_stored_by_several_requests(
 def test_a_prompt_has_other_seeds_in_each_epoch(services: Services) -> None:
     steps = services.steps(num_epochs=2)
     assert steps.next() == [0, 1, 2, 3]
-    steps.main.cursor = Cursor(epoch=1)
+    steps.main.cursors = {"": Cursor(epoch=1)}
     assert steps.next() == [0, 1, 2, 3]
     sent = services.rollouts.asked("POST /generate")
     assert len({request["sampling_params"]["sampling_seed"] for request in sent}) == len(sent) == 8
@@ -330,7 +333,7 @@ def test_the_activity_says_how_many_prompts_are_answered(services: Services) -> 
     main.evaluate()
     assert told[0] == "0 of 10 held-out prompts answered"
     assert main.activity.shown()["done"] == "10 of 10 held-out prompts answered"
-    main.generate_and_score(main.fetch_prompts(4), Batch(Objective(main.settings)), lambda: None)
+    main.generate_and_score(main.fetch_prompts({"": 4}), Batch(Objective(main.settings)), lambda: None)
     assert main.activity.shown()["done"] == "4 of 4 prompts answered"
 
 
@@ -407,7 +410,7 @@ def test_a_prompt_that_cannot_be_generated_is_left_out_of_the_step(services: Ser
     before = failed_prompts()
     steps = services.steps(position=BAD - 1)
     assert steps.next() == [BAD - 1, BAD + 1, BAD + 2]
-    assert steps.loop.state.cursor.position == BAD + 3, "it is not taken again"
+    assert steps.loop.state.cursors[""].position == BAD + 3, "it is not taken again"
     assert failed_prompts() == before + 1
 
 
@@ -505,7 +508,7 @@ def test_a_batch_of_one_prompt_that_cannot_be_generated_is_one_of_the_next(servi
     services.rollouts.routes["POST /generate"] = fails_for(BAD, status=400)
     steps = services.steps(position=BAD, batch_size=1)
     assert steps.next() == [BAD + 1]
-    assert steps.loop.state.cursor.position == BAD + 2
+    assert steps.loop.state.cursors[""].position == BAD + 2
 
 
 @pytest.mark.parametrize("status", [400, 500])
@@ -906,7 +909,7 @@ def test_without_a_curriculum_no_rates_are_sent(services: Services) -> None:
 def test_rates_that_cannot_be_recorded_end_nothing(
     services: Services, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    monkeypatch.setattr(groups, "RECORD_SECONDS", 0.3)
+    monkeypatch.setattr(success_rates, "RECORD_SECONDS", 0.3)
     services.data.routes["POST /success_rates"] = lambda _: status
     assert len(services.steps().next()) == 4
     assert rates_of(services)
@@ -925,3 +928,42 @@ def test_a_row_travels_once_a_group_and_stays_with_it(services: Services) -> Non
     [stored] = services.replay.asked("POST /groups")
     scored = {row for request in services.rewards.asked("POST /batch_reward") for row in request["rows"].values()}
     assert {group["prompt"]["row"] for group in stored["groups"]} == scored
+
+
+def test_completions_are_scored_as_a_group_in_training_and_alone_in_an_evaluation(services: Services) -> None:
+    services.steps(batch_size=2).next()
+    assert [(r["is_group"], len(r["items"])) for r in services.rewards.asked("POST /batch_reward")] == [(True, 2)] * 2
+    services.rewards.requests.clear()
+    services.data.routes["POST /prompts"] = lambda request: prompts(request | {"batch_size": 1})
+    services.evaluate(eval_prompts=1, eval_samples=2)
+    assert [r.get("is_group") for r in services.rewards.asked("POST /batch_reward")] == [None, None]
+
+
+def test_another_try_sends_the_whole_group_and_keeps_what_was_scored(services: Services) -> None:
+    tries: list[int] = []
+
+    def reward(request: dict[str, Any]) -> dict[str, Any]:
+        tries.append(len(request["items"]))
+        lost = {"reward": None, "status": "timeout"}
+        return {"rewards": [{"reward": 0.25}, lost] if len(tries) == 1 else [{"reward": 1.0}, {"reward": 0.75}]}
+
+    services.rewards.routes["POST /batch_reward"] = reward
+    maker = GroupMaker(services.settings(), services.sampler(services.settings()))
+    [group] = services.thread.call(
+        maker.make_groups([Prompt(**prompts({"cursor": {"position": 0}, "batch_size": 1})["prompts"][0])])
+    )
+    assert (tries, group.rewards) == ([2, 2], [0.25, 0.75])
+
+
+def test_figures_of_the_judge_are_metrics_and_a_server_without_one_is_asked_once(services: Services) -> None:
+    steps = services.steps()
+    steps.next()
+    steps.next()
+    assert len(services.rewards.asked("GET /stats")) == 1
+    figures = {"judge_calls": 3.0, "judge_failures_timeout": 1.0}
+    services.rewards.routes["GET /stats"] = lambda _: {"judge": figures}
+    steps = services.steps()
+    steps.next()
+    assert figures.items() <= steps.metrics.items()
+    export(steps.metrics)
+    assert REGISTRY.get_sample_value("trainer_judge", {"figure": "failures_timeout"}) == 1

@@ -1,0 +1,329 @@
+"""Asks a judge for verdicts: at most JUDGE_CONCURRENCY requests at once, each verdict once, and kept on the disk.
+
+A verdict's key is the digest of its whole request, so of model, rubric, the row's fields in it, answer and sampling. A
+resumed run, a repeated answer and a replayed prompt find it there. A failure is not kept: it is no verdict, and never
+a score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
+from services.core.logs import get_logger
+from services.http.client import HttpClient, RequestRefusedError
+from services.protocol.chat import ChatChoice, ChatReply
+from services.protocol.rewards import RewardItem, RewardStatus
+from services.reward_server import rubric as rubrics
+from services.reward_server.pool import Evaluation
+from services.reward_server.rubric import Messages, NoVerdictError, Rubric
+from services.reward_server.settings import JUDGES, JudgeSettings, RewardSettings
+from services.reward_server.verdicts import Figures, Verdict, Verdicts
+
+log = get_logger(__name__)
+
+Read = Callable[[ChatChoice], Verdict]
+"""Reads a verdict from a judge's answer; raises NoVerdictError."""
+
+START_SECONDS = 600.0
+"""The judge may be an engine that starts at the same time."""
+CHECK_SECONDS = 5.0
+"""The wait for the judge in a check before the run, which may be out of its reach."""
+_PATH = "/chat/completions"
+_FIRST_TOKEN: dict[str, Any] = {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+_TIE = 0.5
+_MAX_REASON = 500
+
+
+class Judge:
+    """A judge, which answers within ``serving``; all sources of a run share it, its places and its verdicts."""
+
+    def __init__(self, settings: JudgeSettings, *, is_soft: bool) -> None:
+        """Read the key; ``is_soft`` if the judge is asked for probabilities.
+
+        Raises:
+            ConfigurationError: the variable of the key is not set.
+        """
+        assert settings.judge_url is not None
+        self.settings = settings
+        self.figures = Figures()
+        self._is_soft = is_soft
+        self._client = HttpClient(settings.judge_url, token=_key(settings), service="judge", max_connections=None)
+        self._places = asyncio.Semaphore(settings.judge_concurrency)
+        self._calls: dict[str, asyncio.Task[Verdict | NoVerdictError]] = {}
+        self._verdicts = Verdicts(settings.judge_directory)
+        self._model: str | None = None
+        """The name that the judge answered with last."""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Wait for the judge and open the verdicts; requests under way are cancelled at the end.
+
+        Raises:
+            ConfigurationError: JUDGE_URL is not a judge's or refuses, or JUDGE_DIR cannot be used.
+            DependencyLostError: another process uses JUDGE_DIR.
+            NeverReadyError: the judge did not answer within START_SECONDS.
+        """
+        async with self._client:
+            try:
+                await self._probe(START_SECONDS)
+            except DependencyLostError as error:
+                raise NeverReadyError(str(error)) from error
+            await self._verdicts.open()
+            try:
+                self._model = await self._verdicts.last_model()
+                yield
+            finally:
+                calls = list(self._calls.values())
+                for call in calls:
+                    call.cancel()
+                await asyncio.gather(*calls, return_exceptions=True)
+                await self._verdicts.close()
+
+    async def check(self) -> None:
+        """Ask the judge one short question; a judge that is out of reach from here passes.
+
+        Raises:
+            ConfigurationError: JUDGE_URL is not a judge's, or it refuses the request.
+        """
+        async with self._client:
+            try:
+                await self._probe(CHECK_SECONDS)
+            except DependencyLostError as error:
+                log.warning("the judge cannot be checked from here", reason=str(error))
+
+    async def _probe(self, seconds: float) -> None:
+        settings = self.settings
+        ask: Messages = [{"role": "user", "content": "Reply with the word yes."}]
+        body = self._body(ask, **(_FIRST_TOKEN if self._is_soft else {"max_tokens": 1}))
+        where = f"JUDGE_URL {settings.judge_url}"
+        try:
+            response = await self._client.request("POST", _PATH, body, deadline=seconds, attempt_seconds=seconds)
+            choice = ChatReply.model_validate_json(response.content).choices[0]
+            if self._is_soft:
+                _first_tokens(choice)
+        except RequestRefusedError as error:
+            raise ConfigurationError(
+                f"{where} refuses a request for JUDGE_MODEL {settings.judge_model}: {error.status} {error.detail}; the "
+                f"URL must end where {_PATH} follows, mostly in /v1, and JUDGE_API_KEY_ENV name the key's variable"
+            ) from error
+        except ValidationError as error:
+            kind = response.headers.get("content-type", "no content type")
+            raise ConfigurationError(
+                f"{where} answers {kind} that is not a chat completion ({response.text[:80]!r}); give the base URL of "
+                "an OpenAI-compatible API, mostly ending in /v1"
+            ) from error
+        except NoVerdictError as error:
+            raise ConfigurationError(f"{where}: {error}; judge_soft needs them, `judge` does not") from error
+
+    async def score(self, reward: str, item: RewardItem, rubric: Rubric) -> Evaluation:
+        """Return the score of an answer alone, from 0 to 1, by the reward ``judge`` or ``judge_soft``.
+
+        It is the weighted mean over the rubric's criteria, of the verdicts or of the probabilities of "yes".
+        """
+        try:
+            scores, reason = await (self._soft if reward == "judge_soft" else self._by_criteria)(item, rubric)
+        except NoVerdictError as error:
+            return self._failed(error)
+        value = rubric.score(scores)
+        self.figures.watch(value, item.response)
+        return Evaluation(value, reason=reason)
+
+    async def compare(self, items: Sequence[RewardItem], rubric: Rubric | None) -> list[Evaluation]:
+        """Return the scores of the answers to one prompt relative to each other, in order; equal answers share one.
+
+        Equal answers alone are a tie: 0.5 each, without a request.
+        """
+        texts = rubrics.shuffled(items[0].prompt, (item.response for item in items))
+        if len(texts) == 1:
+            return [Evaluation(_TIE, reason="all answers are equal")] * len(items)
+        share = int(_digest(texts)[:8], 16) / 2**32
+        orders = [texts, texts[::-1]] if share < self.settings.judge_second_order else [texts]
+        first, *second = await asyncio.gather(
+            *(self._by_text(items[0], order, rubric) for order in orders), return_exceptions=True
+        )
+        if isinstance(first, NoVerdictError):
+            return [self._failed(first)] * len(items)
+        if isinstance(first, BaseException):
+            raise first
+        scores, reason = first
+        for other in second:
+            if not isinstance(other, BaseException):
+                self.figures.compare([scores[text] for text in texts], [other[0][text] for text in texts])
+        for text in texts:
+            self.figures.watch(scores[text], text)
+        return [Evaluation(scores[item.response], reason=reason) for item in items]
+
+    def _failed(self, error: NoVerdictError) -> Evaluation:
+        self.figures.fail(error.label)
+        return Evaluation(None, error.status, str(error))
+
+    async def _by_criteria(self, item: RewardItem, rubric: Rubric) -> tuple[dict[str, float], str]:
+        """Return the scores by criterion, and the judge's reasons."""
+        asked = rubrics.criteria_messages(rubric, item, self.settings.judge_max_characters)
+        verdict = await self._verdict(
+            asked, lambda choice: Verdict(*rubrics.read_criteria(self._text(choice), asked, rubric))
+        )
+        return verdict.scores, verdict.reason
+
+    async def _soft(self, item: RewardItem, rubric: Rubric) -> tuple[dict[str, float], str]:
+        """Return the probability of "yes" by criterion, and the same as text."""
+        criteria, most = rubric.criteria, self.settings.judge_max_characters
+        asked = [rubrics.soft_messages(rubric, criterion, item, most) for criterion in criteria]
+
+        def read(choice: ChatChoice) -> Verdict:
+            return Verdict({"yes": rubrics.read_soft(_first_tokens(choice))})
+
+        verdicts = await asyncio.gather(*(self._verdict(one, read, tries=1, **_FIRST_TOKEN) for one in asked))
+        scores = {c.name: verdict.scores["yes"] for c, verdict in zip(criteria, verdicts, strict=True)}
+        return scores, "; ".join(f"{name}: {score:.3f}" for name, score in scores.items())
+
+    async def _by_text(
+        self, item: RewardItem, texts: Sequence[str], rubric: Rubric | None
+    ) -> tuple[dict[str, float], str]:
+        """Return the scores by text, and the judge's reasons, of different answers shown in the order of ``texts``."""
+        asked = rubrics.group_messages(rubric, item, texts, self.settings.judge_max_characters)
+        verdict = await self._verdict(
+            asked, lambda choice: Verdict(*rubrics.read_group(self._text(choice), asked, len(texts)))
+        )
+        return {text: verdict.scores[str(number)] for number, text in enumerate(texts, start=1)}, verdict.reason
+
+    def _text(self, choice: ChatChoice) -> str:
+        if choice.finish_reason == "length":
+            most = self.settings.judge_max_tokens
+            raise NoVerdictError(f"the reply is cut off at {most} tokens; raise JUDGE_MAX_TOKENS", "truncated")
+        return choice.message.content or ""
+
+    def _body(self, messages: Messages, **fields: Any) -> dict[str, Any]:
+        settings = self.settings
+        sampling = {"temperature": 0, "max_tokens": settings.judge_max_tokens}
+        body = {"model": settings.judge_model, "messages": messages, **sampling, **fields, **settings.judge_args}
+        return {name: value for name, value in body.items() if value is not None}
+
+    async def _verdict(self, messages: Messages, read: Read, *, tries: int = 2, **fields: Any) -> Verdict:
+        """Return the verdict that the answer to ``messages`` is read as: kept, shared with an equal request, or new.
+
+        A request runs on if nobody waits for it any more, so that its verdict is kept for the next time.
+
+        Raises:
+            NoVerdictError: the judge gave none.
+        """
+        body = self._body(messages, **fields)
+        key = _digest(body)
+        call = self._calls.get(key)
+        if call is not None:
+            self.figures.hit()
+        else:
+            call = self._calls[key] = asyncio.create_task(self._kept_or_new(key, body, read, tries))
+            call.add_done_callback(lambda _: self._calls.pop(key))
+        outcome = await asyncio.shield(call)
+        if isinstance(outcome, NoVerdictError):
+            raise outcome
+        return outcome
+
+    async def _kept_or_new(self, key: str, body: dict[str, Any], read: Read, tries: int) -> Verdict | NoVerdictError:
+        if (kept := await self._verdicts.find(key)) is not None:
+            self.figures.hit()
+            return kept
+        seconds = self.settings.judge_seconds
+        end = time.monotonic() + seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._places.acquire()
+        except TimeoutError:
+            reason = f"no place was free for {seconds:g} s (JUDGE_SECONDS); raise it or JUDGE_CONCURRENCY"
+            return NoVerdictError(reason, "queue", RewardStatus.OVERLOADED)
+        try:
+            verdict, cost = await self._ask(body, read, tries, end)
+        except NoVerdictError as error:
+            return error
+        except (DependencyLostError, RequestRefusedError) as error:
+            return _no_answer(error)
+        finally:
+            self._places.release()
+        await self._verdicts.keep(key, verdict, self._model or "", cost)
+        return verdict
+
+    async def _ask(self, body: dict[str, Any], read: Read, tries: int, end: float) -> tuple[Verdict, tuple[int, int]]:
+        """Return a new verdict, and the tokens of all prompts and replies that it took; ask again if unusable.
+
+        Raises:
+            NoVerdictError: none of ``tries`` replies had a verdict, or one was cut off.
+            RequestRefusedError, DependencyLostError: the judge refused, or did not answer until ``end``.
+        """
+        messages, costs = body["messages"], []
+        while True:
+            left = max(end - time.monotonic(), 0.001)
+            reply = await self._client.call("POST", _PATH, ChatReply, body, deadline=left, attempt_seconds=left)
+            costs.append(self.figures.count(reply))
+            self._note_model(reply.model)
+            tries -= 1
+            try:
+                verdict = read(reply.choices[0])
+            except NoVerdictError as error:
+                if not tries or error.label == "truncated":
+                    raise
+                refused = {"role": "assistant", "content": reply.choices[0].message.content or "(nothing)"}
+                again = {"role": "user", "content": f"That cannot be used: {error}. Reply with the JSON object alone."}
+                body = body | {"messages": [*messages, refused, again]}
+            else:
+                prompts, replies = map(sum, zip(*costs, strict=True))
+                return Verdict(verdict.scores, verdict.reason[:_MAX_REASON]), (prompts, replies)
+
+    def _note_model(self, model: str) -> None:
+        """Warn if the judge answers as another model than before: a name may move to a new model during a run."""
+        if model and self._model and model != self._model:
+            log.warning("another model answers for the judge: rewards may change", before=self._model, now=model)
+        self._model = model or self._model
+
+
+def judge_of(settings: RewardSettings) -> Judge | None:
+    """Return the judge that the rewards of the settings' sources need; None if none does.
+
+    Raises:
+        ConfigurationError: the variable of the judge's key is not set.
+    """
+    if not any(name in JUDGES for name in settings.names):
+        return None
+    return Judge(settings, is_soft="judge_soft" in settings.names)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=32).hexdigest()
+
+
+def _key(settings: JudgeSettings) -> str | None:
+    name = settings.judge_api_key_env
+    if name is not None and not os.environ.get(name):
+        raise ConfigurationError(
+            f"JUDGE_API_KEY_ENV names {name}, which is not set; give it a value. On a cluster declare it under "
+            f"`secrets` of reward-server in the job group's file, and launch with --secret {name}"
+        )
+    return None if name is None else os.environ[name]
+
+
+def _first_tokens(choice: ChatChoice) -> list[Any]:
+    tokens = choice.logprobs.content if choice.logprobs else None
+    if not tokens or not tokens[0].top_logprobs:
+        raise NoVerdictError("the replies have no top_logprobs", "no_logprobs")
+    return list(tokens[0].top_logprobs)
+
+
+def _no_answer(error: DependencyLostError | RequestRefusedError) -> NoVerdictError:
+    """Return the failure of a judge that gave no answer, by the last thing that came instead."""
+    cause = error.__cause__
+    if isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+        return NoVerdictError(str(error), "overloaded", RewardStatus.OVERLOADED)
+    if isinstance(cause, TimeoutError | httpx.TransportError):
+        return NoVerdictError(str(error), "timeout", RewardStatus.TIMEOUT)
+    return NoVerdictError(str(error), "refused" if isinstance(error, RequestRefusedError) else "no_chat")
