@@ -199,7 +199,7 @@ def _drive(
     assert state is not None
     assert policy.description is not None, "rank 0 has it"
     if settings.mode is Mode.SYNC:
-        services.cursor = state.cursor
+        services.cursors = dict(state.cursors)
         services.restore_replay(state.replay_snapshot)
     services.start_collector()
     with writing(settings.run_dir):
@@ -208,7 +208,7 @@ def _drive(
         files = RunFiles(settings, state.step, decode, components, room.holds)
     with closing(files):
         try:
-            prompts = settings.num_epochs * data.train_prompts
+            prompts = settings.epochs * data.train_prompts
             TrainingLoop(
                 settings, services, rank_calls, files, status, state, rank_calls.learner.total_steps, prompts
             ).run()
