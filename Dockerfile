@@ -15,6 +15,8 @@ WORKDIR /tmp/checkout
 
 # data-server, reward-server, replay-buffer, gateway, environment-server, collector, and docs/cluster/clean.yaml.
 FROM python AS services
+# Isolates programs for the reward `code`.
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir --constraint constraints.txt '.[data,reward,replay,gateway,environment,collector,local]'
 RUN PIP_NO_INDEX=1 pip install --no-deps --force-reinstall . && pip uninstall --yes skypilot-grpo
 WORKDIR /root

@@ -26,6 +26,8 @@ from services.core.errors import ConfigurationError
 
 PARTS = ("checkpoints", "policy")
 """The directories of a run that only its continuation needs."""
+GROUPS = "groups"
+"""The directory with the recorded groups of a run, from which others can be trained: --keep-model leaves it."""
 
 
 def main(
@@ -40,7 +42,10 @@ def main(
     ] = None,
     keep_model: Annotated[
         bool,
-        typer.Option("--keep-model", help="Remove only checkpoints and policy versions; such a run cannot resume."),
+        typer.Option(
+            "--keep-model",
+            help="Remove only checkpoints and policy versions, so that the run cannot resume; recorded groups stay.",
+        ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = directory.RUNS,
@@ -145,6 +150,11 @@ def remove(
         left = directory.usage(run.path)[0] if keep_model else 0
         what = f"{' and '.join(PARTS)} of {run.path}" if keep_model else str(run.path)
         console.print(f"removed {what}, {decimal(run.size - left)}", soft_wrap=True, highlight=False)
+        if (groups := run.path / GROUPS).exists():
+            size = decimal(directory.usage(groups)[0])
+            console.print(
+                f"kept {groups}, {size}, for `grpo groups`; remove it by hand", soft_wrap=True, highlight=False
+            )
 
 
 def _remove(run: Listed, folders: list[Path]) -> None:

@@ -167,7 +167,7 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any], exit_code: 
         model = f"{directory}/model"
         settings = trainer_settings(run)
         # Episodes of an environment need the run's environment-servers, which only a run starts.
-        if Task.ENVIRONMENT_SERVER not in settings.services:
+        if any(Task.ENVIRONMENT_SERVER not in own.way.services for own in settings.by_source().values()):
             evaluate = [grpo_command(), "evaluate", "--model", model, *_evaluated_as(run, launch)]
             commands.append(("evaluate", shlex.join(evaluate)))
         commands.append(

@@ -54,7 +54,20 @@ COMMANDS = {
     ),
     "view": Program("scripts.view", TRAINING, ("grpo view --open", "grpo view runs/")),
     "chat": Program("scripts.chat", TRAINING, ("grpo chat", "grpo chat grpo-20260131-120000 --temperature 1")),
+    "groups": Program(
+        "scripts.groups",
+        TRAINING,
+        (
+            "grpo groups grpo-20260131-120000 'reward >= 1 and tokens < 400' --out right.groups",
+            "grpo groups grpo-20260131-120000 'components[\"format\"] == 1' --pairs --out pairs.jsonl",
+        ),
+    ),
     "clean": Program("local_runner.clean", TRAINING, ("grpo clean", "grpo clean --keep 3 --keep-model")),
+    "doctor": Program(
+        "local_runner.doctor",
+        TRAINING,
+        ("grpo doctor", "grpo doctor --job-group jobgroup.yaml --env REWARD_FN=code --env-file my.env"),
+    ),
     "evaluate": Program(
         "scripts.evaluate",
         EVALUATION,

@@ -55,8 +55,8 @@ class TrainingLoop:
     status: RunStatus
     state: RunState
     total_steps: int
-    total_prompts: int
-    """The prompts of all epochs."""
+    total_prompts: float
+    """The prompts of all epochs; infinite with SOURCES."""
     skipped_in_a_row: int = 0
     is_recorded: bool = True
     """False once the metrics of a completed step could not be written."""
@@ -64,6 +64,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         rank_calls = self.rank_calls
         self.objective = Objective(self.settings, self.state.role_baselines)
+        self.schedule = self.settings.schedule
         self.publisher = Publisher(self.settings, self.services.thread, rank_calls.writer, rank_calls.write_policy)
         self.probe = Probe(self.publisher, rank_calls.learner.policy, rank_calls.logprobs)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.rank_calls, self.state)
@@ -104,7 +105,7 @@ class TrainingLoop:
     def step(self) -> bool:
         """Take one training step, numbered as in README.md; return False when the training prompts are used up."""
         settings, services, state = self.settings, self.services, self.state
-        batch = Batch(self.objective)
+        batch = Batch(self.objective, self.quotas)
         if settings.mode is Mode.ASYNC:
             self.enter("wait", f"waiting for the groups of step {state.step + 1}")
             # 1 to 4: collectors have taken them
@@ -127,11 +128,12 @@ class TrainingLoop:
         batch.position = self.position
         update = self.update(groups)  # 7. update
         # The weights are those of the next step, and so is the state from here on, whichever service is lost.
-        state.step, state.policy_version, state.cursor = state.step + 1, state.policy_version + 1, services.cursor
+        state.step, state.policy_version = state.step + 1, state.policy_version + 1
+        state.cursors = dict(services.cursors)
         state.prompts_used += batch.prompts_used
         state.role_baselines = {**self.objective.role_baselines}
 
-        made = batch.scored if settings.dynamic_sampling_tries else ()
+        made = batch.scored if settings.dynamic_sampling_tries or len(batch.scored) > len(batch.groups) else ()
         metrics = batch.counts | step_metrics(batch.groups, made, update, state.policy_version)
         metrics |= teacher_metrics(batch.groups, settings.teachers)
         with self.recording(batch, metrics):
@@ -186,6 +188,12 @@ class TrainingLoop:
         groups = self.objective.with_advantages(groups, reference, values)
         batch.counts |= critic_metrics(groups) if settings.has_critic else self.objective.metrics
         return groups
+
+    @property
+    def quotas(self) -> dict[str, int]:
+        """The number of groups of each source in the next step, by the schedule."""
+        first = self.state.step * self.settings.batch_size
+        return self.schedule.counts(first, first + self.settings.batch_size)
 
     def teach(self, batch: Batch) -> None:
         """Have the teachers in the trainer score the groups that they have not scored yet, fresh and replayed."""
@@ -331,6 +339,7 @@ class TrainingLoop:
             policy_version=self.state.policy_version - 1,
             position=batch.position,
             total_steps=self.total_steps,
+            tokenizer=None if self.state.fingerprint is None else self.state.fingerprint.tokenizer,
         )
         metrics |= {"groups_unrecorded": float(unrecorded)} if unrecorded else {}
         with writing(self.settings.run_dir):

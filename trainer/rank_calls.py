@@ -24,6 +24,7 @@ from trainer.algorithm.training_groups import PerToken
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.config import PublishedType, TrainerSettings
 from trainer.model.critic import CriticLearner
+from trainer.model.kernels import KeptKernels
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.ranks import Ranks, error_of
@@ -61,6 +62,8 @@ class RankCalls:
     checkpoints: CheckpointStore
     should_stop: Callable[[], bool]
     critic: CriticLearner | None = None
+    kernels: KeptKernels | None = None
+    """Where rank 0 writes the kernels of its first update; None if they are not kept."""
 
     @contextmanager
     def leading(self) -> Iterator[None]:
@@ -105,6 +108,9 @@ class RankCalls:
         if critic is not None and critic.trains_alone(step):
             stop = None if result.steps else self.should_stop
             result = result.with_critic(critic.update(groups, step, position=position, should_stop=stop))
+        if self.kernels is not None and self.ranks.is_main and result.tokens:
+            self.kernels.keep()
+            self.kernels = None
         return result
 
     def values(self, groups: Sequence[TrainingGroup]) -> list[PerToken]:

@@ -29,6 +29,7 @@ from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.config import Mode, TrainerSettings, Transport
 from trainer.loop import TrainingLoop
 from trainer.model.critic import CriticLearner
+from trainer.model.kernels import KeptKernels
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
@@ -121,6 +122,9 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         thread = stack.enter_context(ServiceThread(stop)) if ranks.is_main else None
         _open_page(settings, ranks, thread, status)
         status.begin("starting", f"loading {settings.model_name}")
+        kernels = KeptKernels.of(settings, ranks.device)
+        if kernels is not None:
+            kernels.load()
         policy = load_policy(settings, ranks)
         log.info(
             "policy loaded", model=settings.model_name, parameters=count_parameters(policy), ranks=ranks.world_size
@@ -139,7 +143,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         writer = VersionWriter(settings, policy, ranks)
         stack.callback(writer.close)
         state = resume(settings, ranks, policy, data, learner, checkpoints, critic)
-        rank_calls = RankCalls(settings, ranks, learner, writer, checkpoints, stop, critic)
+        rank_calls = RankCalls(settings, ranks, learner, writer, checkpoints, stop, critic, kernels)
         if services is None:
             rank_calls.follow()
             return
@@ -193,7 +197,7 @@ def _drive(
     assert state is not None
     assert policy.description is not None, "rank 0 has it"
     if settings.mode is Mode.SYNC:
-        services.cursor = state.cursor
+        services.cursors = dict(state.cursors)
         services.restore_replay(state.replay_snapshot)
     services.start_collector()
     with writing(settings.run_dir):
@@ -202,7 +206,7 @@ def _drive(
         files = RunFiles(settings, state.step, decode, components, room.holds)
     with closing(files):
         try:
-            prompts = settings.num_epochs * data.train_prompts
+            prompts = settings.epochs * data.train_prompts
             TrainingLoop(
                 settings, services, rank_calls, files, status, state, rank_calls.learner.total_steps, prompts
             ).run()

@@ -224,8 +224,10 @@ def plan_text(predictions: Sequence[tuple[Model, Prediction]], batch: Batch, ste
         layout, seconds = one.layout, one.seconds
         nodes = (f"{layout.rollout_nodes} x {layout.rollout_gpus}", f"{layout.trainer_nodes} x {layout.trainer_gpus}")
         phases = [f"{getattr(seconds, phase):.1f}" for phase in (*PHASES, "total")]
-        rows.append([model.label, *nodes, str(layout.gpus), *phases, f"{one.asynchronous_seconds:.1f}"])
-    lines += ["", *table(["model", "rollout", "trainer", "GPUs", *PHASES, "step", "MODE=async"], rows)]
+        last = (f"{one.asynchronous_seconds:.1f}", f"{busy(seconds):.0%}")
+        rows.append([model.label, *nodes, str(layout.gpus), *phases, *last])
+    header = ["model", "rollout", "trainer", "GPUs", *PHASES, "step", "MODE=async", "less busy tier"]
+    lines += ["", *table(header, rows)]
     for model, one in predictions:
         lines += ["", f"{model.label}, in jobgroup.yaml"]
         chosen = work(model, batch, one.layout.trainer_nodes, one.layout.trainer_gpus)
@@ -238,9 +240,10 @@ def plan_text(predictions: Sequence[tuple[Model, Prediction]], batch: Batch, ste
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of jobgroup.yaml with the model and the GPUs that the file has, one GPU a node."""
+    """A launch of a model; without options, with the model and the rollout nodes that jobgroup.yaml has."""
 
-    command: str
+    label: str
+    options: str
     layout: Layout
     settings: TrainerSettings
 
@@ -249,17 +252,19 @@ class Launch:
         """Return the launches with the preset of `grpo launch` and without."""
         preset = TrainerSettings.load(**{name.lower(): value for name, value in env_file(PRESET).items()})
         return [
-            cls("grpo launch", Layout(2, 1, 1, 1), preset),
-            cls("grpo launch --rollout-nodes 1", Layout(1, 1, 1, 1), preset),
-            cls("grpo launch --stock", Layout(2, 1, 2, 1), TrainerSettings.load()),
+            cls("0.5B", "", Layout(2, 1, 1, 1), preset),
+            cls("0.5B", "--rollout-nodes 1", Layout(1, 1, 1, 1), preset),
+            cls("0.5B", "--stock", Layout(2, 1, 2, 1), TrainerSettings.load()),
+            cls("8B", "--gpus H100:4 --rollout-gpus H100:1", Layout(2, 1, 1, 4), preset),
+            cls("8B", "--gpus H100:4 --rollout-gpus H100:1 --rollout-nodes 3", Layout(3, 1, 1, 4), preset),
         ]
 
     def seconds(self, measured: Rates) -> Seconds:
         """Predict the seconds of a step; a completion has half of its most tokens on average."""
         most = self.settings.max_new_tokens
         batch = Batch(self.settings.batch_size, self.settings.group_size, PROMPT_TOKENS, most // 2, most)
-        predicted = predict(MODELS["0.5B"], batch, self.layout, measured).seconds
-        publish = publish_seconds(MODELS["0.5B"], self.layout)[self.settings.publish_transport]
+        predicted = predict(MODELS[self.label], batch, self.layout, measured).seconds
+        publish = publish_seconds(MODELS[self.label], self.layout)[self.settings.publish_transport]
         return replace(predicted, publish=publish)
 
 
@@ -269,15 +274,17 @@ def busy(seconds: Seconds) -> float:
 
 
 def launches_text(measured: Rates) -> str:
-    """Return how busy launches keep the GPUs of jobgroup.yaml."""
+    """Return how busy launches keep their GPUs."""
     rows = []
     for launch in Launch.all():
         layout, seconds = launch.layout, launch.seconds(measured)
         nodes = [f"{layout.rollout_nodes} x {layout.rollout_gpus}", f"{layout.trainer_nodes} x {layout.trainer_gpus}"]
         completions = launch.settings.batch_size * launch.settings.group_size
         phases = [f"{getattr(seconds, phase):.1f}" for phase in (*PHASES, "total")]
-        rows.append([launch.command, *nodes, str(completions), *phases, f"{busy(seconds):.0%}"])
-    header = ["0.5B on H100", "rollout", "trainer", "completions", *PHASES, "step", "less busy tier"]
+        rows.append(
+            [launch.options or "no options", launch.label, *nodes, str(completions), *phases, f"{busy(seconds):.0%}"]
+        )
+    header = ["grpo launch, on H100", "model", "rollout", "trainer", "completions", *PHASES, "step", "less busy tier"]
     return "\n".join(table(header, rows))
 
 

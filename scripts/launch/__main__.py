@@ -41,6 +41,7 @@ from scripts.launch.tables import table, wrapped
 from services.core import logs
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
+from services.core.sources import load_sources
 from services.engines.settings import RolloutSettings
 from trainer.config import TrainerSettings
 
@@ -101,7 +102,7 @@ def main(
     logs.configure("launch", "error")
     options = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
     agent, environment = agent or options.get("AGENT"), environment or options.get("ENVIRONMENT")
-    file, chosen = _job_group(asynchronous=asynchronous, agent=agent, environment=environment)
+    file, chosen = _job_group(_rollouts(options), asynchronous=asynchronous, agent=agent, environment=environment)
     secrets = spec.assignments(secret or [], "--secret")
     plan = _plan(file, size, options, chosen, secrets, image, None if stock else _preset(options))
     text = _check_group(plan, options) if check else plan.text
@@ -189,8 +190,32 @@ def _plan(
     )
 
 
-def _job_group(*, asynchronous: bool, agent: str | None, environment: str | None) -> tuple[Path, dict[str, str]]:
+def _rollouts(options: Mapping[str, str]) -> set[str]:
+    """Return the ways of rolling out that the sources name; empty without SOURCES.
+
+    Raises:
+        ConfigurationError: the file is not valid, or SkyPilot would not upload it.
+    """
+    if not (name := options.get("SOURCES")):
+        return set()
+    if Path(name).is_absolute() or Path(name).resolve() != (ROOT / name).resolve():
+        raise ConfigurationError(
+            f"SOURCES is {name!r}, but nodes get the files below {ROOT}: put it there, and name it from there, as in "
+            "SOURCES=mix.yaml"
+        )
+    return {source.settings.get("rollout", "completion") for source in load_sources(Path(name)).all}
+
+
+def _job_group(
+    rollouts: Set[str], *, asynchronous: bool, agent: str | None, environment: str | None
+) -> tuple[Path, dict[str, str]]:
     """Return the job group's file, and the variables that say the same.
+
+    Args:
+        rollouts: the ways of rolling out of the sources.
+        asynchronous: generate while the step trains.
+        agent: the agent that answers the prompts.
+        environment: the environment whose episodes the model plays.
 
     Raises:
         ConfigurationError: an agent and an environment are given.
@@ -198,6 +223,10 @@ def _job_group(*, asynchronous: bool, agent: str | None, environment: str | None
     if agent and environment:
         raise ConfigurationError("give --agent or --environment, not both: each answers the prompts")
     mode = {"MODE": "async"} if asynchronous else {}
+    if rollouts - {"completion"}:
+        # It has the services of every way. A source says itself what it does not share with the others.
+        named = {"ENVIRONMENT": environment} if environment else {}
+        return ROOT / "jobgroups/environment.yaml", {"ROLLOUT": "completion"} | named | mode
     if agent:
         return ROOT / "jobgroups/agent.yaml", {"AGENT": agent} | mode
     if environment:

@@ -23,8 +23,8 @@ _DIMENSIONS = (
     *("vocab_size", "hidden_size", "intermediate_size"),
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
 )
-_TIED = {"tie_word_embeddings": True}
-_UNTIED = {"tie_word_embeddings": False}
+_TIED = {"dtype": "bfloat16", "tie_word_embeddings": True}
+_UNTIED = _TIED | {"tie_word_embeddings": False}
 _MODELS: dict[str, tuple[str, type[PretrainedConfig], tuple[int, ...], dict[str, Any]]] = {
     "0.5B": ("Qwen/Qwen2.5-0.5B-Instruct", Qwen2Config, (151936, 896, 4864, 24, 14, 2), _TIED),
     "1.5B": ("Qwen/Qwen2.5-1.5B-Instruct", Qwen2Config, (151936, 1536, 8960, 28, 12, 2), _TIED),

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sqlite3
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ FULL_BELOW_BYTES = 64 * 2**20
 """A disk counts as full below this: a failed write may leave some space, and others may have freed some since."""
 
 
-def atomic_write(path: Path, content: bytes | str) -> None:
-    """Write a file that readers see whole: the old content or the new, never a part.
+def atomic_write(path: Path, content: bytes | str | Iterable[bytes]) -> None:
+    """Write a file that readers see whole: the old content or the new, never a part. Pieces are written as they come.
 
     The content goes to ``.{name}.partial`` in the same directory, which must exist, and is renamed into place. A failed
     write leaves the old file and no partial one. Nothing is synced to the disk.
@@ -29,7 +30,9 @@ def atomic_write(path: Path, content: bytes | str) -> None:
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        whole = content.encode() if isinstance(content, str) else content
+        with partial.open("wb") as file:
+            file.writelines([whole] if isinstance(whole, bytes) else whole)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -411,7 +411,7 @@ def split(data: bytes | memoryview) -> Iterator[memoryview]:
 
 
 def first_part(stream: BinaryIO) -> bytes:
-    """Return the first part of a file of ``joined`` bytes, without reading the others."""
+    """Return the first part of a file of ``joined`` bytes, or the next one, without reading the others."""
     (length,) = _LENGTH.unpack(stream.read(_LENGTH.size).ljust(_LENGTH.size, b"\0"))
     return stream.read(length)
 

@@ -19,6 +19,7 @@ from services.http.app import create_service_app
 from services.http.problems import unknown_source
 from services.protocol.base import Health
 from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult
+from services.reward_server.code import CodeReward
 from services.reward_server.judging import judge_of
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import NeuralReward, Scorer
@@ -39,7 +40,8 @@ def create_app(settings: RewardSettings) -> FastAPI:
             log.warning(own.caution, source=source or None)
     pool = WorkerPool(settings)
     judge = judge_of(settings)
-    scorers = settings.of_sources(lambda own, _: Scorer(own, pool, judge=judge))
+    code = CodeReward(settings) if "code" in settings.names else None
+    scorers = settings.of_sources(lambda own, _: Scorer(own, pool, judge=judge, code=code))
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -50,6 +52,9 @@ def create_app(settings: RewardSettings) -> FastAPI:
                 neural = await _start_reward_model(settings, stack)
                 for scorer in scorers.values():
                     scorer.neural = neural
+            if code is not None:
+                stack.push_async_callback(code.stop)
+                await code.start()
             await pool.start()
             stack.push_async_callback(pool.stop)
             yield

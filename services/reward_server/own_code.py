@@ -1,4 +1,4 @@
-"""Import the functions that REWARD_FN names, and ask its judge: ``python -m services.reward_server.own_code``.
+"""Try what REWARD_FN names: functions, judge, sandbox: ``python -m services.reward_server.own_code``.
 
 With the FILE of ``python -m services.data_server.look --items FILE`` it also checks that one applies to each row.
 """
@@ -18,21 +18,25 @@ from services.reward_server import pool, worker
 from services.reward_server.judging import judge_of
 from services.reward_server.rubric import find_rubric
 from services.reward_server.settings import RewardSettings
+from services.sandbox.probe import choose
 
 APPLIES_SECONDS = 20.0
 """Rows are looked at for so long."""
 
 
 def main() -> None:
-    """Import the functions as a worker process does, read the rubrics, and ask the judge a question.
+    """Import the functions as a worker process does, read the rubrics, ask the judge, and attack the sandbox.
 
     Raises:
-        ConfigurationError: a function cannot be imported, no function applies to a row, or the judge is none.
+        ConfigurationError: a function cannot be imported, no function applies to a row, the judge is none,
+            or no sandbox holds here.
     """
     settings = RewardSettings.load()
     check(settings)
     if (judge := judge_of(settings)) is not None:
         asyncio.run(judge.check())
+    if "code" in settings.names:
+        asyncio.run(choose(settings.sandbox, settings.interpreter, writes=False))
 
 
 def check(settings: RewardSettings) -> None:
@@ -43,6 +47,8 @@ def check(settings: RewardSettings) -> None:
             names its source.
     """
     settings.of_sources(lambda own, source: _load(own, source.name if source else ""))
+    if "code" in settings.names:
+        asyncio.run(choose(settings.sandbox, settings.interpreter, writes=False))
 
 
 def _load(settings: RewardSettings, source: str) -> None:

@@ -13,6 +13,7 @@ from prometheus_client import Counter as Metric
 
 from services.protocol.rewards import LARGEST_REWARD, FinishReason, RewardItem, RewardResult, RewardStatus
 from services.reward_server.answers import Verdict, find_tagged, judge
+from services.reward_server.code import CodeReward
 from services.reward_server.judging import Judge
 from services.reward_server.pool import Evaluation, WorkerPool
 from services.reward_server.rubric import find_rubric
@@ -41,7 +42,7 @@ NeuralReward = Callable[[RewardItem], Awaitable[Evaluation]]
 
 
 class Scorer:
-    """The reward functions of the settings, with the pool, the model and the judge that some of them need."""
+    """The reward functions of the settings, with the pools, the model and the judge that some of them need."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Scorer:
         pool: WorkerPool,
         neural: NeuralReward | None = None,
         judge: Judge | None = None,
+        code: CodeReward | None = None,
     ) -> None:
         """Read the rubric of the judge, if a function needs one.
 
@@ -60,7 +62,7 @@ class Scorer:
         self._relative = [function for function in settings.functions if function.name in RELATIVE]
         self._pool = pool
         self.neural = neural
-        self._judge = judge
+        self._judge, self._code = judge, code
         self._verdicts: OrderedDict[tuple[str, str], float] = OrderedDict()
         self.counts: Counter[str] = Counter()
 
@@ -144,6 +146,9 @@ class Scorer:
             case "reward_model":
                 assert self.neural is not None
                 return self.neural(item)
+            case "code":
+                assert self._code is not None
+                return self._code.score(item)
             case _:
                 return self._pool.evaluate(function, item.model_dump(mode="json", exclude={"source"}))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
@@ -12,12 +13,13 @@ from pydantic import Field, field_validator, model_validator
 from services.core.settings import JsonObject, Settings, SourcesSettings
 from services.protocol.rewards import CORRECT
 from services.reward_columns import JUDGES
+from services.sandbox.settings import SandboxSettings
 
 RELATIVE = ("judge_group",)
 """The rewards of answers relative to the others of their group, which an answer alone does not have."""
-BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model", *JUDGES)
-_IN_PROCESS = ("exact_match", "format", "reward_model", *JUDGES)
-"""The rewards that run in the server itself, because they are safe on any text."""
+BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model", "code", *JUDGES)
+_IN_PROCESS = ("exact_match", "format", "reward_model", "code", *JUDGES)
+"""The rewards that need no worker: they are safe on any text, or run it in boxes."""
 
 _PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[-+]?\d*\.?\d+(?:[eE][-+]?\d{1,2})?))?")
 
@@ -33,6 +35,13 @@ class WeightedFunction:
     def is_users(self) -> bool:
         """True for a user's function."""
         return ":" in self.name
+
+
+class CodeScore(StrEnum):
+    """The value of the reward `code`."""
+
+    ALL = "all"
+    SHARE = "share"
 
 
 class JudgeSettings(Settings):
@@ -72,19 +81,20 @@ class JudgeSettings(Settings):
         return self.run_dir / "judge" if self.judge_dir is None else self.judge_dir
 
 
-class RewardSettings(SourcesSettings, JudgeSettings):
+class RewardSettings(SourcesSettings, JudgeSettings, SandboxSettings):
     """The reward-server's environment variables."""
 
     reward_fn: str = "math"
     """The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. Built in are
     `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an answer follows `####`
     or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question scores the answer),
-    `reward_model`, and the judges `judge`, `judge_soft` and `judge_group`; `module:function` is a function of your own,
-    called with the keyword arguments of its signature among prompt, response, ground_truth, completion_tokens and
-    finish_reason, or with lists of one if it has the parameter `completions`, as TRL's have."""
+    `reward_model`, `code` (the row's tests are run on the program in the last fenced block; docs/guides/code.md), and
+    the judges `judge`, `judge_soft` and `judge_group`; `module:function` is a function of your own, called with the
+    keyword arguments of its signature among prompt, response, ground_truth, completion_tokens and finish_reason, or
+    with lists of one if it has the parameter `completions`, as TRL's have."""
     reward_workers: int = Field(2, ge=1, le=64)
     """Processes that verify the answers that exact arithmetic on plain numbers cannot decide, and run functions of your
-    own."""
+    own; for the reward `code`, boxes that run programs. Give as many as there are cores."""
     reward_cpu_seconds: float = Field(0.25, gt=0, le=3600)
     """Processor time that one answer may take in a worker; an answer that takes more is wrong."""
     reward_timeout_seconds: float = Field(15.0, gt=0, le=3600)
@@ -101,6 +111,15 @@ class RewardSettings(SourcesSettings, JudgeSettings):
     reward_model_max_tokens: int = Field(2048, ge=16)
     """Longer conversations are unscorable by the reward model, as are those longer than its positions; nothing is cut
     off."""
+
+    code_score: CodeScore = CodeScore.ALL
+    """The reward `code`: `all`, 1 if every test of the row passes and 0 otherwise; `share`, the share that passes, with
+    which many easy tests reward a program that solves only these."""
+    code_cpu_seconds: float = Field(5.0, gt=0, le=3600)
+    """Processor time that a program may take for one test with standard input, or for all calls of a function; ten
+    times as long by the clock. One that takes more fails the test."""
+    code_memory_mb: int = Field(512, ge=64)
+    """Memory of a program, with about 40 MB for Python; one that takes more fails the test."""
 
     @property
     def functions(self) -> list[WeightedFunction]:
@@ -121,11 +140,11 @@ class RewardSettings(SourcesSettings, JudgeSettings):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """REWARD_FN of each source, if a part of it is a user's function or a judge."""
+        """REWARD_FN of each source, if a part of it is a user's function, a judge, or runs code."""
         return {
             f"REWARD_FN of {source}" if source else "REWARD_FN": own.reward_fn
             for source, own in self.by_source().items()
-            if any(function.is_users or function.name in JUDGES for function in own.functions)
+            if any(function.is_users or function.name in (*JUDGES, "code") for function in own.functions)
         }
 
     @property

@@ -141,12 +141,16 @@ def test_a_run_keeps_its_model_and_records_without_what_resumes_it(capfd):
         for part in ("checkpoints/step-1", "policy/v1"):
             (run / part).mkdir(parents=True)
             (run / part / "file").write_bytes(bytes(3_000_000))
+    Path("runs/one/groups").mkdir()
+    Path("runs/one/groups/step-000001").write_bytes(bytes(2_000_000))
     (Path("runs/unfinished/model/weights")).unlink()
     Path("runs/unfinished/model").rmdir()
     before = {path for path in Path("runs").rglob("*") if not {"checkpoints", "policy"} & set(path.parts)}
     assert call(keep=0, keep_model=True) == 0
     said = capfd.readouterr().out
-    assert "removed checkpoints and policy of runs/one, 6.0 MB" in said
+    assert "removed checkpoints and policy of runs/one, 6.0 MB\n" in said
+    assert "kept runs/one/groups, 2.0 MB, for `grpo groups`; remove it by hand" in said
+    assert said.count("kept ") == 1
     assert "runs/unfinished is not removed: it has no model/" in said
     left = {path for path in Path("runs").rglob("*") if not {"checkpoints", "policy"} & set(path.parts)}
     assert left == before

@@ -25,7 +25,7 @@ from trainer.algorithm.attention_layout import TILE, tiles
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing
 from trainer.model.attention import TREE_ATTENTION
-from trainer.model.sharding import compile_layers
+from trainer.model.sharding import GATHERED_EXPERTS, compile_layers
 
 PRODUCTS = {False: 2, True: 7}
 """Products of a tile in attention's forward and backward kernels; the backward kernel computes scores and their
@@ -101,6 +101,7 @@ def _compiled_layer(
         patch.setattr(GraphLowering, "compile_to_module", on_kernels)
         compile_layers([], TrainerSettings.load(activation_checkpointing=checkpointing))  # for the compiler's options
         made = AutoModelForCausalLM.from_config(one, dtype=torch.bfloat16, attn_implementation=TREE_ATTENTION)
+        made.base_model.set_experts_implementation(GATHERED_EXPERTS)
         layer = made.base_model.layers[0]
         states = torch.empty(1, tokens, one.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         angles = tuple(torch.empty(1, tokens, _head_size(one), dtype=torch.bfloat16) for _ in range(2))

@@ -90,15 +90,14 @@ def pretended_policy(
     config: PretrainedConfig, settings: TrainerSettings, ranks: Ranks, *, has_checkpointing: bool
 ) -> Policy:
     """Return a policy of any size on cuda:0, sharded over the mesh. Within FakeTensorMode."""
+    file_type = config.dtype  # transformers sets it to the type of the model that it makes
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=TREE_ATTENTION)
     decoder = model.base_model
     if settings.lora_rank:
         model = _adapted_on_the_device(model, settings)
-    trained = policy.Policy(model, 1.0).eval().requires_grad_(not settings.lora_rank)
-    for name, parameter in trained.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad or "lora_" in name)
-    chosen = Compute("cuda", ComputeType.BFLOAT16, 1, "")
+    trained, chosen = policy.Policy(model, 1.0).eval(), Compute("cuda", ComputeType.BFLOAT16, 1, "")
+    policy.freeze(trained, chosen, file_type, trainable=True)
     alone = replace(ranks, world_size=1)  # there is nobody to send the weights to
     sharding.shard(trained, decoder, settings, alone, chosen, has_checkpointing=has_checkpointing)
     return trained

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, Qwen3MoeConfig
 
 from scripts.launch.models import CONFIGS
 from tests.pretend_cuda.compiled import kept_bytes
@@ -97,15 +97,36 @@ def test_a_step_takes_the_bytes_that_the_preflight_says(label: str, has_checkpoi
     assert peak < expected * 1.02, "too little memory is asked for all layers"
 
 
-@pytest.mark.parametrize(
-    ("label", "checkpointing"),
-    [("0.5B", False), ("7B", False), ("7B", "selective"), ("8B", False), ("8B", "selective"), ("32B", "selective")],
+MIXTURE = Qwen3MoeConfig(
+    vocab_size=151936,
+    hidden_size=2048,
+    moe_intermediate_size=768,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
 )
-def test_a_compiled_layer_keeps_the_bytes_that_the_preflight_says(label: str, checkpointing: Checkpointing) -> None:
-    config = CONFIGS[label][1]
+"""Qwen3-30B-A3B."""
+
+
+@pytest.mark.parametrize(
+    ("label", "checkpointing", "least"),
+    [
+        *((label, False, 0.998) for label in ("0.5B", "7B", "8B", "mixture")),
+        *((label, "selective", 0.9) for label in ("7B", "8B", "32B")),
+        # Whole tensors of a small model, or of experts, are large shares of the budget.
+        *((label, "selective", 0.7) for label in ("0.5B", "1.5B")),
+        ("mixture", "selective", 0.2),
+    ],
+)
+def test_a_compiled_layer_keeps_the_bytes_that_the_preflight_says(
+    label: str, checkpointing: Checkpointing, least: float
+) -> None:
+    config = MIXTURE if label == "mixture" else CONFIGS[label][1]
     shape = ModelShape.of(config)
     settings = TrainerSettings.load(activation_checkpointing=checkpointing)
     work = work_of(settings, shape, memory=80 * 10**9, nodes=1, ranks_per_node=RANKS, compute_bytes=2)
-    kept = kept_bytes(config, TOKENS, SEQUENCE, checkpointing) / TOKENS
-    assert kept == pytest.approx(stored_bytes(shape, work), rel=0.1 if checkpointing else 0.001)
-    assert kept < stored_bytes(shape, work) * 1.001, "too little memory is asked for"
+    share = kept_bytes(config, TOKENS, SEQUENCE, checkpointing) / TOKENS / stored_bytes(shape, work)
+    assert least < share < 1.001, "too much or too little memory is asked for"

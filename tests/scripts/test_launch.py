@@ -472,3 +472,28 @@ def test_an_image_of_ones_own_is_that_of_each_task(tmp_path: Path) -> None:
         "rollout-server": "docker:registry.example.org/grpo:v1-rollout",
         **dict.fromkeys(("data-server", "reward-server", "replay-buffer"), services),
     }
+
+
+MIX = """
+- {name: sums, dataset: arithmetic}
+- {name: game, dataset: seeds, rollout: environment, environment: guessing, agent_max_tokens: 9000}
+"""
+
+
+def test_sources_choose_the_job_group_and_reach_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.launch.__main__.ROOT", tmp_path)
+    (tmp_path / "jobgroups").symlink_to(ROOT / "jobgroups")
+    for folder in (tmp_path, tmp_path / "below", tmp_path / "out"):
+        folder.mkdir(exist_ok=True)
+        (folder / "mix.yaml").write_text(MIX)
+    options = ("--model", "0.5B", "--env", "SOURCES=mix.yaml", "--env", "MAX_STEPS=9")
+    monkeypatch.chdir(tmp_path)
+    _, text = launch(tmp_path / "out", *options)
+    tasks = {document["name"]: document for document in list(yaml.safe_load_all(text))[1:]}
+    assert {"gateway", "environment-server"} <= tasks.keys()
+    readers = ("ppo-trainer", "data-server", "reward-server", "environment-server")
+    assert {tasks[name]["envs"]["SOURCES"] for name in readers} == {"mix.yaml"}
+    assert tasks["ppo-trainer"]["envs"]["ROLLOUT"] == "completion"
+    monkeypatch.chdir(tmp_path / "below")
+    (tmp_path / "none").mkdir()
+    assert "put it there, and name it from there, as in SOURCES=mix.yaml" in refusal(tmp_path / "none", *options)

@@ -25,7 +25,7 @@ from typing import Any, Protocol, cast
 import orjson
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -161,7 +161,8 @@ class RunState(BaseModel):
     """The version of the policy after these steps."""
     model_type: str
     parameters: int
-    cursor: Cursor
+    cursors: dict[str, Cursor] = {}
+    """The prompts used so far, by source; that of a run without SOURCES is ""."""
     prompts_used: int = 0
     """Prompts of these steps, those of groups that were left out included."""
     role_baselines: dict[str, dict[int, float]] = {}
@@ -197,6 +198,15 @@ class RunState(BaseModel):
     """FORMS of the release that saved the state."""
     job: str | None = None
     """The SkyPilot job that saved the state; see ``job_id``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_cursor(cls, fields: Any) -> Any:
+        """Read the state of an earlier release, which has the cursor of its only source as ``cursor``."""
+        if isinstance(fields, dict) and "cursor" in fields:
+            fields = {**fields, "cursors": {"": fields["cursor"]}}
+            del fields["cursor"]
+        return fields
 
 
 class SavedCritic(Protocol):

@@ -40,6 +40,7 @@ from trainer.model.loading import (
     Description,
     ValueHead,
     choose_compute,
+    load_config,
     load_description,
     load_model,
     weights_digest,
@@ -84,10 +85,7 @@ def load_policy(
     if is_described:
         policy.description = load_description(settings, digest)
     # No dropout: the engine that sampled has none either.
-    policy.eval().requires_grad_(trainable and not settings.lora_rank)
-    for name, parameter in policy.named_parameters():
-        if "lora_" in name:
-            parameter.requires_grad_(trainable)
+    freeze(policy.eval(), chosen, load_config(settings).dtype, trainable=trainable)
     decoder = cast("PreTrainedModel", policy.causal_lm().base_model)
     if trainable and settings.has_critic and settings.critic is CriticModel.SHARED:
         policy.value_head = ValueHead(decoder, ranks)
@@ -112,7 +110,7 @@ class PolicyOutputs(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model with float32 master weights, sharded by FSDP2 over all ranks.
+    """A causal language model, sharded by FSDP2 over all ranks, whose trained weights are in float32.
 
     A forward pass is a collective: every rank must call the policy equally often.
     """
@@ -250,6 +248,26 @@ class Policy(nn.Module):
             if "lora_" not in name:
                 merged[name.removeprefix("base_model.model.").replace(".base_layer", "")] = value
         return merged
+
+
+def freeze(policy: Policy, chosen: Compute, file_type: torch.dtype | None, *, trainable: bool) -> None:
+    """Freeze the parameters that are not trained, and keep them on a GPU in the compute type, where nothing is lost.
+
+    That halves the shards of a reference or teacher, and of the base of LoRA adapters. This base is merged with the
+    adapters in the end, so it stays in float32 unless its checkpoint has the compute type already.
+
+    Args:
+        policy: the policy in float32, before it is sharded and gets a value head.
+        chosen: the device and the compute type.
+        file_type: the type of the checkpoint's numbers by its configuration.
+        trainable: False for a reference or a teacher.
+    """
+    compute_type = getattr(torch, chosen.compute_type)
+    is_short = chosen.device == "cuda" and (not trainable or file_type == compute_type)
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(trainable and ("lora_" in name or not policy.has_adapters))
+        if is_short and not parameter.requires_grad:
+            parameter.data = parameter.data.to(compute_type)
 
 
 def predicting_states(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:

@@ -21,8 +21,8 @@ class ModelShape:
     kv_heads: int
     head_size: int
     vocabulary: int
-    is_mixture: bool
-    """True with a mixture of experts."""
+    token_experts: int
+    """Experts that compute a token; 0 without a mixture of experts."""
     has_head_norms: bool
     """True when queries and keys are normalised, as in Qwen3."""
     parameters: int
@@ -33,6 +33,8 @@ class ModelShape:
     """Parameters outside the layers, which FSDP gathers once: embedding, last norm, head."""
     adapter_rank_parameters: int
     """Parameters of LoRA adapters of rank 1 on every linear layer but the output head."""
+    is_bfloat16: bool
+    """True when the checkpoint has bfloat16 numbers, by its configuration."""
     teachers: tuple[ModelShape, ...] = ()
     """Frozen models that a run keeps beside this one, which it trains."""
 
@@ -61,12 +63,13 @@ class ModelShape:
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vocabulary=config.vocab_size,
-            is_mixture=bool(experts),
+            token_experts=experts or 0,
             has_head_norms=hasattr(getattr(layer, "self_attn", None), "q_norm"),
             parameters=count(model),
             layer_parameters=max(map(count, decoder.layers)),
             root_parameters=count(model) - sum(map(count, decoder.layers)),
             adapter_rank_parameters=sum(part.in_features + part.out_features for part in linear),
+            is_bfloat16=config.dtype == torch.bfloat16,
         )
 
 

@@ -107,9 +107,8 @@ def needed(shape: ModelShape, work: Work) -> Need:
     """Return the bytes that the work needs."""
     device = _device(shape, work)
     trained, whole = _trained(shape, work), shape.parameters
-    models = 1 + work.has_critic
     # A node writes its part of a checkpoint from a copy; on a mesh that shards within a node, every node copies all.
-    copies = 4 * whole * models + 4 * MOMENTS * (trained + work.has_critic * whole)
+    copies = _weight_bytes(shape, work) + 4 * MOMENTS * trained + 4 * (1 + MOMENTS) * whole * work.has_critic
     published = work.published_bytes * (trained if work.lora_rank else whole)
     host = {
         "processes": work.ranks_per_node * (PROCESS_BYTES if work.device == "cuda" else PROCESSOR_PROCESS_BYTES),
@@ -142,21 +141,27 @@ def _trained(shape: ModelShape, work: Work) -> int:
     return work.lora_rank * shape.adapter_rank_parameters if work.lora_rank else shape.parameters
 
 
+def _weight_bytes(shape: ModelShape, work: Work) -> int:
+    """Return the bytes of the policy's weights; on GPUs the base of adapters may be in the compute type (`freeze`)."""
+    is_short = work.device == "cuda" and work.compute_bytes == 2 and shape.is_bfloat16
+    base = (2 if is_short else 4) * shape.parameters if work.lora_rank else 0
+    return base + 4 * _trained(shape, work)
+
+
 def _device(shape: ModelShape, work: Work) -> dict[str, int]:
     """Return the bytes of one rank at the fullest moment of a step."""
-    trained, whole = _trained(shape, work), shape.parameters
-    if work.lora_rank:
-        whole += trained
+    trained = _trained(shape, work)
     head = max(_head(shape, work) + _lesson(shape, work), _layer(shape, work), _root(shape, work))
     stored = work.tokens * shape.layers * stored_bytes(shape, work)
-    frozen = 4 * shape.parameters * work.has_reference
-    teachers = 4 * sum(teacher.parameters for teacher in shape.teachers)
+    frozen_bytes = work.compute_bytes if work.device == "cuda" else 4
+    frozen = frozen_bytes * shape.parameters * work.has_reference
+    teachers = frozen_bytes * sum(teacher.parameters for teacher in shape.teachers)
     critic = 4 * (2 + MOMENTS) * shape.parameters * work.has_critic
     # No backward pass frees what frozen models, and the critic for its values, have gathered before the policy does.
     models = [shape] * (1 + work.has_reference + work.has_critic) + [*shape.teachers]
     gathered = sum(model.root_parameters if work.frees_parameters else model.parameters for model in models)
     parts = {
-        "weights": 4 * whole // work.shards,
+        "weights": _weight_bytes(shape, work) // work.shards,
         "gradients": 4 * trained // work.shards if work.frees_parameters else 4 * trained,
         "moments": 4 * MOMENTS * trained // work.shards,
         "reference": frozen // work.shards,
@@ -174,7 +179,8 @@ def stored_bytes(shape: ModelShape, work: Work) -> int:
     """Return the bytes of a token in a layer that the forward pass keeps for the backward pass."""
     states = work.compute_bytes * shape.hidden
     if work.checkpointing == "selective":
-        # The compiler keeps at most this share of what it would keep besides the layer's input.
+        # The compiler keeps at most this share of what it would keep besides the layer's input: as whole tensors, so of
+        # small models and of mixtures less.
         return states + math.ceil(SELECTIVE_BUDGET * (layer_bytes(shape, work) - states))
     return states if work.checkpointing else layer_bytes(shape, work)
 
@@ -184,13 +190,14 @@ def layer_bytes(shape: ModelShape, work: Work) -> int:
 
     A compiled layer keeps its input and the inputs and outputs of products and attention; of the MLP the gate, the
     other factor and their product. It computes norms again from the scale of each token or head, which is a float32.
-    What a compiled mixture of experts keeps was not measured: it counts as if it were not compiled.
+    A mixture also keeps a state before and after each of a token's experts, with the experts' numbers and places.
     """
-    if work.device == "cpu" or shape.is_mixture:
+    if work.device == "cpu":
         return uncompiled_layer_bytes(shape, work)
     size, queries, keys = work.compute_bytes, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     head_norms = size * (queries + keys) + 4 * (shape.heads + shape.kv_heads) if shape.has_head_norms else 0
     others = 4 * (shape.heads + 2) + size * PROJECTIONS * work.lora_rank
+    others += shape.token_experts * (2 * size * shape.hidden + 64)
     return size * (4 * shape.hidden + 2 * queries + 2 * keys + 3 * shape.intermediate) + head_norms + others
 
 

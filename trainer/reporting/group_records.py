@@ -60,6 +60,8 @@ class StepHead(BaseModel):
     position: float
     """The position in the schedule of the learning rate, in steps, and the steps of the whole schedule."""
     total_steps: int
+    tokenizer: str | None = None
+    """The digest of the tokenizer whose ids the groups have; None in a record of an earlier release."""
     settings: dict[str, JsonValue]
     """The trainer's settings in that step that were not left at their defaults."""
     groups: list[Entry]
@@ -181,7 +183,9 @@ class GroupRecorder:
                 self._ids[step] = {entry.group_id for entry in head.groups if entry.step is None}
         self._has_failed = False
 
-    def write(self, step: int, trained: Sequence[TrainingGroup], groups: Sequence[Group], **fields: float) -> int:
+    def write(
+        self, step: int, trained: Sequence[TrainingGroup], groups: Sequence[Group], **fields: float | str | None
+    ) -> int:
         """Write what a step trained on; return how many groups could not be recorded for lack of disk space.
 
         Args:

@@ -31,6 +31,8 @@ HEADLINE = {
     "staleness_max": "staleness",
 }
 """The metrics in a step's line of the log, with their names there."""
+SOURCES_HEADLINE = ("reward_mean", "accuracy")
+"""Those of them that the line has of each source, too."""
 
 PHASES = (
     *(
@@ -85,6 +87,14 @@ class StepClock:
         return {f"seconds_{phase}": value for phase, value in (*seconds.items(), ("step", sum(seconds.values())))}
 
 
+BY_SOURCE = (
+    *("reward_mean", "reward_std", "reward_trained_mean", "completions", "unscorable", "over_limit"),
+    *("length_mean", "length_max", "truncation_rate", "completion_tokens", "prompt_tokens"),
+    *("groups", "zero_variance_groups", "staleness_mean", "staleness_max"),
+)
+"""The metrics of groups that each source has, too."""
+
+
 def step_metrics(
     groups: Sequence[Group], scored: Sequence[Group], update: UpdateResult, policy_version: int
 ) -> dict[str, float]:
@@ -98,6 +108,7 @@ def step_metrics(
     """
     return {
         **group_metrics(groups, policy_version - 1, scored),
+        **source_metrics(groups, policy_version - 1, scored),
         **update.metrics,
         "updates_skipped": float(update.skipped),
         "trained_tokens": float(update.tokens),
@@ -112,7 +123,12 @@ def headline(metrics: Mapping[str, float]) -> dict[str, str]:
 
     Phases with less than SHOWN_SHARE of the step are left out.
     """
-    line = {short: f"{metrics[name]:.3g}" for name, short in HEADLINE.items() if name in metrics}
+    line = {
+        name.replace(column, short): f"{value:.3g}"
+        for column, short in HEADLINE.items()
+        for name, value in metrics.items()
+        if name == column or (column in SOURCES_HEADLINE and name.startswith(f"{column}/"))
+    }
     least = SHOWN_SHARE * metrics.get("seconds_step", 0.0)
     seconds = {phase: metrics.get(f"seconds_{phase}", 0.0) for phase in PHASES}
     return line | {
@@ -144,6 +160,19 @@ def group_metrics(groups: Sequence[Group], policy_version: int, scored: Sequence
     if scored and (trained := _rewards(groups)):
         of_groups["reward_trained_mean"] = statistics.fmean(trained)
     return of_groups | _completion_metrics(scored or groups)
+
+
+def source_metrics(groups: Sequence[Group], policy_version: int, scored: Sequence[Group] = ()) -> dict[str, float]:
+    """Return the metrics BY_SOURCE of each source, as in ``reward_mean/maths``, and its epoch; none without SOURCES.
+
+    The arguments are those of ``group_metrics``.
+    """
+    metrics: dict[str, float] = {}
+    for source in sorted({group.prompt.source for group in groups} - {""}):
+        own, made = ([group for group in some if group.prompt.source == source] for some in (groups, scored))
+        figures = group_metrics(own, policy_version, made) | {"epoch": float(max(g.prompt.epoch for g in own))}
+        metrics |= {f"{name}/{source}": figures[name] for name in (*BY_SOURCE, "epoch") if name in figures}
+    return metrics
 
 
 def _completion_metrics(groups: Sequence[Group]) -> dict[str, float]:

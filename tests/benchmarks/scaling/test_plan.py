@@ -84,20 +84,15 @@ def test_what_is_to_be_changed_is_in_jobgroup_yaml_and_the_settings_exist(rates,
 
 
 def test_the_preset_of_a_launch_leaves_no_tier_below_60_percent_of_the_slower_one(rates):
-    shares = {launch.command: busy(launch.seconds(rates)) for launch in Launch.all()}
-    assert shares.pop("grpo launch --stock") < 0.1
+    shares = {(launch.label, launch.options): busy(launch.seconds(rates)) for launch in Launch.all()}
+    assert shares.pop(("0.5B", "--stock")) < 0.1
+    assert shares.pop(("8B", "--gpus H100:4 --rollout-gpus H100:1")) < 0.6, "the page says so"
+    assert {label for label, _ in shares} == {"0.5B", "8B"}
     assert min(shares.values()) >= 0.6
     tasks = {document["name"]: document for document in yaml.safe_load_all((ROOT / "jobgroup.yaml").read_text())}
-    stock = Launch.all()[-1].layout
+    stock = next(launch.layout for launch in Launch.all() if launch.options == "--stock")
     assert tasks["rollout-server"]["num_nodes"] == stock.rollout_nodes
     assert tasks["ppo-trainer"]["num_nodes"] == stock.trainer_nodes
-
-
-def test_the_page_says_how_busy_the_preset_keeps_8b(rates):
-    batch = Batch(128, 16, 150, 256, 512)
-    two, three = (busy(predict(MODELS["8B"], batch, Layout(nodes, 1, 1, 4), rates).seconds) for nodes in (2, 3))
-    said = " ".join(DOCS.read_text().split())
-    assert f"has {two:.0%} with two rollout nodes of one GPU, and {three:.0%} with `--rollout-nodes 3`" in said
 
 
 def test_the_document_shows_what_the_commands_print():

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from services.core.machine import Compute, ComputeType
 from services.embedded_engine.compute.adapters import read_adapter
 from services.embedded_engine.compute.loading import load
 from services.embedded_engine.compute.model import Model
@@ -26,6 +27,7 @@ from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import Rounding
 from trainer.model.saving import save_pretrained
+from trainer.model.sharding import reshard
 
 
 @pytest.fixture
@@ -66,6 +68,38 @@ def test_float32_weights_are_given_whole_after_a_pass_in_bfloat16(alone: Ranks, 
     learner.logprobs(groups)
     for name, value in given().items():
         assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("file_type", [torch.bfloat16, torch.float32], ids=str)
+def test_a_gpu_keeps_half_of_the_frozen_bytes_and_loses_nothing(
+    alone: Ranks, model: Path, monkeypatch: pytest.MonkeyPatch, file_type: torch.dtype
+) -> None:
+    """On a CPU that decides as on a GPU: adapters, and a reference, train and merge to the same bits."""
+    AutoModelForCausalLM.from_pretrained(model, dtype=file_type).save_pretrained(model)
+    groups, of_gpu = random_groups(1), Compute("cuda", ComputeType.BFLOAT16, 1, "")
+
+    def trained() -> tuple[set[torch.dtype], dict[str, torch.Tensor], list[object]]:
+        learner = rank_jobs.make_learner(alone, model, compute_type="bfloat16", lora_rank=4, kl_coef=0.1)
+        learner.update(groups, 0)
+        merged = dict(learner.policy.full_parameters(Rounding(torch.float32)))
+        reference = rank_jobs.make_learner(alone, model, compute_type="bfloat16", kl_coef=0.1).reference
+        assert reference is not None
+        learner.reference = reference
+        logprobs = [row.tolist() for group in learner.reference_logprobs(groups) for row in group]
+        reshard(reference)
+        frozen = {p.dtype for p in (*learner.policy.parameters(), *reference.parameters()) if not p.requires_grad}
+        assert {p.dtype for p in learner.policy.parameters() if p.requires_grad} == {torch.float32}
+        return frozen, merged, logprobs
+
+    on_cpu, weights, logprobs = trained()
+    monkeypatch.setattr("trainer.model.policy.choose_compute", lambda *_: of_gpu)
+    on_gpu, same_weights, same_logprobs = trained()
+    assert on_cpu == {torch.float32}
+    assert on_gpu == {torch.bfloat16, file_type}, "a float32 base is merged as it was"
+    assert logprobs == same_logprobs
+    assert weights.keys() == same_weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(value, same_weights[name]), name
 
 
 def test_adapters_trained_on_two_ranks_are_computed_alike_by_the_engine_by_peft_and_merged(

@@ -337,7 +337,7 @@ def test_groups_of_the_queue_without_a_signal_give_way_to_others_a_bounded_numbe
     flat, rich = group(experience(1.0), experience(1.0)), group(experience(1.0), experience(0.0))
     assert [len(batch.take([made])) for made in (flat, rich, flat, flat)] == [0, 1, 0, 1]
     assert batch.counts["groups_resampled"] == 2
-    assert batch.missing == 0
+    assert not batch.missing
 
 
 @pytest.mark.parametrize(

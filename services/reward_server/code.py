@@ -1,0 +1,319 @@
+"""The reward ``code``: runs an answer's program in boxes, and compares what it does with a row's tests.
+
+The program is the last fenced block of the response. Expected values stay here: a box gets inputs, and what comes back
+is compared by type and value. Asserts, which have their expected values within them, run in a process of their own
+that never executes the answer (``services.sandbox.harness``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import math
+import pickle
+import re
+import secrets
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from services.protocol.rewards import RewardItem, RewardStatus
+from services.reward_server.pool import Evaluation
+from services.reward_server.settings import CodeScore, RewardSettings
+from services.sandbox.box import Outcome, Result
+from services.sandbox.harness import unpack
+from services.sandbox.kernel import Limits
+from services.sandbox.pool import BoxPool
+from services.sandbox.probe import choose
+
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+_DEFINED = re.compile(r"^def\s+(\w+)", re.MULTILINE)
+_CLOCK = 10.0
+"""Seconds by the clock for each second of processor time, so that a busy machine decides nothing."""
+_KEPT = 20_000
+
+
+@dataclass(frozen=True)
+class Tests:
+    """The tests of a row: calls of a function, runs of a program with standard input, or asserts."""
+
+    inputs: Sequence[Any] = ()
+    """Lists of arguments, or texts for standard input."""
+    outputs: Sequence[Any] = ()
+    """The expected values or texts."""
+    name: str | None = None
+    """The function that is called; None: the answer's last one."""
+    tolerance: float = 0.0
+    """The largest difference, relative or absolute, between equal numbers."""
+    may_be_wrapped: bool = False
+    """Whether an expected value may be the only element of a list, as in some rows of APPS."""
+    asserts: Sequence[str] = ()
+    setup: str = ""
+    """Code that runs before the asserts."""
+    own: Sequence[str] = ()
+    """Names that the asserts mean the answer's by, even where Python has such a one."""
+    prefix: str = ""
+    """Code that runs before the answer's."""
+
+    def __len__(self) -> int:
+        return len(self.asserts) or len(self.outputs)
+
+
+def last_block(response: str) -> str | None:
+    """Return the code of the last closed fenced block for Python or without a language; None without one."""
+    blocks = _BLOCK.findall(response)
+    return blocks[-1] if blocks else None
+
+
+def read_tests(row: Mapping[str, Any]) -> Tests:
+    """Return the tests of a row with a column ``tests``, or with the columns of a known dataset.
+
+    ``tests`` is a list of asserts, or an object with ``inputs`` and ``outputs`` and perhaps ``fn_name``, ``tolerance``,
+    or with ``asserts`` and perhaps ``setup``. The datasets are MBPP, HumanEval, LiveCodeBench and APPS.
+
+    Raises:
+        ValueError, KeyError, TypeError: the row has no tests, or not in such a form.
+    """
+    if "tests" in row:
+        tests = _parsed(row["tests"])
+        return _from_data(tests) if isinstance(tests, dict) else Tests(asserts=_texts(tests))
+    if "test_list" in row:  # MBPP
+        setup = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""])
+        return Tests(asserts=_texts(row["test_list"]), setup=setup, own=_DEFINED.findall(row.get("code") or ""))
+    if "entry_point" in row:  # HumanEval, whose prompt begins the program
+        check = f"{row['test']}\ncheck({row['entry_point']})"
+        return Tests(asserts=[check], own=[row["entry_point"]], prefix=row["prompt"])
+    if "private_test_cases" in row:
+        return _from_live_code_bench(row)
+    if "input_output" in row:  # APPS
+        return _from_data(_parsed(row["input_output"]), may_be_wrapped=True)
+    raise ValueError("the row has no tests: neither `tests` nor the columns of MBPP, HumanEval, LiveCodeBench or APPS")
+
+
+def _from_data(data: Mapping[str, Any], *, may_be_wrapped: bool = False) -> Tests:
+    if "asserts" in data:
+        return Tests(asserts=_texts(data["asserts"]), setup=data.get("setup") or "")
+    inputs, outputs = data["inputs"], data["outputs"]
+    if len(inputs) != len(outputs) or not inputs:
+        raise ValueError(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs; give as many of both")
+    if "fn_name" not in data and any(isinstance(one, str) for one in inputs):
+        inputs, outputs = _texts(inputs), [_text(one) for one in outputs]
+    return Tests(inputs, outputs, data.get("fn_name"), float(data.get("tolerance", 0.0)), may_be_wrapped)
+
+
+def _from_live_code_bench(row: Mapping[str, Any]) -> Tests:
+    private = row["private_test_cases"]
+    if isinstance(private, str) and not private.lstrip().startswith("["):
+        # A text, pickled and packed. No class may be loaded for it.
+        private = _TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(private)))).load()
+    cases = [*_parsed(row["public_test_cases"]), *_parsed(private)]
+    name = _parsed(row.get("metadata") or "{}").get("func_name")
+    if name is None:
+        return Tests([case["input"] for case in cases], [case["output"] for case in cases])
+    inputs = [[json.loads(line) for line in case["input"].splitlines() if line.strip()] for case in cases]
+    return Tests(inputs, [json.loads(case["output"]) for case in cases], name)
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Reads plain values only, because a pickle with a class could run anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuse to load a class."""
+        raise ValueError(f"the tests are a pickle with {module}.{name}; only a text is read")
+
+
+def _parsed(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _texts(values: Any) -> list[str]:
+    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
+        raise ValueError("the tests are not a list of texts")
+    return values
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def same_value(got: Any, expected: Any, tolerance: float) -> bool:
+    """Return whether two plain values are the same: a bool is no number, and a tuple is the same as a list."""
+    if isinstance(got, bool) or isinstance(expected, bool):
+        return got is expected
+    if isinstance(got, int | float) and isinstance(expected, int | float):
+        return got == expected or math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance)
+    if isinstance(got, list | tuple) and isinstance(expected, list | tuple):
+        return len(got) == len(expected) and all(map(same_value, got, expected, [tolerance] * len(got)))
+    if isinstance(got, dict) and isinstance(expected, dict):
+        return got.keys() == expected.keys() and all(same_value(got[key], expected[key], tolerance) for key in got)
+    return type(got) is type(expected) and got == expected
+
+
+def same_text(got: str, expected: str, tolerance: float) -> bool:
+    """Return whether two outputs have the same words in each line, or numbers of the same value instead."""
+    lines, wanted = ([line.split() for line in text.rstrip().splitlines()] for text in (got, expected))
+    return len(lines) == len(wanted) and all(
+        len(words) == len(others) and all(map(_same_word, words, others, [tolerance] * len(words)))
+        for words, others in zip(lines, wanted, strict=True)
+    )
+
+
+def _same_word(got: str, expected: str, tolerance: float) -> bool:
+    if got == expected:
+        return True
+    try:
+        numbers = Decimal(got), Decimal(expected)
+        return numbers[0] == numbers[1] or math.isclose(*map(float, numbers), rel_tol=tolerance, abs_tol=tolerance)
+    except (InvalidOperation, OverflowError):
+        return False
+
+
+class CodeReward:
+    """Runs the tests of rows on answers; the same answer to the same tests is run once."""
+
+    def __init__(self, settings: RewardSettings) -> None:
+        self._settings = settings
+        self._kept: OrderedDict[bytes, asyncio.Task[Evaluation]] = OrderedDict()
+        self._pool: BoxPool | None = None
+
+    async def start(self) -> None:
+        """Choose the sandbox and start its boxes.
+
+        Raises:
+            ConfigurationError: no sandbox holds on this machine.
+        """
+        settings = self._settings
+        backend = await choose(settings.sandbox, settings.interpreter, writes=False)
+        cpu_seconds = settings.code_cpu_seconds
+        limits = Limits(cpu_seconds=cpu_seconds, seconds=_CLOCK * cpu_seconds, memory_mb=settings.code_memory_mb)
+        self._pool = BoxPool(backend, settings.interpreter, limits, settings.reward_workers)
+        await self._pool.start()
+
+    async def stop(self) -> None:
+        """End the boxes."""
+        if self._pool is not None:
+            await self._pool.stop()
+
+    async def score(self, item: RewardItem) -> Evaluation:
+        """Return the reward of an answer: 1 or 0, or with CODE_SCORE=share the share of the tests that pass.
+
+        A row without readable tests, and a pool that loses an answer, give no value.
+        """
+        code = last_block(item.response)
+        if code is None:
+            return Evaluation(0.0, reason="the response has no closed fenced block of Python")
+        key = hashlib.blake2b(json.dumps([code, item.row or item.ground_truth]).encode(), digest_size=16).digest()
+        if key not in self._kept:
+            self._kept[key] = asyncio.create_task(self._score(code, item))
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        # Another answer may wait for the same task.
+        evaluation = await asyncio.shield(self._kept[key])
+        if evaluation.value is None:
+            self._kept.pop(key, None)
+        return evaluation
+
+    async def _score(self, code: str, item: RewardItem) -> Evaluation:
+        try:
+            tests = read_tests(json.loads(item.row) if item.row else {"tests": item.ground_truth})
+        except (ValueError, KeyError, TypeError, zlib.error, pickle.UnpicklingError) as error:
+            return Evaluation(None, RewardStatus.ERROR, f"the row's tests cannot be read: {error!r}", code)
+        try:
+            passed, failure = await self._count(tests, f"{tests.prefix}\n{code}")
+        except TimeoutError:
+            reason = f"no box was free for {self._settings.reward_queue_seconds:g} s (REWARD_QUEUE_SECONDS)"
+            return Evaluation(None, RewardStatus.OVERLOADED, reason, code)
+        except _LostError as error:
+            return Evaluation(None, RewardStatus.ERROR, f"the sandbox lost the answer twice: {error}", code)
+        share = passed / len(tests)
+        value = share if self._settings.code_score is CodeScore.SHARE else float(share == 1)
+        why = None if passed == len(tests) else f"{passed} of {len(tests)} tests pass; {failure}"
+        return Evaluation(value, reason=why, extracted=code)
+
+    async def _count(self, tests: Tests, source: str) -> tuple[int, str | None]:
+        """Return how many tests pass, and why the first other one does not."""
+        if tests.asserts:
+            nonce = secrets.token_hex(16)
+            what = {"tests": tests.asserts, "own": tests.own, "setup": tests.setup, "nonce": nonce}
+            result = await self._run("asserts", source=source, **what)
+            reply = _reply(result)
+            is_whole = isinstance(reply, dict) and reply.get("nonce") == nonce
+            return (reply["passed"].count(True) if is_whole else 0), _failure(result)
+        if isinstance(tests.inputs[0], str):
+            return await self._count_outputs(tests, source)
+        result = await self._run("calls", source=source, name=tests.name, inputs=tests.inputs)
+        reply = _reply(result)
+        if not isinstance(reply, list) or len(reply) != len(tests):
+            return 0, _failure(result)
+        passed, failure = 0, None
+        for got, expected in zip(reply, tests.outputs, strict=True):
+            if _is_right(got, expected, tests):
+                passed += 1
+            else:
+                failure = failure or f"a call gives {str(got)[:200]}"
+        return passed, failure
+
+    async def _count_outputs(self, tests: Tests, source: str) -> tuple[int, str | None]:
+        passed, failure = 0, None
+        for given, expected in zip(tests.inputs, tests.outputs, strict=True):
+            result = await self._run("script", source=source, stdin=given.encode())
+            if result.outcome is Outcome.OK and same_text(
+                result.stdout.decode("utf-8", "replace"), expected, tests.tolerance
+            ):
+                passed += 1
+                continue
+            failure = failure or _failure(result)
+            if self._settings.code_score is CodeScore.ALL:
+                break
+        return passed, failure
+
+    async def _run(self, deed: str, **what: Any) -> Result:
+        assert self._pool is not None
+        result = await self._pool.run(deed, seconds=self._settings.reward_queue_seconds, **what)
+        if result.outcome is Outcome.INFRASTRUCTURE:
+            raise _LostError(result.last_line or "its process was killed")
+        return result
+
+
+class _LostError(Exception):
+    """A box was lost, so nothing is known about the answer."""
+
+
+def _failure(result: Result) -> str:
+    return f"{result.outcome}: {result.last_line}" if result.last_line else f"{result.outcome}"
+
+
+def _is_right(got: Any, expected: Any, tests: Tests) -> bool:
+    try:
+        kind, packed = got
+        value = unpack(packed)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return False
+    wrapped = expected[0] if tests.may_be_wrapped and isinstance(expected, list) and len(expected) == 1 else expected
+    return kind == "value" and any(same_value(value, one, tests.tolerance) for one in (expected, wrapped))
+
+
+def _reply(result: Result) -> Any:
+    """Return what an answer's process replied, or the tests' process; None for anything but one document of JSON."""
+    if result.outcome is not Outcome.OK:
+        return None
+    try:
+        return json.loads(result.reply, object_pairs_hook=_once, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a key stands twice in an object")
+    return dict(pairs)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,218 @@
+"""A box: the place where untrusted code runs, with the verbs exec, write, read, run and close."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import struct
+import sys
+import tempfile
+from asyncio.subprocess import PIPE
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from services.sandbox.backends import BOX, BackendName, Interpreter, command
+from services.sandbox.kernel import Limits
+
+START_SECONDS = 60.0
+_FIRST_USER = 61_184
+"""The first of the users that systemd gives to services while they run, which own no files."""
+_USERS = 4096
+_WAIT = (3.0, 30.0)
+"""A box that does not answer within 3 times the code's clock and 30 s more is lost: it leaves out pauses."""
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+_FIRST_VICTIM = '{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null; exec "$@"'
+"""When the machine's memory runs out, the kernel ends a box before anything else."""
+
+
+class Outcome(StrEnum):
+    """How a piece of code ended. ``infrastructure`` says nothing about the code; each other one is its own doing."""
+
+    OK = "ok"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    MEMORY = "memory"
+    OUTPUT = "output"
+    INFRASTRUCTURE = "infrastructure"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a piece of code, what it printed and replied, and the time that it took."""
+
+    outcome: Outcome
+    exit_code: int | None = None
+    """None where the code did not end by itself."""
+    stdout: bytes = b""
+    stderr: bytes = b""
+    reply: bytes = b""
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @property
+    def last_line(self) -> str:
+        """The last line of the code's errors, such as ``NameError: name 'x' is not defined``."""
+        return (self.stderr.decode("utf-8", "replace").strip().splitlines() or [""])[-1][:300]
+
+
+class SandboxError(Exception):
+    """A box cannot be started; the message is the backend's."""
+
+
+class Box:
+    """A box that runs one piece of code at a time."""
+
+    def __init__(self, backend: BackendName, interpreter: Interpreter, limits: Limits, *, writes: bool = False) -> None:
+        """Describe a box; ``start`` starts it.
+
+        Args:
+            backend: what isolates it.
+            interpreter: the Python of its code.
+            limits: what each piece of code may take, unless it is given limits of its own.
+            writes: whether the box has a directory, which ``exec`` and ``write`` may write to.
+        """
+        self.backend, self._interpreter, self._limits, self._writes = backend, interpreter, limits, writes
+        self._directory: str | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the box has been started and was not lost since, as far as is known."""
+        return self._process is not None
+
+    @property
+    def pid(self) -> int:
+        """The process that stands for the box on this machine; all others in it end with it."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> Self:
+        """Start the box.
+
+        Raises:
+            SandboxError: the backend does not work on this machine.
+        """
+        is_isolated = self.backend is BackendName.BWRAP
+        if self._writes:
+            self._directory = BOX if is_isolated else tempfile.mkdtemp(prefix="grpo-box-")
+        try:
+            disk_mb = self._limits.disk_mb if self._writes else 0
+            words = command(self.backend, self._interpreter, disk_mb=disk_mb, directory=self._directory)
+            words = ["/bin/sh", "-c", _FIRST_VICTIM, "sh", *words] if sys.platform == "linux" else words
+            self._process = await asyncio.create_subprocess_exec(
+                *words, env=_ENVIRONMENT, cwd="/", start_new_session=True, stdin=PIPE, stdout=PIPE, stderr=PIPE
+            )
+            has_users = os.geteuid() == 0 and sys.platform == "linux"
+            description = {
+                "uid": _FIRST_USER + self.pid % _USERS if has_users else None,
+                "readable": self._interpreter.readable,
+                "box": self._directory,
+                "isolation": self.backend.value,
+            }
+            async with asyncio.timeout(START_SECONDS):
+                await self._exchange(description)
+        except (OSError, EOFError, TimeoutError) as error:
+            message = await self._close()
+            raise SandboxError(message or str(error) or type(error).__name__) from error
+        return self
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        environment: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> Result:
+        """Run a program in the box's directory, with its children, and end what it leaves running.
+
+        Args:
+            argv: the program and its arguments.
+            stdin: its standard input.
+            environment: variables beside PATH, HOME and a few others.
+            limits: what it may take; None: the box's limits.
+        """
+        variables = {**_ENVIRONMENT, "HOME": self._directory or "/", **(environment or {})}
+        return await self.run("exec", stdin=stdin, limits=limits, argv=list(argv), environment=variables)
+
+    async def write(self, path: str, content: bytes) -> Result:
+        """Write a file of the box; ``path`` is relative to its directory. As code would, so it cannot leave the box."""
+        return await self.run("write", stdin=content, path=path)
+
+    async def read(self, path: str) -> Result:
+        """Read a file of the box, which becomes ``stdout``; as code would, so a link cannot lead out of the box."""
+        return await self.run("read", path=path)
+
+    async def run(self, deed: str, *, stdin: bytes = b"", limits: Limits | None = None, **what: Any) -> Result:
+        """Do one of zygote's ``DEEDS``; a box that does not answer gives ``infrastructure`` now and ever after."""
+        bounds = limits or self._limits
+        message = {"deed": deed, "limits": bounds._asdict(), "stdin": stdin.decode("latin-1"), **what}
+        factor, more = _WAIT
+        try:
+            async with asyncio.timeout(factor * bounds.seconds + more):
+                reply = await self._exchange(message)
+        except (OSError, EOFError, TimeoutError):
+            return Result(Outcome.INFRASTRUCTURE, stderr=(await self._close()).encode())
+        except asyncio.CancelledError:
+            # The answer of a box that nobody waits for would be taken for the next one's.
+            await asyncio.shield(self._close())
+            raise
+        texts = {name: reply.pop(name).encode("latin-1") for name in ("stdout", "stderr", "reply")}
+        return Result(**reply | {"outcome": Outcome(reply["outcome"])}, **texts)
+
+    async def close(self) -> None:
+        """End everything in the box, and remove its directory."""
+        await self._close()
+
+    async def _exchange(self, message: Mapping[str, Any]) -> Any:
+        if self._process is None:
+            raise EOFError("the box has ended")
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        body = json.dumps(message).encode()
+        self._process.stdin.write(struct.pack(">I", len(body)) + body)
+        await self._process.stdin.drain()
+        [size] = struct.unpack(">I", await self._process.stdout.readexactly(4))
+        return json.loads(await self._process.stdout.readexactly(size))
+
+    async def _close(self) -> str:
+        """Close the box, and return the last line that it wrote to its own log."""
+        process, self._process = self._process, None
+        message = ""
+        if process is not None:
+            assert process.stdin is not None
+            assert process.stderr is not None
+            # The end of its input has the zygote end what it started, which a signal to it alone would not.
+            process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WAIT[1]):
+                    lines = (await process.stderr.read()).decode("utf-8", "replace").strip().splitlines()
+                    message = lines[-1][:300] if lines else ""
+                    await process.wait()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        directory, self._directory = self._directory, None
+        if directory is not None and directory != BOX:
+            await asyncio.to_thread(_remove, directory)
+        return message
+
+
+def _remove(directory: str) -> None:
+    """Remove a directory that code has filled, however deep and with whatever modes."""
+    for words in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        command = [shutil.which(words[0]) or words[0], *words[1:], directory]
+        with contextlib.suppress(OSError):
+            os.waitpid(os.posix_spawn(command[0], command, _ENVIRONMENT), 0)

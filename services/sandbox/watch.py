@@ -1,0 +1,282 @@
+"""Watches a piece of code in a box: its processes, its pipes, and what it takes. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from services.sandbox.kernel import Limits, adopt_orphans
+
+TICK_SECONDS = 0.05
+DISK_TICKS = 5
+"""Ticks between two measurements of a directory on a disk."""
+EXIT_MEMORY = 77
+_GRACE_SECONDS = 0.5
+"""The time for an answer's process to end by itself once its tests have ended."""
+
+
+class Processes:
+    """The processes of a box below this one."""
+
+    def __init__(self, isolation: str, requests: int) -> None:
+        """Take responsibility for them.
+
+        Args:
+            isolation: the backend.
+            requests: the file descriptor at whose end all of them must end.
+        """
+        self._isolation, self.requests = isolation, requests
+        if isolation == "bwrap" and os.getppid() != 1:
+            raise RuntimeError("a bubblewrap box has processes of its own only, of which the first is the parent")
+        if sys.platform == "linux":
+            adopt_orphans()
+        self.signals, self._sender = socket.socketpair()
+        """Readable when a child has ended."""
+        self.signals.setblocking(False)
+        self._sender.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+
+    def end_all(self, main: int) -> None:
+        """Kill all processes of the box but this one, and wait until none is left."""
+        if self._isolation == "bwrap":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        elif self._isolation == "seatbelt":
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(main, signal.SIGKILL)
+        else:
+            _kill_descendants()
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()
+
+
+def _kill_descendants() -> None:
+    """Stop all descendants until there is no new one, so that none forks any more, and kill them."""
+    stopped: set[int] = set()
+    while new := set(_descendants(os.getpid())) - stopped:
+        for pid in new:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped |= new
+    for pid in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                children = [int(child) for child in file.read().split()]
+            for child in children:
+                yield child
+                yield from _descendants(child)
+
+
+class Run:
+    """One piece of code: its processes, its pipes, and the watch over what it takes."""
+
+    def __init__(self, processes: Processes, limits: Limits, stdin: bytes, disk: str | None) -> None:
+        """Make the pipes.
+
+        Args:
+            processes: those of the box.
+            limits: what the code may take.
+            stdin: its standard input.
+            disk: the directory whose size must be measured, because nothing else bounds it.
+        """
+        self._processes, self._limits, self._stdin, self._disk = processes, limits, stdin, disk
+        pipes = [os.pipe() for _ in range(4)]
+        self.ends = [pipes[0][0], *(writer for _, writer in pipes[1:])]
+        """The code's standard input, output and error, and the pipe for its reply."""
+        self._input = pipes[0][1]
+        self._texts = {reader: bytearray() for reader, _ in pipes[1:]}
+        self._started = time.monotonic()
+        self._measured = 0.0
+        self._children: list[int] = []
+        self._ended: dict[int, tuple[int, float]] = {}
+        """Exit codes and processor seconds of the processes that have ended by themselves."""
+
+    def fork(self, become: Callable[[], None], work: Callable[[], None]) -> None:
+        """Start a process that takes its own rights away by ``become``, and does ``work``."""
+        pid = os.fork()
+        if pid:
+            self._children.append(pid)
+            return
+        code = 1
+        try:
+            become()
+            work()
+            code = 0
+        except MemoryError:
+            code = EXIT_MEMORY
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        except BaseException:  # noqa: BLE001  # the code's own
+            with contextlib.suppress(BaseException):
+                traceback.print_exc(limit=-3)
+        finally:
+            with contextlib.suppress(BaseException):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code & 255)
+
+    def watch(self, *, may_signal: bool) -> dict[str, Any]:
+        """Wait until the code ends or takes too much, end all of its processes, and return the outcome.
+
+        Args:
+            may_signal: whether the code may kill itself, so that its being killed says nothing about the machine.
+        """
+        for end in self.ends:
+            os.close(end)
+        main, cause, clock, last, ticks, main_ended = self._children[-1], None, 0.0, self._started, 0, 0.0
+        with self._selector() as selector:
+            while cause is None and len(self._ended) < len(self._children):
+                for key, _ in selector.select(TICK_SECONDS):
+                    cause = key.data(selector) or cause
+                now = time.monotonic()
+                # A pause of the machine is not the code's.
+                clock += min(now - last, 2 * TICK_SECONDS)
+                last, ticks = now, ticks + 1
+                self._reap()
+                if main in self._ended:
+                    main_ended = main_ended or clock
+                    if clock > main_ended + _GRACE_SECONDS:
+                        break
+                cause = cause or self._over_limit(clock, ticks)
+        self._processes.end_all(main)
+        for reader in self._texts:
+            while self._read(reader) > 0:
+                pass
+            os.close(reader)
+        self._close_input()
+        return self._describe(cause or self._too_long(), may_signal=may_signal)
+
+    def _selector(self) -> selectors.BaseSelector:
+        selector = selectors.DefaultSelector()
+        for reader in self._texts:
+            os.set_blocking(reader, False)
+            selector.register(reader, selectors.EVENT_READ, self._reading(reader))
+        os.set_blocking(self._input, False)
+        selector.register(self._input, selectors.EVENT_WRITE, self._feed)
+        selector.register(self._processes.signals, selectors.EVENT_READ, self._woken)
+        selector.register(self._processes.requests, selectors.EVENT_READ, self._hung_up)
+        return selector
+
+    def _reading(self, reader: int) -> Callable[[selectors.BaseSelector], str | None]:
+        def read(selector: selectors.BaseSelector) -> str | None:
+            if self._read(reader) == 0:
+                selector.unregister(reader)
+            return self._too_long()
+
+        return read
+
+    def _read(self, reader: int) -> int:
+        """Keep what a pipe has, up to the limit; return the bytes read: 0 at its end, -1 if it has none now."""
+        try:
+            chunk = os.read(reader, 2**16)
+        except BlockingIOError:
+            return -1
+        text = self._texts[reader]
+        text += chunk[: self._limits.output_bytes + 1 - len(text)]
+        return len(chunk)
+
+    def _too_long(self) -> str | None:
+        return "output" if any(len(text) > self._limits.output_bytes for text in self._texts.values()) else None
+
+    def _feed(self, selector: selectors.BaseSelector) -> None:
+        try:
+            self._stdin = self._stdin[os.write(self._input, self._stdin) :] if self._stdin else b""
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno != errno.EPIPE:
+                raise
+            self._stdin = b""
+        if not self._stdin:
+            selector.unregister(self._input)
+            self._close_input()
+
+    def _close_input(self) -> None:
+        if self._input >= 0:
+            os.close(self._input)
+        self._input = -1
+
+    def _woken(self, _selector: selectors.BaseSelector) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._processes.signals.recv(4096)
+
+    def _hung_up(self, _selector: selectors.BaseSelector) -> None:
+        """End everything: no request comes before the reply to the last, so the server has gone."""
+        self._processes.end_all(self._children[-1])
+        os._exit(0)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid in self._children:
+                    code = os.waitstatus_to_exitcode(status)
+                    self._ended[pid] = (code, usage.ru_utime + usage.ru_stime)
+
+    def _over_limit(self, clock: float, ticks: int) -> str | None:
+        self._measured = self._cpu_seconds()
+        if clock > self._limits.seconds or self._measured > self._limits.cpu_seconds:
+            return "timeout"
+        is_time = self._disk is not None and ticks % DISK_TICKS == 0
+        if self._disk is not None and is_time and _disk_bytes(self._disk) > self._limits.disk_mb * 2**20:
+            return "output"
+        return None
+
+    def _cpu_seconds(self) -> float:
+        total = sum(seconds for _, seconds in self._ended.values())
+        for pid in self._children:
+            if pid not in self._ended:
+                with contextlib.suppress(OSError):
+                    # The clock of another process's processor time; see clock_getcpuclockid(3).
+                    total += time.clock_gettime((~pid << 3) | 2)
+        return total
+
+    def _describe(self, cause: str | None, *, may_signal: bool) -> dict[str, Any]:
+        codes = [code for code, _ in self._ended.values()]
+        cpu_seconds = max(self._measured, sum(seconds for _, seconds in self._ended.values()))
+        if cause is None and cpu_seconds > self._limits.cpu_seconds:
+            cause = "timeout"
+        if cause is None and EXIT_MEMORY in codes:
+            cause = "memory"
+        # An answer can send no signal: the machine ran out of memory, or somebody killed it.
+        if cause is None and -signal.SIGKILL in codes and not may_signal:
+            cause = "infrastructure"
+        code = self._ended.get(self._children[-1], (None, 0.0))[0]
+        most = self._limits.output_bytes
+        texts = [bytes(text[:most]).decode("latin-1") for text in self._texts.values()]
+        return {
+            "outcome": cause or ("ok" if code == 0 else "failed"),
+            "exit_code": code,
+            "seconds": time.monotonic() - self._started,
+            "cpu_seconds": cpu_seconds,
+            **dict(zip(("stdout", "stderr", "reply"), texts, strict=True)),
+        }
+
+
+def _disk_bytes(directory: str) -> int:
+    """Return what the files below a directory take, whatever happens to them meanwhile."""
+    total = 0
+    for path, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(path, name)).st_blocks * 512
+    return total

@@ -1,0 +1,215 @@
+"""The program inside a box: forks a process for every piece of code, watches it, and says how it ended.
+
+It has imported what answers usually import, so a fork costs milliseconds where an interpreter costs thirty. The forked
+process takes its own rights away (``kernel.confine``) before it runs anything. Requests and replies are JSON with their
+length before them, over standard input and output; when the input ends, everything in the box ends. Standard library
+only, because an interpreter without this project's packages may run it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from services.sandbox import harness, kernel
+from services.sandbox.watch import Processes, Run
+
+_REQUESTS, _REPLIES, _COPIES = 100, 101, 200
+"""File descriptors out of the way of those that a piece of code gets."""
+_STDOUT, _STDERR, _REPLY, _LINK = 1, 2, 3, 4
+
+
+def main() -> None:
+    """Serve requests until the input ends."""
+    os.dup2(0, _REQUESTS, inheritable=False)
+    os.dup2(1, _REPLIES, inheritable=False)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    for name in harness.USUAL_MODULES:
+        importlib.import_module(name)
+    sys.set_int_max_str_digits(0)
+    description = _receive()
+    if description is None:
+        return
+    box = Box(**description)
+    gc.freeze()
+    _send({"ready": True})
+    while (request := _receive()) is not None:
+        _send(box.run(**request))
+
+
+def _receive() -> Any:
+    head = _read_exactly(4)
+    body = _read_exactly(*struct.unpack(">I", head)) if head else b""
+    return json.loads(body) if body else None
+
+
+def _read_exactly(size: int) -> bytes:
+    """Return ``size`` bytes of a request; nothing where the input ends."""
+    content = b""
+    while len(content) < size:
+        chunk = os.read(_REQUESTS, min(size - len(content), 2**20))
+        if not chunk:
+            return b""
+        content += chunk
+    return content
+
+
+def _send(reply: dict[str, Any]) -> None:
+    body = json.dumps(reply).encode()
+    content = memoryview(struct.pack(">I", len(body)) + body)
+    while content:
+        content = content[os.write(_REPLIES, content) :]
+
+
+class Box:
+    """What all pieces of code in a box have in common."""
+
+    def __init__(self, uid: int | None, readable: list[str], box: str | None, isolation: str) -> None:
+        """Begin a box.
+
+        Args:
+            uid: the user as whom code runs; None: this one.
+            readable: files and directories that code may read.
+            box: the directory that code may write to; None: no directory.
+            isolation: the backend: ``bwrap``, ``landlock`` or ``seatbelt``.
+        """
+        self._uid, self._readable, self._directory, self._isolation = uid, readable, box, isolation
+        self._answers_uid = uid if uid is None or _can_read_library(uid) else None
+        self._processes = Processes(isolation, _REQUESTS)
+        if box is not None and uid is not None and isolation == "landlock":
+            os.chown(box, uid, uid)
+
+    def run(self, deed: str, limits: dict[str, Any], stdin: str = "", **what: Any) -> dict[str, Any]:
+        """Do one of DEEDS in a process of its own, and return its outcome with all that it printed and replied."""
+        bounds, executes = kernel.Limits(**limits), deed == "exec"
+        is_on_disk = executes and self._isolation != "bwrap"
+        run = Run(self._processes, bounds, stdin.encode("latin-1"), self._directory if is_on_disk else None)
+
+        def start(deed: str, what: dict[str, Any], ends: list[int]) -> None:
+            run.fork(lambda: self._become(deed, bounds, ends), lambda: DEEDS[deed](**what))
+
+        if deed == "asserts":
+            # The answer's process comes first and has no reply; the process of the tests is the one that counts.
+            link = socket.socketpair()
+            null = os.open(os.devnull, os.O_WRONLY)
+            ends = [run.ends[0], null, run.ends[_STDERR], null]
+            start("serve", {"source": what.pop("source")}, [*ends, link[0].fileno()])
+            start(deed, what, [*run.ends, link[1].fileno()])
+            os.close(null)
+            for end in link:
+                end.close()
+        else:
+            start(deed, what, run.ends[:_REPLY] if executes else run.ends)
+        return run.watch(may_signal=executes)
+
+    def _become(self, deed: str, limits: kernel.Limits, ends: list[int]) -> None:
+        """Turn this forked process into one that may do ``deed``, with the file descriptors ``ends`` as 0, 1, ..."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for number, copy in enumerate([fcntl.fcntl(end, fcntl.F_DUPFD, _COPIES) for end in ends]):
+            os.dup2(copy, number)
+        os.closerange(len(ends), os.sysconf("SC_OPEN_MAX"))
+        sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+        sys.stdout = open(_STDOUT, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+        sys.stderr = open(_STDERR, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+        random.seed(0)
+        is_answer = deed != "exec"
+        writes = deed in ("exec", "read", "write")
+        kernel.confine(
+            limits,
+            uid=self._uid if writes else self._answers_uid,
+            readable=self._readable,
+            box=self._directory if writes else None,
+            is_answer=is_answer,
+            needs_landlock=self._isolation == "landlock",
+            shared=self._tasks() if not is_answer else 0,
+        )
+        if self._directory is not None and writes:
+            os.chdir(self._directory)
+
+    def _tasks(self) -> int:
+        """Return how many threads outside this box count towards the limit of processes that code in it has."""
+        if self._uid is not None or self._isolation != "landlock":
+            return 4
+        mine, count = os.getuid(), 0
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{pid}").st_uid == mine:
+                    count += len(os.listdir(f"/proc/{pid}/task"))
+        return count
+
+
+def _can_read_library(uid: int) -> bool:
+    """Return whether a user can read Python's library, as an answer must that imports one more module."""
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(OSError):
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            os._exit(0 if os.access(os.__file__, os.R_OK) else 1)
+        os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _serve(source: str) -> None:
+    harness.serve_answer(source, *_link())
+
+
+def _asserts(tests: list[str], own: list[str], setup: str, nonce: str) -> None:
+    with _open_reply() as reply:
+        harness.run_asserts(tests, own, setup, nonce, _link(), reply)
+
+
+def _calls(source: str, name: str | None, inputs: list[list[Any]]) -> None:
+    with _open_reply() as reply:
+        harness.run_calls(source, name, inputs, reply)
+
+
+def _execute(argv: list[str], environment: dict[str, str]) -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execvpe(argv[0], argv, environment)
+
+
+def _write(path: str) -> None:
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(sys.stdin.buffer.read())
+
+
+def _read(path: str) -> None:
+    with open(path, "rb") as file:
+        sys.stdout.buffer.write(file.read())
+
+
+def _open_reply() -> TextIO:
+    return open(_REPLY, "w", encoding="utf-8")
+
+
+def _link() -> tuple[TextIO, TextIO]:
+    return open(_LINK, encoding="utf-8"), open(os.dup(_LINK), "w", encoding="utf-8")
+
+
+DEEDS: dict[str, Callable[..., None]] = {
+    "script": harness.run_script,
+    "calls": _calls,
+    "serve": _serve,
+    "asserts": _asserts,
+    "exec": _execute,
+    "write": _write,
+    "read": _read,
+}

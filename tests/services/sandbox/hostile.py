@@ -1,0 +1,198 @@
+"""Runs hostile code in boxes and prints what came of it, as JSON: ``python hostile.py BACKEND PYTHON``.
+
+Standard library only, so that it runs on any Python, as any user, and behind a filter like a container's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from services.sandbox.backends import BackendName, Interpreter
+from services.sandbox.box import Box, Result
+from services.sandbox.kernel import Limits
+
+LIMITS = Limits(cpu_seconds=5, seconds=60, memory_mb=256, output_bytes=2**20, processes=24, disk_mb=8)
+SHORT = LIMITS._replace(cpu_seconds=0.5, seconds=2.0)
+
+FAILS = {"failed"}
+ANSWERS: dict[str, tuple[str, set[str]]] = {
+    "endless loop": ("while True: pass", {"timeout"}),
+    "sleep": ("import time; time.sleep(3600)", {"timeout"}),
+    "fork bomb": ("import os\nwhile True: os.fork()", FAILS),
+    "thread bomb": (
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(3600,)).start()",
+        {"failed", "memory", "timeout"},
+    ),
+    "2 GB list": ("x = [0] * 2**28", {"memory"}),
+    "2 GB in steps": ("x = []\nwhile True: x.append(bytearray(2**22))", {"memory"}),
+    "2 GB file": ("with open('/tmp/grpo-hostile', 'wb') as f:\n for _ in range(2048): f.write(bytes(2**20))", FAILS),
+    "memfd": ("import os; os.ftruncate(os.memfd_create('x'), 2**31)", FAILS),
+    "fill /dev/shm": ("open('/dev/shm/grpo-hostile', 'wb').write(bytes(2**24))", FAILS),
+    "1 GB of stdout": ("while True: print('x' * 2**16)", {"output"}),
+    "1 GB of stderr": ("import sys\nwhile True: print('x' * 2**16, file=sys.stderr)", {"output"}),
+    "recursion": ("import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", {"failed", "memory", "timeout"}),
+    "segfault": ("import ctypes; ctypes.string_at(0)", FAILS),
+    "os._exit(0)": ("import os; os._exit(0)", {"ok"}),
+    "environment": ("import os; assert 'HOSTILE_SECRET' not in os.environ", {"ok"}),
+    "server's environment": ("print(open('/proc/SERVER/environ').read())", FAILS),
+    "parent's environment": ("import os; print(open(f'/proc/{os.getppid()}/environ').read())", FAILS),
+    "parent's memory": ("import os; open(f'/proc/{os.getppid()}/mem', 'rb').read(1)", FAILS),
+    "run directory": ("print(open('FOLDER/secret').read())", FAILS),
+    "run directory listed": ("import os; print(os.listdir('FOLDER'))", FAILS),
+    "run directory written": ("open('FOLDER/secret', 'w').write('x')", FAILS),
+    "run directory renamed": ("import os; os.rename('FOLDER/secret', 'FOLDER/other')", FAILS),
+    "file truncated": ("import os; os.truncate('FOLDER/secret', 0)", FAILS),
+    "mode changed": ("import os; os.chmod('FOLDER/secret', 0o777)", FAILS),
+    "time changed": ("import os; os.utime('FOLDER/secret')", FAILS),
+    "attribute set": ("import os; os.setxattr('FOLDER/secret', 'user.x', b'x')", FAILS),
+    "sibling's box": ("print(open('SIBLING/mine').read())", FAILS),
+    "TCP to loopback": ("import socket; socket.create_connection(('127.0.0.1', PORT), 2)", FAILS),
+    "TCP to metadata": ("import socket; socket.create_connection(('169.254.169.254', 80), 2)", FAILS),
+    "UDP": ("import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))", FAILS),
+    "UNIX socket": ("import socket; socket.socket(socket.AF_UNIX).connect('FOLDER/socket')", FAILS),
+    "kill all": ("import os, signal; os.kill(-1, signal.SIGKILL)", FAILS),
+    "kill the parent": ("import os, signal; os.kill(os.getppid(), signal.SIGKILL)", FAILS),
+    "stop itself": ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", FAILS),
+    "kill itself": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", FAILS),
+    "killed by a timer": (
+        "import ctypes, struct\nevent = struct.pack('<QiiQQQQQQ', 0, 9, 0, 0, 0, 0, 0, 0, 0)\n"
+        "timer = ctypes.c_int()\nassert ctypes.CDLL(None, use_errno=True).syscall(222, 1, event, "
+        "ctypes.byref(timer)) == 0",
+        FAILS,
+    ),
+    "a lower limit": ("import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass", FAILS),
+    "signals by a pipe": ("import fcntl, os; fcntl.fcntl(os.pipe()[0], 8, os.getppid())", FAILS),
+    "slow the server": ("import os; os.sched_setaffinity(os.getppid(), {0})", FAILS),
+    "daemon": ("import os\nif os.fork() == 0: os.setsid()", FAILS),
+    "symlink": ("import os; os.symlink('/etc', '/tmp/grpo-hostile-link')", FAILS),
+    "setuid program": ("import os; os.execv('/bin/su', ['su', '-c', 'id'])", FAILS),
+    "subprocess": ("import subprocess; subprocess.run(['/bin/true'])", FAILS),
+    "posix_spawn": ("import os; os.posix_spawn('/bin/true', ['true'], {})", FAILS),
+    "user namespace": ("import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0", FAILS),
+    "trace the parent": ("import ctypes, os; assert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0", FAILS),
+    "become root": ("import os; os.setuid(0); open('/etc/shadow')", FAILS),
+    "old system calls": (
+        "import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\n"
+        "m.write(bytes.fromhex('b814000000cd80c3'))\n"  # getpid by int 0x80, the calls of 32 bits
+        "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()",
+        FAILS,
+    ),
+    "x32 calls": ("import ctypes; assert ctypes.CDLL(None).syscall(0x40000000 + 41, 2, 1, 0) >= 0", FAILS),
+    "io_uring": ("import ctypes; assert ctypes.CDLL(None).syscall(425, 8, bytes(120)) >= 0", FAILS),
+    "shared memory": ("import ctypes; assert ctypes.CDLL(None).shmget(1, 4096, 0o1666) >= 0", FAILS),
+    "deleted standard library": ("import os; os.remove(os.__file__)", FAILS),
+}
+CALLS: dict[str, tuple[str, set[str]]] = {
+    "closed reply": ("import os\nos.close(3)\ndef f(): return 1", FAILS),
+    "10 MB reply": ("def f(): return 'x' * 10**7", {"output"}),
+    "deep reply": ("def f():\n x = []\n for _ in range(10**5): x = [x]\n return x", {"ok", "failed", "memory"}),
+    "object as reply": ("class A:\n __eq__ = lambda *_: True\ndef f(): return A()", {"ok"}),
+    "patched json": ("import json; json.dumps = lambda *_: '[[\"value\", 1]]'\ndef f(): return 2", {"ok"}),
+}
+# The marker finds processes that outlive their box.
+MARKER = "grpo-hostile-marker"
+_LATE = (
+    "import os, time\nfor _ in range(2):\n if os.fork(): os._exit(0)\n os.setsid()\ntime.sleep(1)\nopen('late', 'w')"
+)
+PROGRAMS: dict[str, tuple[str, set[str]]] = {
+    "fork bomb": ("import os\nwhile True:\n try: os.fork()\n except OSError: pass", {"timeout"}),
+    "daemon": (_LATE, {"ok"}),
+    "many daemons": (
+        "import os, time\nfor _ in range(10):\n if os.fork() == 0:\n  os.setsid(); time.sleep(3600)",
+        {"ok"},
+    ),
+    "fill the box": ("i = 0\nwhile True:\n i += 1\n open(str(i), 'wb').write(bytes(2**20))", {"failed", "output"}),
+    "2 GB file": ("f = open('x', 'wb')\nwhile True: f.write(bytes(2**20))", {"failed", "output"}),
+    "endless loop in a child": ("import os\nos.fork()\nwhile True: pass", {"timeout"}),
+    "1 GB of stdout": ("while True: print('x' * 2**16)", {"output"}),
+    "kill all": ("import os, signal; os.kill(-1, signal.SIGTERM)", {"failed", "ok", "infrastructure"}),
+    "server's environment": ("print(open('/proc/SERVER/environ').read())", FAILS),
+    "run directory": ("print(open('FOLDER/secret').read())", FAILS),
+    "mode changed": ("import os; os.chmod('FOLDER/secret', 0o777)", FAILS),
+    "TCP to loopback": ("import socket; socket.create_connection(('127.0.0.1', PORT), 2)", FAILS),
+    "UNIX socket": ("import socket; socket.socket(socket.AF_UNIX).connect('FOLDER/socket')", FAILS),
+    "sibling's box": ("print(open('SIBLING/mine').read())", FAILS),
+    "setuid program": ("import os; os.execv('/bin/su', ['su', '-c', 'id'])", FAILS),
+    "user namespace": ("import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0", FAILS),
+    "fill /dev/shm": ("open('/dev/shm/grpo-hostile', 'wb').write(bytes(2**24))", FAILS),
+    "symlink": ("import os; os.symlink('FOLDER/secret', 'link')", {"ok"}),
+}
+
+
+def report(result: Result) -> dict[str, Any]:
+    return {"outcome": result.outcome.value, "said": result.last_line, "out": result.stdout[:200].decode("latin-1")}
+
+
+async def main(backend: BackendName, interpreter: Interpreter, folder: str, port: int) -> dict[str, Any]:
+    answers = await Box(backend, interpreter, LIMITS).start()
+    sibling = await Box(backend, interpreter, LIMITS, writes=True).start()
+    await sibling.write("mine", b"secret")
+
+    def filled(source: str) -> str:
+        place = sibling._directory or ""
+        names = {"SERVER": os.getpid(), "PORT": port, "FOLDER": folder, "SIBLING": place}
+        for name, value in names.items():
+            source = source.replace(name, str(value))
+        return source
+
+    boxes: set[str] = set()
+    found: dict[str, Any] = {"answers": {}, "calls": {}, "programs": {}, "after": {}}
+    for name, (source, expected) in ANSWERS.items():
+        limits = SHORT if "timeout" in expected else LIMITS
+        found["answers"][name] = report(await answers.run("script", source=filled(source), limits=limits))
+        found["after"][name] = (await answers.run("script", source="print(6 * 7)")).stdout == b"42\n"
+    for name, (source, _) in CALLS.items():
+        result = await answers.run("calls", source=source, name="f", inputs=[[]])
+        found["calls"][name] = report(result) | {"reply": result.reply[:200].decode("latin-1")}
+    for name, (source, expected) in PROGRAMS.items():
+        box = await Box(backend, interpreter, LIMITS, writes=True).start()
+        boxes.add(Path(box._directory or "").name)
+        limits = SHORT if "timeout" in expected else LIMITS
+        found["programs"][name] = report(
+            await box.exec(["/usr/bin/python3", "-c", filled(source), MARKER], limits=limits)
+        )
+        if name == "daemon":
+            await asyncio.sleep(1.2)
+            found["late"] = report(await box.read("late"))
+        if name == "symlink":
+            found["link"] = report(await box.read("link"))
+        await box.close()
+    found["sibling"] = (await sibling.read("mine")).stdout.decode()
+    for box in (answers, sibling):
+        await box.close()
+    found["left"] = [
+        pid for pid in filter(str.isdecimal, os.listdir("/proc")) if int(pid) != os.getpid() and MARKER in _command(pid)
+    ]
+    with open(f"{folder}/secret") as file:  # noqa: ASYNC230
+        found["secret"] = file.read()
+    found["mode"] = os.stat(f"{folder}/secret").st_mode & 0o777
+    found["boxes"] = [name for name in os.listdir(tempfile.gettempdir()) if name in boxes]
+    return found
+
+
+def _command(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    os.environ["HOSTILE_SECRET"] = "secret"
+    with tempfile.TemporaryDirectory() as here, socket.create_server(("127.0.0.1", 0)) as server:
+        Path(here, "secret").write_text("secret")
+        os.chmod(here, 0o777)
+        os.chmod(Path(here, "secret"), 0o666)
+        unix = socket.socket(socket.AF_UNIX)
+        unix.bind(f"{here}/socket")
+        unix.listen()
+        os.chmod(f"{here}/socket", 0o777)
+        arguments = BackendName(sys.argv[1]), Interpreter.find(sys.argv[2]), here, server.getsockname()[1]
+        print(json.dumps(asyncio.run(main(*arguments))))

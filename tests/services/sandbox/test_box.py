@@ -1,0 +1,267 @@
+"""Boxes, the pool of warm ones, and the attack that decides whether a backend may be used."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.core.errors import ConfigurationError
+from services.sandbox import backends, probe
+from services.sandbox.backends import BackendName, Interpreter
+from services.sandbox.box import Box, Outcome, SandboxError
+from services.sandbox.kernel import Limits, landlock_version
+from services.sandbox.pool import BoxPool
+from tests.waiting import IDLE_SECONDS, eventually, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the backends for Linux")
+LIMITS = Limits(cpu_seconds=10, seconds=IDLE_SECONDS, memory_mb=256)
+BACKENDS = [
+    pytest.param(BackendName.BWRAP, marks=pytest.mark.skipif(not shutil.which("bwrap"), reason="no bubblewrap")),
+    pytest.param(BackendName.LANDLOCK, marks=pytest.mark.skipif(not landlock_version(), reason="no Landlock")),
+]
+SCRIPT_PYTHON = shutil.which("python3", path="/usr/bin") or sys.executable
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Interpreter:
+    return Interpreter.find(sys.executable)
+
+
+@pytest.fixture(params=BACKENDS)
+async def box(request: pytest.FixtureRequest, interpreter: Interpreter) -> AsyncIterator[Box]:
+    """A box with a directory, by each backend of this machine."""
+    box = await Box(request.param, interpreter, LIMITS, writes=True).start()
+    yield box
+    await box.close()
+
+
+async def test_files_are_kept_between_calls_and_a_program_sees_no_others(box: Box) -> None:
+    assert (await box.write("a/b.txt", b"one\xff\n")).outcome is Outcome.OK
+    done = await box.exec(
+        ["sh", "-c", "cat a/b.txt - > c; echo $X $HOME; exit 3"], stdin=b"two", environment={"X": "x"}
+    )
+    assert (done.outcome, done.exit_code) == (Outcome.FAILED, 3)
+    assert done.stdout.split()[0] == b"x"
+    assert (await box.read("c")).stdout == b"one\xff\ntwo"
+    missing = await box.read("d")
+    assert (missing.outcome, missing.last_line) == (
+        Outcome.FAILED,
+        "FileNotFoundError: [Errno 2] No such file or directory: 'd'",
+    )
+    outside = await box.write("/tmp/grpo-outside", b"x")
+    assert outside.outcome is Outcome.FAILED
+    assert "grpo-outside" not in os.listdir("/tmp")
+
+
+async def test_a_program_that_does_not_exist_fails_by_name(box: Box) -> None:
+    done = await box.exec(["no-such-program"])
+    assert done.outcome is Outcome.FAILED
+    assert "no-such-program" in done.last_line or "No such file" in done.last_line
+
+
+async def test_processor_time_of_children_and_output_are_limited(box: Box) -> None:
+    tight = Limits(cpu_seconds=0.4, seconds=IDLE_SECONDS, output_bytes=1000)
+    spin = await box.exec([SCRIPT_PYTHON, "-c", "while True: pass"], limits=tight)
+    assert (spin.outcome, spin.exit_code) == (Outcome.TIMEOUT, None)
+    assert spin.cpu_seconds > 0.4
+    loud = await box.exec(["sh", "-c", "while :; do echo xxxxxxxxxx; done"], limits=Limits(output_bytes=1000))
+    assert loud.outcome is Outcome.OUTPUT
+    assert len(loud.stdout) == 1000
+
+
+async def test_a_cancelled_run_ends_and_the_box_with_it(box: Box) -> None:
+    pid = box.pid
+    task = asyncio.create_task(box.exec(["sleep", "3600"]))
+
+    def is_asleep() -> bool:
+        return any(child.name() == "sleep" for child in psutil.Process(pid).children(recursive=True))
+
+    await eventually(is_asleep, "the program")
+    children = psutil.Process(pid).children(recursive=True)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not box.is_alive
+    assert psutil.wait_procs(children, IDLE_SECONDS)[1] == []
+    assert (await box.exec(["true"])).outcome is Outcome.INFRASTRUCTURE
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_thousand_right_answers_leave_nothing(backend: BackendName, interpreter: Interpreter) -> None:
+    me = psutil.Process()
+
+    def state() -> tuple[int, int, list[str], list[str], str]:
+        files = [name for folder in ("/tmp", "/dev/shm") for name in os.listdir(folder) if "grpo-" in name]
+        groups = [str(path) for path in Path("/sys/fs/cgroup").rglob("*grpo*")]
+        return len(me.children(recursive=True)), me.num_fds(), files, groups, Path("/proc/self/mounts").read_text()
+
+    before = state()
+    pool = BoxPool(backend, interpreter, LIMITS, 2)
+    await pool.start()
+    warm = state()
+    descriptors = sum(child.num_fds() for child in me.children(recursive=True))
+
+    async def answer(number: int) -> bytes:
+        source = "import sys; print(int(sys.stdin.read()) ** 2)"
+        result = await pool.run("script", seconds=IDLE_SECONDS, source=source, stdin=str(number).encode())
+        return result.stdout
+
+    answers = await asyncio.gather(*(answer(number) for number in range(1000)))
+    assert answers == [b"%d\n" % number**2 for number in range(1000)]
+    assert state() == warm
+    assert sum(child.num_fds() for child in me.children(recursive=True)) == descriptors
+    await pool.stop()
+    assert state() == before
+
+
+async def _answers(pool: BoxPool) -> list[bytes]:
+    source = "import sys, time; n = int(sys.stdin.read()); time.sleep(0.2); print(n * n)"
+
+    async def answer(number: int) -> bytes:
+        return (await pool.run("script", seconds=IDLE_SECONDS, source=source, stdin=str(number).encode())).stdout
+
+    return await asyncio.gather(*(answer(number) for number in range(24)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("victim", ["box", "zygote", "answer"])
+async def test_killed_boxes_and_answers_change_no_result(
+    backend: BackendName, victim: str, interpreter: Interpreter
+) -> None:
+    """As by the kernel when the machine's memory runs out, which ends a box's processes first."""
+    before = psutil.Process().children()
+    pool = BoxPool(backend, interpreter, LIMITS, 2)
+    await pool.start()
+    quiet = await _answers(pool)
+    running = asyncio.create_task(_answers(pool))
+    kills = 0
+    while kills < 2:
+        await asyncio.sleep(0.1)
+        assert not running.done(), "the batch was over too soon"
+        for child in set(psutil.Process().children()) - set(before):
+            processes = [child, *child.children(recursive=True)]
+            place = {"box": 0, "zygote": len(processes) - 2, "answer": len(processes) - 1}[victim]
+            # One victim at a time: a second try of the same answer must not be killed, too.
+            if len(processes) > 1 and kills < 2:
+                processes[max(place, 0)].send_signal(signal.SIGKILL)
+                kills += 1
+                break
+        await asyncio.sleep(0.3)
+    assert await running == quiet
+    await pool.stop()
+    assert psutil.Process().children() == before
+
+
+def oom_score(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+async def test_a_box_is_the_first_that_the_kernel_ends(interpreter: Interpreter) -> None:
+    box = await Box(BackendName.LANDLOCK, interpreter, LIMITS).start()
+    assert oom_score(box.pid) == 1000
+    await box.close()
+
+
+def test_the_attacks_of_the_check_are_real(tmp_path: Path) -> None:
+    """Without a box nearly all of them pass, so that a failure means that the box kept them."""
+    for name in ("canary", "canary2"):
+        (tmp_path / name).write_text("secret")
+    with probe._targets() as (_, port, _folder):
+        parent = subprocess.Popen(["sleep", "600"])
+        source = probe._ATTACKS.replace("SERVER", repr((parent.pid, port, str(tmp_path))))
+        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+        parent.kill()
+        parent.wait()
+    passed = json.loads(done.stdout)
+    for path in ("/tmp/grpo-attack", "/dev/shm/grpo-attack"):
+        Path(path).unlink(missing_ok=True)
+    names = probe._ATTACKS.count('": lambda: ') + 1
+    assert len(passed) >= names - 2, passed  # A namespace, and this process as a parent that may be traced already.
+
+
+@pytest.mark.parametrize(
+    ("removed", "passes"),
+    [
+        ("        install_filter(", ["it opened a UNIX socket", "it forked", "it changed the mode of a file"]),
+        ("        _restrict_files(", ["it read a file of this user", "it listed a directory of this user"]),
+        ("    _limit(", ["it used more memory than it may"]),
+    ],
+)
+async def test_a_backend_with_a_hole_is_refused_with_what_passed(
+    removed: str, passes: list[str], interpreter: Interpreter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "services/sandbox"
+    shutil.copytree(backends.ROOT / "services/sandbox", copy)
+    source = (copy / "kernel.py").read_text()
+    assert source.count(removed) == 1
+    (copy / "kernel.py").write_text(
+        source.replace(removed, removed.replace(removed.strip(), "(lambda *_, **__: None)("))
+    )
+    monkeypatch.setattr(backends, "ROOT", tmp_path)
+    monkeypatch.setattr(probe, "AUTOMATIC", (BackendName.LANDLOCK,))
+    with pytest.raises(ConfigurationError) as refusal:
+        await probe.choose(BackendName.AUTO, interpreter, writes=False)
+    assert all(name in str(refusal.value) for name in passes), refusal.value
+    assert "SANDBOX=auto" in str(refusal.value)
+
+
+async def test_a_backend_that_is_not_there_is_refused_in_its_own_words(
+    interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    with pytest.raises(ConfigurationError, match="bwrap: the program bwrap is missing; install the package"):
+        await probe.choose(BackendName.BWRAP, interpreter, writes=False)
+    with pytest.raises(ConfigurationError, match="seatbelt is not for linux"):
+        await probe.choose(BackendName.SEATBELT, interpreter, writes=False)
+
+
+async def test_auto_takes_a_backend_that_holds(interpreter: Interpreter) -> None:
+    assert await probe.choose(BackendName.AUTO, interpreter, writes=True) in probe.AUTOMATIC
+
+
+def test_a_python_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
+    old = tmp_path / "python"
+    old.write_text('#!/bin/sh\necho \'[[3, 8], "python", "/usr"]\'\n')
+    old.chmod(0o755)
+    for path, said in ((str(old), "is Python 3.8"), ("/no/such/python", "does not run")):
+        with pytest.raises(ConfigurationError, match=f"SANDBOX_PYTHON '{path}' {said}"):
+            Interpreter.find(path)
+
+
+async def test_a_box_whose_python_cannot_start_says_why(interpreter: Interpreter) -> None:
+    broken = Interpreter("/no/such/python", (), interpreter.readable)
+    with pytest.raises(SandboxError, match="/no/such/python"):
+        await Box(BackendName.LANDLOCK, broken, LIMITS).start()
+
+
+def test_boxes_end_with_the_process_that_started_them(interpreter: Interpreter) -> None:
+    source = (
+        "import asyncio, sys\n"
+        "from services.sandbox.backends import *\nfrom services.sandbox.box import *\n"
+        "async def main():\n"
+        " box = await Box(BackendName(sys.argv[1]), Interpreter.find(sys.executable), Limits(), writes=True).start()\n"
+        " task = asyncio.create_task(box.exec(['sh', '-c', 'setsid sleep 3600 & sleep 3600']))\n"
+        " print('started', flush=True)\n await task\n"
+        "asyncio.run(main())"
+    )
+    for backend in ("bwrap", "landlock"):
+        server = subprocess.Popen([sys.executable, "-c", source, backend], stdout=subprocess.PIPE)
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"started\n"
+        process = psutil.Process(server.pid)
+        wait_until(lambda p=process: sum(c.name() == "sleep" for c in p.children(recursive=True)) == 2, "programs")
+        children = process.children(recursive=True)
+        server.kill()
+        server.wait()
+        assert psutil.wait_procs(children, IDLE_SECONDS)[1] == [], backend
+        server.stdout.close()
