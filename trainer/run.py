@@ -34,7 +34,7 @@ from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import writing
-from trainer.model.teachers import load_teachers
+from trainer.model.teachers import check_endpoints, load_teachers
 from trainer.preflight.check import preflight
 from trainer.preflight.sizes import VolumeRoom
 from trainer.publishing.publisher import VersionWriter
@@ -142,13 +142,15 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         critic = CriticLearner(learner) if settings.has_critic else None
         writer = VersionWriter(settings, policy, ranks)
         stack.callback(writer.close)
-        state = resume(settings, ranks, policy, data, learner, checkpoints, critic)
+        probes = {url: teacher.probe for url, teacher in services.teachers.items()} if services else {}
+        state = resume(settings, ranks, policy, data, learner, checkpoints, critic, probes)
         rank_calls = RankCalls(settings, ranks, learner, writer, checkpoints, stop, critic, kernels)
         if services is None:
             rank_calls.follow()
             return
         status.step, status.state, status.total_steps = state.step, state, total_steps
         with rank_calls.leading():
+            check_endpoints(services.teachers.values(), rank_calls.logprobs)
             _drive(settings, services, rank_calls, status, data, room)
 
 
