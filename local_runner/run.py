@@ -116,7 +116,7 @@ def main(
     console = Console(file=_standard_output())
     try:
         path = spec.find(path)
-        group, overrides, in_files = _job_group(
+        group, overrides, in_files = read_group(
             path, env or [], env_file or [], secret or [], num_nodes or [], small=small
         )
         with nodes.allocate(group, own_hosts=own_hosts) as addresses:
@@ -163,7 +163,7 @@ def _check_and_show(planned: Run, console: Console, *, dry_run: bool, commands: 
         console.print(f"note: {caution}", style="yellow", soft_wrap=True, highlight=False)
 
 
-def _job_group(
+def read_group(
     path: Path, env: list[str], env_file: list[Path], secret: list[str], num_nodes: list[str], *, small: bool
 ) -> tuple[spec.JobGroup, spec.Overrides, dict[str, str]]:
     """Return the job group with the additions of the command line, these additions, and the variables of the files."""

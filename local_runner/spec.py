@@ -105,14 +105,14 @@ def load(path: Path, overrides: Overrides | None = None) -> JobGroup:
         ConfigurationError: the file cannot be read, or a key is unknown, missing or of the wrong kind.
     """
     overrides = overrides or Overrides()
-    header, *documents = _documents(path)
+    header, *described = documents(path)
     if unknown := set(header) - HEADER_KEYS:
         raise ConfigurationError(f"{path}: unknown header keys {sorted(unknown)}; allowed: {sorted(HEADER_KEYS)}")
     if not NAME.fullmatch(str(header.get("name", ""))):
         raise ConfigurationError(f"{path}: the header's name must be letters, digits, - and _")
     if header.get("execution") != "parallel":
         raise ConfigurationError(f"{path}: the header must say `execution: parallel`, else SkyPilot runs a pipeline")
-    tasks = [_task(path, document, overrides) for document in documents]
+    tasks = [_task(path, document, overrides) for document in described]
     names = [task.name for task in tasks]
     if not tasks or len(set(names)) != len(names):
         raise ConfigurationError(f"{path}: the tasks need different names, got {names}")
@@ -221,7 +221,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _documents(path: Path) -> list[dict[str, Any]]:
+def documents(path: Path) -> list[dict[str, Any]]:
+    """Return the documents of a job group's file, the header first; ConfigurationError where it is not one."""
     try:
         documents = list(yaml.load_all(path.read_text(), Loader=_UniqueKeyLoader))  # a subclass of SafeLoader
     except OSError as error:

@@ -63,6 +63,11 @@ COMMANDS = {
         ),
     ),
     "clean": Program("local_runner.clean", TRAINING, ("grpo clean", "grpo clean --keep 3 --keep-model")),
+    "doctor": Program(
+        "local_runner.doctor",
+        TRAINING,
+        ("grpo doctor", "grpo doctor --job-group jobgroup.yaml --env REWARD_FN=code --env-file my.env"),
+    ),
     "evaluate": Program(
         "scripts.evaluate",
         EVALUATION,

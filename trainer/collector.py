@@ -8,8 +8,10 @@ that a collector has taken are on disk, and its next process begins with those o
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import uuid
+from fractions import Fraction
 from pathlib import Path
 
 from prometheus_client import Counter
@@ -29,7 +31,8 @@ from services.protocol.replay import AdmissionRequest
 from trainer.checkpoints.admission import check_data, has_succeeded
 from trainer.config import TrainerSettings
 from trainer.rollouts.clients import Clients
-from trainer.rollouts.groups import GroupMaker, SuccessRates
+from trainer.rollouts.groups import GroupMaker, Makers, makers_of
+from trainer.rollouts.success_rates import SuccessRates
 
 log = get_logger(__name__)
 
@@ -52,15 +55,24 @@ class Collector:
     """
 
     def __init__(self, settings: TrainerSettings, clients: Clients, maker: GroupMaker, number: int = 0) -> None:
-        """Make the collector of that number, which no other collector has at the same time."""
+        """Make the collector of that number, which no other collector has at the same time.
+
+        It collects groups of the maker's source. Those of other sources have places of their own, in flight and in the
+        queue, so that neither slow nor fast ones keep them waiting.
+        """
         self.settings = settings
         self.data = clients.data
         self.replay = clients.replay
         self.maker = maker
-        self.success_rates = SuccessRates(clients.data, settings.batch_size)
-        self.name = collector_name(number)
-        self._taken = InFlightPrompts(clients.data, COLLECTORS, settings.run_dir / "collectors" / f"{number}.json")
+        self.success_rates = SuccessRates(clients.data, maker.batch_size)
+        of_source = f"-{maker.source}" if maker.source else ""
+        self.name = collector_name(number) + of_source
+        file = settings.run_dir / "collectors" / f"{number}{of_source}.json"
+        self._taken = InFlightPrompts(clients.data, COLLECTORS, file, maker.source)
         self._flights: set[asyncio.Task[None]] = set()
+        share = settings.schedule.shares[maker.source]
+        self._concurrency = math.ceil(settings.generation_concurrency * share)
+        self._bound = groups_within(settings.batch_size * share, settings.max_staleness)
 
     async def run(self) -> None:
         """Collect until the last epoch's prompts are used up; tell the data-server before and after.
@@ -70,7 +82,9 @@ class Collector:
             ConfigurationError: the rollout workers refuse every prompt.
         """
         try:
-            await self.data.set_cursor(self.name, Cursor())
+            # The prompts of SOURCES are never used up, so nobody asks how far they are.
+            if self.settings.sources is None:
+                await self.data.set_cursor(self.name, Cursor())
             async with asyncio.TaskGroup() as flights:
                 await self._take_prompts(flights)
             await self.data.set_cursor(self.name, Cursor(epoch=self.settings.num_epochs))
@@ -81,7 +95,7 @@ class Collector:
         prompts = await self._taken.unfinished()
         while True:
             for prompt in prompts:
-                if prompt.epoch >= self.settings.num_epochs:
+                if prompt.epoch >= self.settings.epochs:
                     # The places of this prompt and of those after it are free again.
                     await self._ask_for_places(0)
                     return
@@ -103,7 +117,7 @@ class Collector:
     async def _wait_for_room(self) -> int:
         """Wait until at least one prompt may be taken; return how many, at most a batch."""
         while True:
-            most = min(self.settings.batch_size, self.settings.generation_concurrency - len(self._flights))
+            most = min(self.maker.batch_size, self._concurrency - len(self._flights))
             if places := await self._ask_for_places(max(0, most)):
                 return places
             if most <= 0:
@@ -116,11 +130,33 @@ class Collector:
                 collector=self.name,
                 in_flight=len(self._flights),
                 most=most,
-                batch_size=self.settings.batch_size,
+                batch_size=self.maker.batch_size,
                 max_staleness=self.settings.max_staleness,
+                source=self.maker.source,
+                bound=self._bound,
                 wait_seconds=ADMISSION_SECONDS if most else 0,
             )
         )
+
+
+def groups_within(per_step: Fraction, steps: int) -> int:
+    """Return a number of a source's groups that any ``steps`` steps train at least, given its groups ``per_step``."""
+    # The schedule is less than one group away from the quota, at the beginning and at the end.
+    return max(0, math.floor(per_step * steps) - (per_step.denominator > 1))
+
+
+async def collect_sources(settings: TrainerSettings, clients: Clients, makers: Makers, number: int = 0) -> None:
+    """Run the collector of each source that is trained on, all of one number.
+
+    Raises:
+        DependencyLostError, ConfigurationError: see ``Collector.run``.
+    """
+    try:
+        async with asyncio.TaskGroup() as collectors:
+            for source in settings.schedule.shares:
+                collectors.create_task(Collector(settings, clients, makers[source], number).run())
+    except* (ConfigurationError, DependencyLostError) as ended:
+        raise ended.exceptions[0] from None
 
 
 async def collect(settings: TrainerSettings) -> None:
@@ -128,11 +164,10 @@ async def collect(settings: TrainerSettings) -> None:
     clients = Clients.of(settings, vocabulary_size(settings.model_name, "MODEL_NAME"))
     await clients.open()
     try:
-        maker = GroupMaker(settings, clients.sampler)
         await clients.wait_healthy(settings.service_deadline_seconds)
         # The trainer refuses other data, too; but groups of these would be in the queue by then.
         check_data(settings, await clients.data.stats())
-        await Collector(settings, clients, maker, endpoints.node_rank()).run()
+        await collect_sources(settings, clients, makers_of(settings, clients.samplers), endpoints.node_rank())
     finally:
         await clients.close()
 
@@ -168,10 +203,11 @@ class InFlightPrompts:
     the replay-buffer leaves the second one out.
     """
 
-    def __init__(self, data: DataClient, consumer: str, file: Path) -> None:
+    def __init__(self, data: DataClient, consumer: str, file: Path, source: str = "") -> None:
         """Read the prompts of an earlier process from ``file``, or create it; ``consumer`` is the data-server's."""
         self._data = data
         self._consumer = consumer
+        self._source = source
         self._file = file
         file.parent.mkdir(parents=True, exist_ok=True)
         self._record = _Record.model_validate_json(file.read_bytes()) if file.exists() else _Record()
@@ -181,7 +217,7 @@ class InFlightPrompts:
         prompts = []
         for epoch, position in self._record.open:
             cursor = Cursor(epoch=epoch, position=position)
-            prompts += (await self._data.prompts(1, cursor=cursor)).prompts
+            prompts += (await self._data.prompts(1, cursor=cursor, source=self._source)).prompts
         if self._record.request_id is not None:
             prompts += await self._ask()
         if prompts:
@@ -202,7 +238,9 @@ class InFlightPrompts:
     async def _ask(self) -> list[Prompt]:
         """Send the request, perhaps once more, which gives the same prompts."""
         record = self._record
-        batch = await self._data.prompts(record.size, consumer=self._consumer, request_id=record.request_id)
+        batch = await self._data.prompts(
+            record.size, consumer=self._consumer, request_id=record.request_id, source=self._source
+        )
         record.open += [(prompt.epoch, prompt.position) for prompt in batch.prompts]
         record.request_id = None
         self._save()

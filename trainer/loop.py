@@ -13,6 +13,7 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import InterruptedCallError
 from services.protocol.groups import Group
+from services.run_page.directory import of_sources
 from trainer.algorithm.gae import critic_metrics
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.teachers import is_taught, teacher_metrics, with_teacher
@@ -55,8 +56,8 @@ class TrainingLoop:
     status: RunStatus
     state: RunState
     total_steps: int
-    total_prompts: int
-    """The prompts of all epochs."""
+    total_prompts: float
+    """The prompts of all epochs; infinite with SOURCES."""
     skipped_in_a_row: int = 0
     is_recorded: bool = True
     """False once the metrics of a completed step could not be written."""
@@ -64,6 +65,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         rank_calls = self.rank_calls
         self.objective = Objective(self.settings, self.state.role_baselines)
+        self.schedule = self.settings.schedule
         self.publisher = Publisher(self.settings, self.services.thread, rank_calls.writer, rank_calls.write_policy)
         self.probe = Probe(self.publisher, rank_calls.learner.policy, rank_calls.logprobs)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.rank_calls, self.state)
@@ -104,7 +106,7 @@ class TrainingLoop:
     def step(self) -> bool:
         """Take one training step, numbered as in README.md; return False when the training prompts are used up."""
         settings, services, state = self.settings, self.services, self.state
-        batch = Batch(self.objective)
+        batch = Batch(self.objective, self.quotas)
         if settings.mode is Mode.ASYNC:
             self.enter("wait", f"waiting for the groups of step {state.step + 1}")
             # 1 to 4: collectors have taken them
@@ -127,11 +129,12 @@ class TrainingLoop:
         batch.position = self.position
         update = self.update(groups)  # 7. update
         # The weights are those of the next step, and so is the state from here on, whichever service is lost.
-        state.step, state.policy_version, state.cursor = state.step + 1, state.policy_version + 1, services.cursor
+        state.step, state.policy_version = state.step + 1, state.policy_version + 1
+        state.cursors = dict(services.cursors)
         state.prompts_used += batch.prompts_used
         state.role_baselines = {**self.objective.role_baselines}
 
-        made = batch.scored if settings.dynamic_sampling_tries else ()
+        made = batch.scored if settings.dynamic_sampling_tries or len(batch.scored) > len(batch.groups) else ()
         metrics = batch.counts | step_metrics(batch.groups, made, update, state.policy_version)
         metrics |= teacher_metrics(batch.groups, settings.teachers)
         with self.recording(batch, metrics):
@@ -186,6 +189,12 @@ class TrainingLoop:
         groups = self.objective.with_advantages(groups, reference, values)
         batch.counts |= critic_metrics(groups) if settings.has_critic else self.objective.metrics
         return groups
+
+    @property
+    def quotas(self) -> dict[str, int]:
+        """The number of groups of each source in the next step, by the schedule."""
+        first = self.state.step * self.settings.batch_size
+        return self.schedule.counts(first, first + self.settings.batch_size)
 
     def teach(self, batch: Batch) -> None:
         """Have the teachers in the trainer score the groups that they have not scored yet, fresh and replayed."""
@@ -323,6 +332,8 @@ class TrainingLoop:
     def record(self, batch: Batch, metrics: dict[str, float]) -> None:
         """Write the step's groups, samples and metrics, and its line in the log."""
         self.state.rewards += [metrics["reward_mean"]] if "reward_mean" in metrics else []
+        for source, reward in of_sources(metrics, "reward_mean").items():
+            self.state.rewards_by_source.setdefault(source, []).append(reward)
         self.enter("record", f"recording step {self.state.step}")
         unrecorded = self.files.groups.write(
             self.state.step,

@@ -17,7 +17,7 @@ from torch import nn
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
-from services.protocol.prompts import Cursor, DataStats
+from services.protocol.prompts import DataStats
 from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.admission import Fingerprint, TeacherPrint, check_same
 from trainer.checkpoints.checkpoint import FORMS, CheckpointStore, RunState, SavedCritic
@@ -126,7 +126,6 @@ def resume(
         model_type=policy.config.model_type,
         parameters=count_parameters(policy)
         + (0 if critic is None or critic.is_shared else count_parameters(critic.module)),
-        cursor=Cursor(),
         fingerprint=_fingerprint(settings, policy, data, learner.teachers, probes or {}),
         forms=FORMS,
         job=job_id(),
@@ -162,7 +161,7 @@ def _fingerprint(
     weights = {name: t.description.weights_digest for name, t in teachers.items() if t.description is not None}
     return Fingerprint(
         teachers={
-            source: TeacherPrint(name=name, weights=weights.get(name, ""), probe=probes.get(name, []))
+            source: TeacherPrint(name=name, weights=weights.get(name, ""), probe=probes.get(name.rstrip("/"), []))
             for source, name in settings.teachers.items()
             if name
         },

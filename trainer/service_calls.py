@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Self, TypeVar
 
+from services.clients.teacher import TeacherClient
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
@@ -22,13 +24,14 @@ from services.protocol.base import ComponentRecord
 from services.protocol.groups import Group
 from services.protocol.prompts import Cursor, DataStats, Prompt
 from services.run_page.activity import Activity
-from trainer.collector import Collector
+from trainer.collector import collect_sources
 from trainer.config import Mode, TrainerSettings
 from trainer.publishing.publisher import put_workers_to_sleep
 from trainer.rollouts.batch import Batch, FreshQueue, sample_groups
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import Evaluator
-from trainer.rollouts.groups import GroupMaker, SuccessRates
+from trainer.rollouts.groups import judge, make_groups, makers_of
+from trainer.rollouts.success_rates import SuccessRates
 
 T = TypeVar("T")
 
@@ -49,13 +52,13 @@ class ServiceCalls:
         self.settings = settings
         self.thread = thread
         self.clients = clients
-        self.maker = GroupMaker(settings, clients.sampler)
-        self.evaluator = Evaluator(settings, clients.data, clients.sampler)
-        self.activity = self.maker.activity = self.evaluator.maker.activity = activity or Activity()
+        self.makers = makers_of(settings, clients.samplers)
+        self.activity = activity or Activity()
+        self.evaluator = Evaluator(settings, clients.data, clients.samplers, self.activity)
         self.success_rates = SuccessRates(clients.data, settings.batch_size)
-        self.fresh_queue = FreshQueue(settings, clients.data, clients.replay, self.maker.judge)
-        self.cursor = Cursor()
-        """The prompts used so far; in asynchronous mode the collectors' cursor lives in the data-server."""
+        self.fresh_queue = FreshQueue(settings, clients.data, clients.replay, partial(judge, self.makers))
+        self.cursors: dict[str, Cursor] = {}
+        """The prompts used so far, by source; in asynchronous mode the collectors' cursors live in the data-server."""
 
     @classmethod
     @contextmanager
@@ -91,10 +94,16 @@ class ServiceCalls:
         """Return the settings and versions that each service runs with."""
         return {client.task: self.thread.call(client.settings()) for client in self.clients.services}
 
+    @property
+    def teachers(self) -> dict[str, TeacherClient]:
+        """The clients of teachers behind an endpoint, by URL; each has answered its probe."""
+        clients = [sampler.teacher for sampler in self.clients.samplers.values()]
+        return {client.url: client for client in clients if client is not None}
+
     def start_collector(self) -> None:
         """Start the asynchronous mode's collector in this process, unless collectors run elsewhere."""
         if self.settings.mode is Mode.ASYNC and self.settings.collector_in_process:
-            collecting = Collector(self.settings, self.clients, self.maker).run()
+            collecting = collect_sources(self.settings, self.clients, self.makers)
             self.fresh_queue.collector = self.thread.start(collecting)
 
     def wait_for_workers(self) -> None:
@@ -105,11 +114,16 @@ class ServiceCalls:
         """
         self.thread.call(self._wait_for_workers(self.settings.start_deadline_seconds), interruptible=True)
 
-    def fetch_prompts(self, wanted: int) -> list[Prompt]:
-        """Return the next ``wanted`` prompts of the epochs to train; fewer, then none, at the end."""
-        reply = self.thread.call(self.clients.data.prompts(wanted, cursor=self.cursor), interruptible=True)
-        self.cursor = reply.cursor
-        return [prompt for prompt in reply.prompts if prompt.epoch < self.settings.num_epochs]
+    def fetch_prompts(self, wanted: Mapping[str, int]) -> list[Prompt]:
+        """Return the next prompts of the epochs to train, as many of each source as ``wanted``; fewer at the end."""
+        prompts: list[Prompt] = []
+        for source, count in wanted.items():
+            cursor = self.cursors.get(source, Cursor())
+            fetching = self.clients.data.prompts(count, cursor=cursor, source=source)
+            reply = self.thread.call(fetching, interruptible=True)
+            self.cursors[source] = reply.cursor
+            prompts += [prompt for prompt in reply.prompts if prompt.epoch < self.settings.epochs]
+        return prompts
 
     def generate_and_score(self, prompts: Sequence[Prompt], batch: Batch, meanwhile: Callable[[], None]) -> list[Group]:
         """Return the groups of ``prompts``; each prompt's completions are scored as soon as they are generated.
@@ -120,8 +134,10 @@ class ServiceCalls:
             ConfigurationError, DependencyLostError: every answer of too many prompts in a row failed.
         """
         started = time.perf_counter()
-        groups = self.thread.call(self.maker.make_groups(prompts), interruptible=True, meanwhile=meanwhile)
-        batch.seconds_scoring = time.perf_counter() - max(self.maker.last_generated, started)
+        making = make_groups(self.makers, prompts, self.activity)
+        groups = self.thread.call(making, interruptible=True, meanwhile=meanwhile)
+        generated = max(maker.last_generated for maker in self.makers.values())
+        batch.seconds_scoring = time.perf_counter() - max(generated, started)
         return groups
 
     def store(self, batch: Batch) -> None:
@@ -164,9 +180,12 @@ class ServiceCalls:
         return self.thread.call(self.evaluator.evaluate(), interruptible=True)
 
     def statistics(self) -> dict[str, float]:
-        """Return the metrics of the way of rolling out; nothing if the service that counts them does not answer."""
+        """Return the metrics of the ways of rolling out; nothing if the service that counts them does not answer."""
+        metrics: dict[str, float] = {}
         try:
-            return self.thread.call(self.clients.sampler.statistics(STATS_SECONDS))
+            for sampler in self.clients.samplers.values():
+                metrics |= self.thread.call(sampler.statistics(STATS_SECONDS))
+            return metrics
         except (DependencyLostError, RequestRefusedError) as error:
             log.warning("the figures of the gateway or the judge are not known", reason=str(error))
             return {}

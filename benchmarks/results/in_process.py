@@ -140,7 +140,7 @@ class InProcess:
         started = time.perf_counter()
         batch = Batch(self.objective)
         while batch.missing:
-            prompts, self.cursor = self.data.batch(Split.TRAIN, self.cursor, batch.missing)
+            prompts, self.cursor = self.data.batch(Split.TRAIN, self.cursor, sum(batch.missing.values()))
             seeds = [derive_seed(self.settings.seed, prompt["epoch"], prompt["position"]) for prompt in prompts]
             sampling = SamplingParams(n=self.settings.group_size, temperature=self.settings.temperature)
             batch.add(self._make_groups(prompts, seeds, sampling))

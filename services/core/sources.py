@@ -144,6 +144,12 @@ class Schedule:
         self._places: list[str] = []
         self._counts = dict.fromkeys(exact, 0)
 
+    @property
+    def shares(self) -> dict[str, Fraction]:
+        """The share of all groups that each source has, by name."""
+        total = sum(self._ratios.values())
+        return {name: Fraction(ratio, total) for name, ratio in self._ratios.items()}
+
     def source(self, place: int) -> str:
         """Return the name of the source of the group at ``place``, from 0 on."""
         total, common = sum(self._ratios.values()), math.lcm(*self._ratios.values())

@@ -260,8 +260,9 @@ def stats_of(sources: Mapping[str, Batches]) -> DataStats:
 
 
 def _declaration(source: Source) -> str:
-    """Return ratio and own variables of a source, without the dataset's, which the other lines of it describe."""
-    own = {name: text for name, text in sorted(source.settings.items()) if name not in DataSettings.model_fields}
+    """Return ratio and own variables of a source, without those of its prompts, which its other lines describe."""
+    of_prompts = DataSettings.model_fields.keys() - {"reward_fn", "agent_columns"}
+    own = {name: text for name, text in sorted(source.settings.items()) if name not in of_prompts}
     ratio = "eval_only" if source.eval_only else f"ratio {source.ratio:g}"
     return ", ".join([ratio, *(f"{name.upper()} {text}" for name, text in own.items())])
 

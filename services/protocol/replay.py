@@ -80,7 +80,7 @@ class SampleGroupsRequest(StrictModel):
     ``exponent`` is alpha of prioritised experience replay (Schaul et al. 2016, arXiv:1511.05952, eq. 1): a group's
     probability p is proportional to priority ** alpha. ``correction`` is its beta (section 3.4): the weights are
     (N p) ** -beta, divided by their expected value over the buffer. The same seed draws the same groups from the same
-    contents.
+    contents. With a ``source`` the buffer of all this is the groups of that source.
     """
 
     batch_size: int = Field(ge=1, le=4096)
@@ -90,6 +90,7 @@ class SampleGroupsRequest(StrictModel):
     min_policy_version: Count = 0
     exclude: list[str] = Field(default_factory=list, max_length=65_536)
     seed: Seed | None = None
+    source: str = ""
 
 
 class SampledGroup(WireModel):
@@ -128,7 +129,8 @@ class LeaseRequest(StrictModel):
 
     The server waits up to ``wait_seconds`` for ``min_groups``. It drops and counts groups older than
     ``min_policy_version``. If the lease is not acknowledged within ``lease_seconds``, its groups return to the front of
-    the queue. A repeated ``request_id`` gets the same lease again, so that a lost reply loses no groups.
+    the queue. A repeated ``request_id`` gets the same lease again, so that a lost reply loses no groups. With a
+    ``source`` only groups of that source are taken, dropped and waited for.
     """
 
     max_groups: int = Field(ge=1, le=4096)
@@ -138,6 +140,7 @@ class LeaseRequest(StrictModel):
     wait_seconds: float = Field(default=0, ge=0, le=60)
     consumer: str = Field(default="trainer", max_length=200)
     request_id: str | None = Field(default=None, min_length=1, max_length=200)
+    source: str = ""
 
 
 class LeaseReply(WireModel):
@@ -172,9 +175,9 @@ class AcknowledgeReply(WireModel):
 class AdmissionRequest(StrictModel):
     """Body of POST /queue/admission: a collector says how many prompts it has in flight, and asks for ``most`` more.
 
-    The server waits up to ``wait_seconds`` until there is room for one. There is room while fewer than ``batch_size``
-    times ``max_staleness`` groups wait or are in flight at any collector; with ``max_staleness`` 0, while fewer than a
-    batch are, or are on lease.
+    The server waits up to ``wait_seconds`` until there is room for one. There is room while fewer than ``bound`` groups
+    (unset: ``batch_size`` times ``max_staleness``) wait or are in flight at any collector; or while fewer than a batch
+    do, or are on lease. A ``source`` has room of its own: only its groups count, and a batch is its part of one.
     """
 
     collector: str = Field(min_length=1, max_length=200)
@@ -182,6 +185,8 @@ class AdmissionRequest(StrictModel):
     most: int = Field(ge=0, le=4096)
     batch_size: int = Field(ge=1)
     max_staleness: int = Field(ge=0)
+    bound: Count | None = None
+    source: str = ""
     wait_seconds: float = Field(default=0, ge=0, le=60)
 
 

@@ -174,8 +174,8 @@ class Buffer:
 
     async def admit(self) -> None:
         """Let collectors that wait for room look again."""
-        if self.admission.is_awaited:
-            self.admission.admit(*await self.run(self.queue.counts))
+        for source in self.admission.awaited:
+            self.admission.admit(*await self.run(partial(self.queue.counts, source)), source)
 
 
 def create_app(settings: ReplaySettings, *, clock: Callable[[], float] = time.time) -> FastAPI:

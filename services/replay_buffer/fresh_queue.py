@@ -12,7 +12,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from services.http.problems import ProblemError
 from services.protocol.groups import Group
@@ -30,6 +30,7 @@ from services.replay_buffer.store import Record, Store
 QUEUE_CAPACITY = 65_536
 
 _KEPT_EXPIRED_LEASES = 1000
+_OF_SOURCE = " AND source = :source"
 
 
 class FreshQueue:
@@ -39,11 +40,12 @@ class FreshQueue:
         self._store = store
         self._db = store.database
 
-    def counts(self) -> tuple[int, int]:
-        """Return the number of groups that wait and the number that leases hold."""
+    def counts(self, source: str = "") -> tuple[int, int]:
+        """Return the number of groups that wait and the number that leases hold, of one source or of all."""
         counts: tuple[int, int] = self._db.execute(
             "SELECT count(*) - count(lease), count(lease) FROM members INDEXED BY queued "
-            "WHERE snapshot = 0 AND place = 'queue'"
+            f"WHERE snapshot = 0 AND place = 'queue'{_OF_SOURCE if source else ''}",
+            {"source": source},
         ).fetchone()
         return counts
 
@@ -71,9 +73,9 @@ class FreshQueue:
         with self._store.transaction():
             added = self._store.insert_new(groups, priorities)
             self._db.executemany(
-                "INSERT INTO members (snapshot, sequence, place, position, version, priority, stored_at) "
-                "VALUES (0, ?, 'queue', 0, ?, ?, 0)",
-                [(record.sequence, record.version, record.priority) for record in added],
+                "INSERT INTO members (snapshot, sequence, place, position, version, priority, source, stored_at) "
+                "VALUES (0, ?, 'queue', 0, ?, ?, ?, 0)",
+                [astuple(record) for record in added],
             )
         self._store.counts["enqueued"] += len(added)
         self._store.counts["duplicates"] += len(groups) - len(added)
@@ -89,7 +91,7 @@ class FreshQueue:
             ).fetchone()
             if repeated is not None:
                 return self._reply(repeated[0], json.loads(repeated[1]), 0)
-        fresh, stale = self._first(request.max_groups, request.min_policy_version)
+        fresh, stale = self._first(request.max_groups, request.min_policy_version, request.source)
         if len(fresh) < request.min_groups and not take_fewer:
             return None
         lease_id = uuid.uuid4().hex if fresh else None
@@ -123,7 +125,7 @@ class FreshQueue:
             self._db.execute("DELETE FROM leases WHERE id = ?", (request.lease_id,))
             # Groups of an expired lease wait again, or another lease holds them.
             rows = self._db.execute(
-                "SELECT sequence, version, priority FROM json_each(?1) CROSS JOIN members ON sequence = value "
+                "SELECT sequence, version, priority, source FROM json_each(?1) CROSS JOIN members ON sequence = value "
                 "WHERE snapshot = 0 AND place = 'queue' AND ifnull(lease, ?2) = ?2 ORDER BY sequence",
                 (lease[0], request.lease_id),
             )
@@ -154,13 +156,17 @@ class FreshQueue:
             )
         self._store.counts["leases_expired"] += len(due)
 
-    def _first(self, count: int, least_version: int) -> tuple[list[int], list[int]]:
-        """Return the first ``count`` waiting groups of at least that policy version, and the older ones before them."""
+    def _first(self, count: int, least_version: int, source: str) -> tuple[list[int], list[int]]:
+        """Return the first ``count`` waiting groups of at least that policy version, and the older ones before them.
+
+        With a ``source`` only its groups are among them.
+        """
         fresh: list[int] = []
         stale: list[int] = []
         rows = self._db.execute(
             "SELECT sequence, version FROM members INDEXED BY queued "
-            "WHERE snapshot = 0 AND place = 'queue' AND lease IS NULL ORDER BY sequence"
+            f"WHERE snapshot = 0 AND place = 'queue' AND lease IS NULL{_OF_SOURCE if source else ''} ORDER BY sequence",
+            {"source": source},
         )
         for sequence, version in rows:
             if len(fresh) == count:
@@ -185,10 +191,11 @@ the longest pause of a client that repeats a request is five seconds."""
 
 @dataclass
 class _Collector:
-    """The prompts in flight of one collector, which count until a time of the clock."""
+    """The prompts in flight of one collector, all of one source, which count until a time of the clock."""
 
     in_flight: int
     until: float
+    source: str
 
 
 @dataclass
@@ -210,9 +217,9 @@ class Admission:
         self._asking: list[Asking] = []
 
     @property
-    def is_awaited(self) -> bool:
-        """True while a request waits."""
-        return bool(self._asking)
+    def awaited(self) -> set[str]:
+        """The sources for which a request waits."""
+        return {asking.request.source for asking in self._asking}
 
     def in_flight(self) -> dict[str, int]:
         """Return the prompts in flight by collector, without the collectors that fell silent."""
@@ -223,7 +230,7 @@ class Admission:
     def ask(self, request: AdmissionRequest) -> Asking:
         """Note what a collector has in flight, and put its request behind the others; drop its earlier request."""
         until = self._clock() + request.wait_seconds + SILENT_SECONDS
-        self._collectors[request.collector] = _Collector(request.in_flight, until)
+        self._collectors[request.collector] = _Collector(request.in_flight, until, request.source)
         self._asking = [other for other in self._asking if other.request.collector != request.collector]
         self._asking.append(asking := Asking(request))
         return asking
@@ -238,21 +245,24 @@ class Admission:
         if state := self._collectors.get(collector):
             state.in_flight = max(0, state.in_flight - groups)
 
-    def admit(self, waiting: int, leased: int) -> None:
-        """Give places to the requests, given the numbers of groups that wait in the queue and that leases hold.
+    def admit(self, waiting: int, leased: int, source: str = "") -> None:
+        """Give places to a source's requests, given the numbers of its groups that wait in the queue and on lease.
 
         The learner trains one batch a version and publishes one version a batch. So a group that is begun with fewer
         than MAX_STALENESS batches ahead of it is fresh enough when its turn comes, whatever the learner is doing (the
         bound of AReaL, arXiv:2505.24298, counted from the learner's side). With MAX_STALENESS 0, the next batch is
         begun when the last one has been trained on. No collector gets more than an equal share of the bound.
+
+        All this is counted by source, so that the groups of one take no place of another's.
         """
         if self._clock() < self._opens_at:
             return
-        in_flight = self.in_flight()
+        in_flight = {name: count for name, count in self.in_flight().items() if self._collectors[name].source == source}
         ahead = waiting + sum(in_flight.values())
-        for asking in list(self._asking):
+        for asking in [asking for asking in self._asking if asking.request.source == source]:
             request = asking.request
-            batch, bound = request.batch_size, request.batch_size * request.max_staleness
+            batch, bound = request.batch_size, request.bound
+            bound = batch * request.max_staleness if bound is None else bound
             free = max(bound - ahead, batch - leased - ahead)
             share = math.ceil(max(bound, batch) / max(1, len(in_flight)))
             places = min(free, request.most, share - in_flight.get(request.collector, 0))

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ Rows = np.ndarray[Any, np.dtype[np.void]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
-_ROW = np.dtype([("position", np.int64), ("sequence", np.int64), ("version", np.int64), ("priority", np.float64)])
+_INTEGERS = ("position", "sequence", "version", "source")
+_ROW = np.dtype([*((name, np.int64) for name in _INTEGERS), ("priority", np.float64)])
 _LEAST_ROWS = 1024
 
 
@@ -47,14 +48,15 @@ class Draw:
 
 
 class PriorityIndex:
-    """Records in order of arrival, one row each: position, sequence number, policy version, priority.
+    """Records in order of arrival, one row each: position, sequence number, policy version, source, priority.
 
     ``position`` is the order of arrival and names a record. Records leave in this order, too. A draw depends on the
-    records and the seed alone, not on how the index came to hold them, so that a restarted buffer draws the same.
+    records and the seed alone, not on how the index came to hold them, so that a restarted buffer draws the same. A
+    ``source`` is a number of the caller's; methods that take one regard the records of that source alone.
     """
 
-    def __init__(self, rows: Sequence[tuple[int, int, int, float]] = ()) -> None:
-        """Fill the index with rows (position, sequence, version, priority), sorted by position."""
+    def __init__(self, rows: Sequence[tuple[int, int, int, int, float]] = ()) -> None:
+        """Fill the index with rows (position, sequence, version, source, priority), sorted by position."""
         self._rows = np.array(list(rows), _ROW)
         self._first, self._end = 0, len(rows)
 
@@ -66,7 +68,7 @@ class PriorityIndex:
     def _records(self) -> Rows:
         return self._rows[self._first : self._end]
 
-    def add(self, sequence: int, version: int, priority: float) -> int:
+    def add(self, sequence: int, version: int, priority: float, source: int = 0) -> int:
         """Add a record at the end and return its position."""
         kept = self._records
         if self._end == len(self._rows):
@@ -74,7 +76,7 @@ class PriorityIndex:
             self._rows[: len(kept)] = kept
             self._first, self._end = 0, len(kept)
         position = int(kept["position"][-1]) + 1 if len(kept) else 1
-        self._rows[self._end] = (position, sequence, version, priority)
+        self._rows[self._end] = (position, sequence, version, source, priority)
         self._end += 1
         return position
 
@@ -88,17 +90,20 @@ class PriorityIndex:
         """Change the priority of the record at ``position``."""
         self._records["priority"][self._row_of(position)] = priority
 
-    def highest_priority(self) -> float:
-        """Return the highest priority in the index, 1 in an empty one."""
-        return float(self._records["priority"].max()) if len(self) else 1.0
+    def highest_priority(self, source: int = 0) -> float:
+        """Return the highest priority of a source's records, 1 without any."""
+        priorities = self._records["priority"][self._records["source"] == source]
+        return float(priorities.max()) if len(priorities) else 1.0
 
     def newest_version(self) -> int | None:
         """Return the newest policy version in the index, None in an empty one."""
         return int(self._records["version"].max()) if len(self) else None
 
-    def newest(self, count: int, *, least_version: int = 0, exclude: Iterable[int] = ()) -> list[Draw]:
+    def newest(
+        self, count: int, *, least_version: int = 0, exclude: Iterable[int] = (), source: int | None = None
+    ) -> list[Draw]:
         """Return the ``count`` records that came last, newest first; ``exclude`` are positions."""
-        rows = self._records[np.flatnonzero(self._qualifying(least_version, exclude))[-count:][::-1]]
+        rows = self._records[np.flatnonzero(self._qualifying(least_version, exclude, source))[-count:][::-1]]
         return [Draw(int(row["sequence"]), float(row["priority"]), 1.0, 1.0) for row in rows]
 
     def draw(
@@ -110,6 +115,7 @@ class PriorityIndex:
         correction: float = 0.0,
         least_version: int = 0,
         exclude: Iterable[int] = (),
+        source: int | None = None,
     ) -> list[Draw]:
         """Draw without replacement, with chances proportional to priority ** exponent (arXiv:1511.05952, eq. 1).
 
@@ -120,9 +126,10 @@ class PriorityIndex:
         drawn, whose number is N. With ``correction`` 1 the weighted sum over a draw is therefore an unbiased estimate
         of ``count`` times the mean over these records, up to the cap of P at 1.
 
-        Records qualify if they are at least of ``least_version`` and their position is not in ``exclude``.
+        Records qualify if they are at least of ``least_version``, their position is not in ``exclude``, and they are
+        of ``source``, if one is given.
         """
-        powers = self._records["priority"] ** exponent * self._qualifying(least_version, exclude)
+        powers = self._records["priority"] ** exponent * self._qualifying(least_version, exclude, source)
         rows = random.permutation(np.flatnonzero(powers))
         count = min(count, len(rows))
         if not count:
@@ -137,8 +144,10 @@ class PriorityIndex:
         columns = (drawn["sequence"], drawn["priority"], chances[places] / count, factors[places])
         return [Draw(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
-    def _qualifying(self, least_version: int, exclude: Iterable[int]) -> Mask:
+    def _qualifying(self, least_version: int, exclude: Iterable[int], source: int | None) -> Mask:
         mask: Mask = self._records["version"] >= least_version
+        if source is not None:
+            mask &= self._records["source"] == source
         mask[[self._row_of(position) for position in exclude]] = False
         return mask
 
@@ -171,7 +180,8 @@ _IS_KNOWN = """
 SELECT 1 FROM known JOIN histories ON sequence BETWEEN first AND last WHERE group_id = ? AND snapshot = 0
 """
 _KEEP = """
-INSERT INTO members (snapshot, sequence, place, position, version, priority, stored_at) VALUES (0, ?, ?, ?, ?, ?, ?)
+INSERT INTO members (snapshot, sequence, place, position, version, priority, source, stored_at)
+VALUES (0, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT DO UPDATE SET place = excluded.place, position = excluded.position, stored_at = excluded.stored_at,
     lease = NULL
 """
@@ -184,6 +194,7 @@ class Record:
     sequence: int
     version: int
     priority: float
+    source: str = ""
 
 
 class Store:
@@ -209,15 +220,20 @@ class Store:
 
     def load(self) -> None:
         """Read everything in memory anew from the database."""
+        self._numbers: dict[str, int] = {"": 0}
+        """The number of each source in the indices."""
         self.groups, self.experiences = self._load_index("store"), self._load_index("experiences")
 
     def _load_index(self, place: str) -> PriorityIndex:
         rows = self.database.execute(
-            "SELECT position, sequence, version, priority FROM members WHERE snapshot = 0 AND place = ? "
+            "SELECT position, sequence, version, source, priority FROM members WHERE snapshot = 0 AND place = ? "
             "ORDER BY position",
             (place,),
         )
-        return PriorityIndex(rows.fetchall())
+        return PriorityIndex([(*numbers, self._number(source), priority) for *numbers, source, priority in rows])
+
+    def _number(self, source: str) -> int:
+        return self._numbers.setdefault(source, len(self._numbers))
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -240,14 +256,17 @@ class Store:
 
     def insert_new(self, groups: Sequence[Group], priorities: Sequence[float] | None) -> list[Record]:
         """Write the contents of groups whose id is not known yet. The caller gives them a place."""
-        highest = self.groups.highest_priority()
+        highest = {
+            source: self.groups.highest_priority(self._number(source)) for source in {g.prompt.source for g in groups}
+        }
         added: list[Record] = []
         for number, group in enumerate(groups):
             if self.database.execute(_IS_KNOWN, (group.group_id,)).fetchone() is None:
                 sequence = self._insert(pack(group))
                 self.database.execute("INSERT INTO known VALUES (?, ?)", (sequence, group.group_id))
-                priority = highest if priorities is None else priorities[number]
-                added.append(Record(sequence, group.policy_version, priority))
+                source = group.prompt.source
+                priority = highest[source] if priorities is None else priorities[number]
+                added.append(Record(sequence, group.policy_version, priority, source))
         return added
 
     def keep(self, records: Iterable[Record]) -> None:
@@ -266,8 +285,11 @@ class Store:
         """Return a SampleGroupsReply as framed bytes."""
         rows = (self._find(group_id) for group_id in request.exclude)
         exclude = [position for place, _, position in filter(None, rows) if place == "store"]
+        source = self._number(request.source) if request.source else None
         if request.strategy is SampleStrategy.RECENCY:
-            draws = self.groups.newest(request.batch_size, least_version=request.min_policy_version, exclude=exclude)
+            draws = self.groups.newest(
+                request.batch_size, least_version=request.min_policy_version, exclude=exclude, source=source
+            )
         else:
             draws = self.groups.draw(
                 request.batch_size,
@@ -276,6 +298,7 @@ class Store:
                 correction=request.correction,
                 least_version=request.min_policy_version,
                 exclude=exclude,
+                source=source,
             )
         self.counts["sampled"] += len(draws)
         weights = [{"priority": d.priority, "probability": d.probability, "weight": d.weight} for d in draws]
@@ -320,9 +343,9 @@ class Store:
         return sequence
 
     def _append(self, place: str, index: PriorityIndex, records: Iterable[Record], capacity: int) -> None:
-        now = self.clock()
+        now, number = self.clock(), self._number
         rows = [
-            (r.sequence, place, index.add(r.sequence, r.version, r.priority), r.version, r.priority, now)
+            (r.sequence, place, index.add(r.sequence, r.version, r.priority, number(r.source)), *astuple(r)[1:], now)
             for r in records
         ]
         self.database.executemany(_KEEP, rows)
@@ -341,7 +364,7 @@ def _priority(experience: FlatExperience) -> float:
 
 
 _COPY_MEMBERS = """
-INSERT INTO members SELECT :target, sequence, place, position, version, priority, stored_at, NULL
+INSERT INTO members SELECT :target, sequence, place, position, version, priority, stored_at, NULL, source
 FROM members WHERE snapshot = :source
 """
 _COPY_HISTORY = """

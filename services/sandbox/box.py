@@ -12,7 +12,7 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
@@ -30,7 +30,6 @@ _ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
     "TZ": "UTC",
     "PYTHONHASHSEED": "0",
-    "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
@@ -126,7 +125,7 @@ class Box:
                 await self._exchange(description)
         except (OSError, EOFError, TimeoutError) as error:
             message = await self._close()
-            raise SandboxError(message or f"{type(error).__name__}: {error}") from error
+            raise SandboxError(message or str(error) or type(error).__name__) from error
         return self
 
     async def exec(
@@ -159,7 +158,7 @@ class Box:
     async def run(self, deed: str, *, stdin: bytes = b"", limits: Limits | None = None, **what: Any) -> Result:
         """Do one of zygote's ``DEEDS``; a box that does not answer gives ``infrastructure`` now and ever after."""
         bounds = limits or self._limits
-        message = {"deed": deed, "limits": asdict(bounds), "stdin": stdin.decode("latin-1"), **what}
+        message = {"deed": deed, "limits": bounds._asdict(), "stdin": stdin.decode("latin-1"), **what}
         factor, more = _WAIT
         try:
             async with asyncio.timeout(factor * bounds.seconds + more):

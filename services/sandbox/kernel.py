@@ -17,8 +17,7 @@ import stat
 import struct
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _LIBRARY: Any = ctypes.CDLL(None, use_errno=True)
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -59,8 +58,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """What one run of code may take; processor time in all of its processes that zygote started, the rest each.
 
     ``seconds`` are by the clock. ``memory_mb`` is address space, the interpreter's included. ``disk_mb`` bounds the

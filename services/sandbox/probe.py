@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
@@ -60,7 +59,7 @@ for name, attack in attacks.items():
 json.dump(passed, sys.stdout)
 """
 _LIMITS = {
-    "it used more memory than it may": "bytearray(2**30)",
+    "it used more memory than it may": "import mmap; mmap.mmap(-1, 2**30)",
     "it used more processor time than it may": "while True: pass",
     "it slept longer than it may": "import time; time.sleep(3600)",
     "it printed more than it may": "while True: print('x' * 1000)",
@@ -110,8 +109,8 @@ async def attack(backend: BackendName, interpreter: Interpreter, *, writes: bool
         writes: whether the box is for programs that fork and write files, too.
     """
     generous = Limits(cpu_seconds=10, seconds=60, memory_mb=512)
-    tight = replace(generous, cpu_seconds=0.3, seconds=1.0, output_bytes=10_000)
-    box = Box(backend, interpreter, replace(generous, disk_mb=4, processes=16), writes=writes)
+    tight = generous._replace(cpu_seconds=0.3, seconds=1.0, output_bytes=10_000)
+    box = Box(backend, interpreter, generous._replace(disk_mb=4, processes=16), writes=writes)
     try:
         await box.start()
         with _targets() as targets:
@@ -133,7 +132,7 @@ async def attack(backend: BackendName, interpreter: Interpreter, *, writes: bool
 async def _attack_as_program(box: Box, interpreter: Interpreter) -> list[str]:
     passed = []
     # As root, programs run as another user, who may be unable to reach the interpreter.
-    python = shutil.which("python3", path="/usr/bin") or interpreter.path
+    python = shutil.which("python3", path="/usr/bin") or interpreter.program
     result = await box.exec([python, "-c", _CHILDREN])
     if result.outcome is Outcome.INFRASTRUCTURE or not result.stdout:
         passed.append(f"its processes were not counted: {_reason(result)}")

@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from services.sandbox.kernel import Limits, adopt_orphans
@@ -78,9 +77,11 @@ def _kill_descendants() -> None:
 def _descendants(pid: int) -> Iterator[int]:
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                yield int(child)
-                yield from _descendants(int(child))
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                children = [int(child) for child in file.read().split()]
+            for child in children:
+                yield child
+                yield from _descendants(child)
 
 
 class Run:

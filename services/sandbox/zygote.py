@@ -15,13 +15,11 @@ import importlib
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import struct
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TextIO
 
 from services.sandbox import harness, kernel
@@ -188,14 +186,14 @@ def _execute(argv: list[str], environment: dict[str, str]) -> None:
 
 
 def _write(path: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path, "wb") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file)
+        file.write(sys.stdin.buffer.read())
 
 
 def _read(path: str) -> None:
     with open(path, "rb") as file:
-        shutil.copyfileobj(file, sys.stdout.buffer)
+        sys.stdout.buffer.write(file.read())
 
 
 def _open_reply() -> TextIO:

@@ -127,7 +127,7 @@ class Tasks(World):
             rewards,
             ReplayClient(at[Task.REPLAY_BUFFER]),
             rollouts,
-            Completions(self._settings, rollouts, rewards),
+            {"": Completions(self._settings, rollouts, rewards)},
         )
         await self._clients.open()
         await self._clients.wait_healthy(IDLE_SECONDS)
@@ -140,7 +140,7 @@ class Tasks(World):
         await self._clients.close()
 
     def start(self, number: int) -> None:
-        maker = GroupMaker(self._settings, self._clients.sampler)
+        maker = GroupMaker(self._settings, self._clients.samplers[""])
         self._tasks[number] = asyncio.create_task(Collector(self._settings, self._clients, maker, number).run())
 
     async def kill(self, number: int) -> None:

@@ -95,6 +95,7 @@ def test_engines_that_share_the_trainers_gpu_sleep_between_generations(
         ({"gdpo_weights": "math=1"}, "unset it, or set ADVANTAGE=gdpo"),
         ({"advantage": "rae", "credit": "turn", "rollout": "environment"}, "CREDIT is set, but ADVANTAGE=rae"),
         ({"advantage": "rae", "group_size": 1}, None),
+        ({"drop_equal_groups": True, "teacher_model": "some/model"}, "DROP_EQUAL_GROUPS is set, but a teacher"),
         ({"loss": "dppo_kl", "dual_clip": 3}, "DUAL_CLIP has no effect with LOSS=dppo_kl"),
     ],
 )

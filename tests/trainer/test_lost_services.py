@@ -85,8 +85,8 @@ class Outside:
         self.evaluator = self
 
     @property
-    def cursor(self) -> Cursor:
-        return Cursor(epoch=0, position=self.steps)
+    def cursors(self) -> dict[str, Cursor]:
+        return {"": Cursor(epoch=0, position=self.steps)}
 
     def fetch_prompts(self, _wanted: int) -> list[Any]:
         return [None] if self.steps < self.prompts else []
@@ -175,7 +175,7 @@ def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> T
     options: dict[str, Any] = {"eval_prompts": 0, "checkpoint_every": 1, "checkpoints_kept": 1} | settings
     learner = make_learner(ranks, model, 4, shared_dir=directory, run_id="r", **options)
     checkpoints = CheckpointStore(learner.settings.checkpoint_dir, learner.settings.checkpoints_kept, ranks)
-    state = run_state(learner, 0).model_copy(update={"cursor": Cursor()})
+    state = run_state(learner, 0).model_copy(update={"cursors": {}})
     files = RunFiles(learner.settings, 0, str)
     rank_calls = RankCalls(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False)
     loop = TrainingLoop(learner.settings, cast(ServiceCalls, outside), rank_calls, files, RunStatus(), state, 4, 16)
@@ -205,7 +205,7 @@ def test_weights_prompts_and_records_are_of_one_step(
     found = broken.rank_calls.checkpoints.newest(broken.state.model_type, broken.state.parameters)
     assert found is not None
     path, state = found
-    assert (state.step, state.cursor.position, len(state.rewards)) == (completed, completed, completed)
+    assert (state.step, state.cursors[""].position, len(state.rewards)) == (completed, completed, completed)
     metrics = (broken.settings.run_dir / "metrics.jsonl").read_bytes().splitlines()
     assert [orjson.loads(line)["step"] for line in metrics] == list(range(1, completed + 1))
 

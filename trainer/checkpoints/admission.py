@@ -156,8 +156,8 @@ def check_data(settings: TrainerSettings, data: DataStats) -> None:
 def _refusal(settings: TrainerSettings, checkpoint: Path, changes: list[str]) -> ConfigurationError:
     return ConfigurationError(
         f"RUN_ID {settings.run_id} cannot continue from {checkpoint}, which is of something else: "
-        f"{'. '.join(changes)}. Give the former MODEL_NAME, teacher, DATASET and its settings to continue, "
-        "or another RUN_ID to start anew; with "
+        f"{'. '.join(changes)}. Give the former MODEL_NAME, teacher, DATASET or SOURCES and their settings to "
+        "continue, or another RUN_ID to start anew; with "
         f"MODEL_NAME={settings.run_dir / 'model' if settings.lora_rank else settings.policy_dir / 'v...'} the new run "
         "starts from what this one has trained"
     )

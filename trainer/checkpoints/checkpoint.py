@@ -25,7 +25,7 @@ from typing import Any, Protocol, cast
 import orjson
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -161,7 +161,8 @@ class RunState(BaseModel):
     """The version of the policy after these steps."""
     model_type: str
     parameters: int
-    cursor: Cursor
+    cursors: dict[str, Cursor] = {}
+    """The prompts used so far, by source; that of a run without SOURCES is ""."""
     prompts_used: int = 0
     """Prompts of these steps, those of groups that were left out included."""
     role_baselines: dict[str, dict[int, float]] = {}
@@ -169,6 +170,10 @@ class RunState(BaseModel):
     replay_snapshot: str | None = None
     rewards: list[float] = []
     """Mean reward of each completed step."""
+    rewards_by_source: dict[str, list[float]] = {}
+    """The same of each source, for the steps in which it had groups; empty without SOURCES."""
+    accuracies_by_source: dict[str, list[float]] = {}
+    """The greedy pass@1 of each source before training, and the newest; empty without SOURCES."""
     accuracy_before: float | None = None
     """Greedy pass@1 on the held-out prompts before training: a point estimate, as the other accuracies."""
     accuracy_before_low: float | None = None
@@ -197,6 +202,15 @@ class RunState(BaseModel):
     """FORMS of the release that saved the state."""
     job: str | None = None
     """The SkyPilot job that saved the state; see ``job_id``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_cursor(cls, fields: Any) -> Any:
+        """Read the state of an earlier release, which has the cursor of its only source as ``cursor``."""
+        if isinstance(fields, dict) and "cursor" in fields:
+            fields = {**fields, "cursors": {"": fields["cursor"]}}
+            del fields["cursor"]
+        return fields
 
 
 class SavedCritic(Protocol):

@@ -198,6 +198,9 @@ class AlgorithmSection(Settings):
     aggregation: Aggregation | None = None
     """`token_mean`, `sequence_mean` or `constant_length`. Unset: `sequence_mean` for `gspo` and `sapo`, else
     `token_mean`."""
+    drop_equal_groups: bool = False
+    """Leave groups whose advantages are all 0 out of the loss, its mean included, so that a step is not the shorter the
+    more groups have equal rewards. prime-rl and tinker do so. Off: their tokens count in the mean."""
     importance_correction: ImportanceCorrection = ImportanceCorrection.TRUNCATED
     """Weight of tokens that an older policy, or an engine that rounds otherwise, sampled: `truncated`, `icepop`,
     `sequence`, `geometric` or `none`. The clip is around the policy at the start of the step (decoupled objective), so

@@ -161,7 +161,7 @@ class TrainerSettings(
 
     @property
     def needs_rewards(self) -> bool:
-        """True when answers are scored: to learn from rewards, or for the accuracy of evaluations."""
+        """True when the reward-server scores answers: to learn from rewards, or for the accuracy of evaluations."""
         return self.reward_weight > 0 or self.eval_prompts > 0
 
     @property
@@ -336,6 +336,8 @@ def options_have_their_method(settings: TrainerSettings) -> None:
         )
     if settings.credit is Credit.TURN and settings.has_critic:
         raise ValueError("CREDIT is turn, but ADVANTAGE=gae has a critic; unset CREDIT")
+    if settings.drop_equal_groups and any(settings.teachers.values()):
+        raise ValueError("DROP_EQUAL_GROUPS is set, but a teacher teaches groups of equal rewards, too; unset it")
     if settings.kl_in_reward and not settings.kl_coef:
         raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
 
@@ -386,7 +388,7 @@ def groups_can_be_compared(settings: TrainerSettings) -> None:
     if settings.group_size == 1 and settings.advantage in GROUP_ADVANTAGES and is_made_here:
         raise ValueError(
             f"GROUP_SIZE is 1, but ADVANTAGE={settings.advantage} compares a completion with the rest of its group; "
-            "allowed is at least 2, or ADVANTAGE=reinforce or gae"
+            "allowed is at least 2, or ADVANTAGE=reinforce, rae or gae"
         )
 
 

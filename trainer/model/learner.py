@@ -249,6 +249,8 @@ class Learner:
         settings = self.settings
         needs_all = settings.entropy_coef != 0 or settings.has_kl_loss or self.policy.value_head is not None
         needs_all = needs_all or self.loss.teacher_coef != 0
+        if settings.drop_equal_groups:
+            groups = [g for g in groups if g.mean_absolute_advantage]
         trainable = [g for g in groups if needs_all or g.mean_absolute_advantage]
         return make_part(groups, trainable, settings.micro_batch_tokens, self.ranks)
 

@@ -183,6 +183,12 @@ DERIVED = {
 }
 """Columns that Prometheus has no metric for."""
 
+BY_SOURCE = Measure(
+    "<column>/<source>",
+    "trainer_source",
+    "The figure of a column for the groups, or the held-out prompts, of one of SOURCES; `epoch` is the latest epoch of "
+    "its prompts.",
+)
 AT_K = Measure("avg_at_<k>, pass_at_<k>", "trainer_samples_ratio", "avg@k and pass@k on held-out prompts, by k.")
 AT_K_STDERR = Measure(
     "avg_at_<k>_stderr, pass_at_<k>_stderr",
@@ -243,6 +249,7 @@ NAMED = (
         TEACHER_DISTANCE,
         re.compile(r"teacher_(?P<estimate>k1|k3)(?:/(?P<source>.+)|_of_(?P<teacher>.+)|_from_(?P<place>\d+))?"),
     ),
+    (BY_SOURCE, re.compile(r"(?P<column>[^/]+)/(?P<source>[a-z0-9][a-z0-9_.-]*)")),
     (AT_K, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")),
     (AT_K_STDERR, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_stderr")),
     (AT_K_ENDS, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_(?P<end>low|high)")),

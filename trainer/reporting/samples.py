@@ -110,6 +110,8 @@ def _record(step: int, group: Group, e: TokenSequence) -> dict[str, Any]:
         "trained_tokens": e.trained_tokens,
         "result": e.scoring.model_dump(mode="json", exclude_none=True),
     }
+    if group.prompt.source:
+        record["source"] = group.prompt.source
     if group.prompt.row:
         record["row"] = group.prompt.shown_row
     if e.turns:

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from services.protocol.groups import Group, TokenSequence
-from services.protocol.rewards import FinishReason, RewardStatus
+from services.protocol.rewards import UNASKED, FinishReason, RewardStatus
 from trainer.model.learner import UpdateResult
 
+JUDGED = (RewardStatus.SCORED, RewardStatus.UNASKED)
+"""The statuses of scoring that are not failures."""
 HISTOGRAM_BARS = 20
 REWARD_DIGITS = 6
 EXAMPLE_CHARACTERS = 500
@@ -31,6 +33,8 @@ HEADLINE = {
     "staleness_max": "staleness",
 }
 """The metrics in a step's line of the log, with their names there."""
+SOURCES_HEADLINE = ("reward_mean", "accuracy")
+"""Those of them that the line has of each source, too."""
 
 PHASES = (
     *(
@@ -85,6 +89,14 @@ class StepClock:
         return {f"seconds_{phase}": value for phase, value in (*seconds.items(), ("step", sum(seconds.values())))}
 
 
+BY_SOURCE = (
+    *("reward_mean", "reward_std", "reward_trained_mean", "completions", "unscorable", "over_limit"),
+    *("length_mean", "length_max", "truncation_rate", "completion_tokens", "prompt_tokens"),
+    *("groups", "zero_variance_groups", "staleness_mean", "staleness_max"),
+)
+"""The metrics of groups that each source has, too."""
+
+
 def step_metrics(
     groups: Sequence[Group], scored: Sequence[Group], update: UpdateResult, policy_version: int
 ) -> dict[str, float]:
@@ -98,6 +110,7 @@ def step_metrics(
     """
     return {
         **group_metrics(groups, policy_version - 1, scored),
+        **source_metrics(groups, policy_version - 1, scored),
         **update.metrics,
         "updates_skipped": float(update.skipped),
         "trained_tokens": float(update.tokens),
@@ -112,7 +125,12 @@ def headline(metrics: Mapping[str, float]) -> dict[str, str]:
 
     Phases with less than SHOWN_SHARE of the step are left out.
     """
-    line = {short: f"{metrics[name]:.3g}" for name, short in HEADLINE.items() if name in metrics}
+    line = {
+        name.replace(column, short): f"{value:.3g}"
+        for column, short in HEADLINE.items()
+        for name, value in metrics.items()
+        if name == column or (column in SOURCES_HEADLINE and name.startswith(f"{column}/"))
+    }
     least = SHOWN_SHARE * metrics.get("seconds_step", 0.0)
     seconds = {phase: metrics.get(f"seconds_{phase}", 0.0) for phase in PHASES}
     return line | {
@@ -146,13 +164,26 @@ def group_metrics(groups: Sequence[Group], policy_version: int, scored: Sequence
     return of_groups | _completion_metrics(scored or groups)
 
 
+def source_metrics(groups: Sequence[Group], policy_version: int, scored: Sequence[Group] = ()) -> dict[str, float]:
+    """Return the metrics BY_SOURCE of each source, as in ``reward_mean/maths``, and its epoch; none without SOURCES.
+
+    The arguments are those of ``group_metrics``.
+    """
+    metrics: dict[str, float] = {}
+    for source in sorted({group.prompt.source for group in groups} - {""}):
+        own, made = ([group for group in some if group.prompt.source == source] for some in (groups, scored))
+        figures = group_metrics(own, policy_version, made) | {"epoch": float(max(g.prompt.epoch for g in own))}
+        metrics |= {f"{name}/{source}": figures[name] for name in (*BY_SOURCE, "epoch") if name in figures}
+    return metrics
+
+
 def _completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
     episodes = [sequences for g in groups for sequences in g.episodes]
     rewards = _rewards(groups)
     lengths = [sum(e.trained_tokens for e in sequences) for sequences in episodes]
     metrics = {
         "completions": float(len(episodes)),
-        "unscorable": float(len(episodes) - len(rewards)),
+        "unscorable": float(len(episodes) - len(rewards) - sum(first.result == UNASKED for first, *_ in episodes)),
         "over_limit": float(sum(first.scoring.status is RewardStatus.OVER_LIMIT for first, *_ in episodes)),
         "completion_tokens": float(sum(lengths)),
         "prompt_tokens": float(sum(len(g.prompt_ids) for g in groups)),
@@ -262,7 +293,7 @@ def failures(groups: Sequence[Group]) -> list[tuple[str, int, str]]:
             counts.update(group.episodes_failed)
             examples = (group.failure_examples or {}) | examples
             continue
-        for result in (e.scoring for e in group.sequences if e.scoring.status is not RewardStatus.SCORED):
+        for result in (e.scoring for e in group.sequences if e.scoring.status not in JUDGED):
             reason = f"reward_{result.status.value}"
             counts[reason] += 1
             examples.setdefault(reason, result.reason or "")

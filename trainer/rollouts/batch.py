@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter as Tally
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -26,13 +28,18 @@ from trainer.config.objective import Objective
 class Batch:
     """The groups of one step: BATCH_SIZE of them, fewer when prompts were left out or are used up.
 
+    With SOURCES it has exactly as many groups of each source as the schedule has in that step. A prompt that got no
+    group, or a group without any reward, gives way to the next prompt of the same source.
+
     With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) groups without a signal give way to those of further
-    prompts: DYNAMIC_SAMPLING_TRIES times at most, or that many batches of groups from the queue.
+    prompts of their source: DYNAMIC_SAMPLING_TRIES times at most, or that many batches of groups from the queue.
     """
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, quotas: Mapping[str, int] | None = None) -> None:
+        """Make the batch of a step with ``quotas``, the number of its groups by source; without: BATCH_SIZE of one."""
         self.objective, settings = objective, objective.settings
         self.settings = settings
+        self.quotas = {"": settings.batch_size} if quotas is None else quotas
         self.groups: list[Group] = []
         """The groups to train on."""
         self.scored: list[Group] = []
@@ -53,36 +60,50 @@ class Batch:
         """Seconds of the newest ``generate_and_score`` after its last completion was generated."""
         self._tries_left = settings.dynamic_sampling_tries
         self._is_closed = False
+        self._dropped: Tally[str] = Tally()
+        """The groups from the queue that were left out for want of a signal, by source."""
 
     @property
-    def missing(self) -> int:
-        """The number of prompts to fetch next."""
-        return 0 if self._is_closed else self.settings.batch_size - len(self.groups)
+    def missing(self) -> dict[str, int]:
+        """The number of prompts to fetch next, by source; no source that has all its groups."""
+        there = _by_source(self.groups)
+        missing = {source: quota - there[source] for source, quota in self.quotas.items()}
+        return {} if self._is_closed else {source: count for source, count in missing.items() if count > 0}
 
     def add(self, groups: Sequence[Group]) -> None:
         """Take in the groups of the prompts that were fetched last; none if all of them were left out."""
         if not groups:
             return
-        self._is_closed = self._tries_left == 0
-        kept = [group for group in groups if self._is_closed or self._has_signal(group)]
+        is_last_try = self._tries_left <= 0
+        kept = [group for group in groups if self._counts(group) and (is_last_try or self._has_signal(group))]
         self._tries_left -= 1
+        # Without SOURCES the last prompts may stay without groups; a source gets prompts until it has its quota.
+        self._is_closed = is_last_try and self.settings.sources is None
         self.scored += groups
         self.groups += kept
-        self.counts["groups_resampled"] = self.counts.get("groups_resampled", 0.0) + len(groups) - len(kept)
+        self.count("groups_resampled", _by_source(groups) - _by_source(kept))
 
     def take(self, leased: Sequence[Group]) -> list[Group]:
         """Take in groups from the queue of fresh groups, and return those that are kept."""
         kept = []
         for group in leased:
-            dropped = self.counts.get("groups_resampled", 0.0)
-            most = self.settings.dynamic_sampling_tries * self.settings.batch_size
-            if dropped < most and not self._has_signal(group):
-                self.counts["groups_resampled"] = dropped + 1
-            else:
+            source = group.prompt.source
+            may_drop = self._dropped[source] < self.settings.dynamic_sampling_tries * self.quotas[source]
+            if may_drop and not self._has_signal(group):
+                self._dropped[source] += 1
+            elif self._counts(group):
                 kept.append(group)
+        if len(kept) < len(leased):
+            self.count("groups_resampled", _by_source(leased) - _by_source(kept))
         self.scored += leased
         self.groups += kept
         return kept
+
+    def count(self, name: str, by_source: Mapping[str, int]) -> None:
+        """Count groups by their source: in the metric of that name, and with SOURCES in that of each source."""
+        of_each = {f"{name}/{source}": number for source, number in by_source.items() if source}
+        for metric, number in ({name: sum(by_source.values())} | of_each).items():
+            self.counts[metric] = self.counts.get(metric, 0.0) + number
 
     def prepared(self, groups: Sequence[Group]) -> list[TrainingGroup]:
         """Return groups of the step as the loss sees them, before their advantages are known; each is made once."""
@@ -91,8 +112,17 @@ class Batch:
                 self._prepared[id(group)] = self.objective.training_group(group)
         return [self._prepared[id(group)] for group in groups]
 
+    def _counts(self, group: Group) -> bool:
+        """Return whether a group counts towards its source's quota: with SOURCES it has a reward."""
+        needs_rewards = self.settings.sources is not None and self.settings.reward_weight > 0
+        return not needs_rewards or not all(map(math.isnan, group.rewards))
+
     def _has_signal(self, group: Group) -> bool:
         return self.objective.has_signal(*self.prepared([group]))
+
+
+def _by_source(groups: Sequence[Group]) -> Tally[str]:
+    return Tally(group.prompt.source for group in groups)
 
 
 LEASE_WAIT_SECONDS = 5.0
@@ -126,38 +156,45 @@ class FreshQueue:
         self.judge = judge
         self.collector = collector
         self._leases: list[str] = []
+        self._has_a_lease_a_group = settings.dynamic_sampling_tries > 0 or settings.sources is not None
 
     async def lease(self, batch: Batch, policy_version: int) -> None:
         """Fill ``batch`` with groups no staler than MAX_STALENESS; the last batch of the run may stay smaller.
 
-        With dynamic sampling each group has a lease of its own. That of a group without a signal is acknowledged at
-        once, so that collectors have room for another.
+        With dynamic sampling or SOURCES each group has a lease of its own. That of a group that is left out is
+        acknowledged at once, so that collectors have room for another.
 
         Raises:
             ConfigurationError: every answer of too many groups in a row failed.
             DependencyLostError: no new group came for FRESH_WAIT_SECONDS, or longer where answers may take longer.
         """
-        batch.counts["groups_dropped_stale"] = 0.0
-        patience = max(FRESH_WAIT_SECONDS, self.settings.way.longest_answer_seconds + LONGEST_ANSWER_MARGIN_SECONDS)
+        batch.count("groups_dropped_stale", {})
+        longest = max(own.way.longest_answer_seconds for own in self.settings.by_source().values())
+        patience = max(FRESH_WAIT_SECONDS, longest + LONGEST_ANSWER_MARGIN_SECONDS)
+        in_vain: Tally[str] = Tally()
         newest = time.monotonic()
-        while batch.missing:
-            most = 1 if self.settings.dynamic_sampling_tries else batch.missing
+        while missing := batch.missing:
+            # A source that had no group waits for its next turn, so that those of the others are taken first.
+            source = min(missing, key=lambda name: in_vain[name])
+            most = 1 if self._has_a_lease_a_group else missing[source]
             collectors_done = await self._collectors_are_done()
             reply = await self.replay.lease(
                 LeaseRequest(
+                    source=source,
                     max_groups=most,
                     min_groups=1 if collectors_done else most,
                     min_policy_version=max(policy_version - self.settings.max_staleness, 0),
                     wait_seconds=0.0 if collectors_done else LEASE_WAIT_SECONDS,
                 )
             )
-            batch.counts["groups_dropped_stale"] += reply.dropped_stale
+            batch.count("groups_dropped_stale", {source: reply.dropped_stale})
             batch.prompts_used += reply.dropped_stale
             # A lease that ran out meanwhile gave its groups back, and they may come once more.
             ids = {group.group_id for group in batch.groups}
             new = [group for group in reply.groups if group.group_id not in ids]
             kept = batch.take(new)
             batch.prompts_used += len(new)
+            in_vain[source] += not new
             if new:
                 newest = time.monotonic()
                 self.judge(new)
@@ -168,11 +205,14 @@ class FreshQueue:
             elif collectors_done:
                 break
             elif time.monotonic() - newest > patience:
-                if await self._prompts_are_used_up():
+                if self.settings.sources is None and await self._prompts_are_used_up():
                     break
+                of_sources = "".join(
+                    f", {count} of source {name!r} are missing" for name, count in missing.items() if name
+                )
                 raise DependencyLostError(
                     f"the fresh queue gave {len(batch.groups)} of {self.settings.batch_size} groups, none of "
-                    f"them in the last {patience:g} s; are collectors running?"
+                    f"them in the last {patience:g} s{of_sources}; are collectors running?"
                 )
 
     async def acknowledge(self) -> None:
@@ -190,6 +230,8 @@ class FreshQueue:
             if self.collector.done():
                 self.collector.result()
             return self.collector.done()
+        if self.settings.sources is not None:
+            return False  # they have prompts for as many steps as there are
         epochs = {consumer: cursor["epoch"] for consumer, cursor in (await self.data.stats()).cursors.items()}
         shared = epochs.get(f"{COLLECTORS}/{Split.TRAIN.value}", 0)
         each = [epoch for consumer, epoch in epochs.items() if consumer.startswith(COLLECTOR_PREFIX)]
@@ -204,21 +246,27 @@ async def sample_groups(
 ) -> list[SampledGroup]:
     """Return REPLAY_GROUPS groups every REPLAY_EVERY steps, none in ``fresh`` or staler than REPLAY_MAX_STALENESS.
 
-    The draw is seeded by the step, so that a resumed run samples the same groups.
+    The draw is seeded by the step, so that a resumed run samples the same groups. Each source has its own draw, because
+    priorities follow the scale of rewards, and its share of the groups.
     """
     if settings.replay_groups == 0 or (step + 1) % settings.replay_every:
         return []
-    return await replay.sample(
-        SampleGroupsRequest(
-            batch_size=settings.replay_groups,
-            strategy=settings.replay_strategy,
-            exponent=settings.replay_exponent,
-            correction=settings.replay_correction,
-            min_policy_version=max(policy_version - settings.replay_max_staleness, 0),
-            exclude=[g.group_id for g in fresh],
-            seed=derive_seed(settings.seed, "replay", step),
-        )
-    )
+    drawn = ((step + 1) // settings.replay_every - 1) * settings.replay_groups
+    samples: list[SampledGroup] = []
+    for source, count in settings.schedule.counts(drawn, drawn + settings.replay_groups).items():
+        if count:
+            request = SampleGroupsRequest(
+                source=source,
+                batch_size=count,
+                strategy=settings.replay_strategy,
+                exponent=settings.replay_exponent,
+                correction=settings.replay_correction,
+                min_policy_version=max(policy_version - settings.replay_max_staleness, 0),
+                exclude=[g.group_id for g in fresh],
+                seed=derive_seed(settings.seed, "replay", step, *([source] if source else [])),
+            )
+            samples += await replay.sample(request)
+    return samples
 
 
 def within_kl(groups: Sequence[TrainingGroup], logprobs: Sequence[PerToken], max_kl: float) -> list[TrainingGroup]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Self
@@ -27,7 +28,8 @@ class Clients:
     rewards: RewardClient
     replay: ReplayClient
     rollouts: RolloutClient
-    sampler: Sampler
+    samplers: Mapping[str, Sampler]
+    """The way of rolling out of each source by its name; "" without SOURCES."""
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
@@ -44,39 +46,52 @@ class Clients:
             vocab_size=vocab_size,
             model_name=settings.model_name,
             max_concurrency=settings.generation_concurrency,
-            deadline_seconds=settings.generation_deadline_seconds,
+            deadline_seconds=max(own.generation_deadline_seconds for own in settings.by_source().values()),
             seed_each_completion=settings.engine_deterministic,
             lora_path=ADAPTER_NAME if settings.lora_rank else None,
         )
-        kind: type[Sampler] = pkgutil.resolve_name(settings.way.sampler)
         return cls(
             DataClient(token=token, deadline=deadline),
             rewards,
             ReplayClient(token=token, deadline=deadline),
             rollouts,
-            kind.of(settings, rollouts, rewards),
+            {
+                source: pkgutil.resolve_name(own.way.sampler).of(own, rollouts, rewards)
+                for source, own in settings.by_source().items()
+            },
         )
+
+    @property
+    def _shared(self) -> list[ServiceClient]:
+        needs_rewards = any(sampler.settings.needs_rewards for sampler in self.samplers.values())
+        return [self.data, *([self.rewards] if needs_rewards else []), self.replay]
 
     @property
     def services(self) -> list[ServiceClient | EnvironmentClient]:
         """The clients of the services that are healthy before a run begins."""
-        return [self.data, self.rewards, self.replay, *self.sampler.services]
+        of_samplers = (client for sampler in self.samplers.values() for client in sampler.services)
+        return [*self._shared, *of_samplers]
 
     async def open(self) -> None:
         """Open the clients."""
         for client in (self.data, self.rewards, self.replay, self.rollouts):
             await self._stack.enter_async_context(client)
-        await self.sampler.open(self._stack)
+        for sampler in self.samplers.values():
+            await sampler.open(self._stack)
 
     async def wait_healthy(self, deadline_seconds: float, activity: Activity | None = None) -> None:
-        """Wait until all services but the rollout workers are healthy, and the opponent answers; tell ``activity``.
+        """Wait until all services but the rollout workers are healthy, and opponent and teacher answer.
+
+        ``activity`` shows the wait.
 
         Raises:
-            ConfigurationError: the opponent refuses.
+            ConfigurationError: the opponent refuses, or the teacher cannot teach this student.
             DependencyLostError: one of them is not within ``deadline_seconds``.
         """
-        shared = {client.task.value: client.wait_healthy for client in (self.data, self.rewards, self.replay)}
-        awaited = shared | self.sampler.awaited()
+        awaited: dict[str, Callable[[float], Awaitable[None]]]
+        awaited = {client.task.value: client.wait_healthy for client in self._shared}
+        for source, sampler in self.samplers.items():
+            awaited |= {f"{name} of {source}" if source else name: wait for name, wait in sampler.awaited().items()}
         activity = activity or Activity()
         activity.begin(f"waiting for {', '.join(awaited)}", seconds=deadline_seconds)
         await activity.gather((wait(deadline_seconds) for wait in awaited.values()), "healthy")

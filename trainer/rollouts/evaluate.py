@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +15,12 @@ from services.protocol.base import derive_seed
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Cursor, Prompt, Split
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus, estimate, is_correct, pass_at_k
+from services.run_page.activity import Activity
+from services.run_page.directory import of_sources
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import environment_figures
-from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, Sampler
+from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, Sampler, makers_of
 
 log = get_logger(__name__)
 
@@ -27,19 +30,29 @@ KEPT_SAMPLES = 8
 
 
 class Evaluator:
-    """An evaluation of the policy that the rollout workers serve, on the first EVAL_PROMPTS held-out prompts."""
+    """An evaluation of the policy that rollout workers serve, on each source's first EVAL_PROMPTS held-out prompts."""
 
-    def __init__(self, settings: TrainerSettings, data: DataClient, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        data: DataClient,
+        samplers: Mapping[str, Sampler],
+        activity: Activity | None = None,
+    ) -> None:
         self.settings = settings
         self.data = data
-        self.maker = GroupMaker(settings, sampler)
+        self.makers = makers_of(settings, samplers)
+        self.activity = activity or Activity()
         self.samples: list[dict[str, Any]] = []
-        """Greedy completions of the newest evaluation's first prompts, the same ones each time."""
+        """Greedy completions of the newest evaluation's first prompts of each source, the same ones each time."""
         self.failure: str | None = None
         """Why the newest evaluation has no accuracy; None if it has one."""
 
     async def evaluate(self) -> dict[str, float]:
         """Measure ``accuracy`` (greedy pass@1), its standard error, its interval and the counts behind it.
+
+        With SOURCES the metrics of each are named as in ``accuracy/maths``, and ``accuracy`` is their macro mean, in
+        which each source counts the same, whatever the number of its prompts.
 
         An environment's figures are means over the greedy episodes (``eval_environment_...``).
         With EVAL_SAMPLES k, also measure ``avg_at_k`` and ``pass_at_k``.
@@ -51,35 +64,44 @@ class Evaluator:
             DependencyLostError: a service was lost, or no prompt got a completion.
             ConfigurationError: every answer failed, of LEAST_FAILURES prompts or more.
         """
-        prompts = await self._prompts()
-        greedy = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=0.0)
-        groups = await self._played(prompts, greedy, 1)
-        self.samples = _samples(prompts, groups)
+        self.samples, self.failure = [], None
+        by_source = {source: await self._evaluate(maker) for source, maker in self.makers.items()}
+        if self.settings.sources is None:
+            return by_source[""]
+        return macro_means(list(by_source.values())) | {
+            f"{name}/{source}": value for source, metrics in by_source.items() for name, value in metrics.items()
+        }
+
+    async def _evaluate(self, maker: GroupMaker) -> dict[str, float]:
+        settings = maker.settings
+        prompts = await self._prompts(maker.source)
+        greedy = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=0.0)
+        groups = await self._played(maker, prompts, greedy, 1)
+        self.samples += _samples(prompts, groups)
         judged = [_graded_results(group) for group in groups]
         results = [result for of_prompt in judged for result in of_prompt]
         reasons = [answer.scoring.reason for group in groups for answer in _answers(group)]
-        self.failure = None if results else str(reasons[0] if reasons else self.maker.last_failure)
+        if not results:
+            self.failure = str(reasons[0] if reasons else maker.last_failure)
         figures = environment_figures([group for group in groups if group is not None])
         metrics = greedy_metrics(results) | {f"eval_{name}": value for name, value in figures.items()}
         metrics |= {
             "eval_prompts": float(len(prompts)),
             "eval_left_out": float(sum(not of_prompt for of_prompt in judged)),
         }
-        k = self.settings.eval_samples
+        k = settings.eval_samples
         if k:
-            sampling = SamplingParams(
-                max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature
-            )
-            samples = [_graded_results(group) for group in await self._played(prompts, sampling, k)]
+            sampling = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
+            samples = [_graded_results(group) for group in await self._played(maker, prompts, sampling, k)]
             metrics |= sample_metrics([of_prompt for of_prompt in samples if of_prompt], k)
         return metrics
 
-    async def _prompts(self) -> list[Prompt]:
+    async def _prompts(self, source: str) -> list[Prompt]:
         prompts: list[Prompt] = []
         cursor = Cursor()
         while len(prompts) < self.settings.eval_prompts:
             wanted = min(self.settings.eval_prompts - len(prompts), PROMPTS_A_REQUEST)
-            reply = await self.data.prompts(wanted, Split.TEST, cursor)
+            reply = await self.data.prompts(wanted, Split.TEST, cursor, source=source)
             fresh = [p for p in reply.prompts if p.epoch == 0]
             prompts += fresh
             cursor = reply.cursor
@@ -87,16 +109,17 @@ class Evaluator:
                 break
         return prompts
 
-    async def _played(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> list[Group | None]:
+    async def _played(
+        self, maker: GroupMaker, prompts: Sequence[Prompt], params: SamplingParams, n: int
+    ) -> list[Group | None]:
         """Answer each prompt ``n`` times."""
-        self.maker.failed_in_a_row = 0
+        maker.failed_in_a_row = 0
         seeds = [derive_seed(self.settings.seed, "evaluation", prompt.id) for prompt in prompts]
-        answers = [
-            self.maker.sample_group(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        groups = await self.maker.activity.gather(answers, "held-out prompts answered")
+        answers = [maker.sample_group(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        of_source = f" of {maker.source}" if maker.source else ""
+        groups = await self.activity.gather(answers, f"held-out prompts{of_source} answered")
         if prompts and not any(groups):
-            failure = self.maker.all_failed()
+            failure = maker.all_failed()
             if len(prompts) >= LEAST_FAILURES or isinstance(failure, DependencyLostError):
                 raise failure
         return groups
@@ -139,6 +162,31 @@ def greedy_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
     if rewards := [result.reward for result in results if result.reward is not None]:
         metrics["eval_reward"] = statistics.fmean(rewards)
     return metrics
+
+
+SUMS = ("eval_prompts", "eval_left_out", "eval_over_limit")
+"""The metrics of an evaluation that are counts."""
+
+
+def macro_means(by_source: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of an evaluation of several sources: means in which each counts the same, and sums of counts.
+
+    Standard errors are those of a mean of independent estimates. The 95% interval of a mean is 1.96 of them to either
+    side, within 0 and 1, since Wilson's is of one proportion. A metric that a source lacks is left out.
+    """
+    columns: dict[str, list[float]] = {}
+    for metrics in by_source:
+        for name, value in metrics.items():
+            columns.setdefault(name, []).append(value)
+    columns = {name: values for name, values in columns.items() if len(values) == len(by_source)}
+    means = {name: sum(v) if name in SUMS else statistics.fmean(v) for name, v in columns.items()}
+    for error in [name for name in means if name.endswith("_stderr")]:
+        name = error.removesuffix("_stderr")
+        means[error] = stderr = math.hypot(*columns[error]) / len(columns[error])
+        means[f"{name}_low"], means[f"{name}_high"] = (
+            min(max(means[name] + sign * 1.96 * stderr, 0.0), 1.0) for sign in (-1, 1)
+        )
+    return means
 
 
 def describe_accuracy(metrics: Mapping[str, float]) -> str:
@@ -185,6 +233,8 @@ def note_accuracy(settings: TrainerSettings, state: RunState, metrics: Mapping[s
     state.last_accuracy, state.evaluated_step = accuracy, state.step
     state.last_accuracy_low, state.last_accuracy_high = metrics.get("accuracy_low"), metrics.get("accuracy_high")
     state.last_accuracy_prompts = _judged_prompts(metrics)
+    for source, value in of_sources(metrics, "accuracy").items():
+        state.accuracies_by_source[source] = [*state.accuracies_by_source.get(source, [])[:1], value]
     if state.step == 0:
         state.accuracy_before = accuracy
         state.accuracy_before_low, state.accuracy_before_high = state.last_accuracy_low, state.last_accuracy_high

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import statistics
 import time
 from abc import ABC, abstractmethod
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Self
@@ -18,10 +17,10 @@ from typing import Self
 from prometheus_client import Counter
 
 from services.agents import AgentFailedError
-from services.clients.data import DataClient
 from services.clients.environment import EnvironmentClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.teacher import TeacherClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.http.client import RequestRefusedError, ServiceClient
@@ -29,7 +28,7 @@ from services.protocol.base import derive_seed
 from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import CORRECT, RewardItem, RewardResult, RewardStatus, is_correct
+from services.protocol.rewards import UNASKED, RewardItem, RewardResult, RewardStatus, is_correct
 from services.run_page.activity import Activity
 from services.run_page.directory import FIRST_FAILURE
 from trainer.config import TrainerSettings
@@ -80,8 +79,13 @@ class Sampler(ABC):
         self.settings = settings
         self.rewards = rewards
         self._has_reported = False
-        self._may_be_judged = True
-        """False once the reward-server said that it has no judge."""
+        self.teacher: TeacherClient | None = None
+        """The teacher behind TEACHER_URL."""
+        if settings.teacher_url:
+            longest, deadline = settings.way.longest_answer, settings.service_deadline_seconds
+            self.teacher = TeacherClient(settings.teacher_url, settings.model_name, longest, deadline=deadline)
+        self._may_be_judged = settings.needs_rewards
+        """False once the reward-server said that it has no judge, and without one."""
 
     @classmethod
     @abstractmethod
@@ -94,12 +98,13 @@ class Sampler(ABC):
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Open the clients; ``stack`` closes them."""
-        for client in self.services:
+        for client in (*self.services, *([self.teacher] if self.teacher else ())):
             await stack.enter_async_context(client)
 
     def awaited(self) -> dict[str, Callable[[float], Awaitable[None]]]:
         """Return, by name, a wait for each service that must be healthy before the first answer; it takes seconds."""
-        return {client.task.value: client.wait_healthy for client in self.services}
+        waits: dict[str, Callable[[float], Awaitable[None]]] = {c.task.value: c.wait_healthy for c in self.services}
+        return waits | ({"teacher": self.teacher.wait_ready} if self.teacher else {})
 
     @abstractmethod
     async def answer(
@@ -124,13 +129,23 @@ class Sampler(ABC):
         return judge or {}
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Return a result for each answer, in order; ask again for those that could not be scored."""
+        """Return a result for each answer, in order; ask again for those that could not be scored.
+
+        Nobody is asked where the run needs no rewards.
+        """
+        if not self.settings.needs_rewards:
+            return [UNASKED] * len(items)
         return self._noted(await self.rewards.score(items, tries=SCORING_TRIES))
 
     async def score_group(
         self, items: Sequence[RewardItem], own_rewards: Sequence[float] | None = None
     ) -> list[RewardResult]:
-        """Return a result for each answer to a prompt, as ``RewardClient.score_group`` does."""
+        """Return a result for each answer to a prompt, as ``RewardClient.score_group`` does.
+
+        With REWARD_WEIGHT=0 nobody is asked.
+        """
+        if self.settings.reward_weight == 0:
+            return [UNASKED] * len(items)
         return self._noted(await self.rewards.score_group(items, own_rewards, tries=SCORING_TRIES))
 
     def _noted(self, results: list[RewardResult]) -> list[RewardResult]:
@@ -211,36 +226,35 @@ class Completions(Sampler):
 
 
 class GroupMaker:
-    """The maker of groups from prompts. It leaves out and counts a prompt without a usable answer.
+    """The maker of groups from the prompts of a source. It leaves out and counts a prompt without a usable answer.
 
-    A run whose every answer fails can learn nothing, so many failed prompts in a row end it; see ``check``.
+    A source whose every answer fails teaches nothing, so many failed prompts in a row end the run; see ``check``.
     """
 
-    def __init__(self, settings: TrainerSettings, sampler: Sampler) -> None:
+    def __init__(
+        self, settings: TrainerSettings, sampler: Sampler, source: str = "", batch_size: int | None = None
+    ) -> None:
+        """Make the maker of ``source``, which has these settings.
+
+        Args:
+            settings: the settings of the source.
+            sampler: the way in which its prompts are answered.
+            source: its name in SOURCES; "" without.
+            batch_size: its groups in a step. Unset: BATCH_SIZE.
+        """
         self.settings = settings
         self.sampler = sampler
+        self.source = source
+        self.batch_size = batch_size or settings.batch_size
         self.last_generated = 0.0
         """The time of the newest completions (time.perf_counter): a step that waits longer waits for rewards."""
         self.failed_in_a_row = 0
         """Prompts whose every answer failed since the last prompt with another answer."""
         self.last_failure: Exception | None = None
-        self.activity = Activity()
-        """Counts the prompts that are answered."""
         self._failed: Tally[str] = Tally()
         """Failed episodes, by reason, of prompts that were left out since the last group."""
         self._examples: dict[str, str] = {}
         """The message of one of those episodes, by reason."""
-
-    async def make_groups(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Generate and score the groups of ``prompts``, all at once; a prompt without a completion gets no group.
-
-        Raises:
-            ConfigurationError, DependencyLostError: too many prompts in a row failed; see ``check``.
-        """
-        answered = await self.activity.gather(map(self.make_group, prompts), "prompts answered")
-        groups = [group for group in answered if group is not None]
-        self.judge(groups)
-        return groups
 
     def judge(self, groups: Sequence[Group]) -> None:
         """Count the new groups, of any collector, in which the reward function failed at every answer.
@@ -262,8 +276,21 @@ class GroupMaker:
         """Answer a prompt G times, as ``sample_group`` does, with the parameters and the seed of training."""
         settings = self.settings
         params = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
-        seed = derive_seed(settings.seed, prompt.epoch, prompt.position)
-        return await self.sample_group(prompt, params, settings.group_size, seed, is_group=True)
+        place = (prompt.epoch, prompt.position)
+        seed = derive_seed(settings.seed, *((prompt.source, *place) if prompt.source else place))
+        group = await self.sample_group(prompt, params, settings.group_size, seed, is_group=True)
+        return None if group is None else await self._taught(group)
+
+    async def _taught(self, group: Group) -> Group:
+        """Return a group with the log-probabilities of the teacher behind TEACHER_URL, if there is one.
+
+        Raises:
+            DependencyLostError: the teacher does not answer within SERVICE_DEADLINE_SECONDS.
+        """
+        if (teacher := self.sampler.teacher) is None:
+            return group
+        sequences = await asyncio.gather(*(teacher.taught(group.prompt_ids, s) for s in group.sequences))
+        return group.model_copy(update={"sequences": sequences})
 
     async def sample_group(
         self, prompt: Prompt, params: SamplingParams, n: int, seed: int, *, is_group: bool = False
@@ -306,7 +333,7 @@ class GroupMaker:
         log.warning("prompt left out: no completion could be generated", prompt_id=prompt.id, reason=str(error))
 
     def check(self) -> None:
-        """End the run once every answer failed of a batch of prompts in a row, and of LEAST_FAILURES at least.
+        """End the run once every answer failed of the prompts of a step in a row, and of LEAST_FAILURES at least.
 
         Failures of the user's code may last OWN_BATCHES batches.
 
@@ -316,18 +343,50 @@ class GroupMaker:
         """
         is_own = isinstance(self.last_failure, AgentFailedError) and self.last_failure.reason in OWN_REASONS
         batches = OWN_BATCHES if is_own else 1
-        if self.failed_in_a_row >= max(batches * self.settings.batch_size, LEAST_FAILURES):
+        if self.failed_in_a_row >= max(batches * self.batch_size, LEAST_FAILURES):
             raise self.all_failed()
 
     def all_failed(self) -> ConfigurationError | DependencyLostError:
         """Return the error to raise when every answer of the last prompts failed."""
         prompts = f"{self.failed_in_a_row} prompt{'s'[: self.failed_in_a_row != 1]}"
+        prompts += f" of source {self.source!r}" if self.source else ""
         return self.sampler.all_failed(self.last_failure, prompts)
+
+
+Makers = Mapping[str, GroupMaker]
+"""The maker of each source by its name; "" without SOURCES."""
+
+
+def makers_of(settings: TrainerSettings, samplers: Mapping[str, Sampler]) -> Makers:
+    """Return a maker for each source, with its own settings and its sampler."""
+    sizes = {name: math.ceil(share * settings.batch_size) for name, share in settings.schedule.shares.items()}
+    return {name: GroupMaker(own, samplers[name], name, sizes.get(name)) for name, own in settings.by_source().items()}
+
+
+async def make_groups(makers: Makers, prompts: Sequence[Prompt], activity: Activity | None = None) -> list[Group]:
+    """Generate and score the groups of ``prompts``, all at once; a prompt without a completion gets no group.
+
+    ``activity`` counts the prompts that are answered.
+
+    Raises:
+        ConfigurationError, DependencyLostError: too many prompts of a source in a row failed.
+    """
+    works = (makers[prompt.source].make_group(prompt) for prompt in prompts)
+    groups = [group for group in await (activity or Activity()).gather(works, "prompts answered") if group is not None]
+    judge(makers, groups)
+    return groups
+
+
+def judge(makers: Makers, groups: Sequence[Group]) -> None:
+    """Have the maker of each source count those of its new groups whose every score failed; see GroupMaker.judge."""
+    for source, maker in makers.items():
+        maker.judge([group for group in groups if group.prompt.source == source])
 
 
 def group_id(settings: TrainerSettings, prompt: Prompt) -> str:
     """Return the id of a prompt's group, which is the same when it is made again."""
-    return f"{settings.run_id}-{prompt.epoch}-{prompt.position}"
+    of_source = f"{prompt.source}-" if prompt.source else ""
+    return f"{settings.run_id}-{of_source}{prompt.epoch}-{prompt.position}"
 
 
 def with_rewards_over_limit(sequences: Sequence[TokenSequence], most: float) -> list[TokenSequence]:
@@ -350,41 +409,3 @@ def reward_failure(group: Group) -> str | None:
     if group.episodes_failed is not None or any(result.status is not RewardStatus.ERROR for result in results):
         return None
     return results[0].reason or "it gave no reason"
-
-
-RECORD_SECONDS = 10.0
-"""The longest wait for the data-server: the order of prompts is not worth more."""
-
-
-class SuccessRates:
-    """A sender of success rates, one batch of prompts a request. A failed request costs only these rates."""
-
-    def __init__(self, data: DataClient, batch_size: int) -> None:
-        self.data = data
-        self.batch_size = batch_size
-        self._rates: dict[str, float] = {}
-        self._are_wanted: bool | None = None
-        """True if the data-server has a curriculum; None before it was asked."""
-
-    async def record(self, groups: Sequence[Group]) -> None:
-        """Collect the rates of scored groups, and send them as soon as they cover one batch of prompts."""
-        if self._are_wanted is False:
-            return
-        self._rates |= {g.prompt.id: rate for g in groups if (rate := success_rate(g)) is not None}
-        if len(self._rates) < self.batch_size:
-            return
-        rates, self._rates = self._rates, {}
-        try:
-            async with asyncio.timeout(RECORD_SECONDS):
-                if self._are_wanted is None:
-                    self._are_wanted = (await self.data.stats()).curriculum != "off"
-                if self._are_wanted:
-                    await self.data.record_success_rates(rates)
-        except (DependencyLostError, RequestRefusedError, TimeoutError) as error:
-            log.warning("success rates not recorded", prompts=len(rates), reason=str(error) or "timed out")
-
-
-def success_rate(group: Group) -> float | None:
-    """Return the share of right completions among a group's scored ones; None if none was scored."""
-    rewards = [reward for reward in group.rewards if not math.isnan(reward)]
-    return statistics.fmean(reward >= CORRECT for reward in rewards) if rewards else None

@@ -5,7 +5,8 @@ const perSecond = (tokens, seconds) => ({
   make: (a, b) => (a === null || !b ? null : a / b),
 });
 const billions = (name) => ({ needs: [name], make: (value) => (value === null ? null : value / 1e9) });
-const ends = (metric) => [`${metric}_low`, `${metric}_high`];
+// Behind a slash is the source that the metric is of.
+const ends = (metric) => ["_low", "_high"].map((end) => metric.replace(/^[^/]+/, (name) => name + end));
 const without = (start) => (metric) => metric.replace(start, "");
 
 // A series is [metric, label, spread]: the metric is a name, a pattern of names, or computed from others; `spread` returns
@@ -61,6 +62,21 @@ const FIRST = [
     name: without("seconds_"),
   },
 ];
+
+const SOURCES = [
+  ["reward_mean", "Reward", "mean over completions", "Should rise for each source. A source that stands still may be too hard, or learn from too few groups."],
+  ["accuracy", "Accuracy", "share of held-out prompts", "Greedy pass@1 of each source. Bad: one falls while others rise."],
+  ["length_mean", "Completion length", "tokens, mean", "May change as the model learns."],
+  ["completion_tokens", "Tokens in each step", "number of tokens", "With AGGREGATION=token_mean, a source counts in the loss by its tokens."],
+  ["truncation_rate", "Truncated completions", "share of completions", "Good: near 0."],
+  ["staleness_mean", "Staleness", "policy versions, mean", "Age of the policy version that sampled. The slowest source has the oldest groups."],
+  ["zero_variance_groups", "Groups with equal rewards", "number of groups", "They teach nothing: prompts of that source are too easy or too hard."],
+].map(([metric, title, unit, note]) => ({
+  id: `source-${metric}`, title: `${title} by source`, unit, note,
+  markers: metric === "accuracy",
+  series: [[new RegExp(`^${metric}/`), null, ...(metric === "accuracy" ? [ends] : [])]],
+  name: without(`${metric}/`),
+}));
 
 const ANSWERS = [
   {
@@ -259,6 +275,7 @@ const SPEED = [
 /** The groups of plots, the most important ones first. */
 export const GROUPS = [
   { title: null, plots: FIRST },
+  { title: "Sources", plots: SOURCES },
   { title: "Answers and rewards", plots: ANSWERS },
   { title: "Updates", plots: UPDATES },
   { title: "Speed and size", plots: SPEED },

@@ -251,7 +251,7 @@ def mixed(tmp_path: Path) -> Any:
     write_rows(tmp_path / "words.jsonl", [{"question": f"word {i}?", "answer": f"{i}"} for i in range(20)])
     write_rows(tmp_path / "exam.jsonl", [{"question": f"exam {i}?", "answer": f"{i}"} for i in range(7)])
     default = f"""
-- {{name: words, ratio: 2, dataset: {tmp_path}/words.jsonl, group_size: 4, instruction: none}}
+- {{name: words, ratio: 2, dataset: {tmp_path}/words.jsonl, group_size: 4, instruction: none, reward_fn: format}}
 - {{name: sums, dataset: arithmetic, curriculum: balanced}}
 - {{name: exam, eval_only: true, dataset: {tmp_path}/exam.jsonl}}
 """
@@ -311,11 +311,12 @@ async def test_the_fingerprint_names_every_source_its_ratio_and_its_settings(ser
             return lines
 
     before = await fingerprint(mixed.default)
-    assert before["words: settings"] == "ratio 2, GROUP_SIZE 4"
+    assert before["words: settings"] == "ratio 2, GROUP_SIZE 4, REWARD_FN format"
     assert before["exam: settings"] == "eval_only"
     for old, new, changed in (
         ("ratio: 2", "ratio: 3", {"words: settings"}),
         ("group_size: 4", "group_size: 5", {"words: settings"}),
+        ("reward_fn: format", "reward_fn: exact_match", {"words: settings"}),
         ("words.jsonl", "exam.jsonl", {"words: training prompts", "words: held-out prompts"}),
         ("curriculum: balanced", "curriculum: off", {"sums: order"}),
     ):

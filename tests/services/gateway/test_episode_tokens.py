@@ -28,7 +28,7 @@ from tests.waiting import IDLE_SECONDS, wait_until
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.rollouts.episodes import Agents
-from trainer.rollouts.groups import GroupMaker
+from trainer.rollouts.groups import GroupMaker, make_groups
 
 PROMPTS = [
     Prompt(id=f"p/{i}", prompt=question, ground_truth="7", position=i)
@@ -63,7 +63,7 @@ def play(agent: Callable[..., Any], gateway: RunningService, model: Path, **fiel
     async def groups() -> list[Group]:
         async with GatewayClient(Endpoint("127.0.0.1", gateway.port)) as client:
             maker = GroupMaker(settings, Agents(settings, OneDigit(), client, agent))  # type: ignore[arg-type]
-            return await maker.make_groups(PROMPTS)
+            return await make_groups({"": maker}, PROMPTS)
 
     return asyncio.run(groups())
 

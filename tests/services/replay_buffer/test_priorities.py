@@ -124,7 +124,7 @@ def test_the_same_contents_and_seed_give_the_same_draws_after_other_changes() ->
     index.set_priority(41, 40 % 7 + 1)
     assert drawn(index, 20, 5, 0.7) == before
     # Positions may have gaps.
-    reloaded = PriorityIndex([(3 * i, i, 0, value) for i, value in enumerate(values)])
+    reloaded = PriorityIndex([(3 * i, i, 0, 0, value) for i, value in enumerate(values)])
     assert drawn(reloaded, 20, 5, 0.7) == before
 
 
@@ -152,7 +152,7 @@ def test_an_empty_index_has_nothing_to_draw() -> None:
 
 
 def test_a_draw_from_100_000_is_a_matter_of_milliseconds() -> None:
-    index = PriorityIndex([(i, i, 0, 1.0 + i % 7) for i in range(100_000)])
+    index = PriorityIndex([(i, i, 0, 0, 1.0 + i % 7) for i in range(100_000)])
     started = time.process_time()
     for seed in range(20):
         drawn(index, 64, seed, 0.7)

@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from services.sandbox.box import Box, Result
 from services.sandbox.kernel import Limits
 
 LIMITS = Limits(cpu_seconds=5, seconds=60, memory_mb=256, output_bytes=2**20, processes=24, disk_mb=8)
-SHORT = replace(LIMITS, cpu_seconds=0.5, seconds=2.0)
+SHORT = LIMITS._replace(cpu_seconds=0.5, seconds=2.0)
 
 FAILS = {"failed"}
 ANSWERS: dict[str, tuple[str, set[str]]] = {

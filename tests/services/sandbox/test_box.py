@@ -219,7 +219,7 @@ async def test_a_backend_that_is_not_there_is_refused_in_its_own_words(
     interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    with pytest.raises(ConfigurationError, match="bwrap: OSError: the program bwrap is missing; install the package"):
+    with pytest.raises(ConfigurationError, match="bwrap: the program bwrap is missing; install the package"):
         await probe.choose(BackendName.BWRAP, interpreter, writes=False)
     with pytest.raises(ConfigurationError, match="seatbelt is not for linux"):
         await probe.choose(BackendName.SEATBELT, interpreter, writes=False)
@@ -239,7 +239,7 @@ def test_a_python_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None
 
 
 async def test_a_box_whose_python_cannot_start_says_why(interpreter: Interpreter) -> None:
-    broken = Interpreter("/no/such/python", interpreter.readable)
+    broken = Interpreter("/no/such/python", (), interpreter.readable)
     with pytest.raises(SandboxError, match="/no/such/python"):
         await Box(BackendName.LANDLOCK, broken, LIMITS).start()
 

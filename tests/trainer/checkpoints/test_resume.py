@@ -18,7 +18,7 @@ from services.protocol.prompts import DataStats
 from services.weights.policy_store import PolicyStore
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, save_model
-from trainer.checkpoints.admission import check_data, has_succeeded
+from trainer.checkpoints.admission import Fingerprint, check_data, data_differences, has_succeeded
 from trainer.checkpoints.checkpoint import FORMS, CheckpointStore, RunState
 from trainer.config import TrainerSettings
 from trainer.model.loading import tokenizer_digest, weights_digest
@@ -268,3 +268,22 @@ def test_another_job_that_goes_on_with_a_run_says_so(
     assert state.step == 3
     assert warning["begun_by"] == "1 of 2026-01-01-00-00-00-000000"
     assert "another RUN_ID" in warning["event"]
+
+
+def test_whole_rows_are_compared_where_both_runs_had_them() -> None:
+    before = Fingerprint(model="m", weights="w", tokenizer="t", dataset="d", data={"order": "o", "rows": "1"})
+    assert not data_differences(before, "d", {"order": "o"})
+    assert not data_differences(before.model_copy(update={"data": {"order": "o"}}), "d", {"order": "o", "rows": "1"})
+    [difference] = data_differences(before, "d", {"order": "o", "rows": "2"})
+    assert "rows 1 then, 2 now" in difference
+
+
+def test_other_sources_are_refused_by_the_sources_that_differ(tmp_path: Path) -> None:
+    sums = {"sums: settings": "ratio 2, GROUP_SIZE 4", "sums: training prompts": "40 (digest 1a)"}
+    before = Fingerprint(model="m", weights="1", tokenizer="2", dataset="sums", data=sums)
+    now = {**sums, "sums: settings": "ratio 1, GROUP_SIZE 4", "words: settings": "ratio 1"}
+    assert data_differences(before, "sums, words", now) == [
+        "the data: 'sums' then, 'sums, words' now; "
+        "sums: settings ratio 2, GROUP_SIZE 4 then, ratio 1, GROUP_SIZE 4 now; "
+        "words: settings unknown then, ratio 1 now"
+    ]

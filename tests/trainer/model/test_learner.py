@@ -335,6 +335,19 @@ def test_groups_without_advantage_count_in_the_mean_and_cost_nothing(alone: Rank
     assert_same_gradients(mixed.gradients, halved, 1e-5)
 
 
+@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1}, {"entropy_coef": 0.1}], ids=str)
+def test_groups_without_advantage_leave_no_trace_where_they_are_dropped(
+    alone: Ranks, model: Path, settings: dict[str, Any]
+) -> None:
+    groups = random_groups(5)
+    flat = [without_advantage(g) for g in groups]
+    options = settings | {"drop_equal_groups": True}
+    trained, mixed = (rank_jobs.update(alone, model, options, given) for given in (groups, [*groups, *flat]))
+    assert mixed.result.tokens == trained.result.tokens
+    assert_same_gradients(mixed.gradients, trained.gradients, 1e-7)
+    assert make_learner(alone, model, **options).update(flat, 0).steps == 0
+
+
 @pytest.mark.parametrize("settings", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}], ids=str)
 def test_groups_without_advantage_do_count_where_the_loss_has_more_than_advantages(
     alone: Ranks, model: Path, settings: dict[str, Any]

@@ -47,7 +47,7 @@ from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 from trainer.rollouts.game import Games, Opponent, SelfPlay
-from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
+from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, make_groups
 
 ODD = "tests.services.environment_server.odd_environments:"
 PROMPT = Prompt(id="seeds/train/5", prompt="The episode of seed 5", ground_truth="5", epoch=0, position=3)
@@ -208,9 +208,9 @@ def test_a_lost_episode_has_no_reward(stage: Stage) -> None:
 def test_an_environment_whose_every_episode_fails_ends_the_run_for_good(stage: Stage, said: str) -> None:
     stage.gateway.says = lambda _: "break"
     maker = stage.maker(batch_size=LEAST_FAILURES)
-    assert stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES)) == []
+    assert stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES)) == []
     with pytest.raises(ConfigurationError, match=said.replace("(", r"\(").replace(")", r"\)")):
-        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
 def test_servers_outlive_an_environment_that_exits_at_some_seeds(start_service: StartService) -> None:
@@ -222,7 +222,7 @@ def test_servers_outlive_an_environment_that_exits_at_some_seeds(start_service: 
         stage.gateway.says = lambda _: "yes"
         prompts = [PROMPT.model_copy(update={"ground_truth": str(seed), "position": seed}) for seed in range(27)]
         maker = stage.maker(batch_size=27)
-        groups = stage.thread.call(maker.make_groups(prompts))
+        groups = stage.thread.call(make_groups({"": maker}, prompts))
         assert [group.prompt.ground_truth for group in groups] == [str(seed) for seed in range(27) if seed % 9]
         assert all(group.rewards == [1.0, 1.0] for group in groups)
         assert "SystemExit: 1 (" in str(maker.last_failure)

@@ -39,7 +39,7 @@ from tests.trainer.rollouts.fake_gateway import END, FakeGateway, ids
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.episodes import Agents, Programs, sequences_of
 from trainer.rollouts.evaluate import Evaluator
-from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
+from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, make_groups
 from trainer.service_calls import ServiceCalls
 
 PROMPT = Prompt(id="p/0", prompt="6*7=", ground_truth="42", prompt_ids=[1], epoch=0, position=3)
@@ -202,7 +202,7 @@ class Stage:
         return GroupMaker(settings, self.sampler(settings))
 
     def evaluator(self, settings: TrainerSettings) -> Evaluator:
-        return Evaluator(settings, self.data_client, self.sampler(settings))
+        return Evaluator(settings, self.data_client, {"": self.sampler(settings)})
 
     def group(self, agent: Any, prompt: Prompt = PROMPT, /, **fields: Any) -> Group | None:
         return self.thread.call(self.maker(agent, **fields).make_group(prompt))
@@ -424,7 +424,7 @@ def test_a_group_also_tells_of_the_failed_episodes_of_prompts_without_a_group(st
 def test_groups_that_are_played_at_once_tell_of_their_own_failed_episodes(stage: Stage) -> None:
     maker = stage.maker(fails_unless_right)
     prompts = [PROMPT.model_copy(update={"position": n, "ground_truth": str(42 + n % 2)}) for n in range(6)]
-    for group in stage.thread.call(maker.make_groups(prompts)):
+    for group in stage.thread.call(make_groups({"": maker}, prompts)):
         unscored = [reward for reward in group.rewards if math.isnan(reward)]
         assert group.episodes_failed == ({"no_reward": 2} if unscored else {})
 
@@ -458,7 +458,7 @@ def test_an_agent_of_which_every_episode_fails_ends_the_run(stage: Stage, agent:
     with pytest.raises(
         ConfigurationError, match=f"every episode of {LEAST_FAILURES} prompts in a row failed: .*{said}"
     ):
-        stage.thread.call(maker.make_groups([PROMPT]))
+        stage.thread.call(make_groups({"": maker}, [PROMPT]))
 
 
 def test_a_reward_function_that_fails_at_every_answer_of_an_agent_ends_the_run(stage: Stage, tmp_path: Path) -> None:
@@ -466,11 +466,11 @@ def test_a_reward_function_that_fails_at_every_answer_of_an_agent_ends_the_run(s
     stage.rewards.routes["POST /batch_reward"] = lambda request: {"rewards": [failed] * len(request["items"])}
     maker = stage.maker(one_turn, batch_size=4, shared_dir=tmp_path)
     maker.settings.run_dir.mkdir(parents=True)
-    assert stage.thread.call(maker.make_groups([PROMPT] * 4)) == []
+    assert stage.thread.call(make_groups({"": maker}, [PROMPT] * 4)) == []
     assert maker._failed == {"reward_error": 8}
     assert (maker.settings.run_dir / FIRST_FAILURE).read_text() == f"reward_error: {failed['reason']}\n"
     with pytest.raises(ConfigurationError, match=r"every episode of 8 prompts in a row failed: mine:score: KeyError"):
-        stage.thread.call(maker.make_groups([PROMPT] * 4))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * 4))
 
 
 @pytest.mark.parametrize("limit", [{"agent_max_turns": 1}, {"agent_seconds": 1}], ids=str)
@@ -478,7 +478,7 @@ def test_groups_of_which_every_episode_is_over_a_limit_are_wrong_and_do_not_end_
     stage: Stage, limit: dict[str, Any]
 ) -> None:
     maker = stage.maker(endless if "agent_max_turns" in limit else sleepy, batch_size=LEAST_FAILURES, **limit)
-    groups = stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+    groups = stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
     assert [group.rewards for group in groups] == [[0.0, 0.0]] * LEAST_FAILURES
     reason = "limit" if "agent_max_turns" in limit else "timeout"
     assert sum((Counter(group.episodes_failed) for group in groups), Counter()) == {reason: 2 * LEAST_FAILURES}
@@ -539,14 +539,14 @@ def test_a_program_that_fails_because_the_gateway_is_lost_ends_the_run_as_recove
     stage.gateway.says = lambda _: 503
     maker = stage.maker(one_turn, batch_size=LEAST_FAILURES, service_deadline_seconds=1, **two_turns_program)
     with pytest.raises(DependencyLostError, match=r"every episode of 8 prompts in a row failed: .*503"):
-        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
 def test_engines_that_do_not_answer_end_the_run_as_recoverable(stage: Stage) -> None:
     stage.gateway.says = lambda _: 503
     maker = stage.maker(one_turn, batch_size=LEAST_FAILURES, service_deadline_seconds=1)
     with pytest.raises(DependencyLostError, match="every episode of 8 prompts in a row failed: HTTPStatusError"):
-        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
 def test_engines_from_which_no_token_came_within_the_deadline_are_lost(stage: Stage) -> None:
@@ -554,7 +554,7 @@ def test_engines_from_which_no_token_came_within_the_deadline_are_lost(stage: St
     stage.gateway.says, stage.gateway.limit = lambda _: 429, DEADLINE
     maker = stage.maker(one_turn, batch_size=LEAST_FAILURES)
     with pytest.raises(DependencyLostError, match="no engine answered the last call within twice AGENT_SECONDS"):
-        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
 TWO_TURNS = """
@@ -617,9 +617,9 @@ def test_a_program_that_ends_over_a_limit_has_failed_by_the_limit(
 
 def test_a_program_that_cannot_be_run_ends_the_run_with_its_output(stage: Stage) -> None:
     maker = stage.maker(one_turn, rollout="program", agent="", agent_command="no-such-agent", batch_size=LEAST_FAILURES)
-    assert stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES)) == []
+    assert stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES)) == []
     with pytest.raises(ConfigurationError, match=r"exited with code 127.*no-such-agent.*evaluate --agent-command"):
-        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
 def test_an_episode_takes_two_requests_besides_the_agents(stage: Stage) -> None:
@@ -671,7 +671,7 @@ def test_a_gateway_that_makes_no_sessions_ends_the_run(stage: Stage, status: int
     stage.gateway_client.deadline = 2 if status == 503 else 30
     maker = stage.maker(one_turn, batch_size=LEAST_FAILURES)
     with pytest.raises(error, match="gateway"):
-        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
 def test_a_reward_server_that_is_lost_ends_the_run(stage: Stage) -> None:
@@ -816,3 +816,33 @@ def test_an_agent_that_cannot_be_had_ends_the_run_at_its_start(stage: Stage, age
 def test_settings_that_do_not_fit_are_refused(stage: Stage, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         stage.settings(one_turn, **changes)
+
+
+SECRET = PROMPT.model_copy(update={"row": b'{"tests": ["hidden"], "level": 2, "repository": "r"}'})
+
+
+async def tells_what_it_sees(example: Any, **endpoint: Any) -> float | None:
+    assert example.row == {"level": 2}
+    assert "hidden" not in f"{example!r} {example.model_dump_json()} {example.model_dump()}"
+    return await two_turns(example, **endpoint)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {
+            "rollout": "program",
+            "agent": "",
+            "agent_command": """case "$(cat)" in *hidden*) exit 1;; *'"row":{"level":2}'*) echo 42;; esac""",
+        },
+    ],
+)
+def test_an_agent_sees_the_columns_that_are_named_and_its_reward_the_whole_row(
+    stage: Stage, fields: dict[str, Any]
+) -> None:
+    stage.group(tells_what_it_sees, SECRET, agent_columns="level,absent", **fields)
+    requests = stage.rewards.asked("POST /batch_reward")
+    assert [request["rows"] for request in requests] == [{"0": SECRET.row.decode()}] * 2
+    items = [item for request in requests for item in request["items"]]
+    assert [(item["response"], item["row"]) for item in items] == [("42", "0")] * 2

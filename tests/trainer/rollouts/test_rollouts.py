@@ -36,7 +36,7 @@ from trainer.loop import TrainingLoop
 from trainer.model.learner import UpdateResult
 from trainer.reporting.metrics import export
 from trainer.reporting.status import RunStatus
-from trainer.rollouts import batch, groups
+from trainer.rollouts import batch, success_rates
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
@@ -91,7 +91,7 @@ class Steps:
         rank_calls.mean_entropy.return_value = 1.5
         self.rank_calls = rank_calls
         self.files = MagicMock()
-        state = RunState(model_type="test", parameters=0, cursor=Cursor(), policy_version=1)
+        state = RunState(model_type="test", parameters=0, policy_version=1)
         self.loop = TrainingLoop(main.settings, main, rank_calls, self.files, RunStatus(), state, 100, 400)
         self.loop.publisher = MagicMock(**{"publish.return_value": {}})
 
@@ -129,11 +129,11 @@ class Services:
         return Completions(settings, self.clients.rollouts, self.clients.rewards)
 
     def main(self, settings: TrainerSettings) -> ServiceCalls:
-        return ServiceCalls(settings, self.thread, replace(self.clients, sampler=self.sampler(settings)))
+        return ServiceCalls(settings, self.thread, replace(self.clients, samplers={"": self.sampler(settings)}))
 
     def steps(self, position: int = 0, **fields: Any) -> Steps:
         main = self.main(self.settings(**fields))
-        main.cursor = Cursor(position=position)
+        main.cursors = {"": Cursor(position=position)}
         return Steps(main)
 
     def collect(self, **fields: Any) -> None:
@@ -143,7 +143,7 @@ class Services:
 
     def evaluate(self, **fields: Any) -> tuple[dict[str, float], Evaluator]:
         settings = self.settings(**fields)
-        evaluator = Evaluator(settings, self.clients.data, self.sampler(settings))
+        evaluator = Evaluator(settings, self.clients.data, {"": self.sampler(settings)})
         return self.thread.call(evaluator.evaluate()), evaluator
 
 
@@ -165,7 +165,9 @@ def services(fakes: list[FakeService], tmp_path: Path) -> Iterator[Services]:
     scoring = RewardClient(rewards, deadline=20)
     generating = RolloutClient(rollouts, vocab_size=VOCAB_SIZE, deadline_seconds=20, max_concurrency=8)
     sampler = Completions(TrainerSettings.load(), generating, scoring)
-    clients = Clients(DataClient(data, deadline=20), scoring, ReplayClient(buffer, deadline=20), generating, sampler)
+    clients = Clients(
+        DataClient(data, deadline=20), scoring, ReplayClient(buffer, deadline=20), generating, {"": sampler}
+    )
     with ServiceThread() as thread:
         thread.call(clients.open())
         yield Services(*fakes, clients, thread, tmp_path)
@@ -196,7 +198,7 @@ def test_groups_of_many_tokens_are_stored_by_several_requests(
 def test_a_prompt_has_other_seeds_in_each_epoch(services: Services) -> None:
     steps = services.steps(num_epochs=2)
     assert steps.next() == [0, 1, 2, 3]
-    steps.main.cursor = Cursor(epoch=1)
+    steps.main.cursors = {"": Cursor(epoch=1)}
     assert steps.next() == [0, 1, 2, 3]
     sent = services.rollouts.asked("POST /generate")
     assert len({request["sampling_params"]["sampling_seed"] for request in sent}) == len(sent) == 8
@@ -331,7 +333,7 @@ def test_the_activity_says_how_many_prompts_are_answered(services: Services) -> 
     main.evaluate()
     assert told[0] == "0 of 10 held-out prompts answered"
     assert main.activity.shown()["done"] == "10 of 10 held-out prompts answered"
-    main.generate_and_score(main.fetch_prompts(4), Batch(Objective(main.settings)), lambda: None)
+    main.generate_and_score(main.fetch_prompts({"": 4}), Batch(Objective(main.settings)), lambda: None)
     assert main.activity.shown()["done"] == "4 of 4 prompts answered"
 
 
@@ -408,7 +410,7 @@ def test_a_prompt_that_cannot_be_generated_is_left_out_of_the_step(services: Ser
     before = failed_prompts()
     steps = services.steps(position=BAD - 1)
     assert steps.next() == [BAD - 1, BAD + 1, BAD + 2]
-    assert steps.loop.state.cursor.position == BAD + 3, "it is not taken again"
+    assert steps.loop.state.cursors[""].position == BAD + 3, "it is not taken again"
     assert failed_prompts() == before + 1
 
 
@@ -506,7 +508,7 @@ def test_a_batch_of_one_prompt_that_cannot_be_generated_is_one_of_the_next(servi
     services.rollouts.routes["POST /generate"] = fails_for(BAD, status=400)
     steps = services.steps(position=BAD, batch_size=1)
     assert steps.next() == [BAD + 1]
-    assert steps.loop.state.cursor.position == BAD + 2
+    assert steps.loop.state.cursors[""].position == BAD + 2
 
 
 @pytest.mark.parametrize("status", [400, 500])
@@ -907,10 +909,25 @@ def test_without_a_curriculum_no_rates_are_sent(services: Services) -> None:
 def test_rates_that_cannot_be_recorded_end_nothing(
     services: Services, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    monkeypatch.setattr(groups, "RECORD_SECONDS", 0.3)
+    monkeypatch.setattr(success_rates, "RECORD_SECONDS", 0.3)
     services.data.routes["POST /success_rates"] = lambda _: status
     assert len(services.steps().next()) == 4
     assert rates_of(services)
+
+
+def test_a_row_travels_once_a_group_and_stays_with_it(services: Services) -> None:
+    def with_rows(request: dict[str, Any]) -> dict[str, Any]:
+        reply = prompts(request)
+        return reply | {"prompts": [prompt | {"row": f'{{"n": {prompt["id"]!r}}}'} for prompt in reply["prompts"]]}
+
+    services.data.routes["POST /prompts"] = with_rows
+    services.steps(batch_size=2).next()
+    for request in services.rewards.asked("POST /batch_reward"):
+        assert len(request["rows"]) == 1
+        assert {item["row"] for item in request["items"]} == request["rows"].keys()
+    [stored] = services.replay.asked("POST /groups")
+    scored = {row for request in services.rewards.asked("POST /batch_reward") for row in request["rows"].values()}
+    assert {group["prompt"]["row"] for group in stored["groups"]} == scored
 
 
 def test_completions_are_scored_as_a_group_in_training_and_alone_in_an_evaluation(services: Services) -> None:

@@ -133,12 +133,12 @@ def test_a_game_counts_for_a_seat_that_never_acted(stage: Stage) -> None:
 
 
 def test_an_evaluation_has_the_figures_of_greedy_games(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def prompts(_: Evaluator) -> list[Prompt]:
+    async def prompts(_: Evaluator, _source: str) -> list[Prompt]:
         return [prompt_of(seed) for seed in range(3)]
 
     monkeypatch.setattr(Evaluator, "_prompts", prompts)
     settings = TrainerSettings.load(rollout="environment", max_new_tokens=9)
-    evaluator = Evaluator(settings, stage.data, stage.sampler(settings))
+    evaluator = Evaluator(settings, stage.data, {"": stage.sampler(settings)})
     metrics = stage.thread.call(evaluator.evaluate())
     assert (metrics["eval_environment_legal_moves"], metrics["eval_environment_optimal_moves"]) == (1.0, 1.0)
     assert (metrics["eval_prompts"], metrics["eval_left_out"]) == (3, 0)
