@@ -31,7 +31,8 @@ from services.core.settings import Settings
 from services.core.sources import Source
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
-from services.reward_server.settings import JUDGES, RELATIVE
+from services.reward_columns import JUDGES
+from services.reward_server.settings import RELATIVE
 
 if TYPE_CHECKING:
     from trainer.config import TrainerSettings

@@ -247,6 +247,10 @@ JUDGED = ("REWARD_FN=math,judge=0.3", "JUDGE_MODEL=m")
         (["JUDGE_URL={html}", "JUDGE_RUBRIC=fine.yaml"], "refuses a request for JUDGE_MODEL m: 404"),
         (["JUDGE_URL=http://127.0.0.1:1/v1", "JUDGE_RUBRIC=fine.yaml"], None),
         (
+            ["JUDGE_URL=http://127.0.0.1:1/v1", "JUDGE_RUBRIC=column.yaml", "DATASET=sums.jsonl", "PROMPT_COLUMN=sum"],
+            "needs tests, which DATASET 'sums.jsonl' lacks; its columns are sum, total. Name columns in JUDGE_RUBRIC",
+        ),
+        (
             ["JUDGE_URL=http://127.0.0.1:1/v1", "JUDGE_RUBRIC=fine.yaml", "JUDGE_SECONDS=300"],
             "JUDGE_SECONDS=300 must be less than SERVICE_DEADLINE_SECONDS=300",
         ),
@@ -260,6 +264,7 @@ JUDGED = ("REWARD_FN=math,judge=0.3", "JUDGE_MODEL=m")
 def test_judges_are_checked(here, env, said):
     (here / "twice.yaml").write_text(RUBRIC)
     (here / "fine.yaml").write_text(RUBRIC.replace("name: a", "name: b", 1))
+    (here / "column.yaml").write_text("criteria:\n- name: a\n  text: It passes {tests}\n")
     page = (200, "<html>Log in</html>", {"Content-Type": "text/html"})
     with fake_service({"POST /v1/chat/completions": lambda _: page}) as html:
         code, error = told(here, *JUDGED, *(one.format(html=html.endpoint.url) for one in env))
