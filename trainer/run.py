@@ -250,6 +250,18 @@ def outcome_of(error: Exception | None) -> dict[str, str | None]:
     return {"status": "failed", "error": str(error) if isinstance(error, ENDINGS) else own_error(error)}
 
 
+def _by_source(state: RunState) -> dict[str, Any]:
+    """Return the part of summary.json about sources, nothing without SOURCES: rewards, accuracies before and after."""
+    sources: dict[str, Any] = {
+        source: {
+            **first_and_last(state.rewards_by_source.get(source, [])),
+            "accuracies": state.accuracies_by_source.get(source),
+        }
+        for source in sorted({**state.rewards_by_source, **state.accuracies_by_source})
+    }
+    return {"sources": sources} if sources else {}
+
+
 def _summary(
     settings: TrainerSettings, rank_calls: RankCalls, state: RunState, data: DataStats, error: Exception | None
 ) -> dict[str, Any]:
@@ -266,6 +278,7 @@ def _summary(
             f"accuracy_after{part}": getattr(state, f"last_accuracy{part}") if state.evaluated_step else None
             for part in ACCURACY
         },
+        **_by_source(state),
         "eval_reward_before": state.eval_reward_before,
         "accuracy_after_step": state.evaluated_step or None,
         "evaluation_error": state.evaluation_error,
