@@ -65,7 +65,7 @@ class TeacherClient(HttpClient):
             raise DependencyLostError(f"teacher at {self.url}: no answer within {deadline_seconds:g} s") from error
         except RequestRefusedError as error:
             raise self._cannot_score(str(error)) from error
-        if statistics.fmean(abs(a - b) for a, b in zip(again, scores[half - 1 :], strict=True)) > SAME:
+        if probe_distance(again, scores[half - 1 :]) > SAME:
             raise self._cannot_score("two requests for the same tokens gave other numbers")
         self.probe_ids, self.probe = ids, scores
 
@@ -119,6 +119,11 @@ class TeacherClient(HttpClient):
             f"TEACHER_URL={self.url} does not score token ids: {reason}. Hosted APIs give no log-probabilities of a "
             "prompt; serve the teacher with SGLang, or set TEACHER_MODEL"
         )
+
+
+def probe_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the mean difference of two models' log-probabilities of a probe's tokens; 0 without tokens."""
+    return statistics.fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True)) if ours else 0.0
 
 
 def check_context(teacher: str, context: float, longest: int) -> None:
