@@ -23,7 +23,7 @@ IMAGE ?= grpo:latest
 JOB = '.[data,reward,replay,rollout,trainer,local]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-agent demo-environment demo-gsm8k one-gpu test check test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services results image docs notebook constraints clean clean-runs
+.PHONY: help demo demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services results image docs notebook constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ demo-agent: $(VENV)/.agent $(MODEL)/config.json  ## the same model learns to use
 
 demo-environment: $(VENV)/.environment $(MODEL)/config.json  ## the same model learns to play a game of an environment-server
 	$(GRPO) run jobgroups/environment.yaml --env-file examples/demo-environment.env $(DEMO)
+
+demo-mix: $(VENV)/.environment $(MODEL)/config.json  ## the same model learns sums, questions of a file and the game in one run
+	$(GRPO) run jobgroups/environment.yaml --env-file examples/demo-mix.env $(DEMO)
 
 demo-gsm8k: $(VENV)/.compiled $(MODEL)/config.json  ## a few steps on GSM8K files: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl
 	@test -n "$(TRAIN)" -a -n "$(TEST)" || { echo "usage: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl"; exit 2; }

@@ -7,7 +7,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ from services.protocol.rewards import FinishReason, RewardResult
 
 ITEMS = 500
 """Completions of a request to the reward-server."""
+WIDE = 65_536
+"""Characters of a column such as hidden tests."""
 WARM_UP = 20
 """Requests to the evaluation head that are not measured."""
 
@@ -58,6 +60,10 @@ def reward_figures(*, quick: bool) -> Iterator[Figure]:
         stopped = sum(reply["status"] == "over_limit" for reply in replies)
         assert stopped == len(mixed) // 100, f"{stopped} of {len(mixed)} answers exceeded the limit"
         yield Figure("1 in 100 hostile", len(mixed) / seconds, "1/s", at_least=500)
+        wide = [plain[i] | {"row": str(i // GROUP_SIZE % (ITEMS // GROUP_SIZE))} for i in range(len(plain) // 5)]
+        rows = {str(i): json.dumps({"number": i, "tests": "x" * WIDE}) for i in range(ITEMS // GROUP_SIZE)}
+        seconds, _ = _score(service.port, wide, rows)
+        yield Figure(f"plain answers, {GROUP_SIZE} to a row of 64 KiB", len(wide) / seconds, "1/s")
         latencies = asyncio.run(_plain_among_hostile(service.port, 20 if quick else 60))
         yield percentile("plain answer among hostile ones", 99, latencies)
         yield Figure("memory, workers included", service.memory_mb(), "MB")
@@ -72,8 +78,11 @@ def _hostile(base: int, number: int) -> dict[str, str]:
     return {"prompt": "", "response": rf"\boxed{{{base}^{{9^{{{number + 9}}}}}}}", "ground_truth": "5"}
 
 
-def _score(port: int, items: Sequence[dict[str, str]]) -> tuple[float, list[dict[str, object]]]:
-    bodies = [orjson.dumps({"items": items[start : start + ITEMS]}) for start in range(0, len(items), ITEMS)]
+def _score(
+    port: int, items: Sequence[dict[str, str]], rows: Mapping[str, str] | None = None
+) -> tuple[float, list[dict[str, object]]]:
+    shared = {"rows": rows} if rows else {}
+    bodies = [orjson.dumps({"items": items[start : start + ITEMS]} | shared) for start in range(0, len(items), ITEMS)]
     seconds, replies = asyncio.run(send_all(port, min(4, len(bodies)), "/batch_reward", bodies))
     return seconds, [reward for reply in replies for reward in orjson.loads(reply)["rewards"]]
 
@@ -108,6 +117,12 @@ def data_figures(*, quick: bool) -> Iterator[Figure]:
             yield percentile("50 clients", 50, latencies)
             yield percentile("50 clients", 99, latencies, at_most=50)
             yield Figure("50 clients, requests", len(latencies) / seconds, "1/s")
+        wide = _write_rows(Path(directory) / "wide.jsonl", 1000, {"tests": "x" * WIDE})
+        with running("data_server", DATASET=str(wide), HF_DATASETS_CACHE=cache) as service:
+            latencies, seconds = asyncio.run(_ask_for_prompts(service.port, 10 if quick else 50))
+            yield percentile("50 clients, rows of 64 KiB", 99, latencies)
+            yield Figure("50 clients, rows of 64 KiB, requests", len(latencies) / seconds, "1/s")
+            yield Figure("rows of 64 KiB, memory", service.memory_mb(), "MB")
         large = _write_rows(Path(directory) / "large.jsonl", rows)
         for start in ("first", "later"):
             with running("data_server", DATASET=str(large), HF_DATASETS_CACHE=cache) as service:
@@ -118,13 +133,14 @@ def data_figures(*, quick: bool) -> Iterator[Figure]:
         yield Figure(f"{rows} rows, memory", memory, "MB", at_most=1000)
 
 
-def _write_rows(path: Path, count: int) -> Path:
-    """Write questions of about the length and form of GSM8K's."""
+def _write_rows(path: Path, count: int, further: Mapping[str, str] | None = None) -> Path:
+    """Write questions of about the length and form of GSM8K's, and further columns."""
     filler = "Natalia sold clips to her friends, and then she sold half as many clips in the month after it. " * 2
     with path.open("w") as file:
         for i in range(count):
             answer = f"She sold {i}/2 = {i // 2} clips in May.\nAltogether she sold {i + i // 2}.\n#### {i + i // 2}"
-            file.write(json.dumps({"question": f"{filler}She began with {i}. How many?", "answer": answer}) + "\n")
+            row = {"question": f"{filler}She began with {i}. How many?", "answer": answer, **(further or {})}
+            file.write(json.dumps(row) + "\n")
     return path
 
 
@@ -171,6 +187,9 @@ def replay_figures(*, quick: bool) -> Iterator[Figure]:
                 yield Figure(f"snapshot {what}", 1e3 * seconds, "ms")
         with running("replay_buffer", **environment) as service:
             yield Figure(f"restart with {count}", service.start_seconds, "s", at_most=10)
+    with tempfile.TemporaryDirectory() as directory, running("replay_buffer", REPLAY_DIR=directory) as service:
+        row = json.dumps({"tests": "x" * WIDE}).encode()
+        yield Figure("groups with a row of 64 KiB added", 1000 / _add(service.port, 1000, row), "1/s")
 
 
 def _sequences(rng: np.random.Generator) -> list[TokenSequence]:
@@ -189,17 +208,18 @@ def _sequences(rng: np.random.Generator) -> list[TokenSequence]:
     ]
 
 
-def _group(number: int, sequences: list[TokenSequence]) -> Group:
+def _group(number: int, sequences: list[TokenSequence], row: bytes) -> Group:
     prompt = Prompt(
         id=f"clips/{number}",
         prompt="Natalia sold clips to 48 of her friends in April. How many?",
         ground_truth="72",
         prompt_ids=list(range(number, number + 80)),
+        row=row,
     )
     return Group(group_id=f"group-{number}", prompt=prompt, sequences=sequences)
 
 
-def _add(port: int, count: int) -> float:
+def _add(port: int, count: int, row: bytes = b"") -> float:
     """Return the seconds to add groups, 32 a request over 2 connections, without the time to make the requests."""
     rng = np.random.default_rng(0)
     # Groups share sequences, because it takes longer to make a sequence than to store it.
@@ -209,7 +229,7 @@ def _add(port: int, count: int) -> float:
         bodies = []
         for first in range(start, min(start + 2000, count), 32):
             numbers = range(first, min(first + 32, start + 2000, count))
-            groups = [pack(_group(number, sequences[number % len(sequences)])) for number in numbers]
+            groups = [pack(_group(number, sequences[number % len(sequences)], row)) for number in numbers]
             bodies.append(framed({"priorities": [0.1 + (number % 97) / 97 for number in numbers]}, groups))
         seconds += asyncio.run(send_all(port, 2, "/groups", bodies, GROUPS_TYPE))[0]
     return seconds

@@ -71,7 +71,7 @@ def _load(settings: DataSettings, source: Source | None, split: str, limit: int)
         if record is None:
             too_long += 1
         else:
-            prompts.append(Prompt.model_validate(record))
+            prompts.append(Prompt.model_validate(record | catalogue.row(place)))
     recipe = settings.model_dump(mode="json", exclude=_NOT_IN_RECIPE, exclude_none=True)
     available = sum(len(catalogues[one]) for one in chosen)
     return Examples(prompts, available, too_long, {**recipe, "split": split})

@@ -126,7 +126,8 @@ class Results(BaseModel):
     @property
     def headline(self) -> list[str]:
         """One metric of each kind: of pass@k and maj@k the metric with the largest k."""
-        return list({name.partition("@")[0]: name for name in self.metrics}.values())
+        names = [name for metrics in (self.metrics, *self.sources.values()) for name in metrics]
+        return list({name.partition("@")[0]: name for name in names}.values())
 
     @property
     def rows(self) -> dict[str, str]:

@@ -87,6 +87,11 @@ def show(console: Console, run: Run, launch: Launch | None, outcome: dict[str, A
         for name in ("model", "dataset", "device", "steps"):
             table.add_row(name, str(summary.get(name)))
         table.add_row(*reward_change(summary))
+        for source, figures in summary.get("sources", {}).items():
+            accuracies = " → ".join(f"{accuracy:.3f}" for accuracy in figures["accuracies"] or ())
+            table.add_row(
+                f"reward of {source}", reward_change(figures)[1] + (f"; accuracy {accuracies}" if accuracies else "")
+            )
     steps = new_steps(GrowingFile(run.run_dir / "metrics.jsonl"))
     if (share := failed(steps)) is not None:
         table.add_row("failed completions", share)
@@ -167,7 +172,7 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any], exit_code: 
         model = f"{directory}/model"
         settings = trainer_settings(run)
         # Episodes of an environment need the run's environment-servers, which only a run starts.
-        if Task.ENVIRONMENT_SERVER not in settings.services:
+        if any(Task.ENVIRONMENT_SERVER not in own.way.services for own in settings.by_source().values()):
             evaluate = [grpo_command(), "evaluate", "--model", model, *_evaluated_as(run, launch)]
             commands.append(("evaluate", shlex.join(evaluate)))
         commands.append(

@@ -6,7 +6,7 @@ The record is what RECORD_GROUPS keeps of a run, token for token. docs/guides/op
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -18,19 +18,20 @@ from rich.table import Table
 from local_runner import directory
 from services.core.errors import ConfigurationError
 from services.core.files import atomic_write
+from services.core.settings import ModelSettings
 from services.protocol import group_file
-from trainer.reporting.group_records import GroupRecords
+from services.protocol.groups import Group
+from trainer.reporting.group_records import GroupRecords, StepHead
 from trainer.reporting.group_selection import FIELDS, Account, Expression, choose, groups_of, pairs_of, select
+
+CONDITION = f"A condition on answers, as 'reward >= 1 and source == \"countdown\"'. Names: {', '.join(FIELDS)}."
 
 
 def main(
     run: Annotated[str, typer.Argument(help="Id or directory of the run.")],
     where: Annotated[
         str,
-        typer.Argument(
-            metavar="[EXPRESSION]",
-            help=f"A condition on answers, as 'reward >= 1 and source == \"countdown\"', of {', '.join(FIELDS)}.",
-        ),
+        typer.Argument(metavar="[EXPRESSION]", help=CONDITION),
     ] = "True",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the answers. Default: only count.")] = None,
     pairs: Annotated[
@@ -55,15 +56,15 @@ def main(
     selected = [*select(records, expression, texts, account)]
     if missing := expression.unknown_keys:
         raise ConfigurationError(f"{where!r}: no answer has {', '.join(missing)}")
+    head = records.head(records.steps[0])
     content: Iterator[bytes]
     if pairs:
-        content = (orjson.dumps(pair) + b"\n" for pair in pairs_of(records, selected, per_prompt, account))
+        text_of = _prompt_texts(run_dir, head)
+        content = (orjson.dumps(pair) + b"\n" for pair in pairs_of(records, selected, per_prompt, account, text_of))
     else:
-        first = records.head(records.steps[0])
-        head = group_file.GroupFileHead(
-            run=run_dir.name, model=first.settings.get("model_name"), tokenizer=first.tokenizer, where=where
-        )
-        content = group_file.parts(head, groups_of(records, choose(selected, per_prompt, account)))
+        model, tokenizer = head.settings.get("model_name"), head.tokenizer
+        named = group_file.GroupFileHead(run=run_dir.name, model=model, tokenizer=tokenizer, where=where)
+        content = group_file.parts(named, groups_of(records, choose(selected, per_prompt, account)))
     if out is None:
         deque(content, maxlen=0)
     else:
@@ -74,6 +75,34 @@ def main(
     _print(account, "pairs" if pairs else "answers")
     if not account.kept.total():
         raise ConfigurationError(f"no {'pair' if pairs else 'answer'} is left of {run_dir}; the table says why")
+
+
+def _prompt_texts(run_dir: Path, head: StepHead) -> Callable[[Group], str | None]:
+    """Return a function that returns a prompt as text, or None where its tokens are those of its messages.
+
+    Raises:
+        ConfigurationError: the run's tokenizer cannot be loaded.
+    """
+    from transformers import AutoTokenizer  # not at the top, because it takes seconds
+
+    model = run_dir / "model"
+    name = str(model) if model.exists() else str(head.settings.get("model_name") or ModelSettings().model_name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--pairs needs the tokenizer of {name}: {error}") from error
+
+    def text_of(group: Group) -> str | None:
+        messages, ids = [message.model_dump() for message in group.prompt.messages], group.prompt_ids
+        if messages and tokenizer.chat_template:
+            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            if tokenizer(rendered, add_special_tokens=False)["input_ids"] == ids:
+                return None
+        # Without the tokens that the tokenizer adds by itself, as a trainer's will again.
+        text: str = tokenizer.decode(ids, skip_special_tokens=True)
+        return text if tokenizer(text)["input_ids"] == ids else tokenizer.decode(ids)
+
+    return text_of
 
 
 def _prompts(file: Path) -> Iterator[str]:

@@ -7,6 +7,7 @@ reads their source, which says before a run which columns a function needs, and 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,14 @@ BATCHED = {"prompt": "prompts", "response": "completions"}
 """The parameters of a reward function of TRL's form, which takes lists and returns a list."""
 RESERVED = frozenset({*ARGUMENTS, *BATCHED.values(), "messages", "group"})
 """Names of parameters that never mean a column; ``row`` has the columns of these names, too."""
-_WITHOUT_TRUTH = frozenset({"format", "reward_model", "judge", "judge_soft", "judge_group"})
-"""The built-in rewards that need no ground truth."""
+JUDGES = ("judge", "judge_soft", "judge_group")
+"""The rewards that a judge gives: by a rubric, by the probability of "yes", and relative to the group."""
+_WITHOUT_TRUTH = frozenset({"format", "reward_model", *JUDGES})
+"""The built-in rewards that need no ground truth, unless a judge's rubric names it."""
+PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
+"""A field of the row in a rubric's text, ``{name}``, or a brace, which is doubled."""
+RUBRIC_FIELDS = ("prompt", "ground_truth")
+"""The placeholders that every answer has; the others are columns of the dataset."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +57,46 @@ _EVERYTHING = Reads((), True, True)
 """Of a function whose source does not say what it reads."""
 
 
-def reads(reward_fn: str) -> dict[str, Reads]:
-    """Return what each part of REWARD_FN reads, by its name, without an import of the user's modules."""
+def reads(reward_fn: str, rubric: Path | None = None) -> dict[str, Reads]:
+    """Return what each part of REWARD_FN reads, by its name, without an import of the user's modules.
+
+    A judge reads what its ``rubric`` names, the file of JUDGE_RUBRIC; one that cannot be read is the reward-server's to
+    refuse.
+    """
     names: Sequence[str] = [part.partition("=")[0].strip() for part in reward_fn.split(",")]
-    return {name: _of_source(name) if ":" in name else Reads((), False, name not in _WITHOUT_TRUTH) for name in names}
+    return {name: _of_part(name, rubric) for name in names}
 
 
-def check_columns(reward_fn: str, names: Sequence[str], where: str) -> None:
-    """Check that the rows of ``where`` have the columns that the functions of REWARD_FN cannot be called without.
+def _of_part(name: str, rubric: Path | None) -> Reads:
+    if ":" in name:
+        return _of_source(name)
+    if name in JUDGES and rubric is not None:
+        return _of_rubric(rubric)
+    return Reads((), False, name not in _WITHOUT_TRUTH)
+
+
+def _of_rubric(path: Path) -> Reads:
+    try:
+        fields = set(PLACEHOLDER.findall(path.read_text("utf-8"))) - {""}
+    except (OSError, UnicodeDecodeError):
+        return _EVERYTHING
+    columns = sorted(fields.difference(RUBRIC_FIELDS))
+    return Reads(tuple(columns), bool(columns), "ground_truth" in fields)
+
+
+def check_columns(reward_fn: str, names: Sequence[str], where: str, rubric: Path | None = None) -> None:
+    """Check that the rows of ``where`` have the columns that the parts of REWARD_FN cannot be without.
 
     Raises:
         ConfigurationError: they lack one; the message has those that are there.
     """
-    for function, part in reads(reward_fn).items():
+    for function, part in reads(reward_fn, rubric).items():
         if missing := [name for name in part.needed if name not in names and not (name == "row" and names)]:
+            remedy = "Name the parameter like a column, or give it a default"
+            if function in JUDGES:
+                remedy = f"Name columns in JUDGE_RUBRIC {rubric}, and write {{{{x}}}} for text in braces"
             raise ConfigurationError(
-                f"REWARD_FN {function!r} needs {', '.join(missing)}, which {where} lacks; {describe(names)}. Name the "
-                "parameter like a column, or give it a default"
+                f"REWARD_FN {function!r} needs {', '.join(missing)}, which {where} lacks; {describe(names)}. {remedy}"
             )
 
 

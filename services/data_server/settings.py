@@ -74,6 +74,8 @@ class DataSettings(TemplateSettings, AgentColumns, SourcesSettings):
     format of most rows. Rows without a ground truth are left out and counted, if a part of REWARD_FN reads one."""
     reward_fn: str = "math"
     """The reward-server's REWARD_FN. The data-server refuses a function that needs a column which the rows lack."""
+    judge_rubric: Path | None = None
+    """The reward-server's JUDGE_RUBRIC. The data-server refuses one that names a column which the rows lack."""
 
     model_name: str | None = None
     """Model whose tokenizer and chat template make `prompt_ids`, by hub name or directory. Unset: prompts come as
@@ -108,7 +110,7 @@ class DataSettings(TemplateSettings, AgentColumns, SourcesSettings):
     @property
     def reads(self) -> dict[str, Reads]:
         """What each part of REWARD_FN reads of a row."""
-        return reads(self.reward_fn)
+        return reads(self.reward_fn, self.judge_rubric)
 
     @property
     def needs_truth(self) -> bool:

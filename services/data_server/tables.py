@@ -89,7 +89,7 @@ def check_columns(names: Sequence[str], where: str, settings: DataSettings) -> N
     Raises:
         ConfigurationError: they lack one; the message has those that are there.
     """
-    reward_columns.check_columns(settings.reward_fn, names, where)
+    reward_columns.check_columns(settings.reward_fn, names, where, settings.judge_rubric)
     if missing := [name for name in settings.visible_columns if name not in names]:
         there = reward_columns.describe(names)
         raise ConfigurationError(f"AGENT_COLUMNS names {', '.join(missing)}, which {where} lacks; {there}")

@@ -24,10 +24,11 @@ from services.core.logs import get_logger
 from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.chat import ChatChoice, ChatReply
 from services.protocol.rewards import RewardItem, RewardStatus
+from services.reward_columns import JUDGES
 from services.reward_server import rubric as rubrics
 from services.reward_server.pool import Evaluation
 from services.reward_server.rubric import Messages, NoVerdictError, Rubric
-from services.reward_server.settings import JUDGES, JudgeSettings, RewardSettings
+from services.reward_server.settings import JudgeSettings, RewardSettings
 from services.reward_server.verdicts import Figures, Verdict, Verdicts
 
 log = get_logger(__name__)

@@ -24,14 +24,12 @@ from services.core.errors import ConfigurationError
 from services.protocol.base import StrictModel
 from services.protocol.chat import TokenLogprob
 from services.protocol.rewards import RewardItem, RewardStatus
+from services.reward_columns import PLACEHOLDER, RUBRIC_FIELDS
 from services.reward_server.settings import RewardSettings
 
 Messages = list[dict[str, str]]
 
 YES_OR_NO = ("no", "yes")
-_FIELDS = ("prompt", "ground_truth")
-"""The placeholders that every answer has; the others are columns of the dataset."""
-_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
 _MARKS = re.compile(r"</?judged_answer\b[^>]*>|<\|[^|\s]*\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 _REASONING_END = "</think>"
 _STEPS = 4
@@ -78,12 +76,6 @@ class Rubric(StrictModel):
                     raise ValidationError.from_exception_data("Rubric", [details])
                 seen.add((scope, text))
         return self
-
-    @property
-    def columns(self) -> set[str]:
-        """The columns of the dataset that the texts name."""
-        texts = (self.instruction, *(criterion.text for criterion in self.criteria))
-        return {name for text in texts for name in _PLACEHOLDER.findall(text) if name} - {*_FIELDS}
 
     def score(self, verdicts: Mapping[str, float]) -> float:
         """Return the weighted mean of the scores by criterion, from 0 to 1."""
@@ -213,7 +205,7 @@ class _Fields(dict[str, Any]):
     def __init__(self, item: RewardItem) -> None:
         row = item.row
         super().__init__(json.loads(row) if row else {})
-        self.update({name: getattr(item, name) for name in _FIELDS})
+        self.update({name: getattr(item, name) for name in RUBRIC_FIELDS})
 
     def __missing__(self, name: str) -> Any:
         raise NoVerdictError(
@@ -232,7 +224,7 @@ def _fill(text: str, fields: Mapping[str, Any]) -> str:
         content = fields[found[1]]
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
-    return _PLACEHOLDER.sub(value, text)
+    return PLACEHOLDER.sub(value, text)
 
 
 def _fenced(head: str, text: str, most: int) -> str:

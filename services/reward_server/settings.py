@@ -12,10 +12,9 @@ from pydantic import Field, field_validator, model_validator
 
 from services.core.settings import JsonObject, Settings, SourcesSettings
 from services.protocol.rewards import CORRECT
+from services.reward_columns import JUDGES
 from services.sandbox.settings import SandboxSettings
 
-JUDGES = ("judge", "judge_soft", "judge_group")
-"""The rewards that a judge gives: by a rubric, by the probability of "yes", and relative to the group."""
 RELATIVE = ("judge_group",)
 """The rewards of answers relative to the others of their group, which an answer alone does not have."""
 BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model", "code", *JUDGES)

@@ -160,15 +160,16 @@ def test_a_server_that_dies_costs_nothing_but_time(evaluate, tiny_model, tmp_pat
 
 
 def test_each_source_is_asked_whole_and_counts_the_same(evaluate, tiny_model, engine, tmp_path):
-    rows = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1, 5)]
+    rows = [{"question": f"{a}+{a}=", "answer": str(2 * a), "level": a} for a in range(1, 5)]
+    (tmp_path / "leveled.py").write_text("def never(response, level):\n    return 1.0 - (level > 0)\n")
     (tmp_path / "doubles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mix.yaml").write_text(
         "- {name: sums, dataset: arithmetic}\n"
         f"- {{name: doubles, dataset: {tmp_path}/doubles.jsonl, eval_only: true, "
-        "reward_fn: format, max_new_tokens: 2}\n"
+        'reward_fn: "leveled:never", max_new_tokens: 2}\n'
         "- {name: game, dataset: seeds, rollout: environment, environment: guessing}\n"
     )
-    mix = {**ARITHMETIC, "SOURCES": str(tmp_path / "mix.yaml")}
+    mix = {**ARITHMETIC, "SOURCES": str(tmp_path / "mix.yaml"), "PYTHONPATH": str(tmp_path)}
     command = evaluate("--model", tiny_model, "--url", engine, **mix)
     results = Results.model_validate(command.succeed())
     assert results.prompts == results.available == 20 + 4
@@ -176,7 +177,7 @@ def test_each_source_is_asked_whole_and_counts_the_same(evaluate, tiny_model, en
         "doubles": 4,
         "sums": 20,
     }
-    # No short answer is marked, as the reward of the one source wants it, and the tiny model adds.
+    # The one source's reward reads a column, which makes every answer wrong; the tiny model adds.
     values = {name: metrics["greedy pass@1"].value for name, metrics in results.sources.items()}
     assert values["doubles"] == 0.0 < values["sums"]
     assert results.metrics["greedy pass@1"].value == values["sums"] / 2

@@ -247,6 +247,10 @@ JUDGED = ("REWARD_FN=math,judge=0.3", "JUDGE_MODEL=m")
         (["JUDGE_URL={html}", "JUDGE_RUBRIC=fine.yaml"], "refuses a request for JUDGE_MODEL m: 404"),
         (["JUDGE_URL=http://127.0.0.1:1/v1", "JUDGE_RUBRIC=fine.yaml"], None),
         (
+            ["JUDGE_URL=http://127.0.0.1:1/v1", "JUDGE_RUBRIC=column.yaml", "DATASET=sums.jsonl", "PROMPT_COLUMN=sum"],
+            "needs tests, which DATASET 'sums.jsonl' lacks; its columns are sum, total. Name columns in JUDGE_RUBRIC",
+        ),
+        (
             ["JUDGE_URL=http://127.0.0.1:1/v1", "JUDGE_RUBRIC=fine.yaml", "JUDGE_SECONDS=300"],
             "JUDGE_SECONDS=300 must be less than SERVICE_DEADLINE_SECONDS=300",
         ),
@@ -260,8 +264,27 @@ JUDGED = ("REWARD_FN=math,judge=0.3", "JUDGE_MODEL=m")
 def test_judges_are_checked(here, env, said):
     (here / "twice.yaml").write_text(RUBRIC)
     (here / "fine.yaml").write_text(RUBRIC.replace("name: a", "name: b", 1))
+    (here / "column.yaml").write_text("criteria:\n- name: a\n  text: It passes {tests}\n")
     page = (200, "<html>Log in</html>", {"Content-Type": "text/html"})
     with fake_service({"POST /v1/chat/completions": lambda _: page}) as html:
         code, error = told(here, *JUDGED, *(one.format(html=html.endpoint.url) for one in env))
+    assert code == (0 if said is None else 78), error
+    assert (said or "") in error
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (["ADVANTAGE=gdpo", "GDPO_WEIGHTS=math=1,exact_match=0.5"], None),
+        (
+            ["ADVANTAGE=gdpo", "GDPO_WEIGHTS=math=1,frmat=0.5"],
+            "GDPO_WEIGHTS names frmat, but REWARD_FN has exact_match,",
+        ),
+        (["ADVANTAGE=maxrl"], "REWARD_FN gives exact_match a negative weight, which ADVANTAGE=maxrl cannot have"),
+        (["ADVANTAGE=rloo"], None),
+    ],
+)
+def test_rewards_that_an_advantage_does_not_fit_are_refused(here, env, said):
+    code, error = told(here, "REWARD_FN=math=1,exact_match=-0.5", *env)
     assert code == (0 if said is None else 78), error
     assert (said or "") in error

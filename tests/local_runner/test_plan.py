@@ -275,3 +275,11 @@ def test_a_held_out_file_belongs_to_a_source(here: Path) -> None:
     (here / "mix.yaml").write_text(MIX)
     done = run(here, "--small", "--dry-run", SOURCES="mix.yaml", MAX_STEPS=4, DATASET_TEST="sums.jsonl")
     assert "DATASET_TEST is set, but each source in SOURCES has a dataset of its own; write it as" in done.stderr
+
+
+def test_a_column_with_a_reserved_name_is_told_with_the_way_to_it(here: Path, tiny_model: Path) -> None:
+    write(here / "chats.jsonl", [{"question": f"q{i}", "answer": i, "messages": [], "level": 1} for i in range(90)])
+    (here / "mine.py").write_text("def check(response, level):\n    return 1.0\n")
+    done = planned(here, "--small", DATASET="chats.jsonl", REWARD_FN="mine:check", MODEL_NAME=tiny_model)
+    assert done.returncode == 0, done.stderr
+    assert "columns messages of DATASET reach rewards only by `row`, as row['messages']" in done.stdout + done.stderr

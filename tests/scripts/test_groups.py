@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +25,35 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     texts = ("1", "2", "3")
+    tokenizer, run_dir = build_tokenizer(), tmp_path / "runs" / "r"
+    chat = {
+        "messages": [{"role": "user", "content": "1+1="}],
+        "source": "chat",
+        "prompt_ids": tokenizer("1+1=").input_ids,
+    }
+    # The messages of a prompt that is no conversation: more than they are is in the prompt.
+    plain = {"messages": [{"role": "user", "content": "1+1="}], "prompt_ids": tokenizer("3*3=9 1+1=").input_ids}
     of_steps = [
         [
             group(step, number, *(answer([2 + n, 1], n / 2, completion=text) for n, text in enumerate(texts)), **fields)
-            for number, fields in ((0, {}), (1, {"messages": [{"role": "user", "content": "1+1="}], "source": "chat"}))
+            for number, fields in ((0, plain), (1, chat))
         ]
         for step in (1, 2)
     ]
     record(tmp_path, *of_steps)
-    run_dir = tmp_path / "runs" / "r"
+    tokenizer.save_pretrained(run_dir / "model")
     (run_dir / "metrics.jsonl").write_text("")
     (run_dir / "config.json").write_text("{}")
     return run_dir
+
+
+def test_the_command_runs_and_its_help_has_the_names(run: Path) -> None:
+    for arguments, said in ((["--help"], "group_mean"), (["r", "reward >= 1", "--out", "file"], "kept answers")):
+        command = [sys.executable, "-m", "scripts.grpo", "groups", *arguments]
+        environment = os.environ | {"PYTHONPATH": str(Path(groups.__file__).parents[1])}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert said in result.stdout
 
 
 def call(*names: str, **options: Any) -> int:
@@ -104,10 +124,18 @@ def test_a_run_without_a_record_names_the_setting(run: Path, capfd: pytest.Captu
     assert "RECORD_GROUPS says" in " ".join(capfd.readouterr().err.split())
 
 
+def test_pairs_need_the_tokenizer_of_the_run(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (run / "model").rename(run / "elsewhere")
+    (run / "model").mkdir()
+    assert call("r", "True", out=Path("pairs.jsonl"), pairs=True) == 78
+    assert "--pairs needs the tokenizer of" in capfd.readouterr().err
+    assert not Path("pairs.jsonl").exists()
+
+
 def test_pairs_are_lines_of_prompt_chosen_and_rejected(run: Path) -> None:
     assert call("r", "True", out=Path("pairs.jsonl"), pairs=True) == 0
     assert [orjson.loads(line) for line in Path("pairs.jsonl").read_bytes().splitlines()] == [
-        {"prompt": "0 + 0 =", "chosen": "3", "rejected": "1"},
+        {"prompt": "3*3=9 1+1=", "chosen": "3", "rejected": "1"},
         {
             "prompt": [{"role": "user", "content": "1+1="}],
             "chosen": [{"role": "assistant", "content": "3"}],

@@ -299,13 +299,17 @@ def groups_of(records: GroupRecords, answers: Sequence[Answer]) -> Iterator[Grou
 
 
 def pairs_of(
-    records: GroupRecords, answers: Sequence[Answer], per_prompt: int, account: Account
+    records: GroupRecords,
+    answers: Sequence[Answer],
+    per_prompt: int,
+    account: Account,
+    text_of: Callable[[Group], str | None],
 ) -> Iterator[dict[str, Any]]:
     """Yield the best and the worst answer of each group as a preference: ``prompt``, ``chosen`` and ``rejected``.
 
-    These are messages, or texts for prompts that are no conversations, so that a trainer tokenises them again. Only
-    answers of the same seat are compared. Groups whose answers have one reward are left out, as are those whose best
-    answer was cut off, and episodes in which the answers are not all that differs.
+    These are messages, or texts where ``text_of`` returns the prompt as a text, so that a trainer tokenises them again.
+    Only answers of the same seat are compared. Groups whose answers have one reward are left out, as are those whose
+    best answer was cut off, and episodes in which the answers are not all that differs.
     """
     known: set[str] = set()
     of_prompt: Counter[str] = Counter()
@@ -315,7 +319,7 @@ def pairs_of(
         for seat in sorted(seats, key=str):
             of_seat = [a for n in sorted(numbers) if (a := rewards[group.group_id, n]).seat == seat]
             best, worst = max(of_seat, key=lambda a: a.reward), min(of_seat, key=lambda a: a.reward)
-            texts = _pair(group, best.episode, worst.episode)
+            texts = _pair(group, best.episode, worst.episode, text_of)
             if best.reward == worst.reward:
                 reason = "groups without two rewards"
             elif best.was_cut:
@@ -346,13 +350,13 @@ def _with_numbers(records: GroupRecords, answers: Sequence[Answer]) -> Iterator[
                 yield recorded.group, groups[recorded.group.group_id]
 
 
-def _pair(group: Group, best: int, worst: int) -> dict[str, Any] | None:
+def _pair(group: Group, best: int, worst: int, text_of: Callable[[Group], str | None]) -> dict[str, Any] | None:
     """Return a preference; None if the answers are not one message of the assistant each after the same messages."""
     first, second = (group.episodes[number] for number in (best, worst))
     if len(first) > 1 or len(second) > 1:
         return None
-    if first[0].messages is None and not group.prompt.messages:
-        return {"prompt": group.prompt.prompt, "chosen": first[0].completion, "rejected": second[0].completion}
+    if first[0].messages is None and (text := text_of(group)) is not None:
+        return {"prompt": text, "chosen": first[0].completion, "rejected": second[0].completion}
     talks = [_conversation(group, sequence) for (sequence,) in (first, second)]
     shared = [*takewhile(lambda pair: pair[0] == pair[1], zip(*talks, strict=False))]
     rests = [talk[len(shared) :] for talk in talks]

@@ -163,3 +163,9 @@ def test_a_group_needs_prompt_ids_results_and_one_reward_an_episode() -> None:
         make_group(sequences=[one.model_copy(update={"result": None})])
     with pytest.raises(ValidationError, match="the sequences of episode 3 have different rewards"):
         make_group(sequences=[one, trained_sequence([1], [-1.0], reward=0.0, episode=3)])
+
+
+def test_a_group_brings_the_row_of_its_prompt() -> None:
+    row = '{"tests": ["é", 9007199254740993], "when": "2024-01-02"}'.encode()
+    group = make_group(sequences=[trained_sequence([5, 6], [-0.5, -0.5])], row=row)
+    assert unpack(pack(group)).prompt.row == row

@@ -270,6 +270,14 @@ def test_another_job_that_goes_on_with_a_run_says_so(
     assert "another RUN_ID" in warning["event"]
 
 
+def test_whole_rows_are_compared_where_both_runs_had_them() -> None:
+    before = Fingerprint(model="m", weights="w", tokenizer="t", dataset="d", data={"order": "o", "rows": "1"})
+    assert not data_differences(before, "d", {"order": "o"})
+    assert not data_differences(before.model_copy(update={"data": {"order": "o"}}), "d", {"order": "o", "rows": "1"})
+    [difference] = data_differences(before, "d", {"order": "o", "rows": "2"})
+    assert "rows 1 then, 2 now" in difference
+
+
 def test_other_sources_are_refused_by_the_sources_that_differ(tmp_path: Path) -> None:
     sums = {"sums: settings": "ratio 2, GROUP_SIZE 4", "sums: training prompts": "40 (digest 1a)"}
     before = Fingerprint(model="m", weights="1", tokenizer="2", dataset="sums", data=sums)

@@ -200,9 +200,13 @@ def messages(*contents: str) -> list[dict[str, Any]]:
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
 
 
+def text_of(group: Group) -> str | None:
+    return None if group.prompt.messages else group.prompt.prompt
+
+
 def pairs(records: GroupRecords, text: str = "True", per_prompt: int = 4) -> tuple[list[dict[str, Any]], Account]:
     answers, account = selected(records, text)
-    return [*pairs_of(records, answers, per_prompt, account)], account
+    return [*pairs_of(records, answers, per_prompt, account, text_of)], account
 
 
 def test_a_pair_is_the_best_and_the_worst_of_a_group_after_the_same_messages(tmp_path: Path) -> None:

@@ -114,3 +114,12 @@ def test_an_episode_has_its_figures_and_its_conversation() -> None:
     assert (first["episode"], first["turns"], first["tool_calls"]) == (2, 1, 0)
     assert first["messages"] == said
     assert not plain.keys() & {"episode", "turns", "messages"}
+
+
+def test_a_record_has_the_row_with_long_values_cut() -> None:
+    row = b'{"tests": "' + b"x" * 1000 + b'", "level": 2, "when": "2024-01-02", "many": [1, null]}'
+    [record] = SampleRecords(decode).of_step(1, [group(experience("a", 1.0), row=row)])
+    shown = {"tests": "x" * 300 + "… 700 more characters", "level": "2", "when": "2024-01-02", "many": "[1, null]"}
+    assert record["row"] == shown
+    [record] = SampleRecords(decode).of_step(1, [group(experience("a", 1.0))])
+    assert "row" not in record

@@ -816,3 +816,33 @@ def test_an_agent_that_cannot_be_had_ends_the_run_at_its_start(stage: Stage, age
 def test_settings_that_do_not_fit_are_refused(stage: Stage, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         stage.settings(one_turn, **changes)
+
+
+SECRET = PROMPT.model_copy(update={"row": b'{"tests": ["hidden"], "level": 2, "repository": "r"}'})
+
+
+async def tells_what_it_sees(example: Any, **endpoint: Any) -> float | None:
+    assert example.row == {"level": 2}
+    assert "hidden" not in f"{example!r} {example.model_dump_json()} {example.model_dump()}"
+    return await two_turns(example, **endpoint)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {
+            "rollout": "program",
+            "agent": "",
+            "agent_command": """case "$(cat)" in *hidden*) exit 1;; *'"row":{"level":2}'*) echo 42;; esac""",
+        },
+    ],
+)
+def test_an_agent_sees_the_columns_that_are_named_and_its_reward_the_whole_row(
+    stage: Stage, fields: dict[str, Any]
+) -> None:
+    stage.group(tells_what_it_sees, SECRET, agent_columns="level,absent", **fields)
+    requests = stage.rewards.asked("POST /batch_reward")
+    assert [request["rows"] for request in requests] == [{"0": SECRET.row.decode()}] * 2
+    items = [item for request in requests for item in request["items"]]
+    assert [(item["response"], item["row"]) for item in items] == [("42", "0")] * 2

@@ -915,6 +915,21 @@ def test_rates_that_cannot_be_recorded_end_nothing(
     assert rates_of(services)
 
 
+def test_a_row_travels_once_a_group_and_stays_with_it(services: Services) -> None:
+    def with_rows(request: dict[str, Any]) -> dict[str, Any]:
+        reply = prompts(request)
+        return reply | {"prompts": [prompt | {"row": f'{{"n": {prompt["id"]!r}}}'} for prompt in reply["prompts"]]}
+
+    services.data.routes["POST /prompts"] = with_rows
+    services.steps(batch_size=2).next()
+    for request in services.rewards.asked("POST /batch_reward"):
+        assert len(request["rows"]) == 1
+        assert {item["row"] for item in request["items"]} == request["rows"].keys()
+    [stored] = services.replay.asked("POST /groups")
+    scored = {row for request in services.rewards.asked("POST /batch_reward") for row in request["rows"].values()}
+    assert {group["prompt"]["row"] for group in stored["groups"]} == scored
+
+
 def test_completions_are_scored_as_a_group_in_training_and_alone_in_an_evaluation(services: Services) -> None:
     services.steps(batch_size=2).next()
     assert [(r["is_group"], len(r["items"])) for r in services.rewards.asked("POST /batch_reward")] == [(True, 2)] * 2
