@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.run_page.directory import of_sources
+
 EARLY_STEPS = 3
 """The number of steps after which a run prints its first advice."""
 LOOK = "Look at the completions and their rewards (Samples on the run page)"
@@ -71,6 +73,8 @@ class Step:
     """0 for a step whose rewards gave nothing to learn from."""
     reward_counts: Sequence[tuple[float, int]] = ()
     """The number of completions by reward."""
+    by_source: dict[str, float] = field(default_factory=dict)
+    """The mean reward of each source; empty without SOURCES."""
     failures: Sequence[tuple[str, int, str]] = ()
     """Completions without a reward or over a limit: reason, count, and what one of them says."""
 
@@ -85,6 +89,7 @@ class Step:
             trained_tokens=record.get("trained_tokens"),
             reward_counts=[(reward, count) for reward, count in record.get("reward_counts", ())],
             failures=[(reason, count, message) for reason, count, message in record.get("failures", ())],
+            by_source=of_sources(record, "reward_mean"),
             seconds={
                 name.removeprefix("seconds_"): float(value)
                 for name, value in record.items()

@@ -87,6 +87,11 @@ def show(console: Console, run: Run, launch: Launch | None, outcome: dict[str, A
         for name in ("model", "dataset", "device", "steps"):
             table.add_row(name, str(summary.get(name)))
         table.add_row(*reward_change(summary))
+        for source, figures in summary.get("sources", {}).items():
+            accuracies = " → ".join(f"{accuracy:.3f}" for accuracy in figures["accuracies"] or ())
+            table.add_row(
+                f"reward of {source}", reward_change(figures)[1] + (f"; accuracy {accuracies}" if accuracies else "")
+            )
     steps = new_steps(GrowingFile(run.run_dir / "metrics.jsonl"))
     if (share := failed(steps)) is not None:
         table.add_row("failed completions", share)

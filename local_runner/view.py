@@ -205,7 +205,9 @@ def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
 
 
 def _reward(step: Step) -> str:
-    return "no reward" if step.reward is None else f"reward {step.reward:.3f}"
+    of_each = ", ".join(f"{source} {reward:.3f}" for source, reward in step.by_source.items())
+    reward = "no reward" if step.reward is None else f"reward {step.reward:.3f}"
+    return f"{reward} ({of_each})" if of_each else reward
 
 
 def duration(seconds: float) -> str:

@@ -13,6 +13,7 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import InterruptedCallError
 from services.protocol.groups import Group
+from services.run_page.directory import of_sources
 from trainer.algorithm.gae import critic_metrics
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.teachers import is_taught, teacher_metrics, with_teacher
@@ -331,6 +332,8 @@ class TrainingLoop:
     def record(self, batch: Batch, metrics: dict[str, float]) -> None:
         """Write the step's groups, samples and metrics, and its line in the log."""
         self.state.rewards += [metrics["reward_mean"]] if "reward_mean" in metrics else []
+        for source, reward in of_sources(metrics, "reward_mean").items():
+            self.state.rewards_by_source.setdefault(source, []).append(reward)
         self.enter("record", f"recording step {self.state.step}")
         unrecorded = self.files.groups.write(
             self.state.step,

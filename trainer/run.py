@@ -34,7 +34,7 @@ from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import writing
-from trainer.model.teachers import load_teachers
+from trainer.model.teachers import check_endpoints, load_teachers
 from trainer.preflight.check import preflight
 from trainer.preflight.sizes import VolumeRoom
 from trainer.publishing.publisher import VersionWriter
@@ -142,13 +142,16 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         critic = CriticLearner(learner) if settings.has_critic else None
         writer = VersionWriter(settings, policy, ranks)
         stack.callback(writer.close)
-        state = resume(settings, ranks, policy, data, learner, checkpoints, critic)
+        probes = {url: teacher.probe for url, teacher in services.teachers.items()} if services else {}
+        state = resume(settings, ranks, policy, data, learner, checkpoints, critic, probes)
         rank_calls = RankCalls(settings, ranks, learner, writer, checkpoints, stop, critic, kernels)
         if services is None:
             rank_calls.follow()
             return
         status.step, status.state, status.total_steps = state.step, state, total_steps
         with rank_calls.leading():
+            assert policy.description is not None, "rank 0 has it"
+            check_endpoints(services.teachers.values(), policy.description.tokenizer, rank_calls.logprobs)
             _drive(settings, services, rank_calls, status, data, room)
 
 
@@ -247,6 +250,18 @@ def outcome_of(error: Exception | None) -> dict[str, str | None]:
     return {"status": "failed", "error": str(error) if isinstance(error, ENDINGS) else own_error(error)}
 
 
+def _by_source(state: RunState) -> dict[str, Any]:
+    """Return the part of summary.json about sources, nothing without SOURCES: rewards, accuracies before and after."""
+    sources: dict[str, Any] = {
+        source: {
+            **first_and_last(state.rewards_by_source.get(source, [])),
+            "accuracies": state.accuracies_by_source.get(source),
+        }
+        for source in sorted({**state.rewards_by_source, **state.accuracies_by_source})
+    }
+    return {"sources": sources} if sources else {}
+
+
 def _summary(
     settings: TrainerSettings, rank_calls: RankCalls, state: RunState, data: DataStats, error: Exception | None
 ) -> dict[str, Any]:
@@ -263,6 +278,7 @@ def _summary(
             f"accuracy_after{part}": getattr(state, f"last_accuracy{part}") if state.evaluated_step else None
             for part in ACCURACY
         },
+        **_by_source(state),
         "eval_reward_before": state.eval_reward_before,
         "accuracy_after_step": state.evaluated_step or None,
         "evaluation_error": state.evaluation_error,

@@ -161,7 +161,7 @@ def _fingerprint(
     weights = {name: t.description.weights_digest for name, t in teachers.items() if t.description is not None}
     return Fingerprint(
         teachers={
-            source: TeacherPrint(name=name, weights=weights.get(name, ""), probe=probes.get(name, []))
+            source: TeacherPrint(name=name, weights=weights.get(name, ""), probe=probes.get(name.rstrip("/"), []))
             for source, name in settings.teachers.items()
             if name
         },

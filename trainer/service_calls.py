@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Self, TypeVar
 
+from services.clients.teacher import TeacherClient
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
@@ -92,6 +93,12 @@ class ServiceCalls:
     def describe_components(self) -> dict[Task, ComponentRecord]:
         """Return the settings and versions that each service runs with."""
         return {client.task: self.thread.call(client.settings()) for client in self.clients.services}
+
+    @property
+    def teachers(self) -> dict[str, TeacherClient]:
+        """The clients of teachers behind an endpoint, by URL; each has answered its probe."""
+        clients = [sampler.teacher for sampler in self.clients.samplers.values()]
+        return {client.url: client for client in clients if client is not None}
 
     def start_collector(self) -> None:
         """Start the asynchronous mode's collector in this process, unless collectors run elsewhere."""

@@ -184,9 +184,9 @@ class RewardWeightSettings(Settings):
     """The weight of rewards, which trainer and data-server read."""
 
     reward_weight: float = Field(1.0, ge=0)
-    """Weight of the policy loss, whose advantages come from rewards. 0, with a teacher: pure distillation. It needs no
-    reward-server (unless EVAL_PROMPTS asks for an accuracy), takes rows without an answer and groups of one completion,
-    and drops no group for equal rewards; rewards that are there anyway are reported."""
+    """Weight of the policy loss, whose advantages come from rewards. 0, with a teacher: pure distillation. REWARD_FN is
+    not asked about training answers, so that no reward-server is needed unless EVAL_PROMPTS asks for an accuracy. Rows
+    without an answer and groups of one completion are taken, and no group is left out for equal rewards."""
 
 
 class EnginesSection(Settings):

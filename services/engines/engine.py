@@ -121,6 +121,26 @@ class Engine(HttpClient, ABC):
             DependencyLostError: the reply is something else.
         """
 
+    @classmethod
+    @abstractmethod
+    def score_body(cls, prompt: Mapping[str, Any], start: int, *, lora_path: str | None = None) -> dict[str, Any]:
+        """Return the body of a request, for ``generate_path``, for log-probabilities of a prompt's tokens.
+
+        Args:
+            prompt: ``{"input_ids": [...]}`` or ``{"text": ...}``.
+            start: the first token whose log-probability is wanted, at least 1.
+            lora_path: name of the LoRA adapter to compute with; None: the model alone.
+        """
+
+    @classmethod
+    @abstractmethod
+    def read_scores(cls, reply: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+        """Return a reply's token ids from ``start - 1`` on, and the log-probabilities of those from ``start`` on.
+
+        Raises:
+            KeyError, IndexError, TypeError, ValueError: the reply is something else.
+        """
+
     @abstractmethod
     async def rescore(self, token_ids: Sequence[int], lora_path: str | None = None) -> list[float]:
         """Return the log-probabilities of ``token_ids[1:]``, each given the tokens before it.

@@ -143,14 +143,26 @@ class SGLang(Engine):
 
     async def rescore(self, token_ids: Sequence[int], lora_path: str | None = None) -> list[float]:
         """See Engine."""
-        sampling = {"max_new_tokens": 0, "temperature": 1.0}
-        body = self.generate_body(token_ids, sampling, lora_path=lora_path) | {"logprob_start_len": 0}
-        reply = await self._ask("POST", self.generate_path, body)
+        body = self.score_body({"input_ids": list(token_ids)}, 1, lora_path=lora_path)
         try:
-            # The first token has no logprob.
-            return [float(entry[0]) for entry in reply["meta_info"]["input_token_logprobs"][1:]]
+            return self.read_scores(await self._ask("POST", self.generate_path, body))[1]
         except (KeyError, IndexError, TypeError) as error:
             raise WorkerRefusedError(f"worker {self.url}/generate answered without input logprobs") from error
+
+    @classmethod
+    def score_body(cls, prompt: Mapping[str, Any], start: int, *, lora_path: str | None = None) -> dict[str, Any]:
+        """See Engine. SGLang computes the logits from the token before ``start`` on, and has a cache for the others."""
+        sampling = {"max_new_tokens": 0, "temperature": 1.0}
+        body = cls.generate_body([], sampling, lora_path=lora_path) | {"logprob_start_len": start - 1}
+        del body["input_ids"]
+        return body | dict(prompt)
+
+    @classmethod
+    def read_scores(cls, reply: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+        """See Engine."""
+        entries = reply["meta_info"]["input_token_logprobs"]
+        # The first token has no logprob: its logits are those of the token before, which is not computed.
+        return [int(token) for _, token, *_ in entries], [float(logprob) for logprob, *_ in entries[1:]]
 
     async def version(self) -> int | None:
         """See Engine."""

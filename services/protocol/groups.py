@@ -22,6 +22,9 @@ from services.protocol.episodes import EpisodeFigures, Message
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import FinishReason, RewardResult
 
+TEACHER = "teacher_logprobs"
+"""The array of a sequence with a teacher's log-probabilities, 0 outside the loss mask. A sequence that no teacher has
+scored lacks it."""
 LARGEST_LOGPROB = 1e-3
 """Engines in bfloat16 return log-probabilities slightly above zero."""
 

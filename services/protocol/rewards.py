@@ -31,6 +31,7 @@ class RewardStatus(StrEnum):
     An answer ``over_limit`` is wrong, in training as in an evaluation: it took more processor time or memory of the
     verifier, or more turns, tokens or time of an episode, than is allowed. The others, ``timeout`` (a verifier's time
     by the clock, which a busy machine takes as well), ``error`` and ``overloaded``, say nothing about the answer.
+    Nobody asked for the score of an ``unasked`` one, because the run learns from a teacher alone.
     """
 
     SCORED = "scored"
@@ -38,6 +39,7 @@ class RewardStatus(StrEnum):
     TIMEOUT = "timeout"
     ERROR = "error"
     OVERLOADED = "overloaded"
+    UNASKED = "unasked"
 
     @classmethod
     def _missing_(cls, value: object) -> RewardStatus | None:
@@ -68,6 +70,10 @@ class RewardResult(WireModel):
         if is_scored if self.reward is None else not (is_scored or self.status is RewardStatus.OVER_LIMIT):
             raise ValueError(f"reward {self.reward} does not fit status {self.status.value}")
         return self
+
+
+UNASKED = RewardResult(reward=None, status=RewardStatus.UNASKED)
+"""The result of an answer that nobody scores."""
 
 
 class RewardItem(WireModel):

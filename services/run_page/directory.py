@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,6 +197,12 @@ def _counts(value: Any) -> list[tuple[float, int]] | None:
         return None
     pairs: list[Any] = [v for v in value if isinstance(v, list) and len(v) == 2 and None not in map(_number, v)]
     return pairs
+
+
+def of_sources(record: Mapping[str, Any], column: str) -> dict[str, Any]:
+    """Return what a record of metrics has of a column for each source, by the source's name."""
+    start = f"{column}/"
+    return {name.removeprefix(start): value for name, value in record.items() if name.startswith(start)}
 
 
 def first_and_last(rewards: Sequence[float]) -> dict[str, float | int | None]:

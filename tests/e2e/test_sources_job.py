@@ -97,4 +97,5 @@ def test_every_step_has_its_groups_of_each_source_whoever_is_killed(
             assert places == [[0, position] for position in range(len(places))], f"the order of {source}"
     rewards = [name for record in system.metrics() for name in record if name.startswith("reward_mean/")]
     assert set(rewards) == {f"reward_mean/{source}" for source in RATIOS}
+    assert system.summary()["sources"].keys() == RATIOS.keys()
     assert system.processes() == []

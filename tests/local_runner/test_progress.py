@@ -151,3 +151,8 @@ def test_failed_completions_are_counted_and_the_most_frequent_reason_told(tmp_pa
         assert f"{about}: {whole}. The most frequent failure: {reason}" in said
         assert ("The model has learned nothing in 2 steps" in said) == (trained == 0)
         assert "too easy" not in said, "the failures come first"
+
+
+def test_a_step_of_several_sources_has_the_reward_of_each() -> None:
+    line = b'{"step": 4, "reward_mean": 0.5, "reward_mean/game": 0.25, "reward_mean/sums": 0.75, "groups/sums": 2}\n'
+    assert describe(Step.read(line), 9, None) == "step 4/9  reward 0.500 (game 0.250, sums 0.750)"

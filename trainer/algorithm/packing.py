@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.protocol.groups import TokenSequence, pack_sequences, unpack_sequences
+from services.protocol.groups import TEACHER, TokenSequence, pack_sequences, unpack_sequences
 from services.protocol.rewards import FinishReason
 from trainer.algorithm.attention_layout import AttentionLayout, TreeMask
 
@@ -31,9 +31,6 @@ Ids = NDArray[np.int32]
 VALUES, RETURNS = "values", "returns"
 """The arrays of a sequence, besides its own, with the values that the critic gave before the step, and the returns that
 the critic is fitted to."""
-TEACHER = "teacher_logprobs"
-"""The array of a sequence with a teacher's log-probabilities, 0 outside the loss mask. A sequence that no teacher has
-scored lacks it."""
 
 
 @dataclass(frozen=True)

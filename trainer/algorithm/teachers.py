@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.protocol.groups import Group, TokenSequence
+from services.protocol.groups import TEACHER, Group, TokenSequence
 from trainer.algorithm.loss import k3
-from trainer.algorithm.packing import TEACHER, TrainingGroup
+from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import Array, PerToken, scatter
 
 

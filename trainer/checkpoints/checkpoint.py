@@ -170,6 +170,10 @@ class RunState(BaseModel):
     replay_snapshot: str | None = None
     rewards: list[float] = []
     """Mean reward of each completed step."""
+    rewards_by_source: dict[str, list[float]] = {}
+    """The same of each source, for the steps in which it had groups; empty without SOURCES."""
+    accuracies_by_source: dict[str, list[float]] = {}
+    """The greedy pass@1 of each source before training, and the newest; empty without SOURCES."""
     accuracy_before: float | None = None
     """Greedy pass@1 on the held-out prompts before training: a point estimate, as the other accuracies."""
     accuracy_before_low: float | None = None

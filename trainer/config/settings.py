@@ -161,7 +161,7 @@ class TrainerSettings(
 
     @property
     def needs_rewards(self) -> bool:
-        """True when answers are scored: to learn from rewards, or for the accuracy of evaluations."""
+        """True when the reward-server scores answers: to learn from rewards, or for the accuracy of evaluations."""
         return self.reward_weight > 0 or self.eval_prompts > 0
 
     @property

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from services.clients.teacher import PROBE
 from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.machine import Compute
@@ -148,9 +149,6 @@ class ValueHead(nn.Linear):
 
 SAMPLES = 4096
 """Values read of each parameter, evenly spaced, so that a large model takes milliseconds a layer."""
-
-PROBE = "What is 12 + 345?\n\tThe answer is: \\boxed{357}. Größe, 数学, ответ, 🙂  don't <|im_start|>user def f(x):\n"
-"""A text with many scripts and symbols, so that its tokens reveal a tokenizer's merges and rules."""
 
 
 def weights_digest(model: nn.Module) -> str:

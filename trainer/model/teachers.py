@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from services.chat.tokenizers import load_tokenizer
+from services.clients.teacher import PROBE, TeacherClient, check_context
 from services.core.errors import ConfigurationError
 from services.core.models import context_length
+from services.protocol.groups import TokenSequence
+from services.protocol.rewards import FinishReason
+from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.training_groups import PerToken
+from trainer.checkpoints.admission import probe_distance
 from trainer.config import TrainerSettings
-from trainer.model.loading import PROBE, load_config
+from trainer.model.loading import load_config
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
 
@@ -77,7 +84,9 @@ def check_teachers(settings: TrainerSettings) -> None:
     for name in settings.teacher_models:
         longest = max(s.way.longest_answer for s in settings.by_source().values() if s.teacher_model == name)
         check_context(f"TEACHER_MODEL={name}", context_length(name, "TEACHER_MODEL"), longest)
-        student, teacher = (_tokenizer(settings, model) for model in (settings.model_name, name))
+        student = load_tokenizer(settings.model_name)
+        with _naming_the_teacher():
+            teacher = load_tokenizer(name)
         if difference := tokenizer_difference(student, teacher):
             raise ConfigurationError(
                 f"TEACHER_MODEL={name} has another tokenizer than MODEL_NAME={settings.model_name}: {difference}; a "
@@ -85,27 +94,44 @@ def check_teachers(settings: TrainerSettings) -> None:
             )
 
 
-def check_context(teacher: str, context: int, longest: int) -> None:
-    """Check that a teacher's context holds an answer of ``longest`` tokens and a prompt of one token at least.
+LEAST_DISTANCE = 0.02
+"""Least mean difference, in nats a token, of a teacher behind an endpoint and the student, which an engine's rounding
+may make look different."""
+
+
+def check_endpoints(
+    teachers: Iterable[TeacherClient], student: PreTrainedTokenizerBase, logprobs: Callable[..., list[PerToken]]
+) -> None:
+    """Check that teachers behind an endpoint have the student's tokenizer, and are not the student itself.
+
+    Args:
+        teachers: the clients, which have answered their probes.
+        student: the student's tokenizer.
+        logprobs: computes the policy's log-probabilities on all ranks; see Learner.logprobs.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: one of them splits the probe otherwise, or says of it what the policy says, as the run's own
+            engines do.
     """
-    if context <= longest:
-        raise ConfigurationError(
-            f"{teacher} has a context of {context} tokens, but an answer may have {longest} besides its prompt; lower "
-            "MAX_NEW_TOKENS (of an agent AGENT_MAX_TOKENS), or name a teacher with a longer context"
+    for teacher in teachers:
+        ids = [int(i) for i in student(PROBE)["input_ids"]]
+        if teacher.probe_ids != ids:
+            raise ConfigurationError(
+                f"TEACHER_URL={teacher.url} has another tokenizer than the student: it splits a text into "
+                f"{len(teacher.probe_ids)} tokens, the student's into {len(ids)} or into others; a teacher scores the "
+                "student's token ids, so serve a model of the same family"
+            )
+        zeros = [0] * len(teacher.probe)
+        tokens = TokenSequence(
+            completion_ids=teacher.probe_ids[1:], logprobs=zeros, policy_versions=zeros, finish_reason=FinishReason.STOP
         )
-
-
-def _tokenizer(settings: TrainerSettings, name: str) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=settings.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{name} has no tokenizer that can be read: {str(error).splitlines()[0]}") from error
-    return tokenizer
+        (ours,) = logprobs([TrainingGroup(teacher.probe_ids[:1], [tokens])], temperature=1.0)[0]
+        distance = probe_distance(ours.tolist(), teacher.probe)
+        if distance < LEAST_DISTANCE:
+            raise ConfigurationError(
+                f"TEACHER_URL={teacher.url} says of a text what the student says, to {distance:.3f} nats a token, and "
+                "teaches it nothing; serve another model there"
+            )
 
 
 def tokenizer_difference(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> str | None:
@@ -121,9 +147,7 @@ def tokenizer_difference(student: PreTrainedTokenizerBase, teacher: PreTrainedTo
         return f"{len(different)} of {len(ours)} tokens have other ids ({shown})"
     if student.eos_token_id != teacher.eos_token_id:
         return f"the end token is {student.eos_token!r} and {teacher.eos_token!r}"
-    return probe_difference(student(PROBE)["input_ids"], teacher(PROBE)["input_ids"])
-
-
-def probe_difference(ours: list[int], theirs: list[int]) -> str | None:
-    """Return how two encodings of PROBE differ; None if they are equal."""
-    return None if ours == theirs else f"it splits a text into {len(theirs)} tokens, the student's into {len(ours)}"
+    ours_split, theirs_split = (tokenizer(PROBE)["input_ids"] for tokenizer in (student, teacher))
+    if ours_split != theirs_split:
+        return f"it splits a text into {len(theirs_split)} tokens, the student's into {len(ours_split)} or into others"
+    return None

@@ -56,6 +56,8 @@ class RunFiles:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._components = {Task.TRAINER: provenance.describe(settings), **(services or {})}
         self._write_config()
+        if settings.sources is not None:
+            atomic_write(self.directory / "sources.yaml", settings.sources.read_bytes())
         for name in ("metrics.jsonl", "samples.jsonl"):
             _drop_after(self.directory / name, resumed_step)
         self.groups = GroupRecorder(settings, resumed_step, has_room)

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from services.protocol.groups import Group, TokenSequence
-from services.protocol.rewards import FinishReason, RewardStatus
+from services.protocol.rewards import UNASKED, FinishReason, RewardStatus
 from trainer.model.learner import UpdateResult
 
+JUDGED = (RewardStatus.SCORED, RewardStatus.UNASKED)
+"""The statuses of scoring that are not failures."""
 HISTOGRAM_BARS = 20
 REWARD_DIGITS = 6
 EXAMPLE_CHARACTERS = 500
@@ -181,7 +183,7 @@ def _completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
     lengths = [sum(e.trained_tokens for e in sequences) for sequences in episodes]
     metrics = {
         "completions": float(len(episodes)),
-        "unscorable": float(len(episodes) - len(rewards)),
+        "unscorable": float(len(episodes) - len(rewards) - sum(first.result == UNASKED for first, *_ in episodes)),
         "over_limit": float(sum(first.scoring.status is RewardStatus.OVER_LIMIT for first, *_ in episodes)),
         "completion_tokens": float(sum(lengths)),
         "prompt_tokens": float(sum(len(g.prompt_ids) for g in groups)),
@@ -291,7 +293,7 @@ def failures(groups: Sequence[Group]) -> list[tuple[str, int, str]]:
             counts.update(group.episodes_failed)
             examples = (group.failure_examples or {}) | examples
             continue
-        for result in (e.scoring for e in group.sequences if e.scoring.status is not RewardStatus.SCORED):
+        for result in (e.scoring for e in group.sequences if e.scoring.status not in JUDGED):
             reason = f"reward_{result.status.value}"
             counts[reason] += 1
             examples.setdefault(reason, result.reason or "")

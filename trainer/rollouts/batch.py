@@ -113,8 +113,9 @@ class Batch:
         return [self._prepared[id(group)] for group in groups]
 
     def _counts(self, group: Group) -> bool:
-        """Return whether a group counts towards its source's quota: one without any reward counts without SOURCES."""
-        return self.settings.sources is None or not all(map(math.isnan, group.rewards))
+        """Return whether a group counts towards its source's quota: with SOURCES it has a reward."""
+        needs_rewards = self.settings.sources is not None and self.settings.reward_weight > 0
+        return not needs_rewards or not all(map(math.isnan, group.rewards))
 
     def _has_signal(self, group: Group) -> bool:
         return self.objective.has_signal(*self.prepared([group]))

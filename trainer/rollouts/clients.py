@@ -62,10 +62,15 @@ class Clients:
         )
 
     @property
+    def _shared(self) -> list[ServiceClient]:
+        needs_rewards = any(sampler.settings.needs_rewards for sampler in self.samplers.values())
+        return [self.data, *([self.rewards] if needs_rewards else []), self.replay]
+
+    @property
     def services(self) -> list[ServiceClient | EnvironmentClient]:
         """The clients of the services that are healthy before a run begins."""
         of_samplers = (client for sampler in self.samplers.values() for client in sampler.services)
-        return [self.data, self.rewards, self.replay, *of_samplers]
+        return [*self._shared, *of_samplers]
 
     async def open(self) -> None:
         """Open the clients."""
@@ -75,14 +80,16 @@ class Clients:
             await sampler.open(self._stack)
 
     async def wait_healthy(self, deadline_seconds: float, activity: Activity | None = None) -> None:
-        """Wait until all services but the rollout workers are healthy, and the opponent answers; tell ``activity``.
+        """Wait until all services but the rollout workers are healthy, and opponent and teacher answer.
+
+        ``activity`` shows the wait.
 
         Raises:
-            ConfigurationError: the opponent refuses.
+            ConfigurationError: the opponent refuses, or the teacher cannot teach this student.
             DependencyLostError: one of them is not within ``deadline_seconds``.
         """
         awaited: dict[str, Callable[[float], Awaitable[None]]]
-        awaited = {client.task.value: client.wait_healthy for client in (self.data, self.rewards, self.replay)}
+        awaited = {client.task.value: client.wait_healthy for client in self._shared}
         for source, sampler in self.samplers.items():
             awaited |= {f"{name} of {source}" if source else name: wait for name, wait in sampler.awaited().items()}
         activity = activity or Activity()

@@ -31,7 +31,7 @@ from services.protocol.base import derive_seed
 from services.protocol.episodes import CalledTool, EpisodeFigures, Message
 from services.protocol.groups import TokenSequence, Turn
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
+from services.protocol.rewards import UNASKED, RewardItem, RewardResult, RewardStatus
 from services.protocol.sessions import CreateSessionRequest, TraceSequence
 from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import TrainerSettings
@@ -110,7 +110,7 @@ class Episodes(Sampler):
 
     async def _score_alone(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Score the answers for which an agent asks, unless they are compared with those of other episodes."""
-        if not items or not await self.rewards.is_relative(items[0].source):
+        if not (items and self.settings.needs_rewards and await self.rewards.is_relative(items[0].source)):
             return await self.score(items)
         self.report("reward_error", ALONE)
         return [RewardResult(reward=None, status=RewardStatus.ERROR, reason=ALONE) for _ in items]
@@ -202,7 +202,7 @@ class Agents(Episodes):
 
         A judge reads the last conversation of an episode from the assistant's first message on.
         """
-        if not await self.rewards.is_relative(prompt.source):
+        if self.settings.reward_weight == 0 or not await self.rewards.is_relative(prompt.source):
             return outcomes
         rewarded = {
             number: (outcome, outcome.result.reward)
@@ -272,7 +272,7 @@ def why_failed(outcome: Outcome) -> str | None:
         return outcome.failure.reason
     if outcome.result.status is RewardStatus.OVER_LIMIT:
         return "reward_over_limit"
-    return "no_reward" if outcome.result.reward is None else None
+    return "no_reward" if outcome.result.reward is None and outcome.result != UNASKED else None
 
 
 def _why_all_failed(outcomes: Sequence[Outcome]) -> Exception:

@@ -16,6 +16,7 @@ from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Cursor, Prompt, Split
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus, estimate, is_correct, pass_at_k
 from services.run_page.activity import Activity
+from services.run_page.directory import of_sources
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import environment_figures
@@ -232,6 +233,8 @@ def note_accuracy(settings: TrainerSettings, state: RunState, metrics: Mapping[s
     state.last_accuracy, state.evaluated_step = accuracy, state.step
     state.last_accuracy_low, state.last_accuracy_high = metrics.get("accuracy_low"), metrics.get("accuracy_high")
     state.last_accuracy_prompts = _judged_prompts(metrics)
+    for source, value in of_sources(metrics, "accuracy").items():
+        state.accuracies_by_source[source] = [*state.accuracies_by_source.get(source, [])[:1], value]
     if state.step == 0:
         state.accuracy_before = accuracy
         state.accuracy_before_low, state.accuracy_before_high = state.last_accuracy_low, state.last_accuracy_high

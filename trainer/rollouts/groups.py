@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import time
@@ -19,6 +20,7 @@ from services.agents import AgentFailedError
 from services.clients.environment import EnvironmentClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.teacher import TeacherClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.http.client import RequestRefusedError, ServiceClient
@@ -26,7 +28,7 @@ from services.protocol.base import derive_seed
 from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem, RewardResult, RewardStatus, is_correct
+from services.protocol.rewards import UNASKED, RewardItem, RewardResult, RewardStatus, is_correct
 from services.run_page.activity import Activity
 from services.run_page.directory import FIRST_FAILURE
 from trainer.config import TrainerSettings
@@ -77,8 +79,13 @@ class Sampler(ABC):
         self.settings = settings
         self.rewards = rewards
         self._has_reported = False
-        self._may_be_judged = True
-        """False once the reward-server said that it has no judge."""
+        self.teacher: TeacherClient | None = None
+        """The teacher behind TEACHER_URL."""
+        if settings.teacher_url:
+            longest, deadline = settings.way.longest_answer, settings.service_deadline_seconds
+            self.teacher = TeacherClient(settings.teacher_url, longest, deadline=deadline)
+        self._may_be_judged = settings.needs_rewards
+        """False once the reward-server said that it has no judge, and without one."""
 
     @classmethod
     @abstractmethod
@@ -91,12 +98,13 @@ class Sampler(ABC):
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Open the clients; ``stack`` closes them."""
-        for client in self.services:
+        for client in (*self.services, *([self.teacher] if self.teacher else ())):
             await stack.enter_async_context(client)
 
     def awaited(self) -> dict[str, Callable[[float], Awaitable[None]]]:
         """Return, by name, a wait for each service that must be healthy before the first answer; it takes seconds."""
-        return {client.task.value: client.wait_healthy for client in self.services}
+        waits: dict[str, Callable[[float], Awaitable[None]]] = {c.task.value: c.wait_healthy for c in self.services}
+        return waits | ({"teacher": self.teacher.wait_ready} if self.teacher else {})
 
     @abstractmethod
     async def answer(
@@ -121,13 +129,23 @@ class Sampler(ABC):
         return judge or {}
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Return a result for each answer, in order; ask again for those that could not be scored."""
+        """Return a result for each answer, in order; ask again for those that could not be scored.
+
+        Nobody is asked where the run needs no rewards.
+        """
+        if not self.settings.needs_rewards:
+            return [UNASKED] * len(items)
         return self._noted(await self.rewards.score(items, tries=SCORING_TRIES))
 
     async def score_group(
         self, items: Sequence[RewardItem], own_rewards: Sequence[float] | None = None
     ) -> list[RewardResult]:
-        """Return a result for each answer to a prompt, as ``RewardClient.score_group`` does."""
+        """Return a result for each answer to a prompt, as ``RewardClient.score_group`` does.
+
+        With REWARD_WEIGHT=0 nobody is asked.
+        """
+        if self.settings.reward_weight == 0:
+            return [UNASKED] * len(items)
         return self._noted(await self.rewards.score_group(items, own_rewards, tries=SCORING_TRIES))
 
     def _noted(self, results: list[RewardResult]) -> list[RewardResult]:
@@ -260,7 +278,19 @@ class GroupMaker:
         params = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
         place = (prompt.epoch, prompt.position)
         seed = derive_seed(settings.seed, *((prompt.source, *place) if prompt.source else place))
-        return await self.sample_group(prompt, params, settings.group_size, seed, is_group=True)
+        group = await self.sample_group(prompt, params, settings.group_size, seed, is_group=True)
+        return None if group is None else await self._taught(group)
+
+    async def _taught(self, group: Group) -> Group:
+        """Return a group with the log-probabilities of the teacher behind TEACHER_URL, if there is one.
+
+        Raises:
+            DependencyLostError: the teacher does not answer within SERVICE_DEADLINE_SECONDS.
+        """
+        if (teacher := self.sampler.teacher) is None:
+            return group
+        sequences = await asyncio.gather(*(teacher.taught(group.prompt_ids, s) for s in group.sequences))
+        return group.model_copy(update={"sequences": sequences})
 
     async def sample_group(
         self, prompt: Prompt, params: SamplingParams, n: int, seed: int, *, is_group: bool = False

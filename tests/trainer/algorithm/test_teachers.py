@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.protocol.groups import TokenSequence, pack_sequences, unpack_sequences
+from services.protocol.groups import TEACHER, TokenSequence, pack_sequences, unpack_sequences
 from tests.sequences import changed, make_group, trained_sequence
 from tests.trainer.algorithm.formulas import gradient_of
 from tests.trainer.tiny import random_trees
 from trainer.algorithm.loss import PolicyLoss, StepSize, teacher_loss
 from trainer.algorithm.methods import Aggregation, ImportanceCorrection
-from trainer.algorithm.packing import TEACHER, MicroBatch, TrainingGroup, pack
+from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
 from trainer.algorithm.policy_losses import clipped
 from trainer.algorithm.teachers import gaps, jensen_shannon, teacher_metrics, with_teacher
 from trainer.model.logprobs import Lesson, divergence, top_overlap

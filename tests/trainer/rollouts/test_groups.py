@@ -116,7 +116,7 @@ def test_groups_of_equal_rewards_are_replaced_where_a_group_is_compared_with_its
 
 def group_of(settings: TrainerSettings, prompt: Prompt, played: list[TokenSequence]) -> Group:
     """Return the group that a maker makes of a prompt whose answers these are."""
-    sampler = MagicMock(answer=AsyncMock(return_value=Answers([2, 3], played)))
+    sampler = MagicMock(answer=AsyncMock(return_value=Answers([2, 3], played)), teacher=None)
     made = asyncio.run(GroupMaker(settings, sampler).make_group(prompt))
     assert made is not None
     return made

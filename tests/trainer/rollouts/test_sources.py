@@ -24,7 +24,7 @@ from trainer.config.objective import Objective
 from trainer.reporting.metrics import export
 from trainer.reporting.step_metrics import headline, source_metrics
 from trainer.rollouts.batch import Batch
-from trainer.rollouts.evaluate import macro_means
+from trainer.rollouts.evaluate import macro_means, note_accuracy
 from trainer.rollouts.groups import LEAST_FAILURES, Answers, Completions, make_groups, makers_of
 
 MIX = """
@@ -185,6 +185,15 @@ def test_the_accuracy_of_several_sources_is_their_macro_mean() -> None:
     certain = {"accuracy": 1.0, "accuracy_stderr": 0.1}
     assert macro_means([certain, certain])["accuracy_high"] == 1.0
     assert math.isclose(macro_means([certain, certain])["accuracy_stderr"], 0.1 / math.sqrt(2))
+
+
+def test_the_state_keeps_the_accuracy_of_each_source_before_training_and_the_newest(mix: Any) -> None:
+    state = RunState(model_type="m", parameters=1)
+    whole = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6, "eval_prompts": 9.0}
+    for step, value in enumerate((0.1, 0.4, 0.3)):
+        state.step = step
+        note_accuracy(mix(), state, {**whole, "accuracy/a": value, "accuracy_low/a": 0.0})
+    assert state.accuracies_by_source == {"a": [0.1, 0.3]}
 
 
 def test_a_checkpoint_of_an_earlier_release_has_the_cursor_of_its_only_source() -> None:

@@ -1,0 +1,199 @@
+"""A teacher behind an endpoint: what it says of sampled tokens, and endpoints that cannot teach."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from services.clients.teacher import PROBE, TeacherClient
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.protocol.groups import TEACHER
+from services.protocol.prompts import Prompt
+from services.protocol.rewards import UNASKED
+from tests.fake_service import FakeService, fake_service
+from tests.sequences import make_group, trained_sequence
+from tests.services.conftest import RunningService, StartService
+from tests.tolerance import logprob_tolerance
+from tests.trainer.rank_jobs import make_learner
+from tests.trainer.tiny import plain_forward, plain_model
+from toys import arithmetic
+from toys.models import byte_tokenizer
+from trainer.algorithm.packing import TrainingGroup
+from trainer.checkpoints.admission import TeacherPrint
+from trainer.config import TrainerSettings
+from trainer.model.ranks import join_ranks
+from trainer.model.teachers import check_endpoints
+from trainer.rollouts.groups import Answers, Completions, GroupMaker
+
+T = TypeVar("T")
+PROMPT = [5, 12, 6, 15]
+SEQUENCES = [
+    trained_sequence([9, 10, 1], [-1.0, -2.0, -0.5]),
+    trained_sequence([9, 4, 4, 7, 1], [-1.0, 0.0, 0.0, -2.0, -0.5], loss_mask=[True, False, False, True, True]),
+]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the student's tokenizer and other weights."""
+    directory = tmp_path_factory.mktemp("teacher")
+    arithmetic.build_tokenizer().save_pretrained(directory)
+    arithmetic.build_model(seed=3).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def endpoint(teacher: Path, start_service_once: StartService) -> RunningService:
+    variables = {"MODEL_NAME": str(teacher), "ENGINE_DTYPE": "float32", "CUDA_VISIBLE_DEVICES": ""}
+    return start_service_once("services.embedded_engine", **variables)
+
+
+def url_of(service: RunningService) -> str:
+    return f"http://127.0.0.1:{service.port}"
+
+
+def with_client(url: str, use: Callable[[TeacherClient], Awaitable[T]], longest: int = 8) -> T:
+    async def run() -> T:
+        async with TeacherClient(url, longest, deadline=5) as client:
+            return await use(client)
+
+    return asyncio.run(run())
+
+
+def test_a_group_gets_the_teachers_values_at_its_sampled_tokens(
+    tiny_model: Path, teacher: Path, endpoint: RunningService
+) -> None:
+    fields = {"model_name": str(tiny_model), "teacher_url": url_of(endpoint), "max_new_tokens": 8}
+    settings = TrainerSettings.load(**fields, reward_weight=0)
+    sampler = Completions(settings, cast(Any, None), cast(Any, None))
+
+    async def answer(prompt: Prompt, *_: Any, **__: Any) -> Answers:
+        unscored = [s.model_copy(update={"result": UNASKED}) for s in SEQUENCES]
+        return Answers(prompt.prompt_ids, unscored)
+
+    sampler.answer = answer  # type: ignore[method-assign]
+    prompt = make_group(sequences=SEQUENCES, prompt_ids=PROMPT).prompt
+
+    async def make() -> Any:
+        assert sampler.teacher is not None
+        async with sampler.teacher:
+            await sampler.awaited()["teacher"](60)
+            return await GroupMaker(settings, sampler).make_group(prompt)
+
+    group = asyncio.run(make())
+    wanted = plain_forward(plain_model(teacher), TrainingGroup(PROMPT, SEQUENCES))
+    for sequence, (logprobs, _) in zip(group.sequences, wanted, strict=True):
+        expected = np.where(sequence.mask, logprobs.detach().numpy(), 0.0)
+        np.testing.assert_allclose(sequence.arrays[TEACHER], expected, atol=logprob_tolerance("float32"))
+
+
+def test_the_runs_own_engine_is_no_teacher(tiny_model: Path, teacher: Path, endpoint: RunningService) -> None:
+    async def probe(client: TeacherClient) -> TeacherClient:
+        await client.wait_ready(60)
+        return client
+
+    client = with_client(url_of(endpoint), probe)
+    with join_ranks() as ranks:
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        check_endpoints([client], tokenizer, make_learner(ranks, tiny_model).logprobs)
+        with pytest.raises(ConfigurationError, match="has another tokenizer than the student: it splits a text into"):
+            check_endpoints([client], byte_tokenizer(["<pad>"]), make_learner(ranks, tiny_model).logprobs)
+        with pytest.raises(ConfigurationError, match=r"says of a text what the student says, to 0.000 nats"):
+            check_endpoints([client], tokenizer, make_learner(ranks, teacher).logprobs)
+    said = TeacherPrint(name="one", probe=client.probe)
+    assert said.is_as(TeacherPrint(name="another name", probe=[x + 0.01 for x in client.probe]))
+    assert not said.is_as(TeacherPrint(name="one", probe=[x + 0.3 for x in client.probe]))
+
+
+def test_a_context_that_holds_no_answer_is_refused(tiny_model: Path, endpoint: RunningService) -> None:
+    with pytest.raises(ConfigurationError, match=r"has a context of 256 tokens, but an answer may have 256"):
+        with_client(url_of(endpoint), lambda client: client.wait_ready(60), longest=256)
+
+
+def test_a_sequence_beyond_the_context_stays_without_values(tiny_model: Path, endpoint: RunningService) -> None:
+    long = trained_sequence([9] * 300, [-1.0] * 300)
+    sequence = with_client(url_of(endpoint), lambda client: client.taught(PROMPT, long))
+    assert TEACHER not in sequence.arrays
+
+
+# --- endpoints that cannot teach -------------------------------------------------------------------------------------
+
+
+def scores(ids: list[int], start: int, **changes: Any) -> dict[str, Any]:
+    entries = [[None if place == start - 1 else -1.0, token, None] for place, token in enumerate(ids)][start - 1 :]
+    return {"meta_info": {"input_token_logprobs": entries}} | changes
+
+
+@pytest.fixture
+def other(tiny_model: Path) -> Iterator[FakeService]:
+    """An endpoint that answers as an engine does; tests change its routes."""
+    ids = AutoTokenizer.from_pretrained(tiny_model)(PROBE)["input_ids"]
+
+    def generate(request: dict[str, Any]) -> dict[str, Any]:
+        return scores(request.get("input_ids", ids), request["logprob_start_len"] + 1)
+
+    routes = {"POST /generate": generate, "GET /get_server_info": lambda _: {"context_length": None}}
+    with fake_service(routes) as service:
+        yield service
+
+
+@pytest.mark.parametrize(
+    ("generate", "said"),
+    [
+        (None, r"does not score token ids: .*404.* Hosted APIs give no log-probabilities"),
+        (lambda _: {"text": "Hello", "meta_info": {}}, "has no log-probabilities of the prompt"),
+        (lambda _: {"meta_info": {"input_token_logprobs": None}}, "has no log-probabilities of the prompt"),
+        (lambda request: scores(PROBE_IDS, 1) if "text" in request else unsteady(request), "gave other numbers"),
+    ],
+    ids=["no such route", "text alone", "null", "unsteady"],
+)
+def test_endpoints_that_cannot_teach_are_refused_in_a_sentence(
+    tiny_model: Path, other: FakeService, generate: Any, said: str
+) -> None:
+    PROBE_IDS[:] = AutoTokenizer.from_pretrained(tiny_model)(PROBE)["input_ids"]
+    other.routes["POST /generate"] = (lambda _: 404) if generate is None else generate
+    with pytest.raises(ConfigurationError, match=said) as refused:
+        with_client(other.endpoint.url, lambda client: client.wait_ready(20))
+    assert str(refused.value).startswith(f"TEACHER_URL={other.endpoint.url} ")
+
+
+PROBE_IDS: list[int] = []
+
+
+def unsteady(request: dict[str, Any]) -> dict[str, Any]:
+    reply = scores(request["input_ids"], request["logprob_start_len"] + 1)
+    for entry in reply["meta_info"]["input_token_logprobs"][1:]:
+        entry[0] -= 0.2
+    return reply
+
+
+def test_the_prefix_is_not_scored_again_and_its_place_is_right(tiny_model: Path, other: FakeService) -> None:
+    sequence = with_client(other.endpoint.url, lambda client: client.taught(PROMPT, SEQUENCES[1]))
+    [request] = other.asked("POST /generate")
+    assert request["logprob_start_len"] == len(PROMPT) - 1
+    assert request["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
+    assert sequence.arrays[TEACHER].tolist() == [-1.0, 0.0, 0.0, -1.0, -1.0]
+
+
+def test_other_tokens_than_asked_for_end_the_run(tiny_model: Path, other: FakeService) -> None:
+    other.routes["POST /generate"] = lambda request: scores([*request["input_ids"][1:], 3], 4)
+    with pytest.raises(DependencyLostError, match="scored other tokens"):
+        with_client(other.endpoint.url, lambda client: client.taught(PROMPT, SEQUENCES[0]))
+
+
+def test_a_teacher_that_is_lost_ends_the_run_as_recoverable(tiny_model: Path, other: FakeService) -> None:
+    other.routes["POST /generate"] = lambda _: 503
+
+    async def ask(client: TeacherClient) -> Any:
+        client.deadline = 0.5
+        return await client.taught(PROMPT, SEQUENCES[0])
+
+    with pytest.raises(DependencyLostError, match=r"teacher did not answer POST .* within .* 503"):
+        with_client(other.endpoint.url, ask)
+    assert len(other.asked("POST /generate")) > 1
