@@ -29,6 +29,16 @@ SAME = 0.05
 Engines that compute in bfloat16 differ by less."""
 
 
+PROBE_TOLERANCE = 0.1
+"""Largest mean difference, in nats a token, of two answers of one endpoint to the same probe. Engines that round to
+bfloat16 differ by up to 0.05."""
+
+
+def probe_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the mean difference of two models' log-probabilities of a probe's tokens; 0 without tokens."""
+    return statistics.fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True)) if ours else 0.0
+
+
 class TeacherClient(HttpClient):
     """A teacher at its URL. An async context manager."""
 
@@ -119,11 +129,6 @@ class TeacherClient(HttpClient):
             f"TEACHER_URL={self.url} does not score token ids: {reason}. Hosted APIs give no log-probabilities of a "
             "prompt; serve the teacher with SGLang, or set TEACHER_MODEL"
         )
-
-
-def probe_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the mean difference of two models' log-probabilities of a probe's tokens; 0 without tokens."""
-    return statistics.fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True)) if ours else 0.0
 
 
 def check_context(teacher: str, context: float, longest: int) -> None:

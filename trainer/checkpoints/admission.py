@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 from pydantic import BaseModel
 
-from services.clients.teacher import probe_distance
+from services.clients.teacher import PROBE_TOLERANCE, probe_distance
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
@@ -38,11 +38,6 @@ class TeacherPrint(BaseModel):
     def shown(self) -> str:
         """The teacher as messages name it."""
         return f"{self.name!r} (digest {self.weights})" if self.weights else f"{self.name!r}"
-
-
-PROBE_TOLERANCE = 0.1
-"""Largest mean difference, in nats a token, of two answers of one endpoint to the same probe. Engines that round to
-bfloat16 differ by up to 0.05."""
 
 
 class Fingerprint(BaseModel):
