@@ -317,6 +317,27 @@ def check_judge(loaded: Sequence[Loaded]) -> None:
     cast("TrainerSettings", trainer).of_sources(check)
 
 
+def check_formula(loaded: Sequence[Loaded]) -> None:
+    """Check that the reward-server's rewards are those that ADVANTAGE needs; agents and environments give others.
+
+    Raises:
+        ConfigurationError: GDPO_WEIGHTS names a function that REWARD_FN lacks, or a weight is negative with maxrl.
+    """
+    by_class: dict[str, Any] = {one.reader.name: one.settings for one in loaded}
+    reward, trainer = map(by_class.get, ("RewardSettings", "TrainerSettings"))
+    if reward is None or trainer is None or any(own.way.has_turns for own in trainer.by_source().values()):
+        return
+    if unknown := sorted((trainer.component_weights or {}).keys() - set(reward.names)):
+        raise ConfigurationError(
+            f"GDPO_WEIGHTS names {', '.join(unknown)}, but REWARD_FN has {', '.join(reward.names)}"
+        )
+    below = [f.name for own in reward.by_source().values() for f in own.functions if f.weight < 0]
+    if trainer.advantage == "maxrl" and below:
+        raise ConfigurationError(
+            f"REWARD_FN gives {', '.join(below)} a negative weight, which ADVANTAGE=maxrl cannot have"
+        )
+
+
 def unchecked_models(run: Run, loaded: Sequence[Loaded]) -> list[str]:
     """Return the models that are neither directories nor known to the Hugging Face hub, because it does not answer.
 

@@ -151,6 +151,7 @@ def _check_and_show(planned: Run, console: Console, *, dry_run: bool, commands: 
     loaded = checks.load_all(planned)
     checks.check_engines(planned, loaded)
     checks.check_judge(loaded)
+    checks.check_formula(loaded)
     checks.check_services(loaded, planned.group)
     checks.check_own_code(planned, loaded)
     unchecked = checks.unchecked_models(planned, loaded)

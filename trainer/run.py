@@ -150,7 +150,8 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             return
         status.step, status.state, status.total_steps = state.step, state, total_steps
         with rank_calls.leading():
-            check_endpoints(services.teachers.values(), rank_calls.logprobs)
+            assert policy.description is not None, "rank 0 has it"
+            check_endpoints(services.teachers.values(), policy.description.tokenizer, rank_calls.logprobs)
             _drive(settings, services, rank_calls, status, data, room)
 
 

@@ -16,8 +16,6 @@ from services.core.files import check_model_directory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROBE = "What is 12 + 345?\n\tThe answer is: \\boxed{357}. Größe, 数学, ответ, 🙂  don't <|im_start|>user def f(x):\n"
-"""A text with many scripts and symbols, so that its tokens reveal a tokenizer's merges and rules."""
 MAX_PIECES = 512
 """Texts whose tokens a TextCodec keeps."""
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 from prometheus_client import Counter
 
-from services.chat.tokenizers import PROBE, load_tokenizer
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.engines.kinds import ROUTED
@@ -21,6 +20,8 @@ log = get_logger(__name__)
 
 UNTAUGHT = Counter("teacher_sequences_unscored", "Sequences that the teacher's endpoint did not score.")
 
+PROBE = "What is 12 + 345?\n\tThe answer is: \\boxed{357}. Größe, 数学, ответ, 🙂  don't <|im_start|>user def f(x):\n"
+"""A text with many scripts and symbols, so that its tokens reveal a tokenizer's merges and rules."""
 REQUESTS_AT_ONCE = 64
 """Further requests wait, so that the endpoint's queue stays short."""
 SAME = 0.05
@@ -28,45 +29,45 @@ SAME = 0.05
 Engines that compute in bfloat16 differ by less."""
 
 
+PROBE_TOLERANCE = 0.1
+"""Largest mean difference, in nats a token, of two answers of one endpoint to the same probe. Engines that round to
+bfloat16 differ by up to 0.05."""
+
+
+def probe_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the mean difference of two models' log-probabilities of a probe's tokens; 0 without tokens."""
+    return statistics.fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True)) if ours else 0.0
+
+
 class TeacherClient(HttpClient):
     """A teacher at its URL. An async context manager."""
 
-    def __init__(self, url: str, model_name: str, longest_answer: int, *, deadline: float) -> None:
+    def __init__(self, url: str, longest_answer: int, *, deadline: float) -> None:
         """Make a client.
 
         Args:
             url: TEACHER_URL.
-            model_name: the student, whose tokenizer the teacher must have.
             longest_answer: most tokens that follow a prompt.
             deadline: seconds that a request may take with all its attempts.
         """
         super().__init__(url, service="teacher", timeout=deadline, deadline=deadline)
-        self._model_name = model_name
         self._longest_answer = longest_answer
         self._places = asyncio.Semaphore(REQUESTS_AT_ONCE)
         self.probe_ids: list[int] = []
-        """The tokens of PROBE, once the teacher has scored them."""
+        """The tokens of PROBE by the teacher's tokenizer, once it has scored them."""
         self.probe: list[float] = []
         """The teacher's log-probabilities of these tokens but the first."""
 
     async def wait_ready(self, deadline_seconds: float) -> None:
-        """Wait until the endpoint answers, and check that it can teach this student.
+        """Wait until the endpoint answers, and check that it scores token ids and has room for an answer.
 
         Raises:
-            ConfigurationError: it does not score token ids, or has another tokenizer or too short a context.
+            ConfigurationError: it does not score token ids, or its context is too short.
             DependencyLostError: it does not answer within ``deadline_seconds``.
         """
-        tokenizer = load_tokenizer(self._model_name)
-        ids = [int(i) for i in tokenizer(PROBE)["input_ids"]]
         try:
             async with asyncio.timeout(deadline_seconds):
-                theirs, scores = await self._ask({"text": PROBE}, 1)
-                if theirs != ids:
-                    raise ConfigurationError(
-                        f"TEACHER_URL={self.url} has another tokenizer than MODEL_NAME={self._model_name}: it splits a "
-                        f"text into {len(theirs)} tokens, the student's into {len(ids)} or into others; a teacher "
-                        "scores the student's token ids, so serve a model of the same family"
-                    )
+                ids, scores = await self._ask({"text": PROBE}, 1)
                 half = len(ids) // 2
                 again = await self.score(ids, half)
                 await self._check_context()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 
+from services.core.sources import Source
 from services.core.tasks import in_background
-from services.data_server.batches import Batches, stats_of
+from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings
 from services.http.app import create_service_app
 from services.http.json_body import JsonResponse, JsonRoute
@@ -18,6 +20,7 @@ from services.http.problems import unknown_source
 from services.protocol.prompts import (
     Cursor,
     CursorRequest,
+    DataStats,
     PromptBatch,
     PromptsQuery,
     PromptsRequest,
@@ -47,7 +50,7 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
         "data-server",
         settings=settings,
         lifespan=lifespan,
-        stats=lambda: stats_of(app.state.batches).model_dump(),
+        stats=lambda: _stats(app.state.batches).model_dump(),
         description=__doc__ or "",
         max_body_bytes=MAX_BODY_BYTES,
     )
@@ -138,3 +141,34 @@ def _cursor_key(consumer: str, split: Split) -> str:
 def _reply(batches: Batches, split: Split, prompts: list[dict[str, Any]], after: Cursor) -> Response:
     total = len(batches.orders[split])
     return JsonResponse({"prompts": prompts, "cursor": after.model_dump(), "total_available": total})
+
+
+def _stats(sources: Mapping[str, Batches]) -> DataStats:
+    """Return the content of GET /stats: sums over the sources, and the statistics of each."""
+    own = {name: batches.stats() for name, batches in sources.items()}
+    if "" in own:
+        return own[""]
+    refused: Counter[str] = Counter()
+    for stats in own.values():
+        refused.update(stats.refused)
+    declared = [batches.source for batches in sources.values() if batches.source is not None]
+    return DataStats(
+        source=", ".join(own),
+        train_prompts=sum(own[source.name].train_prompts for source in declared if not source.eval_only),
+        test_prompts=sum(stats.test_prompts for stats in own.values()),
+        rows=sum(stats.rows for stats in own.values()),
+        refused=dict(refused),
+        cursors={f"{name}: {key}": cursor for name, stats in own.items() for key, cursor in stats.cursors.items()},
+        curriculum=", ".join(sorted({stats.curriculum for stats in own.values()} - {"off"})) or "off",
+        fingerprint={f"{source.name}: settings": _declaration(source) for source in declared}
+        | {f"{name}: {part}": line for name, stats in own.items() for part, line in stats.fingerprint.items()},
+        sources=own,
+    )
+
+
+def _declaration(source: Source) -> str:
+    """Return ratio and own variables of a source, without those of its prompts, which its other lines describe."""
+    of_prompts = DataSettings.model_fields.keys() - {"reward_fn", "agent_columns"}
+    own = {name: text for name, text in sorted(source.settings.items()) if name not in of_prompts}
+    ratio = "eval_only" if source.eval_only else f"ratio {source.ratio:g}"
+    return ", ".join([ratio, *(f"{name.upper()} {text}" for name, text in own.items())])

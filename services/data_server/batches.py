@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sqlite3
-from collections import Counter as Sum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -234,37 +233,6 @@ class Batches:
             curriculum=curriculum.value,
             fingerprint=self.dataset.fingerprint,
         )
-
-
-def stats_of(sources: Mapping[str, Batches]) -> DataStats:
-    """Return the content of GET /stats: sums over the sources, and the statistics of each."""
-    own = {name: batches.stats() for name, batches in sources.items()}
-    if "" in own:
-        return own[""]
-    refused: Sum[str] = Sum()
-    for stats in own.values():
-        refused.update(stats.refused)
-    declared = [batches.source for batches in sources.values() if batches.source is not None]
-    return DataStats(
-        source=", ".join(own),
-        train_prompts=sum(own[source.name].train_prompts for source in declared if not source.eval_only),
-        test_prompts=sum(stats.test_prompts for stats in own.values()),
-        rows=sum(stats.rows for stats in own.values()),
-        refused=dict(refused),
-        cursors={f"{name}: {key}": cursor for name, stats in own.items() for key, cursor in stats.cursors.items()},
-        curriculum=", ".join(sorted({stats.curriculum for stats in own.values()} - {"off"})) or "off",
-        fingerprint={f"{source.name}: settings": _declaration(source) for source in declared}
-        | {f"{name}: {part}": line for name, stats in own.items() for part, line in stats.fingerprint.items()},
-        sources=own,
-    )
-
-
-def _declaration(source: Source) -> str:
-    """Return ratio and own variables of a source, without those of its prompts, which its other lines describe."""
-    of_prompts = DataSettings.model_fields.keys() - {"reward_fn", "agent_columns"}
-    own = {name: text for name, text in sorted(source.settings.items()) if name not in of_prompts}
-    ratio = "eval_only" if source.eval_only else f"ratio {source.ratio:g}"
-    return ", ".join([ratio, *(f"{name.upper()} {text}" for name, text in own.items())])
 
 
 _SCHEMA = """

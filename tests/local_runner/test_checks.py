@@ -270,3 +270,21 @@ def test_judges_are_checked(here, env, said):
         code, error = told(here, *JUDGED, *(one.format(html=html.endpoint.url) for one in env))
     assert code == (0 if said is None else 78), error
     assert (said or "") in error
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (["ADVANTAGE=gdpo", "GDPO_WEIGHTS=math=1,exact_match=0.5"], None),
+        (
+            ["ADVANTAGE=gdpo", "GDPO_WEIGHTS=math=1,frmat=0.5"],
+            "GDPO_WEIGHTS names frmat, but REWARD_FN has exact_match,",
+        ),
+        (["ADVANTAGE=maxrl"], "REWARD_FN gives exact_match a negative weight, which ADVANTAGE=maxrl cannot have"),
+        (["ADVANTAGE=rloo"], None),
+    ],
+)
+def test_rewards_that_an_advantage_does_not_fit_are_refused(here, env, said):
+    code, error = told(here, "REWARD_FN=math=1,exact_match=-0.5", *env)
+    assert code == (0 if said is None else 78), error
+    assert (said or "") in error

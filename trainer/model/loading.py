@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from services.chat.tokenizers import PROBE
+from services.clients.teacher import PROBE
 from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.machine import Compute

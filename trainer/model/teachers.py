@@ -8,15 +8,14 @@ from functools import partial
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from services.chat.tokenizers import PROBE, load_tokenizer
-from services.clients.teacher import TeacherClient, check_context
+from services.chat.tokenizers import load_tokenizer
+from services.clients.teacher import PROBE, TeacherClient, check_context, probe_distance
 from services.core.errors import ConfigurationError
 from services.core.models import context_length
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import PerToken
-from trainer.checkpoints.admission import probe_distance
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
 from trainer.model.policy import Policy, load_policy
@@ -99,17 +98,28 @@ LEAST_DISTANCE = 0.02
 may make look different."""
 
 
-def check_endpoints(teachers: Iterable[TeacherClient], logprobs: Callable[..., list[PerToken]]) -> None:
-    """Check that no teacher behind an endpoint is the student itself, such as the run's own engines.
+def check_endpoints(
+    teachers: Iterable[TeacherClient], student: PreTrainedTokenizerBase, logprobs: Callable[..., list[PerToken]]
+) -> None:
+    """Check that teachers behind an endpoint have the student's tokenizer, and are not the student itself.
 
     Args:
         teachers: the clients, which have answered their probes.
+        student: the student's tokenizer.
         logprobs: computes the policy's log-probabilities on all ranks; see Learner.logprobs.
 
     Raises:
-        ConfigurationError: one of them says of the probe what the policy says.
+        ConfigurationError: one of them splits the probe otherwise, or says of it what the policy says, as the run's own
+            engines do.
     """
     for teacher in teachers:
+        ids = [int(i) for i in student(PROBE)["input_ids"]]
+        if teacher.probe_ids != ids:
+            raise ConfigurationError(
+                f"TEACHER_URL={teacher.url} has another tokenizer than the student: it splits a text into "
+                f"{len(teacher.probe_ids)} tokens, the student's into {len(ids)} or into others; a teacher scores the "
+                "student's token ids, so serve a model of the same family"
+            )
         zeros = [0] * len(teacher.probe)
         tokens = TokenSequence(
             completion_ids=teacher.probe_ids[1:], logprobs=zeros, policy_versions=zeros, finish_reason=FinishReason.STOP
