@@ -16,6 +16,8 @@ WORKERS ?= 3
 # Parts of docs/results.md, such as: make results RESULTS="--only methods"
 RESULTS ?=
 MODEL = .cache/models/smollm2-135m
+# The model that the demo trains, the teacher of demo-distill.
+TEACHER = .cache/models/demo-teacher
 # What `make image` builds with, or podman, and what it calls its images.
 DOCKER ?= docker
 IMAGE ?= grpo:latest
@@ -23,7 +25,7 @@ IMAGE ?= grpo:latest
 JOB = '.[data,reward,replay,rollout,trainer,local]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services results image docs notebook constraints clean clean-runs
+.PHONY: help demo demo-distill demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services results image docs notebook constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +41,9 @@ demo-environment: $(VENV)/.environment $(MODEL)/config.json  ## the same model l
 
 demo-mix: $(VENV)/.environment $(MODEL)/config.json  ## the same model learns sums, questions of a file and the game in one run
 	$(GRPO) run jobgroups/environment.yaml --env-file examples/demo-mix.env $(DEMO)
+
+demo-distill: $(VENV)/.compiled $(MODEL)/config.json $(TEACHER)/config.json  ## the demo's trained model teaches the untrained one, without rewards
+	$(GRPO) run --env-file examples/demo.env --env-file examples/demo-distill.env $(DEMO)
 
 demo-gsm8k: $(VENV)/.compiled $(MODEL)/config.json  ## a few steps on GSM8K files: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl
 	@test -n "$(TRAIN)" -a -n "$(TEST)" || { echo "usage: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl"; exit 2; }
@@ -215,3 +220,7 @@ $(VENV)-trl/.trl: | python-version
 $(MODEL)/config.json: scripts/prepare_demo_model.py scripts/demo_chat_template.jinja scripts/demo_response_template.json | $(VENV)/.demo
 	$(GRPO) demo-model $(MODEL)
 	@touch $@
+
+$(TEACHER)/config.json: examples/demo.env | $(VENV)/.compiled $(MODEL)/config.json
+	$(GRPO) run --env-file examples/demo.env --run-id demo-teacher --env EVAL_PROMPTS=0
+	rm -rf $(TEACHER) && cp -r runs/demo-teacher/model $(TEACHER)

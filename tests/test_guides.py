@@ -113,7 +113,7 @@ class Desk:
 
     def make_models(self, command: str) -> None:
         """Put the tiny model where ``command`` wants that of a run which was not made."""
-        for name in re.findall(r"MODEL_NAME=(runs/\S+)", command):
+        for name in re.findall(r"(?:MODEL_NAME|TEACHER_MODEL)=(runs/\S+)", command):
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).symlink_to(self.folder / DEMO_MODEL)
 

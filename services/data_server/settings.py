@@ -13,7 +13,7 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from services.core.errors import ConfigurationError
-from services.core.settings import AgentColumns, SourcesSettings, TemplateSettings
+from services.core.settings import AgentColumns, RewardWeightSettings, SourcesSettings, TemplateSettings
 from services.protocol.ground_truths import REASONING_GYM
 from services.reward_columns import Reads, reads
 
@@ -45,7 +45,7 @@ class Curriculum(StrEnum):
     HARD_FIRST = "hard_first"
 
 
-class DataSettings(TemplateSettings, AgentColumns, SourcesSettings):
+class DataSettings(TemplateSettings, AgentColumns, RewardWeightSettings, SourcesSettings):
     """The data-server's environment variables."""
 
     dataset: str = Field("gsm8k", min_length=1)
@@ -114,8 +114,8 @@ class DataSettings(TemplateSettings, AgentColumns, SourcesSettings):
 
     @property
     def needs_truth(self) -> bool:
-        """Whether a part of REWARD_FN reads the ground truth."""
-        return any(part.has_truth for part in self.reads.values())
+        """Whether a part of REWARD_FN reads the ground truth, and rewards are used (REWARD_WEIGHT)."""
+        return self.reward_weight > 0 and any(part.has_truth for part in self.reads.values())
 
     @model_validator(mode="after")
     def _belongs_to_dataset(self) -> Self:

@@ -176,6 +176,7 @@ def test_a_file_without_answers_needs_a_reward_that_reads_none(tmp_path: Path) -
     assert source.train.take([0])[0].ground_truth == ""
     with pytest.raises(ConfigurationError, match="none of the columns answer, ground_truth, solution; set GROUND_TR"):
         sources.load(DataSettings(dataset=path, reward_fn="math"))
+    assert sources.load(DataSettings(dataset=path, reward_fn="math", reward_weight=0)).rows == 4, "a teacher alone"
 
 
 @pytest.mark.parametrize(
