@@ -72,7 +72,7 @@ class Plan:
     def _has_own_rewards(self) -> bool:
         reward = self._settings.get("RewardSettings")
         functions = [f for own in reward.by_source().values() for f in own.functions] if reward is not None else []
-        return any(function.is_users for function in functions)
+        return any(function.is_users or function.name == "code" for function in functions)
 
     def cautions(self) -> Iterator[str]:
         """Yield sentences on settings that are allowed but probably a mistake."""

@@ -29,6 +29,16 @@ SAME = 0.05
 Engines that compute in bfloat16 differ by less."""
 
 
+PROBE_TOLERANCE = 0.1
+"""Largest mean difference, in nats a token, of two answers of one endpoint to the same probe. Engines that round to
+bfloat16 differ by up to 0.05."""
+
+
+def probe_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the mean difference of two models' log-probabilities of a probe's tokens; 0 without tokens."""
+    return statistics.fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True)) if ours else 0.0
+
+
 class TeacherClient(HttpClient):
     """A teacher at its URL. An async context manager."""
 
@@ -65,7 +75,7 @@ class TeacherClient(HttpClient):
             raise DependencyLostError(f"teacher at {self.url}: no answer within {deadline_seconds:g} s") from error
         except RequestRefusedError as error:
             raise self._cannot_score(str(error)) from error
-        if statistics.fmean(abs(a - b) for a, b in zip(again, scores[half - 1 :], strict=True)) > SAME:
+        if probe_distance(again, scores[half - 1 :]) > SAME:
             raise self._cannot_score("two requests for the same tokens gave other numbers")
         self.probe_ids, self.probe = ids, scores
 

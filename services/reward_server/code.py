@@ -37,6 +37,7 @@ _DEFINED = re.compile(r"^def\s+(\w+)", re.MULTILINE)
 _CLOCK = 10.0
 """Seconds by the clock for each second of processor time, so that a busy machine decides nothing."""
 _KEPT = 20_000
+_COLUMNS = {"tests", "test_list", "entry_point", "private_test_cases", "input_output"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,20 @@ def read_tests(row: Mapping[str, Any]) -> Tests:
         return _from_live_code_bench(row)
     if "input_output" in row:  # APPS
         return _from_data(_parsed(row["input_output"]), may_be_wrapped=True)
-    raise ValueError("the row has no tests: neither `tests` nor the columns of MBPP, HumanEval, LiveCodeBench or APPS")
+    raise ValueError("the row has no column `tests`, and not those of MBPP, HumanEval, LiveCodeBench or APPS")
+
+
+def tests_of(row: str | None, ground_truth: str) -> Tests:
+    """Return the tests of a row, given as JSON text, or those in the ground truth where the row has none.
+
+    Raises:
+        ValueError: there are none that can be read; the message says why.
+    """
+    try:
+        columns = json.loads(row or "{}")
+        return read_tests(columns if _COLUMNS & columns.keys() else {"tests": ground_truth})
+    except (ValueError, KeyError, TypeError, AttributeError, zlib.error, pickle.UnpicklingError) as error:
+        raise ValueError(f"the row's tests cannot be read ({error!r}); docs/guides/code.md has their forms") from error
 
 
 def _from_data(data: Mapping[str, Any], *, may_be_wrapped: bool = False) -> Tests:
@@ -221,9 +235,9 @@ class CodeReward:
 
     async def _score(self, code: str, item: RewardItem) -> Evaluation:
         try:
-            tests = read_tests(json.loads(item.row) if item.row else {"tests": item.ground_truth})
-        except (ValueError, KeyError, TypeError, zlib.error, pickle.UnpicklingError) as error:
-            return Evaluation(None, RewardStatus.ERROR, f"the row's tests cannot be read: {error!r}", code)
+            tests = tests_of(item.row, item.ground_truth)
+        except ValueError as error:
+            return Evaluation(None, RewardStatus.ERROR, str(error), code)
         try:
             passed, failure = await self._count(tests, f"{tests.prefix}\n{code}")
         except TimeoutError:
@@ -268,7 +282,7 @@ class CodeReward:
             ):
                 passed += 1
                 continue
-            failure = failure or _failure(result)
+            failure = failure or _failure(result, "its output differs")
             if self._settings.code_score is CodeScore.ALL:
                 break
         return passed, failure
@@ -285,8 +299,12 @@ class _LostError(Exception):
     """A box was lost, so nothing is known about the answer."""
 
 
-def _failure(result: Result) -> str:
-    return f"{result.outcome}: {result.last_line}" if result.last_line else f"{result.outcome}"
+def _failure(result: Result, otherwise: str = "it ended before its tests did") -> str:
+    """Return why a test does not pass; ``otherwise`` where the program itself did not fail and said nothing."""
+    said = result.last_line.rstrip(": ")
+    if result.outcome is Outcome.OK:
+        return said or otherwise
+    return f"{result.outcome}: {said}" if said else str(result.outcome)
 
 
 def _is_right(got: Any, expected: Any, tests: Tests) -> bool:

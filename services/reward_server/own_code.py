@@ -15,6 +15,7 @@ from typing import Any
 
 from services.core.errors import ConfigurationError, exit_code_of
 from services.reward_server import pool, worker
+from services.reward_server.code import tests_of
 from services.reward_server.judging import judge_of
 from services.reward_server.rubric import find_rubric
 from services.reward_server.settings import RewardSettings
@@ -58,10 +59,22 @@ def _load(settings: RewardSettings, source: str) -> None:
     # The module is the user's and may raise anything.
     except Exception as error:
         raise pool.refusal(settings.reward_fn, worker.reason(error)) from error
-    if len(sys.argv) > 1 and len(functions) == len(settings.functions):
-        with open(sys.argv[1]) as file:
-            items = (entry for entry in map(json.loads, file) if entry[1].pop("source", "") == source)
+    if len(sys.argv) == 1:
+        return
+    with open(sys.argv[1]) as file:
+        items = (entry for entry in map(json.loads, file) if entry[1].pop("source", "") == source)
+        if any(function.name == "code" for function in settings.functions):
+            _check_tests(items)
+        elif len(functions) == len(settings.functions):
             check_applies(settings.reward_fn, functions, items)
+
+
+def _check_tests(items: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    for prompt_id, item in items:
+        try:
+            tests_of(item.get("row"), item["ground_truth"])
+        except ValueError as error:
+            raise ConfigurationError(f"REWARD_FN has `code`, but of prompt {prompt_id} {error}") from error
 
 
 def check_applies(

@@ -80,8 +80,8 @@ class Scorer:
             alone, relative = await asyncio.gather(self._score_alone(items), self._compare(items, is_group))
         else:
             alone, relative = [[(_OWN, Evaluation(own))] for own in own_rewards], await self._compare(items, is_group)
-        together = enumerate(zip(alone, relative, strict=True))
-        scored = [self._combine([*parts, *compared]) async for _, (parts, compared) in _in_turns(together)]
+        together = zip(alone, relative, strict=True)
+        scored = [self._combine([*parts, *compared]) async for parts, compared in _in_turns(together)]
         for status, count in Counter(result.status.value for result in scored).items():
             SCORED.labels(status).inc(count)
             self.counts[status] += count
@@ -124,8 +124,8 @@ class Scorer:
         if not abs(total) <= LARGEST_REWARD:
             reason = f"the weighted sum {total:g} is beyond {LARGEST_REWARD:g} in size; make the functions return less"
             return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason, **details)
-        reasons = "; ".join(f"{f.name}: {part.reason}" for f, part in parts if part.reason and part.value is not None)
-        return RewardResult(reward=total, reason=reasons or None, **details)
+        reasons = [f"{f.name}: {part.reason}" for f, part in parts if part.reason and part.value is not None]
+        return RewardResult(reward=total, reason="; ".join(reasons) if reasons else None, **details)
 
     def _evaluate(self, function: str, item: RewardItem) -> Evaluation | Awaitable[Evaluation]:
         match function:

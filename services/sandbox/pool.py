@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from prometheus_client import Counter
+
 from services.sandbox.backends import BackendName, Interpreter
 from services.sandbox.box import Box, Outcome, Result, SandboxError
 from services.sandbox.kernel import Limits
 
+LOST = Counter("reward_boxes_lost", "Boxes that were lost while they ran an answer's program.")
 TRIES = 2
 """A piece of code whose box is lost is run once more in another."""
 
@@ -53,4 +56,5 @@ class BoxPool:
                 self._free.put_nowait(box)
             if result.outcome is not Outcome.INFRASTRUCTURE:
                 break
+            LOST.inc()
         return result

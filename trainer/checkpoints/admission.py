@@ -5,13 +5,12 @@ This module loads without torch, because collectors, which have no torch, compar
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
 from pydantic import BaseModel
 
+from services.clients.teacher import PROBE_TOLERANCE, probe_distance
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
@@ -39,16 +38,6 @@ class TeacherPrint(BaseModel):
     def shown(self) -> str:
         """The teacher as messages name it."""
         return f"{self.name!r} (digest {self.weights})" if self.weights else f"{self.name!r}"
-
-
-PROBE_TOLERANCE = 0.1
-"""Largest mean difference, in nats a token, of two answers of one endpoint to the same probe. Engines that round to
-bfloat16 differ by up to 0.05."""
-
-
-def probe_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the mean difference of two models' log-probabilities of a probe's tokens; 0 without tokens."""
-    return statistics.fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True)) if ours else 0.0
 
 
 class Fingerprint(BaseModel):

@@ -9,14 +9,13 @@ from functools import partial
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from services.chat.tokenizers import load_tokenizer
-from services.clients.teacher import PROBE, TeacherClient, check_context
+from services.clients.teacher import PROBE, TeacherClient, check_context, probe_distance
 from services.core.errors import ConfigurationError
 from services.core.models import context_length
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import PerToken
-from trainer.checkpoints.admission import probe_distance
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
 from trainer.model.policy import Policy, load_policy

@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ import pytest
 
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 from services.protocol.rewards import BatchRewardReply, RewardItem, RewardStatus
+from services.reward_server import own_code
 from services.reward_server.app import create_app
 from services.reward_server.code import CodeReward, last_block, read_tests, same_text, same_value
 from services.reward_server.pool import Evaluation
@@ -204,7 +206,7 @@ async def test_asserts_may_use_objects_errors_and_changed_lists(tricked: CodeRew
     assert (evaluation.value, evaluation.reason) == (1.0, None)
     evaluation = await tricked.score(item(code, {"tests": [*tests, "assert Stack() == Stack()"]}))
     assert evaluation.value == 0.0
-    assert evaluation.reason == "6 of 7 tests pass; ok: AssertionError"
+    assert evaluation.reason == "6 of 7 tests pass; AssertionError"
 
 
 def test_values_are_compared_by_type_and_value() -> None:
@@ -224,7 +226,7 @@ def test_values_are_compared_by_type_and_value() -> None:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"question": "q"}, "the row has no tests"),
+        ({"question": "q"}, "JSONDecodeError"),
         ({"tests": []}, "not a list of texts"),
         ({"tests": {"inputs": [[1]], "outputs": []}}, "1 inputs and 0 outputs"),
         ({"tests": "nonsense"}, "JSONDecodeError"),
@@ -346,3 +348,16 @@ def test_a_server_killed_in_mid_batch_gives_the_same_rewards_and_leaves_no_proce
     service.kill()
     assert psutil.wait_procs(children, IDLE_SECONDS)[1] == []
     assert ask(start_service("services.reward_server", **options).url) == quiet
+
+
+def test_a_dry_run_refuses_a_row_whose_tests_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [
+        ("lines/train/0", {"ground_truth": json.dumps(CALLS["tests"])}),
+        ("lines/train/1", {"ground_truth": "[1]"}),
+    ]
+    (tmp_path / "items").write_text("".join(json.dumps(one) + "\n" for one in items))
+    monkeypatch.setattr(sys, "argv", ["own_code", str(tmp_path / "items")])
+    with pytest.raises(ConfigurationError, match="`code`, but of prompt lines/train/1 the row's tests cannot be read"):
+        own_code.check(RewardSettings(reward_fn="code"))
+    (tmp_path / "items").write_text(json.dumps(items[0]) + "\n")
+    own_code.check(RewardSettings(reward_fn="code"))
