@@ -75,7 +75,7 @@ class TeacherClient(HttpClient):
             raise DependencyLostError(f"teacher at {self.url}: no answer within {deadline_seconds:g} s") from error
         except RequestRefusedError as error:
             raise self._cannot_score(str(error)) from error
-        if statistics.fmean(abs(a - b) for a, b in zip(again, scores[half - 1 :], strict=True)) > SAME:
+        if probe_distance(again, scores[half - 1 :]) > SAME:
             raise self._cannot_score("two requests for the same tokens gave other numbers")
         self.probe_ids, self.probe = ids, scores
 

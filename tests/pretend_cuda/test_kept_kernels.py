@@ -94,13 +94,10 @@ def test_without_a_token_nothing_is_read_from_the_volume_that_could_run() -> Non
     assert KeptKernels.of(TrainerSettings.load(), torch.device("cuda")) is None
 
 
-def test_a_full_volume_ends_nothing(restarted: Restart, kept: KeptKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
+def test_a_volume_that_cannot_be_written_ends_nothing(restarted: Restart, kept: KeptKernels, tmp_path: Path) -> None:
     restarted(exponentials)
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    (tmp_path / "file").touch()
     with structlog.testing.capture_logs() as logs:
-        kept.keep()
+        replace(kept, file=tmp_path / "file" / kept.file.name).keep()
     assert [entry["log_level"] for entry in logs] == ["warning"]
-    assert "No space left" in logs[0]["reason"]
+    assert "Not a directory" in logs[0]["reason"]

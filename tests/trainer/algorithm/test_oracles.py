@@ -34,6 +34,7 @@ from trainer.algorithm.policy_losses import (
 )
 from trainer.config import TrainerSettings
 from trainer.config.objective import policy_loss
+from trainer.model.logprobs import Lesson, divergence
 
 pytestmark = pytest.mark.oracles
 
@@ -582,3 +583,25 @@ def assert_same(batch: Ragged, ours: Tensor, our_input: Tensor, theirs: Tensor, 
     (expected,) = torch.autograd.grad(theirs, their_input)
     torch.testing.assert_close(gradient, batch.unpadded(expected), **CLOSE)
     assert expected[~batch.mask.bool()].abs().sum() == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_the_divergence_from_a_teacher_is_trls_in_value_and_gradient(beta: float, temperature: float) -> None:
+    theirs = oracle("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight, teacher_hidden, teacher_weight = (
+        torch.randn(*shape, generator=draw) / 3 for shape in ((40, 16), (300, 16), (40, 24), (300, 24))
+    )
+    weights = torch.rand(40, generator=draw)
+    results = []
+    for is_theirs in (True, False):
+        states, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if is_theirs:
+            values, _ = theirs.apply(states, head, None, teacher_hidden, teacher_weight, None, beta, temperature)
+            total = weights @ values
+        else:
+            total = divergence(states, head, Lesson(teacher_hidden, teacher_weight, weights, beta), temperature)
+        results.append((total, *torch.autograd.grad(total, (states, head))))
+    for expected, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-6)
