@@ -66,12 +66,14 @@ _LIMITS = {
 }
 _CHILDREN = """
 import os, time
-count = 0
+count, program = 0, os.getpid()
 try:
     while count < 300:
         if os.fork() == 0:
             os.setsid()
-            time.sleep(1)
+            while os.getppid() == program:
+                time.sleep(0.05)
+            time.sleep(0.5)
             open("late", "w").close()
             os._exit(0)
         count += 1

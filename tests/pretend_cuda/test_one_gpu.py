@@ -79,14 +79,14 @@ def counted(config: PretrainedConfig, settings: TrainerSettings) -> Bytes:
     return Bytes(step, between - sum(t.nbytes for t in vars(batch).values() if hasattr(t, "nbytes")))
 
 
-def test_nothing_that_policy_reference_or_critic_gathered_stays_while_the_engine_generates() -> None:
+def test_nothing_that_any_model_gathered_stays_while_the_engine_generates() -> None:
     settings, config = settings_of(lora_rank=0), with_layers(CONFIGS[LABELS[0]][1], DEPTHS[0])
     batch = packed_sequences(SEQUENCE, SEQUENCE)
     with pretended_ranks() as ranks, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        models = [pretended_policy(config, settings, ranks, has_checkpointing=False) for _ in range(3)]
-        trained, reference, critic = models
+        models = [pretended_policy(config, settings, ranks, has_checkpointing=False) for _ in range(4)]
+        trained, reference, critic, teacher = models
         unused: Any = None
-        learner: Any = SimpleNamespace(policy=trained, reference=reference)
+        learner: Any = SimpleNamespace(policy=trained, reference=reference, teachers={"teacher": teacher})
         critic_learner: Any = SimpleNamespace(module=critic)
         rank_calls = RankCalls(settings, ranks, learner, unused, unused, lambda: False, critic_learner)
         batch = batch.to(ranks.device)

@@ -25,9 +25,11 @@ from trainer.service_calls import ServiceCalls
 STEPS = 4
 
 
-def train(ranks: Ranks, model: Path, directory: Path, lost: str = "") -> tuple[Arrays, dict[str, dict[int, float]]]:
+def train(
+    ranks: Ranks, model: Path, directory: Path, lost: str = "", every: int = 1
+) -> tuple[Arrays, dict[str, dict[int, float]]]:
     """Train from the newest checkpoint, if any, until a service is lost or to the end; return weights and baselines."""
-    settings: dict[str, Any] = {"advantage": "rae", "learning_rate": 1e-3, "eval_prompts": 0, "checkpoint_every": 1}
+    settings: dict[str, Any] = {"advantage": "rae", "learning_rate": 1e-3, "eval_prompts": 0, "checkpoint_every": every}
     learner = make_learner(ranks, model, STEPS, shared_dir=directory, run_id="r", **settings)
     checkpoints = CheckpointStore(learner.settings.checkpoint_dir, 2, ranks)
     data = DataStats(source="walks", train_prompts=9, test_prompts=1, refused={})
@@ -78,7 +80,7 @@ def test_an_update_that_fails_leaves_the_baselines_of_the_step_before(
             return update(self, groups, step, position)
 
         patch.setattr(RankCalls, "update", fail_once)
-        train(alone, model, tmp_path / "cut", "update")
+        train(alone, model, tmp_path / "cut", "update", every=0)  # saves the state as it leaves
     resumed, after = train(alone, model, tmp_path / "cut")
     assert after == baselines
     assert all(np.array_equal(resumed[name], values) for name, values in undisturbed.items())

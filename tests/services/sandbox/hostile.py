@@ -99,7 +99,7 @@ CALLS: dict[str, tuple[str, set[str]]] = {
 # The marker finds processes that outlive their box.
 MARKER = "grpo-hostile-marker"
 _LATE = (
-    "import os, time\nfor _ in range(2):\n if os.fork(): os._exit(0)\n os.setsid()\ntime.sleep(1)\nopen('late', 'w')"
+    "import os, time\nfor _ in range(2):\n if os.fork(): os._exit(0)\n os.setsid()\ntime.sleep(3)\nopen('late', 'w')"
 )
 PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "fork bomb": ("import os\nwhile True:\n try: os.fork()\n except OSError: pass", {"timeout"}),
@@ -159,7 +159,7 @@ async def main(backend: BackendName, interpreter: Interpreter, folder: str, port
             await box.exec(["/usr/bin/python3", "-c", filled(source), MARKER], limits=limits)
         )
         if name == "daemon":
-            await asyncio.sleep(1.2)
+            await asyncio.sleep(4)
             found["late"] = report(await box.read("late"))
         if name == "symlink":
             found["link"] = report(await box.read("link"))
