@@ -32,7 +32,7 @@ MODULES = (
 
 TABLES = (
     ("Every component", ("http_", "client_")),
-    ("ppo-trainer", ("trainer_",)),
+    ("ppo-trainer", ("trainer_", "teacher_")),
     ("ppo-trainer and collectors", ("rollout_", "collector_")),
     ("data-server", ("data_",)),
     ("rollout-server: engine", ("sglang:", "engine_")),

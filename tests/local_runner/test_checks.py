@@ -159,8 +159,8 @@ def told(here: Path, *env: str, job_group: str = "group.yaml") -> tuple[int, str
         (["REWARD_FN=my_rewards:closs"], "has no attribute 'closs', the nearest is close; correct it or its module"),
         (["REWARD_FN=broken:close"], "SyntaxError: "),
         (
-            ["REWARD_FN=my_rewards:by_level"],
-            "my_rewards:by_level needs level, which it does not get. Use prompt, response, ",
+            ["REWARD_FN=my_rewards:by_level", "DATASET=questions.jsonl"],
+            "REWARD_FN 'my_rewards:by_level' needs level, which DATASET 'questions.jsonl' lacks; its columns are ",
         ),
         (["REWARD_FN=reads:close", "MY_THRESHOLD="], None),
         (["LOSS=nowhere:quadratic"], "ppo-trainer: LOSS is 'nowhere:quadratic', which cannot be imported"),
