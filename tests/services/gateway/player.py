@@ -68,7 +68,10 @@ async def insist(example: Example, *, base_url: str, api_key: str, http_client: 
 
 
 class NoScores:
-    """A reward-server that nobody asks."""
+    """A reward-server that nobody asks for a score."""
+
+    async def is_relative(self, source: str) -> bool:
+        return False
 
     async def score(self, items: list[RewardItem], *, tries: int = 1) -> list[RewardResult]:
         raise NotImplementedError

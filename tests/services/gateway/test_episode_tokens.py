@@ -52,6 +52,9 @@ def gateway(start_service_once: StartService, engine: RunningService, tiny_model
 class OneDigit:
     """A reward-server in this process: an answer of one digit is right."""
 
+    async def is_relative(self, source: str) -> bool:
+        return False
+
     async def score(self, items: list[RewardItem], *, tries: int = 1) -> list[RewardResult]:
         return [RewardResult(reward=float(len(item.response) == 1)) for item in items]
 

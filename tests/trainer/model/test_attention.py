@@ -46,7 +46,7 @@ def packed_policy(directory: Path, temperature: float = 1.0) -> Policy:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_packed_logprobs_are_those_of_each_completion_alone(directory: Path, temperature: float) -> None:
     groups = [*random_groups(1), *random_groups(2, n_groups=2, n_completions=1), *random_groups(3, longest=40)]
-    logprobs, entropies, _ = packed_policy(directory, temperature)(pack(groups))
+    logprobs, entropies, *_ = packed_policy(directory, temperature)(pack(groups))
     model = plain_model(directory)
     expected = [x for group in groups for x in plain_logprobs(model, group, temperature)]
     torch.testing.assert_close(logprobs, torch.cat(expected), **CLOSE)
