@@ -745,7 +745,7 @@ def test_an_agent_that_scores_itself_alone_is_refused_where_a_judge_compares(sta
     with pytest.raises(
         ConfigurationError, match=r"judge_group compares the answers of a whole group, but example\.score"
     ):
-        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
     assert stage.rewards.asked("POST /batch_reward") == []
 
 

@@ -40,7 +40,7 @@ from trainer.rollouts import batch, success_rates
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
-from trainer.rollouts.groups import LEAST_FAILURES, Completions, GroupMaker
+from trainer.rollouts.groups import LEAST_FAILURES, Completions, GroupMaker, make_groups
 from trainer.service_calls import ServiceCalls
 
 VOCAB_SIZE = 1000
@@ -950,7 +950,7 @@ def test_another_try_sends_the_whole_group_and_keeps_what_was_scored(services: S
     services.rewards.routes["POST /batch_reward"] = reward
     maker = GroupMaker(services.settings(), services.sampler(services.settings()))
     [group] = services.thread.call(
-        maker.make_groups([Prompt(**prompts({"cursor": {"position": 0}, "batch_size": 1})["prompts"][0])])
+        make_groups({"": maker}, [Prompt(**prompts({"cursor": {"position": 0}, "batch_size": 1})["prompts"][0])])
     )
     assert (tries, group.rewards) == ([2, 2], [0.25, 0.75])
 
