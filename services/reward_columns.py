@@ -110,13 +110,12 @@ def _of_source(name: str) -> Reads:
     module, _, function = name.partition(":")
     path: Sequence[str] | None = [str(Path.cwd()), *sys.path]
     origin = None
-    packages = module.split(".")
-    for depth in range(1, len(packages) + 1):
-        # find_spec of importlib.util would import the packages that the module is in.
-        spec = PathFinder.find_spec(".".join(packages[:depth]), path)
+    for part in module.split("."):
+        # By its own name within its folder: by the whole name, packages would have to be imported.
+        spec = PathFinder.find_spec(part, path)
         if spec is None:
             return _EVERYTHING
-        path, origin = spec.submodule_search_locations, spec.origin
+        path, origin = list(spec.submodule_search_locations or ()), spec.origin
     try:
         body = ast.parse(Path(str(origin)).read_bytes()).body
     except (OSError, SyntaxError, ValueError):
