@@ -1,4 +1,4 @@
-"""What a reward function reads of a dataset's row: its parameters, also as they stand in its source.
+"""The columns of a dataset's row that a reward function reads: its parameters, also as they stand in its source.
 
 The data-server does not import the user's modules, which may need packages and memory of the reward-server's node. It
 reads their source, which says before a run which columns a function needs, and whether it reads a ground truth.
@@ -34,7 +34,7 @@ RUBRIC_FIELDS = ("prompt", "ground_truth")
 
 @dataclass(frozen=True)
 class Reads:
-    """What a function reads of a row."""
+    """The columns that a function reads of a row."""
 
     needed: tuple[str, ...]
     """Columns that it cannot be called without: parameters without a default. ``row`` is among them, if it has none."""

@@ -229,7 +229,7 @@ class Dataset:
     columns: Sequence[str]
     """The columns of whole rows; none where these do not travel."""
     shadowed: Sequence[str]
-    """Those of them that rewards reach only through `row`, because their names are reserved."""
+    """Columns that rewards reach only through `row`, because their names are reserved."""
     fingerprint: dict[str, str]
     """A line for each part that a run's place in the prompts depends on: equal lines mean equal prompts, also in files
     of other directories."""

@@ -122,7 +122,7 @@ class DatasetRows:
     columns: Sequence[str]
     """The columns of whole rows; none where these do not travel."""
     shadowed: Sequence[str]
-    """Those of them that rewards reach only through `row`."""
+    """Columns that rewards reach only through `row`."""
 
     @property
     def rows(self) -> int:

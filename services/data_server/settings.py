@@ -109,12 +109,12 @@ class DataSettings(TemplateSettings, AgentColumns, RewardWeightSettings, Sources
 
     @property
     def reads(self) -> dict[str, Reads]:
-        """What each part of REWARD_FN reads of a row."""
+        """The columns that each part of REWARD_FN reads, by its name."""
         return reads(self.reward_fn, self.judge_rubric)
 
     @property
     def needs_truth(self) -> bool:
-        """Whether a part of REWARD_FN reads the ground truth, and rewards are used (REWARD_WEIGHT)."""
+        """True if rewards are used (REWARD_WEIGHT) and a part of REWARD_FN reads the ground truth."""
         return self.reward_weight > 0 and any(part.has_truth for part in self.reads.values())
 
     @model_validator(mode="after")

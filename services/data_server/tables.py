@@ -38,7 +38,7 @@ class ReadTable:
     columns: Sequence[str] = ()
     """The columns of whole rows; none where these do not travel."""
     shadowed: Sequence[str] = ()
-    """Those of them that rewards reach only through `row`, because their names are reserved."""
+    """Columns that rewards reach only through `row`, because their names are reserved."""
 
     def __call__(self) -> pa.Table:
         """Return the table."""

@@ -64,9 +64,9 @@ class Database:
     schema: ClassVar[str]
     """The statements that create the tables."""
     unwritten: ClassVar[str]
-    """What the service says when the disk refuses a write."""
+    """The sentence with which the service refuses a request when the disk is full or broken."""
     loss: ClassVar[str]
-    """What the user loses without the file."""
+    """The loss to the user if the file is removed, for messages."""
 
     def __init__(self, directory: Path, on_damage: Callable[[Exception], None] = lambda _: None) -> None:
         """Make it; ``on_damage`` gets the error that must end the process, once the file is found damaged."""

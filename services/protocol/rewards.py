@@ -148,7 +148,7 @@ class BatchRewardReply(WireModel):
 
 
 class RewardStats(BaseModel):
-    """What clients read of the reward-server's GET /stats."""
+    """The fields of the reward-server's GET /stats that clients read."""
 
     relative: list[str] = Field(default_factory=list)
     """The sources with a part of the reward that compares the answers of a group; "" without sources."""

@@ -34,7 +34,7 @@ HEADLINE = {
 }
 """The metrics in a step's line of the log, with their names there."""
 SOURCES_HEADLINE = ("reward_mean", "accuracy")
-"""Those of them that the line has of each source, too."""
+"""The metrics that the line has of each source, too."""
 
 PHASES = (
     *(
