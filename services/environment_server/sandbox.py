@@ -210,9 +210,9 @@ class Sandboxed(Conversation):
         """Return the reward of the box's files, by the tests in a second box."""
         tasks, files = self._tasks, task.files
         if self._box is not None:
-            saved = await self._box.save(SAVED_BYTES)
+            saved = _found(await self._box.save(SAVED_BYTES))
             await self._box.close()
-            files = {} if isinstance(_found(saved), Result) else saved
+            files = saved if isinstance(saved, dict) else {}
         if task.file not in files:
             return 0.0
         left = tasks.limits.seconds

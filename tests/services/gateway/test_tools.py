@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from openai import AsyncOpenAI
 
@@ -43,8 +44,8 @@ def boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("GROUND_TRUTH_COLUMN", "tests")
 
     @asynccontextmanager
-    async def start(environment: str = "sandbox") -> AsyncIterator[Any]:
-        app = create_app(EnvironmentSettings(environment=environment, environment_step_seconds=90.0))
+    async def start(environment: str = "sandbox", **settings: Any) -> AsyncIterator[Any]:
+        app = create_app(EnvironmentSettings(environment=environment, environment_step_seconds=90.0, **settings))
         async with app.router.lifespan_context(app):
             await wait_ready(app)
             async with serving_at(app) as url:
@@ -118,7 +119,7 @@ async def test_a_call_runs_once_whatever_is_repeated_or_restarted(
             assert [reply.json()["content"] for reply in again] == ["1\n", "2\n"]
 
 
-async def test_a_lost_box_and_a_missing_server_are_errors_and_no_results(
+async def test_a_server_that_is_missing_or_has_no_boxes_is_an_error_that_says_so(
     gateway: StartGateway, boxes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway(answers=["no"]) as running:
@@ -130,3 +131,25 @@ async def test_a_lost_box_and_a_missing_server_are_errors_and_no_results(
             other = (await running.open("other")).removesuffix("/chat/completions")
             wrong = await running.client.post(f"{other}/tools", json=call("bash", command="ls"))
             assert (wrong.status_code, "set ENVIRONMENT=sandbox" in wrong.json()["detail"]) == (400, True)
+
+
+@pytest.mark.parametrize("is_repeatable", [False, True])
+async def test_a_lost_box_is_an_error_unless_its_calls_are_repeatable(
+    gateway: StartGateway, boxes: Any, monkeypatch: pytest.MonkeyPatch, is_repeatable: bool
+) -> None:
+    async with boxes(sandbox_repeatable=is_repeatable) as app, gateway(answers=["no"]) as running:
+        find(monkeypatch, app)
+        base = (await running.open()).removesuffix("/chat/completions")
+        first = await running.client.post(f"{base}/tools", json=call("bash", command=APPEND))
+        assert first.json()["content"] == "1\n"
+        for child in psutil.Process().children(recursive=True):
+            if "zygote" in " ".join(child.cmdline()):
+                child.kill()
+        second = await running.client.post(f"{base}/tools", json=call("bash", 1, command=APPEND))
+        if is_repeatable:
+            # In a new box, where the first call ran again.
+            assert second.json()["content"] == "2\n"
+        else:
+            assert (second.status_code, "is lost: the box was lost" in second.json()["detail"]) == (500, True)
+            again = await running.client.post(f"{base}/tools", json=call("bash", command=APPEND))
+            assert again.json()["content"] == "1\n"
