@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr, SecretStr, 
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.core.errors import ConfigurationError
+from services.core.machine import KeepMemory
 from services.core.run_ids import default_run_id
 from services.core.sources import Schedule, Source, Sources, load_sources
 
@@ -189,12 +190,13 @@ class RewardWeightSettings(Settings):
     without an answer and groups of one completion are taken, and no group is left out for equal rewards."""
 
 
-class KeepMemory(Settings):
+class MemorySettings(Settings):
     """The use of freed memory, which trainer and embedded engine read."""
 
-    keep_memory: bool = False
+    keep_memory: KeepMemory = "auto"
     """Keep freed memory instead of giving it back to the system for others on the machine. On a CPU the trainer's steps
-    are a sixth shorter, and the embedded engine has new weights ready in half the time."""
+    are a sixth shorter, and the embedded engine has new weights ready in half the time. `auto`: while the process has
+    needed at most a sixth of the node's memory."""
 
 
 class ContextSettings(Settings):

@@ -8,10 +8,10 @@ from enum import StrEnum
 from pydantic import Field, field_validator
 
 from services.core.machine import ComputeType
-from services.core.settings import ContextSettings, EnginesSection, KeepMemory, ModelSettings
+from services.core.settings import ContextSettings, EnginesSection, MemorySettings, ModelSettings
 
 
-class EngineSettings(ModelSettings, ContextSettings, KeepMemory):
+class EngineSettings(ModelSettings, ContextSettings, MemorySettings):
     """The environment variables of a rollout node's engine."""
 
     engine_dtype: ComputeType = ComputeType.AUTO

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from services.core.machine import ComputeType
-from services.core.settings import AgentSettings, KeepMemory, ModelSettings, RewardWeightSettings, Settings
+from services.core.settings import AgentSettings, MemorySettings, ModelSettings, RewardWeightSettings, Settings
 from services.protocol.rewards import LARGEST_REWARD
 from trainer.algorithm.methods import (
     Aggregation,
@@ -305,7 +305,7 @@ class OptimisationSection(Settings):
     another rank also changes the size of a step."""
 
 
-class MemorySection(KeepMemory):
+class MemorySection(MemorySettings):
     """Number formats, and what trades memory for time."""
 
     compute_type: ComputeType = ComputeType.AUTO
