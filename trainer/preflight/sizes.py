@@ -194,6 +194,8 @@ def _selected_bytes(shape: ModelShape, work: Work) -> int:
     products = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]  # columns and rows
     products += [] if shape.token_experts else [(shape.intermediate, hidden)] * 2
     budget = SELECTIVE_BUDGET * (layer_bytes(shape, work) - size * hidden)
+    if work.lora_rank:
+        return math.ceil(budget)  # an upper bound: which of the adapters' products it keeps was not counted
     subsets = (list(compress(products, chosen)) for chosen in product((False, True), repeat=len(products)))
     sizes = ((sum(c * rows for c, rows in kept), size * sum(c for c, _ in kept)) for kept in subsets)
     return max(one for one in sizes if one[1] <= budget)[1] + EXPERT_BYTES * shape.token_experts
