@@ -77,7 +77,7 @@ def _steps_to_record(value: object) -> object:
 Checkpointing = bool | Literal["selective"]
 """The layers that are recomputed in the backward pass: all, none, or the parts that the compiler chooses."""
 SELECTIVE_BUDGET = 0.5
-"""The share of its activations, besides its input, that a compiled layer keeps with selective recomputation."""
+"""The most of its activations, besides its input, that a compiled layer keeps with selective recomputation."""
 RecordGroups = Annotated[Literal["off", "all"] | int, BeforeValidator(_steps_to_record)]
 """The steps whose groups are recorded."""
 
@@ -317,8 +317,8 @@ class MemorySection(MemorySettings):
     half of them, if that saves `ACTIVATION_CHECKPOINTING=auto` from recomputing whole layers."""
     activation_checkpointing: Checkpointing | Literal["auto"] = "auto"
     """Recompute layers in the backward pass: `true`, `false`, or on GPUs `selective`: the parts that the compiler finds
-    cheap, such as attention, which halves the memory for activations. `auto`: the fastest that a GPU's memory allows;
-    `false` on a CPU."""
+    cheap, such as attention, which at least halves the memory for activations. `auto`: the fastest that a GPU's memory
+    allows; `false` on a CPU."""
     shard_parameters: bool | Literal["auto"] = "auto"
     """`true`: free gathered parameters between forward and backward and reduce gradients every micro-batch (least
     memory). `false`: gather and reduce once a step (least traffic). `auto`: what a GPU's memory allows; `true` on a
