@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from pydantic import Field, field_validator
 
-from services.core.machine import ComputeType
+from services.core.machine import ComputeType, KeepMemory
 from services.core.settings import EnginesSection, ModelSettings
 
 
@@ -27,9 +27,10 @@ class EngineSettings(ModelSettings):
     engine_max_total_tokens: int | None = Field(None, ge=64)
     """Tokens for which one engine keeps keys and values. Default: SGLang's own choice, and 65536 or the context length,
     whichever is more, for the embedded engine, whose prefix cache has up to half as many more."""
-    keep_memory: bool = False
+    keep_memory: KeepMemory = "auto"
     """The embedded engine keeps the memory of replaced weights for the next weights instead of returning it to the
-    system, so that they are ready in half the time. The trainer has a setting of that name, too."""
+    system, so that they are ready in half the time. `auto`: while the engine has needed at most a sixth of the node's
+    memory. The trainer has a setting of that name, too."""
 
 
 class EngineKind(StrEnum):

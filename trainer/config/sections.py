@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from services.core.machine import ComputeType
+from services.core.machine import ComputeType, KeepMemory
 from services.core.settings import AgentSettings, ModelSettings, RewardWeightSettings, Settings
 from services.protocol.replay import SampleStrategy
 from services.protocol.rewards import LARGEST_REWARD
@@ -336,9 +336,10 @@ class MemorySection(Settings):
     """`true`: free gathered parameters between forward and backward and reduce gradients every micro-batch (least
     memory). `false`: gather and reduce once a step (least traffic). `auto`: what a GPU's memory allows; `true` on a
     CPU. The state is sharded within a node and replicated between nodes if it fits, and otherwise sharded over all."""
-    keep_memory: bool = False
+    keep_memory: KeepMemory = "auto"
     """Keep what a step freed for the next, instead of giving it back to the system for others on the machine: on a CPU
-    steps are a sixth shorter. Engines have a setting of that name, too."""
+    steps are a sixth shorter. `auto`: while a rank has needed at most a sixth of the node's memory. Engines have a
+    setting of that name, too."""
 
 
 class PublishingSection(Settings):
