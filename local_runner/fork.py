@@ -32,10 +32,10 @@ from local_runner.view import duration
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import remove_directory, write_json
-from services.run_page.directory import read_object
+from services.run_page.directory import FORK, read_object
 
-LAUNCH, FORK = "launch.json", "fork.json"
-"""The files of a run directory with the command line that started the run, and with the run that it was forked from."""
+LAUNCH = "launch.json"
+"""The file of a run directory with the command line that started the run."""
 SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
 """The names of variables whose values are not recorded; a fork takes them from its own environment."""
 POLL_SECONDS = 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,22 +18,19 @@ from tests.waiting import LIMIT_SECONDS
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 4
-TIMES = ("seconds", "per_second", "time")
+MEASURED = ("seconds", "per_second", "time", "memory")
+SETTINGS = {
+    "MAX_STEPS": str(STEPS),
+    "KEEP_CHECKPOINTS_EVERY": "2",
+    "CHECKPOINTS_KEPT": "1",
+    "LR_SCHEDULE": "linear",
+    "EVAL_PROMPTS": "4",
+}
 
 
 @pytest.fixture(scope="module")
 def base(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> System:
-    system = System(
-        tmp_path_factory.mktemp("volume"),
-        tiny_model,
-        "--small",
-        run_id="base",
-        MAX_STEPS=str(STEPS),
-        KEEP_CHECKPOINTS_EVERY="2",
-        CHECKPOINTS_KEPT="1",
-        LR_SCHEDULE="linear",
-        EVAL_PROMPTS="4",
-    )
+    system = System(tmp_path_factory.mktemp("volume"), tiny_model, "--small", run_id="base", **SETTINGS)
     assert system.wait() == 0, system.text
     return system
 
@@ -45,9 +43,9 @@ def fork(base: System, *options: str) -> str:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The metrics of every step, without times."""
+    """The metrics of every step, without times and memory."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: x for name, x in line.items() if not any(word in name for word in TIMES)} for line in lines]
+    return [{name: x for name, x in line.items() if not any(word in name for word in MEASURED)} for line in lines]
 
 
 def samples(run_dir: Path) -> list[tuple[Any, ...]]:
@@ -66,6 +64,16 @@ def test_a_fork_without_a_change_equals_its_run_to_the_bit(base: System, at: int
     assert samples(forked) == samples(base.run_dir)
     weights = "model/model.safetensors"
     assert (forked / weights).read_bytes() == (base.run_dir / weights).read_bytes()
+
+
+def test_without_the_replay_buffer_a_fork_is_another_run(base: System, tiny_model: Path) -> None:
+    fork(base, "--at", "2", "--run-id", "empty", "--prepare")
+    forked = base.run_dir.with_name("empty")
+    shutil.rmtree(forked / "replay")
+    system = System(forked.parents[1], tiny_model, "--small", run_id="empty", **SETTINGS)
+    assert system.wait() == 0, system.text
+    assert metrics(forked)[:2] == metrics(base.run_dir)[:2]
+    assert metrics(forked)[2] != metrics(base.run_dir)[2]
 
 
 def test_a_fork_with_a_change_differs_from_the_next_step_on(base: System) -> None:

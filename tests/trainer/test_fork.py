@@ -13,7 +13,9 @@ import torch
 
 from local_runner.fork import Fork
 from services.core.errors import ConfigurationError
+from services.protocol.groups import Group
 from services.protocol.prompts import DataStats
+from tests.sequences import changed
 from tests.trainer.rank_jobs import Arrays, make_learner, weights_of
 from tests.trainer.test_lost_services import Outside
 from trainer.algorithm.policy_losses import LossTokens, TokenLosses
@@ -44,13 +46,22 @@ def forgetful(tokens: LossTokens) -> TokenLosses:
     return TokenLosses(-tokens.ratio * tokens.advantages * (0.5 + kept))
 
 
+class Prompts(Outside):
+    """Hands out another group for each prompt."""
+
+    def generate_and_score(self, *arguments: Any) -> list[Group]:
+        [made] = super().generate_and_score(*arguments)
+        sequences = [changed(one, completion_ids=[5 + self.steps, 6 + n]) for n, one in enumerate(made.sequences)]
+        return [made.model_copy(update={"sequences": sequences})]
+
+
 def train(ranks: Ranks, model: Path, directory: Path, run_id: str, **settings: Any) -> Arrays:
     """Train from the newest checkpoint, if any, to the end; return all weights."""
     learner = make_learner(ranks, model, STEPS, shared_dir=directory, run_id=run_id, **(SETTINGS | settings))
     checkpoints = CheckpointStore(learner.settings.checkpoint_dir, 1, ranks, AT)
     data = DataStats(source="walks", train_prompts=9, test_prompts=1, refused={})
     state = resume(learner.settings, ranks, learner.policy, data, learner, checkpoints)
-    outside = Outside("")
+    outside = Prompts("")
     outside.steps = state.cursors[""].position if state.cursors else 0
     rank_calls = RankCalls(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False)
     files = RunFiles(learner.settings, state.step, str)
