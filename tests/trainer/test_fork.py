@@ -66,7 +66,7 @@ def train(ranks: Ranks, model: Path, directory: Path, run_id: str, **settings: A
     rank_calls = RankCalls(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False)
     files = RunFiles(learner.settings, state.step, str)
     loop = TrainingLoop(
-        learner.settings, cast(ServiceCalls, outside), rank_calls, files, RunStatus(), state, STEPS, 2 * STEPS
+        learner.settings, cast(ServiceCalls, outside), rank_calls, files, RunStatus(), state, STEPS, STEPS - 1
     )
     loop.publisher.publish = outside.publish  # type: ignore[method-assign]
     with rank_calls.leading():
