@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from services.core.errors import ConfigurationError, DependencyLostError, first_line
 from services.core.tasks import in_background
@@ -100,6 +101,7 @@ class Sandboxes(Tasks):
         self.version = f"1, {turns} turns of {self.limits}, {session:g} s, {rewards.code_score}, rows {digests}"
         self.places = asyncio.Semaphore(rewards.reward_workers)
         """One for each program that runs."""
+        self._boxes: WeakSet[Box] = WeakSet()
         self._rows, self._backend, self._loop = rows, backend, asyncio.get_running_loop()
 
     def make(self, split: str, index: int) -> Sandboxed:
@@ -113,7 +115,13 @@ class Sandboxes(Tasks):
 
     def box(self) -> Box:
         """Return a new box with a directory."""
-        return Box(self._backend, self.rewards.interpreter, self.limits, writes=True)
+        box = Box(self._backend, self.rewards.interpreter, self.limits, writes=True)
+        self._boxes.add(box)
+        return box
+
+    async def end(self) -> None:
+        """End the boxes, also those in which a program runs."""
+        await asyncio.gather(*(box.close() for box in self._boxes))
 
     async def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of a coroutine, which runs on the boxes' event loop."""
@@ -263,4 +271,7 @@ async def open_sandboxes(settings: EnvironmentSettings) -> AsyncIterator[Sandbox
                 raise ConfigurationError(f"{program} does not run in a box: {result.last_line}; {advice}")
     finally:
         await box.close()
-    yield tasks
+    try:
+        yield tasks
+    finally:
+        await tasks.end()
