@@ -12,6 +12,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from services.clients.environment import EnvironmentClient, ServedEpisode
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.gateway.sessions import Session, refuse
@@ -58,13 +60,18 @@ class Tools:
         await asyncio.gather(*self._working, return_exceptions=True)
         await self._environments.__aexit__(None, None, None)
 
-    async def call(self, session: Session, call: ToolCall) -> dict[str, Any]:
+    async def call(self, session: Session, body: dict[str, Any]) -> dict[str, Any]:
         """Return the message with the result of a tool call; the same for a repeated call.
 
         Raises:
-            ProblemError: 400, no environment-server has boxes; 409, the session is finished; 500, the box is lost; 503,
-                no environment-server answers.
+            ProblemError: 400, ``body`` is no tool call, or no environment-server has boxes; 409, the session is
+                finished; 500, the box is lost; 503, no environment-server answers.
         """
+        try:
+            call = ToolCall.model_validate(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            refuse(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}; send a tool call as it came", "no_call")
         session.check_open()
         if session.seconds_left <= 0:
             session.refuse_late()
