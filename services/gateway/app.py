@@ -206,6 +206,7 @@ def _key(http: Request) -> bytes:
 def _router(gateway: Gateway, session_of: Callable[..., Awaitable[Session]]) -> APIRouter:
     router = APIRouter(route_class=JsonRoute, tags=["agents"])
     asked = Depends(session_of)
+    _add_tools(router, gateway, asked)
 
     async def answer(api: Api, session: Session, body: dict[str, Any], http: Request) -> Response:
         is_auto = gateway.settings.forced_tool_calls == "auto"
@@ -220,16 +221,6 @@ def _router(gateway: Gateway, session_of: Callable[..., Awaitable[Session]]) -> 
     async def get_models(_session: Session = asked) -> Response:
         """List the model in training."""
         return JsonResponse(gateway.models())
-
-    @router.get("/tools")
-    async def get_tools(_session: Session = asked) -> Response:
-        """List the tools that run programs, in the form of OpenAI's requests."""
-        return JsonResponse(TOOLS)
-
-    @router.post("/tools")
-    async def post_tool_call(_http: Request, body: dict[str, Any], session: Session = asked) -> Response:
-        """Run the program of a tool call in the session's box, and return the message with its output."""
-        return JsonResponse(await gateway.tools.call(session, body))
 
     @router.post(CHAT.path)
     async def post_chat(http: Request, body: dict[str, Any], session: Session = asked) -> Response:
@@ -261,3 +252,15 @@ def _router(gateway: Gateway, session_of: Callable[..., Awaitable[Session]]) -> 
         return JsonResponse(response)
 
     return router
+
+
+def _add_tools(router: APIRouter, gateway: Gateway, asked: Any) -> None:
+    @router.get("/tools")
+    async def get_tools(_session: Session = asked) -> Response:
+        """List the tools that run programs, in the form of OpenAI's requests."""
+        return JsonResponse(TOOLS)
+
+    @router.post("/tools")
+    async def post_tool_call(_http: Request, body: dict[str, Any], session: Session = asked) -> Response:
+        """Run the program of a tool call in the session's box, and return the message with its output."""
+        return JsonResponse(await gateway.tools.call(session, body))
