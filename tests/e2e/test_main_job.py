@@ -22,7 +22,7 @@ from tests.waiting import IDLE_SECONDS
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STEPS = 16
-SETTINGS = {"MAX_STEPS": str(STEPS), "REPLAY_EVERY": "2", "MIN_WORKERS": "2"}
+SETTINGS = {"MAX_STEPS": str(STEPS), "MIN_WORKERS": "2"}
 NODES = ["data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0", "replay-buffer-0"]
 TRAINERS = ["ppo-trainer-0", "ppo-trainer-1"]
 
@@ -166,6 +166,12 @@ def test_what_was_trained_loads_as_any_model(finished, tiny_model):
     assert model.num_parameters() == start.num_parameters()
     assert any((a != b).any() for a, b in zip(model.parameters(), start.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(directory).encode("3+4=") == [5, 12, 6, 15]
+
+
+def test_every_step_is_computed_again_to_the_bit_on_two_ranks(finished):
+    [line] = finished.verify()
+    assert line.startswith("equal to the bit: "), line
+    assert f"steps 1 to {STEPS} and the " in line
 
 
 def test_the_reward_curve_is_a_picture(finished):

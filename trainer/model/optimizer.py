@@ -18,6 +18,7 @@ from trainer.config import Schedule, TrainerSettings
 from trainer.model.ranks import Ranks
 from trainer.model.sharding import reshard
 
+ADAM_BETA1 = 0.9
 HEAD_GROUPS = 2
 """Parameter groups of a value head: its matrix and its bias."""
 
@@ -41,7 +42,7 @@ def make_optimizer(settings: TrainerSettings, module: nn.Module) -> torch.optim.
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
-        betas=(settings.adam_beta1, settings.adam_beta2),
+        betas=(ADAM_BETA1, settings.adam_beta2),
         eps=settings.adam_eps,
         weight_decay=settings.weight_decay,
         fused=True,
@@ -94,10 +95,38 @@ def optimizer_step(
     Raises:
         StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
     """
+    try:
+        diagnostics = add_gradients(settings, ranks, module, passes, should_stop)
+    except StopRequestedError:
+        optimizer.zero_grad()
+        raise
+    norm = _clip(module, settings.max_grad_norm)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    # The fused optimizer leaves out the step by itself, so the host need not wait for the numbers before it.
+    cast("Any", optimizer).found_inf = 1.0 - _all_finite(diagnostics, norm, ranks).float()
+    optimizer.step()
+    optimizer.zero_grad()
+    return diagnostics.metrics(ranks.total, ranks.maximum) | {"grad_norm": norm.item()}
+
+
+def add_gradients(
+    settings: TrainerSettings,
+    ranks: Ranks,
+    module: nn.Module,
+    passes: Sequence[Callable[[], Diagnostics]],
+    should_stop: Callable[[], bool] | None = None,
+) -> Diagnostics:
+    """Add the gradients of ``passes`` to those of a module; return the diagnostics of this rank. A collective.
+
+    See ``optimizer_step`` for the arguments.
+
+    Raises:
+        StopRequestedError: ``should_stop`` was true on some rank.
+    """
     diagnostics, sharded = Diagnostics(), cast("FSDPModule", module)
     for index, compute in enumerate(passes):
         if should_stop is not None and ranks.any(should_stop()):
-            optimizer.zero_grad()
             reshard(module)
             raise StopRequestedError
         # With SHARD_PARAMETERS every micro-batch reduces its gradients and frees them and the gathered parameters;
@@ -109,14 +138,7 @@ def optimizer_step(
         sharded.set_requires_all_reduce(is_last)
         sharded.set_is_last_backward(is_last)
         diagnostics.add(compute())
-    norm = _clip(module, settings.max_grad_norm)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    # The fused optimizer leaves out the step by itself, so the host need not wait for the numbers before it.
-    cast("Any", optimizer).found_inf = 1.0 - _all_finite(diagnostics, norm, ranks).float()
-    optimizer.step()
-    optimizer.zero_grad()
-    return diagnostics.metrics(ranks.total, ranks.maximum) | {"grad_norm": norm.item()}
+    return diagnostics
 
 
 def _clip(module: nn.Module, largest_norm: float) -> Tensor:
