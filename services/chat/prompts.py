@@ -36,6 +36,8 @@ LONG_TEXT = 8192
 """Characters. Tokens of a shorter text take less time than a thread's turn to run."""
 _END_OF_THOUGHT = "</think>"
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""The members of a message in which data have its thought apart from its content."""
 _GIVEN_THOUGHT = re.compile(r"(<think>)?\s*</think>\s*")
 """An empty thought, or the rest of one that the generation prompt has begun."""
 
@@ -178,8 +180,9 @@ class ChatPrompts:
         given, text = "", whole[len(prompt) :]
         if (thought := _GIVEN_THOUGHT.match(text)) and _END_OF_THOUGHT not in message["content"]:
             given, text = thought[0], text[thought.end() :]
-        names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
-        if any(part not in text for part in (message["content"].rpartition(_END_OF_THOUGHT)[2].strip(), *names)):
+        parts = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        parts += [str(message.get(name) or "").strip() for name in _THOUGHTS]
+        if any(part not in text for part in (message["content"].rpartition(_END_OF_THOUGHT)[2].strip(), *parts)):
             return None
         encode, end = self._codec.encode, self._codec.encode(close)[:1]
         if text.endswith(close):
