@@ -64,7 +64,8 @@ class Demonstrator:
         """
         if tools and not self.renders_tools:
             raise UnfitConversationError(
-                "the model's chat template ignores tools; leave the column `tools` out, or give a model whose template has them"
+                "the model's chat template ignores tools; leave the column `tools` out, or give a model whose template "
+                "has them"
             )
         branches: list[Branch] = []
         before = 0

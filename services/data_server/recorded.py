@@ -50,6 +50,4 @@ def read_groups(path: Path, where: str, settings: DataSettings) -> ReadTable:
 
         return ReadTable(on_disk(batches(), schema, where), has_demonstrations=True)
     except GroupFormatError as error:
-        raise ConfigurationError(
-            f"{where} cannot be read: {error}; write it with `grpo groups RUN --out FILE`"
-        ) from error
+        raise ConfigurationError(f"{where}: {error}; write the file with `grpo groups RUN --out FILE`") from error

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, whole: jobgroups/sft.yaml's two tasks as real processes, and a run that is killed in between."""
+"""Supervised fine-tuning, whole: jobgroups/sft.yaml's two tasks as real processes, which are killed in between."""
 
 from __future__ import annotations
 
