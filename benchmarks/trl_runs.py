@@ -20,6 +20,7 @@ from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings
 from services.protocol.prompts import Cursor, Split
 from trainer.config import TrainerSettings
+from trainer.model.optimizer import ADAM_BETA1
 
 PARITY = f"{ROOT / 'benchmarks/results/parity.py'}:parity"
 
@@ -81,7 +82,7 @@ def options(settings: TrainerSettings) -> dict[str, object]:
         "epsilon": 0.2,
         "loss_type": "dapo",
         "scale_rewards": "group",
-        "adam_beta1": settings.adam_beta1,
+        "adam_beta1": ADAM_BETA1,
         "adam_beta2": settings.adam_beta2,
         "adam_epsilon": settings.adam_eps,
         "weight_decay": settings.weight_decay,

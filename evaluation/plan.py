@@ -192,24 +192,19 @@ class Plan:
             )
         _check_ks(settings)
         is_on_cluster = self.scheduler is SchedulerName.SKYPILOT
-        if servers.endpoints:
-            resolved = _named(models, run_dir)
-        else:
-            resolved = _on_cluster(models, run_dir) if is_on_cluster else checkpoints.resolve(models, run_dir)
-        if self.scheduler is SchedulerName.ENDPOINTS and len(resolved) > 1:
-            raise ConfigurationError(
-                f"running servers have one model, but {len(resolved)} are given; give one, or --scheduler local"
-            )
-        self.checkpoints = resolved
+        self.checkpoints = _checkpoints(models, run_dir, servers, self.scheduler)
         self.agents = {
             name: _agent_of(own, servers, is_on_cluster=is_on_cluster) if own.workflow is WorkflowName.AGENT else None
             for name, own in self.sources.items()
         }
-        is_agent = settings.workflow is WorkflowName.AGENT
-        of_several = run_dir.resolve().name if run_dir else f"{len(resolved)}-models"
-        name = resolved[0].long_name if len(resolved) == 1 else of_several
-        parts = [name, Path(self.dataset).stem, settings.eval_split, *(["agent"] if is_agent else [])]
-        self.output = (output or settings.eval_output / "-".join(parts)).resolve()
+        self.output = (output or settings.eval_output / self._name(run_dir)).resolve()
+
+    def _name(self, run_dir: Path | None) -> str:
+        """Return the name of the results' directory, for those who give none."""
+        of_several = run_dir.resolve().name if run_dir else f"{len(self.checkpoints)}-models"
+        name = self.checkpoints[0].long_name if len(self.checkpoints) == 1 else of_several
+        is_agent = self.settings.workflow is WorkflowName.AGENT
+        return "-".join([name, Path(self.dataset).stem, self.settings.eval_split, *(["agent"] if is_agent else [])])
 
     def directory(self, checkpoint: Checkpoint) -> Path:
         """Return the directory of a model's samples and results."""
@@ -280,6 +275,27 @@ def _agent_of(settings: EvaluationSettings, servers: ServerOptions, *, is_on_clu
     if is_on_cluster:
         return None
     return Program(settings.agent_command) if settings.agent_command else load_agent("AGENT", settings.agent)
+
+
+def _checkpoints(
+    models: Sequence[str], run_dir: Path | None, servers: ServerOptions, scheduler: SchedulerName
+) -> list[Checkpoint]:
+    """Return the checkpoints to evaluate.
+
+    Raises:
+        ConfigurationError: one does not exist, or running servers cannot serve them.
+    """
+    if servers.endpoints:
+        found = _named(models, run_dir)
+    elif scheduler is SchedulerName.SKYPILOT:
+        found = _on_cluster(models, run_dir)
+    else:
+        found = checkpoints.resolve(models, run_dir)
+    if scheduler is SchedulerName.ENDPOINTS and len(found) > 1:
+        raise ConfigurationError(
+            f"running servers have one model, but {len(found)} are given; give one, or --scheduler local"
+        )
+    return found
 
 
 def _on_cluster(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:

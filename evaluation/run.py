@@ -17,7 +17,7 @@ from evaluation import launchers, report, skypilot
 from evaluation.checkpoints import Checkpoint
 from evaluation.clusters import Watch
 from evaluation.evaluation import AgentWorkflow, Evaluation, Progress, SingleTurn, Workflow, score
-from evaluation.plan import Plan, load_examples
+from evaluation.plan import Examples, Plan, load_examples
 from evaluation.pool import LOST_SECONDS, ServerPool
 from evaluation.report import View
 from evaluation.samples import open_store
@@ -116,12 +116,7 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
     settings = plan.settings
     directory = plan.directory(checkpoint)
     say = console.print
-    options = plan.servers
-    needs_ids = not options.is_foreign or options.openai_api is Api.COMPLETIONS
-    if plan.left_out:
-        say(f"left out, because this command plays no environments: {', '.join(plan.left_out)}")
-    model = checkpoint.model if needs_ids else None
-    examples = load_examples(settings.eval_split, model, settings.eval_prompts, plan.sources)
+    examples = _examples(plan, checkpoint, say)
     too_long = sum(of_source.too_long for of_source in examples.values())
     identity = plan.identity(checkpoint, examples)
     with open_store(directory, identity) as store:
@@ -165,6 +160,15 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
                 not_given=sorted({name for server in pool.servers.values() for name in server.shortcomings}),
                 identity=identity,
             )
+
+
+def _examples(plan: Plan, checkpoint: Checkpoint, say: Callable[[str], None]) -> dict[str, Examples]:
+    """Return the prompts of each source, with token ids if its servers take them; say which sources are left out."""
+    if plan.left_out:
+        say(f"left out, because this command plays no environments: {', '.join(plan.left_out)}")
+    needs_ids = not plan.servers.is_foreign or plan.servers.openai_api is Api.COMPLETIONS
+    model = checkpoint.model if needs_ids else None
+    return load_examples(plan.settings.eval_split, model, plan.settings.eval_prompts, plan.sources)
 
 
 async def _check_endpoints(plan: Plan, checkpoint: Checkpoint) -> None:

@@ -403,7 +403,9 @@ def _failed_import(run: Run, loaded: Loaded) -> Iterator[str]:
     if not functions:
         return
     try:
-        ask(run, loaded.task, f"{loaded.reader.module.rpartition('.')[0]}.own_code")
+        printed = ask(run, loaded.task, f"{loaded.reader.module.rpartition('.')[0]}.own_code")
+        for line in filter(lambda line: line.startswith("note: "), printed.splitlines()):
+            print(line, file=sys.stderr)
     except TimeoutError:
         named = ", ".join(f"{variable}={value}" for variable, value in functions.items())
         yield f"{named}: the import takes more than {IMPORT_SECONDS:.0f} s; load what is large at the first call"

@@ -95,6 +95,7 @@ COMMANDS = {
     "merge-adapter": Program(
         "scripts.merge_adapter", MODELS, ("grpo merge-adapter runs/grpo-20260131-120000/policy/v000012 merged",)
     ),
+    "push": Program("scripts.push", MODELS, ("grpo push grpo-20260131-120000 my-org/my-model --private",)),
     "demo-model": Program("scripts.prepare_demo_model", MODELS, ("grpo demo-model",)),
 }
 

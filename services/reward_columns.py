@@ -24,8 +24,9 @@ RESERVED = frozenset({*ARGUMENTS, *BATCHED.values(), "messages", "group"})
 """Names of parameters that never mean a column; ``row`` has the columns of these names, too."""
 JUDGES = ("judge", "judge_soft", "judge_group")
 """The rewards that a judge gives: by a rubric, by the probability of "yes", and relative to the group."""
-_WITHOUT_TRUTH = frozenset({"format", "reward_model", *JUDGES})
-"""The built-in rewards that need no ground truth, unless a judge's rubric names it."""
+_WITHOUT_TRUTH = frozenset({"format", "reward_model", "code", *JUDGES})
+"""The built-in rewards that need no ground truth: `code` reads tests in other columns, too, and a judge's rubric may
+name the ground truth."""
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
 """A field of the row in a rubric's text, ``{name}``, or a brace, which is doubled."""
 RUBRIC_FIELDS = ("prompt", "ground_truth")
@@ -72,7 +73,7 @@ def _of_part(name: str, rubric: Path | None) -> Reads:
         return _of_source(name)
     if name in JUDGES and rubric is not None:
         return _of_rubric(rubric)
-    return Reads((), False, name not in _WITHOUT_TRUTH)
+    return Reads((), name == "code", name not in _WITHOUT_TRUTH)
 
 
 def _of_rubric(path: Path) -> Reads:

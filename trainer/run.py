@@ -122,8 +122,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         thread = stack.enter_context(ServiceThread(stop)) if ranks.is_main else None
         _open_page(settings, ranks, thread, status)
         status.begin("starting", f"loading {settings.model_name}")
-        kernels = KeptKernels.of(settings, ranks.device)
-        if kernels is not None:
+        if (kernels := KeptKernels.of(settings, ranks.device)) is not None:
             kernels.load()
         policy = load_policy(settings, ranks)
         log.info(
@@ -131,9 +130,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         )
         services, data = _connect(settings, ranks, thread, policy.config.vocab_size, stack, status)
         status.begin("starting", "preparing the first step")
-        total_steps = settings.total_steps(data.train_prompts)
-        if total_steps < settings.max_steps:
-            log.warning("the data end before MAX_STEPS", steps=total_steps, training_prompts=data.train_prompts)
+        total_steps = _total_steps(settings, data)
         needs_reference = settings.kl_coef > 0 and not policy.has_adapters
         reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
         teachers = load_teachers(settings, policy, ranks)
@@ -185,6 +182,14 @@ def _connect(
 
     data = DataStats.model_validate(ranks.on_main(connect, *ENDINGS))
     return services, data
+
+
+def _total_steps(settings: TrainerSettings, data: DataStats) -> int:
+    """Return the steps of the run; warn if the data end before MAX_STEPS."""
+    total_steps = settings.total_steps(data.train_prompts)
+    if total_steps < settings.max_steps:
+        log.warning("the data end before MAX_STEPS", steps=total_steps, training_prompts=data.train_prompts)
+    return total_steps
 
 
 def _drive(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.harness import ROOT
 from benchmarks.job import Job, kill
-from benchmarks.results import in_process, job_runs, methods, off_policy
+from benchmarks.results import in_process, job_runs, methods, mix, off_policy
 from benchmarks.results.beside_trl import OURS, TRL, stages, train_trl
 from benchmarks.results.episodes import (
     AGENT_SETTINGS,
@@ -303,6 +303,11 @@ PARTS = (
             for run in runs_of(task, settings, range(3), variants({"GRPO": {}}, train))
         ],
         {"below_random": below_random, "random_play": lambda _results: f"{random_play():.2f}"},
+    ),
+    Part(
+        "mix",
+        runs_of(mix.TASK, mix.MIX_SETTINGS | SHARED, range(3), mix.variants()),
+        {"cost": mix.cost, "costs": mix.costs, "tokens": mix.tokens},
     ),
     Part(
         "beside_trl",

@@ -23,7 +23,7 @@ from services.protocol.base import derive_seed
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Cursor, Prompt, Split
 from services.protocol.rewards import FinishReason, RewardResult
-from services.replay_buffer.store import PriorityIndex
+from services.replay_buffer.priority_index import PriorityIndex
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
@@ -232,7 +232,7 @@ class InProcess:
 
     def _draw(self, step: int, fresh: Sequence[Group]) -> list[TrainingGroup]:
         settings = self.settings
-        if settings.replay_groups == 0 or (step + 1) % settings.replay_every:
+        if settings.replay_groups == 0:
             return []
         draws = self.index.draw(
             settings.replay_groups,

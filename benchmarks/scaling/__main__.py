@@ -24,8 +24,9 @@ from pathlib import Path
 
 from benchmarks.harness import ROOT, made_of
 from benchmarks.scaling import one_gpu, roofline
-from benchmarks.scaling.plan import MODELS, Batch, cheapest, check_text, launches_text, plan_text
+from benchmarks.scaling.plan import MODELS, cheapest, check_text, launches_text, plan_text
 from benchmarks.scaling.step import Rates, fit, read
+from scripts.launch.prediction import Batch
 
 MEASURED = Path(__file__).with_name("measured")
 FITTED = (MEASURED / "short.jsonl", MEASURED / "long.jsonl")

@@ -6,22 +6,29 @@ measured; ``python -m benchmarks.scaling plan`` prints them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 
 from benchmarks.scaling.step import PHASES, Measured, Rates, Seconds, mean
-from benchmarks.scaling.step import Work as StepWork
 from local_runner.spec import env_file
-from scripts.launch.models import CONFIGS, MEMORY, WEIGHT_BYTES, Model
+from scripts.launch.models import CONFIGS, MEMORY, Model
+from scripts.launch.prediction import (
+    MOST_NODES,
+    TRAINED_SHARE,
+    Batch,
+    busy,
+    choose_rollout_nodes,
+    generate_seconds,
+    train_seconds,
+    trainer_shares,
+    trainer_work,
+)
 from scripts.launch.sizes import (
     ASSUMED,
     GPU,
     LEAST_SEQUENCES,
     NODE_GPUS,
     PRESET,
-    PROMPT_TOKENS,
     Assumptions,
     Layout,
     cached_sequences,
@@ -34,50 +41,9 @@ from scripts.launch.sizes import (
 from scripts.launch.tables import table
 from trainer.config import TrainerSettings, Transport
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import USABLE, Limits, Work, choose, needed, work_of
-
-MOST_NODES = 32
-TRAINED_SHARE = 0.7
-"""Share of groups with a gradient; the others have no variance."""
-REPLAYED_GROUPS = 2
-MICRO_BATCH_TOKENS = 16384
-FLOPS = 989e12
-"""Dense bfloat16 operations a second."""
-BANDWIDTH = 3.35e12
-"""Bytes a second of the GPU's memory."""
-
+from trainer.preflight.sizes import USABLE, needed
 
 MODELS = {label: Model(label, CONFIGS[label][0], ModelShape.of(CONFIGS[label][1])) for label in ("0.5B", "8B", "70B")}
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The batch of a step."""
-
-    prompts: int = 128
-    group_size: int = 16
-    prompt_tokens: int = PROMPT_TOKENS
-    completion_tokens: int = 500
-    """Mean length of a completion."""
-    longest: int = 2048
-
-    @property
-    def cached_tokens(self) -> int:
-        """The tokens of a completion of mean length and its prompt."""
-        return self.prompt_tokens + self.completion_tokens
-
-    @property
-    def work(self) -> StepWork:
-        """The work of a step."""
-        completions = self.prompts * self.group_size
-        # The trainer does not read the last token of a completion.
-        tokens_of_group = self.prompt_tokens + self.group_size * (self.completion_tokens - 1)
-        return StepWork(
-            completions=completions,
-            tokens=self.prompts * self.prompt_tokens + completions * self.completion_tokens,
-            longest=self.longest,
-            trained_tokens=(self.prompts * TRAINED_SHARE + REPLAYED_GROUPS) * tokens_of_group,
-        )
 
 
 @dataclass(frozen=True)
@@ -108,40 +74,6 @@ def predict(model: Model, batch: Batch, layout: Layout, measured: Rates) -> Pred
     return Prediction(layout, seconds, transport)
 
 
-def generate_seconds(model: Model, batch: Batch, layout: Layout) -> float:
-    """Predict the seconds of generating. Sequences that an engine's cache cannot hold decode in a further wave."""
-    work = batch.work
-    bandwidth = layout.rollout_gpus * BANDWIDTH * ASSUMED.decode_utilisation
-    token_compute = 2 * model.parameters / (layout.rollout_gpus * FLOPS * ASSUMED.prefill_utilisation)
-    token_read = (batch.prompt_tokens + batch.completion_tokens / 2) * model.kv_bytes / bandwidth
-    sequences = math.ceil(work.completions / layout.rollout_nodes)
-    waves = math.ceil(sequences / cached_sequences(model, batch.cached_tokens, layout.rollout_gpus, MEMORY[GPU]))
-    iteration = waves * (model.parameters * WEIGHT_BYTES / bandwidth + ASSUMED.iteration_overhead)
-    decoded = work.completions * batch.completion_tokens * token_read + work.tokens * token_compute
-    return work.longest * iteration + decoded / layout.rollout_nodes
-
-
-def train_seconds(model: Model, batch: Batch, layout: Layout) -> float:
-    """Predict the longer of computing and of exchanging parameters and gradients, which FSDP does at the same time."""
-    ranks = layout.trainer_nodes * layout.trainer_gpus
-    trained = batch.work.trained_tokens
-    compute = 6 * model.parameters * trained / (ranks * FLOPS * ASSUMED.train_utilisation)
-    if layout.trainer_nodes == 1:
-        return compute
-    # The update on replayed groups is a micro-batch of its own.
-    chosen = work(model, batch, layout.trainer_nodes, layout.trainer_gpus)
-    micro_batches = 1 + math.ceil(trained / ranks / chosen.micro_batch_tokens)
-    if chosen.replicas > 1:
-        # Replicas of the shards add up their float32 gradients once a step.
-        exchanged = 2 * 4 * model.parameters
-    else:
-        # Every micro-batch gathers parameters before the forward and the backward pass, and reduces gradients after;
-        # without SHARD_PARAMETERS, every step.
-        exchanged = (micro_batches if chosen.frees_parameters else 1) * (2 * WEIGHT_BYTES + 4) * model.parameters
-    share = (layout.trainer_nodes - 1) / layout.trainer_nodes
-    return max(compute, exchanged * share / ASSUMED.node_bandwidth)
-
-
 def layouts(model: Model, batch: Batch) -> Iterator[Layout]:
     """Yield every layout with enough memory, on the smallest nodes with enough memory."""
     rollout = next(
@@ -157,20 +89,9 @@ def layouts(model: Model, batch: Batch) -> Iterator[Layout]:
                 yield Layout(rollout_nodes, rollout, trainer_nodes, trainer)
 
 
-@cache
-def work(model: Model, batch: Batch, nodes: int, gpus: int) -> Work:
-    """Return the trainer's work on a number of nodes, as the preflight chooses it."""
-    settings = TrainerSettings.load(batch_size=batch.prompts, group_size=batch.group_size, max_new_tokens=batch.longest)
-    limits = Limits(device=MEMORY[GPU], host=0, shm=0, volume=0)
-    flat = work_of(
-        settings, model.shape, memory=MEMORY[GPU], nodes=nodes, ranks_per_node=gpus, compute_bytes=WEIGHT_BYTES
-    )
-    return choose(settings, model.shape, flat, limits)
-
-
 def fits(model: Model, batch: Batch, nodes: int, gpus: int) -> bool:
     """Return whether the trainer's state and its largest micro-batch fit in the memory of the GPUs."""
-    return needed(model.shape, work(model, batch, nodes, gpus)).total("device") <= MEMORY[GPU] * USABLE
+    return needed(model.shape, trainer_work(model, batch, nodes, gpus)).total("device") <= MEMORY[GPU] * USABLE
 
 
 def cheapest(model: Model, batch: Batch, measured: Rates, step_seconds: float) -> Prediction:
@@ -224,13 +145,13 @@ def plan_text(predictions: Sequence[tuple[Model, Prediction]], batch: Batch, ste
         layout, seconds = one.layout, one.seconds
         nodes = (f"{layout.rollout_nodes} x {layout.rollout_gpus}", f"{layout.trainer_nodes} x {layout.trainer_gpus}")
         phases = [f"{getattr(seconds, phase):.1f}" for phase in (*PHASES, "total")]
-        last = (f"{one.asynchronous_seconds:.1f}", f"{busy(seconds):.0%}")
+        last = (f"{one.asynchronous_seconds:.1f}", f"{busy(seconds.train / seconds.generate):.0%}")
         rows.append([model.label, *nodes, str(layout.gpus), *phases, *last])
     header = ["model", "rollout", "trainer", "GPUs", *PHASES, "step", "MODE=async", "less busy tier"]
     lines += ["", *table(header, rows)]
     for model, one in predictions:
         lines += ["", f"{model.label}, in jobgroup.yaml"]
-        chosen = work(model, batch, one.layout.trainer_nodes, one.layout.trainer_gpus)
+        chosen = trainer_work(model, batch, one.layout.trainer_nodes, one.layout.trainer_gpus)
         need = needed(model.shape, replace(chosen, published_copies=1 + (one.transport == Transport.BROADCAST)))
         lines += [f"  {task}.{key}: {value}" for (task, key), value in changes(model, one.layout, need).items()]
         lines += ["in jobgroups/volume.yaml", f"  size: {volume_gibibytes(need)}Gi", "and at launch"]
@@ -240,7 +161,7 @@ def plan_text(predictions: Sequence[tuple[Model, Prediction]], batch: Batch, ste
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of a model; without options, with the model and the rollout nodes that jobgroup.yaml has."""
+    """A launch of a model."""
 
     label: str
     options: str
@@ -249,28 +170,27 @@ class Launch:
 
     @classmethod
     def all(cls) -> list[Launch]:
-        """Return the launches with the preset of `grpo launch` and without."""
+        """Return launches with the preset of `grpo launch`, with the nodes that it chooses, and without."""
         preset = TrainerSettings.load(**{name.lower(): value for name, value in env_file(PRESET).items()})
+        gpus = "--gpus H100:4 --rollout-gpus H100:1"
+
+        def chosen(label: str, file: Layout) -> Layout:
+            shares = trainer_shares(MODELS[label], Batch.of(preset), file, engines=1)
+            return replace(file, rollout_nodes=choose_rollout_nodes(shares, file.rollout_nodes)[0])
+
         return [
-            cls("0.5B", "", Layout(2, 1, 1, 1), preset),
+            cls("0.5B", "", chosen("0.5B", Layout(2, 1, 1, 1)), preset),
             cls("0.5B", "--rollout-nodes 1", Layout(1, 1, 1, 1), preset),
             cls("0.5B", "--stock", Layout(2, 1, 2, 1), TrainerSettings.load()),
-            cls("8B", "--gpus H100:4 --rollout-gpus H100:1", Layout(2, 1, 1, 4), preset),
-            cls("8B", "--gpus H100:4 --rollout-gpus H100:1 --rollout-nodes 3", Layout(3, 1, 1, 4), preset),
+            cls("8B", gpus, chosen("8B", Layout(2, 1, 1, 4)), preset),
+            cls("8B", f"{gpus} --rollout-nodes 2", Layout(2, 1, 1, 4), preset),
         ]
 
     def seconds(self, measured: Rates) -> Seconds:
-        """Predict the seconds of a step; a completion has half of its most tokens on average."""
-        most = self.settings.max_new_tokens
-        batch = Batch(self.settings.batch_size, self.settings.group_size, PROMPT_TOKENS, most // 2, most)
-        predicted = predict(MODELS[self.label], batch, self.layout, measured).seconds
+        """Predict the seconds of a step."""
+        predicted = predict(MODELS[self.label], Batch.of(self.settings), self.layout, measured).seconds
         publish = publish_seconds(MODELS[self.label], self.layout)[self.settings.publish_transport]
         return replace(predicted, publish=publish)
-
-
-def busy(seconds: Seconds) -> float:
-    """Return the work of the tier whose GPUs have less to do, as a share of the other's."""
-    return min(seconds.generate, seconds.train) / max(seconds.generate, seconds.train)
 
 
 def launches_text(measured: Rates) -> str:
@@ -281,9 +201,8 @@ def launches_text(measured: Rates) -> str:
         nodes = [f"{layout.rollout_nodes} x {layout.rollout_gpus}", f"{layout.trainer_nodes} x {layout.trainer_gpus}"]
         completions = launch.settings.batch_size * launch.settings.group_size
         phases = [f"{getattr(seconds, phase):.1f}" for phase in (*PHASES, "total")]
-        rows.append(
-            [launch.options or "no options", launch.label, *nodes, str(completions), *phases, f"{busy(seconds):.0%}"]
-        )
+        share = f"{busy(seconds.train / seconds.generate):.0%}"
+        rows.append([launch.options or "no options", launch.label, *nodes, str(completions), *phases, share])
     header = ["grpo launch, on H100", "model", "rollout", "trainer", "completions", *PHASES, "step", "less busy tier"]
     return "\n".join(table(header, rows))
 

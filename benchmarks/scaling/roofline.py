@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from scripts.launch.models import CONFIGS
+from scripts.launch.models import CARDS, CONFIGS
 from scripts.launch.tables import table as lines
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing
@@ -66,10 +66,9 @@ class Gpu:
     shares: Shares
 
 
-GPUS = (
-    Gpu("H100", 989e12, 3.35e12, 80 * 10**9, HOPPER),
-    Gpu("H200", 989e12, 4.8e12, 141 * 10**9, HOPPER),
-    Gpu("A100-80GB", 312e12, 2.04e12, 80 * 10**9, AMPERE),
+GPUS = tuple(
+    Gpu(name, CARDS[name].flops, CARDS[name].bandwidth, CARDS[name].memory, shares)
+    for name, shares in {"H100": HOPPER, "H200": HOPPER, "A100-80GB": AMPERE}.items()
 )
 
 

@@ -18,18 +18,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-
-@dataclass(frozen=True)
-class Work:
-    """The work of a step."""
-
-    completions: float
-    tokens: float
-    """Tokens of prompts and completions that the engines compute; a group's prompt counts once."""
-    longest: float
-    """Tokens of the longest completion."""
-    trained_tokens: float
-    """Prompts and completions of the groups with a gradient, replayed ones included."""
+from scripts.launch.prediction import Work
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from local_runner.directory import grpo_command
 from local_runner.nodes import Run
 from scripts.launch import job_group_text, skypilot
 from scripts.launch.models import Model, find_model
+from scripts.launch.prediction import Batch, choose_rollout_nodes, trainer_shares
 from scripts.launch.sizes import (
     ASSUMED,
     PRESET,
@@ -32,6 +33,7 @@ from scripts.launch.sizes import (
     Sizes,
     Tier,
     derive,
+    engines_of,
     gibibytes,
     parse_gpus,
     publish_seconds,
@@ -43,7 +45,7 @@ from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
 from services.engines.settings import RolloutSettings
-from trainer.config import TrainerSettings
+from trainer.config import Rollout, TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 VOLUME = ROOT / "jobgroups" / "volume.yaml"
@@ -57,8 +59,12 @@ TAGGED = re.compile(r"[^@]*[^/:@]:[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """The name of an image with its tag; the colon of a registry's port is before a slash."""
 WIDTH = 120
 """Columns of the output."""
+OTHER_ENGINES = {"ROLLOUT_ENGINE", "CUDA_VISIBLE_DEVICES", "ENGINE_SLEEPS"}
+"""Settings of engines without CUDA or without GPUs of their own."""
 
-Count = Annotated[int | None, Option(min=1, help="Nodes; default: as in the file.")]
+Count = Annotated[
+    int | None, Option(min=1, help="Nodes; default: chosen by the model and its GPUs; with --stock, the file's.")
+]
 
 
 def main(
@@ -87,7 +93,7 @@ def main(
         Path | None, Option(help="Directory for the YAMLs; default: .cache/launch/, by model, GPUs and nodes.")
     ] = None,
     stock: Annotated[
-        bool, Option("--stock", help="Leave out examples/gpu.env and its one trainer node: start from the file alone.")
+        bool, Option("--stock", help="Leave out examples/gpu.env and its numbers of nodes: start from the file alone.")
     ] = False,
     check: Annotated[
         bool,
@@ -142,6 +148,8 @@ class Plan:
     """The names of the settings that follow from the size."""
     preset: set[tuple[str, str]]
     """The tasks and keys whose values the preset gives, because no option does."""
+    reason: str
+    """The reason for the number of rollout nodes; empty where it is the file's or the option's."""
     volume: int
     """Gibibytes of the volume."""
     text: str
@@ -166,7 +174,8 @@ def _plan(
         chosen: the settings that go with the file, such as MODE.
         secrets: values of the job group's secrets.
         image: the images of `make image`.
-        preset: the settings that those of the options replace; with them goes one trainer node. None: the file's.
+        preset: the settings that those of the options replace; with them go one trainer node, and as many rollout nodes
+            as keep both tiers busy. None: the file's.
     """
     before = file.read_text()
     written = job_group_text.values(before)[Task.TRAINER, "envs.MODEL_NAME"]
@@ -175,16 +184,20 @@ def _plan(
     tiers = _tiers(before, size if preset is None else replace(size, trainer_nodes=size.trainer_nodes or 1))
     group = spec.load(file, spec.Overrides(settings | chosen, secrets))
     checks.check_names(group, settings | chosen | secrets, {})
-    sizes = _sizes(group, model, tiers)
+    is_open = preset is not None and not size.rollout_nodes and not OTHER_ENGINES.intersection(options)
+    chosen_tiers, sizes, reason = _sizes(group, model, tiers, is_open=is_open)
     derived = {"MIN_WORKERS": str(sizes.min_workers)}
     wanted = derived | settings | chosen
     changes = sizes.changes | _variables(group, wanted) | _images(group, image)
+    of_preset = set() if preset is None else _of_preset(changes, size, preset.keys() - options.keys())
+    of_preset |= {(Task.ROLLOUT_SERVER.value, "num_nodes")} if chosen_tiers != tiers else set()
     return Plan(
         model=model,
-        tiers=tiers,
+        tiers=chosen_tiers,
         variables=wanted,
         derived=derived.keys() - settings.keys(),
-        preset=set() if preset is None else _of_preset(changes, size, preset.keys() - options.keys()),
+        preset=of_preset,
+        reason=reason,
         volume=max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text())["size"]))),
         text=job_group_text.edited(before, changes),
     )
@@ -237,7 +250,7 @@ def _job_group(
 def _preset(options: Mapping[str, str]) -> dict[str, str]:
     """Return the settings of PRESET that go with the options: NCCL needs engines with CUDA and GPUs of their own."""
     preset = spec.env_file(PRESET)
-    if {"ROLLOUT_ENGINE", "CUDA_VISIBLE_DEVICES", "ENGINE_SLEEPS"}.intersection(options):
+    if OTHER_ENGINES.intersection(options):
         del preset["PUBLISH_TRANSPORT"]
     return preset
 
@@ -274,15 +287,37 @@ def _directory(model: Model, size: Size) -> Path:
     return Path(".cache/launch") / re.sub(r"[:, ]+", "-", "-".join(parts)).lower()
 
 
-def _sizes(group: spec.JobGroup, model: Model, tiers: Mapping[str, Tier]) -> Sizes:
-    """Check all settings, and return the sizes that follow from them."""
+def _sizes(
+    group: spec.JobGroup, model: Model, tiers: dict[str, Tier], *, is_open: bool
+) -> tuple[dict[str, Tier], Sizes, str]:
+    """Check all settings, and return the nodes and the sizes that follow from them.
+
+    The number of rollout nodes, if it ``is_open``, is chosen, and the reason returned. It stays where agents or
+    environments answer the prompts, because the time that they take is unknown.
+    """
     with nodes.allocate(group) as addresses:
         run = Run(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
         settings = {task.name: one for task, _, one in checks.load_all(run)}
     trainer, rollout = settings[Task.TRAINER], settings[Task.ROLLOUT_SERVER]
     assert isinstance(trainer, TrainerSettings)
     assert isinstance(rollout, RolloutSettings)
-    return derive(trainer, rollout, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER])
+    sizes = derive(trainer, rollout, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER])
+    if not is_open or any(one.rollout is not Rollout.COMPLETION for one in trainer.by_source().values()):
+        return tiers, sizes, ""
+    present = tiers[Task.ROLLOUT_SERVER]
+    engines = engines_of(rollout, model, present.choices[0])
+    shares = trainer_shares(model, Batch.of(trainer), _layout(tiers), engines)
+    enough = {nodes: share for nodes, share in shares.items() if nodes * engines >= trainer.min_workers}
+    count, reason = choose_rollout_nodes(enough, present.nodes)
+    tiers = {**tiers, Task.ROLLOUT_SERVER.value: replace(present, nodes=count)}
+    return tiers, derive(trainer, rollout, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER]), reason
+
+
+def _layout(tiers: Mapping[str, Tier]) -> Layout:
+    """Return the layout with the first choice of GPUs."""
+    rollout, trainer = (tiers[task] for task in (Task.ROLLOUT_SERVER, Task.TRAINER))
+    first, trainer_first = rollout.choices[0], trainer.choices[0]
+    return Layout(rollout.nodes, first.count, trainer.nodes, trainer_first.count, first.name, trainer_first.name)
 
 
 def _variables(group: spec.JobGroup, variables: Mapping[str, str]) -> dict[tuple[str, str], str]:
@@ -353,9 +388,10 @@ def _print_changes(before: str, after: str, plan: Plan) -> None:
 
 
 def _advise(plan: Plan) -> None:
-    """Print the planner's advice that must be tried on the cluster first."""
-    rollout, trainer = plan.tiers[Task.ROLLOUT_SERVER], plan.tiers[Task.TRAINER]
-    layout = Layout(rollout.nodes, rollout.choices[0].count, trainer.nodes, trainer.choices[0].count)
+    """Print the reason for the number of rollout nodes, and advice that must be tried on the cluster first."""
+    if plan.reason:
+        print(plan.reason)
+    layout = _layout(plan.tiers)
     transport, seconds = publishing(plan.model, layout)
     if transport != "disk" and not {"PUBLISH_TRANSPORT", "LORA_RANK"}.intersection(plan.variables):
         print(

@@ -14,10 +14,29 @@ from trainer.preflight.shape import ModelShape
 
 WEIGHT_BYTES = 2
 """Size of a parameter in bfloat16, in an engine and when it is published."""
-_GIGABYTES = {"H100": 80, "H200": 141, "A100-80GB": 80, "B200": 180, "A100": 40}
-_GIGABYTES |= {"L40S": 47, "L40": 47, "A40": 47, "L4": 23, "A10G": 23}
-MEMORY = {name: gigabytes * 10**9 for name, gigabytes in _GIGABYTES.items()}
-"""Bytes that programs see of a card, by SkyPilot's name for it; error correction takes some of what the card has."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card by its data sheet."""
+
+    memory: int
+    """Bytes that programs see; error correction takes some of what the card has."""
+    flops: float
+    """Dense bfloat16 operations a second."""
+    bandwidth: float
+    """Bytes a second of the memory."""
+
+
+_SHEETS = {
+    "H100": (80, 989, 3.35), "H200": (141, 989, 4.8), "A100-80GB": (80, 312, 2.04), "B200": (180, 2250, 8.0),
+    "A100": (40, 312, 1.555), "L40S": (47, 362, 0.864), "L40": (47, 181, 0.864), "A40": (47, 150, 0.696),
+    "L4": (23, 121, 0.3), "A10G": (23, 70, 0.6),
+}  # fmt: skip
+"""Gigabytes, TFLOP/s and TB/s."""
+CARDS = {name: Card(size * 10**9, flops * 1e12, speed * 1e12) for name, (size, flops, speed) in _SHEETS.items()}
+"""The cards by SkyPilot's names for them."""
+MEMORY = {name: card.memory for name, card in CARDS.items()}
 
 _DIMENSIONS = (
     *("vocab_size", "hidden_size", "intermediate_size"),

@@ -108,6 +108,8 @@ class Layout:
     """GPUs of a node; one engine spans them all."""
     trainer_nodes: int
     trainer_gpus: int
+    rollout_card: str = GPU
+    trainer_card: str = GPU
 
     @property
     def gpus(self) -> int:
@@ -163,7 +165,7 @@ def derive(
     # By default records take a part of the volume's room, whatever its size.
     settings = settings.model_copy(update={"record_groups": settings.record_groups or "off"})
     shape = replace(model.shape, teachers=tuple(find_model(name).shape for name in settings.teacher_models))
-    engines = {gpus: _engines(rollout_settings, model, gpus) for gpus in rollout.choices}
+    engines = {gpus: engines_of(rollout_settings, model, gpus) for gpus in rollout.choices}
     if settings.min_workers > (most := rollout.nodes * min(engines.values())):
         raise ConfigurationError(
             f"MIN_WORKERS is {settings.min_workers}, but {rollout.nodes} x {min(engines.values())} engines are {most}; "
@@ -198,7 +200,7 @@ def _options(trainer: Tier, gpus: Gpus) -> NameNodes:
     return name
 
 
-def _engines(settings: RolloutSettings, model: Model, gpus: Gpus) -> int:
+def engines_of(settings: RolloutSettings, model: Model, gpus: Gpus) -> int:
     """Return the number of engines of a rollout node, as its launcher will choose it."""
 
     def facts() -> SizeFacts:
@@ -267,11 +269,11 @@ def changes(model: Model, layout: Layout, need: Need, engines: int = 1) -> dict[
     rollout = engines * model.parameters * WEIGHT_BYTES + layout.rollout_gpus * PROCESS_BYTES
     return {
         ("rollout-server", "num_nodes"): str(layout.rollout_nodes),
-        ("rollout-server", "resources.accelerators"): f"{GPU}:{layout.rollout_gpus}",
+        ("rollout-server", "resources.accelerators"): f"{layout.rollout_card}:{layout.rollout_gpus}",
         ("rollout-server", "resources.cpus"): f"{_rollout_cpus(layout.rollout_gpus, engines)}+",
         ("rollout-server", "resources.memory"): f"{_rounded(32, rollout / GIB)}+",
         ("ppo-trainer", "num_nodes"): str(layout.trainer_nodes),
-        ("ppo-trainer", "resources.accelerators"): f"{GPU}:{layout.trainer_gpus}",
+        ("ppo-trainer", "resources.accelerators"): f"{layout.trainer_card}:{layout.trainer_gpus}",
         ("ppo-trainer", "resources.memory"): f"{_rounded(64, (need.total('host') + need.total('shm')) / GIB)}+",
     }
 

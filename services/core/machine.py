@@ -10,6 +10,7 @@ import ctypes
 import ctypes.util
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
+
+log = get_logger(__name__)
 
 NODE_RANK_VARIABLE = "SKYPILOT_NODE_RANK"
 """Set by SkyPilot on every node of every task."""
@@ -198,6 +202,12 @@ POD_MEMORY_VARIABLE = "SKYPILOT_POD_MEMORY_BYTES_LIMIT"
 KEPT_BLOCK_BYTES = 64 * 2**20
 KEPT_BYTES = 2**31 - 1
 
+KeepMemory = bool | Literal["auto"]
+"""KEEP_MEMORY: whether a process keeps the memory that it freed for its next step or its next weights."""
+MOST_KEPT = 1 / 6
+"""Largest share of a node's memory that a process with KEEP_MEMORY=auto may have needed and still keeps. A laptop runs
+four large processes: two ranks and two engines."""
+
 
 def host_memory() -> int:
     """Return the bytes of memory of this machine or, where it is less, of this container or of the pod's request."""
@@ -220,6 +230,23 @@ def keep_freed_memory() -> None:
         library.mallopt(_M_ARENA_MAX, 1)
         library.mallopt(_M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
         library.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def keeps_memory(setting: KeepMemory) -> bool:
+    """Return whether this process keeps freed memory; with `auto` if its peak is a small share of the node's memory."""
+    if setting != "auto":
+        return setting
+    unit = 1 if sys.platform == "darwin" else 1024
+    keeps = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit <= MOST_KEPT * host_memory()
+    _log_kept(keeps)
+    return keeps
+
+
+@cache
+def _log_kept(keeps: bool) -> None:
+    """Log the decision of KEEP_MEMORY=auto, once each."""
+    does = "keeps" if keeps else "returns"
+    log.info(f"KEEP_MEMORY=auto: this process {does} what it frees", node_gb=round(host_memory() / 1e9, 1))
 
 
 def release_memory() -> None:

@@ -42,6 +42,12 @@ OWN = frozenset(
 )
 """The variables, in lower case, that a source may set for itself."""
 
+_FORMS = {
+    "name": "at most 40 lower-case letters, digits, '_', '.' and '-', of which the first is a letter or a digit",
+    "ratio": "a number above 0 and at most 1e6",
+    "eval_only": "true or false",
+}
+
 
 class Source(BaseModel):
     """A source: its name, which the ids of its prompts begin with, its share of the groups, and variables of its own.
@@ -96,7 +102,7 @@ def load_sources(path: Path) -> Sources:
             raise ConfigurationError(f"{where}: a source named {source.name!r} is above; give each its own name")
         sources[source.name] = source
     if all(source.eval_only for source in sources.values()):
-        raise ConfigurationError(f"SOURCES {path}: every source is eval_only; leave one to train on")
+        raise ConfigurationError(f"SOURCES {path}: every source is eval_only; train on at least one")
     return Sources(tuple(sources[name] for name in sorted(sources)))
 
 
@@ -108,7 +114,7 @@ def _source(node: yaml.Node, path: Path) -> Source:
     for (key, _), name in zip(node.value, names, strict=True):
         line = f"SOURCES {path}, line {key.start_mark.line + 1}"
         if names.count(name) > 1:
-            raise ConfigurationError(f"{line}: {name!r} stands twice in a source; leave one")
+            raise ConfigurationError(f"{line}: {name!r} is set twice in a source; remove one")
         if name not in OWN and name not in Source.model_fields:
             raise ConfigurationError(
                 f"{line}: {name!r} is not a key of a source; allowed are "
@@ -120,8 +126,12 @@ def _source(node: yaml.Node, path: Path) -> Source:
         written = {key.value: value.value for key, value in node.value if isinstance(value, yaml.ScalarNode)}
         return Source.model_validate(values | {name: text for name, text in written.items() if name in OWN})
     except ValidationError as error:
-        problems = [f"{problem['loc'][0]} is {problem['input']!r}: {problem['msg']}" for problem in error.errors()]
-        raise ConfigurationError(f"{where}: {'; '.join(problems)}") from error
+        key = str(error.errors()[0]["loc"][0])
+        if key not in values:
+            raise ConfigurationError(f"{where}: a source without {key}; give {_FORMS[key]}") from error
+        line = next(found.start_mark.line + 1 for found, _ in node.value if found.value == key)
+        problem = f"{key} is {values[key]!r}; give {_FORMS[key]}"
+        raise ConfigurationError(f"SOURCES {path}, line {line}: {problem}") from error
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
 

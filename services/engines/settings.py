@@ -8,10 +8,10 @@ from enum import StrEnum
 from pydantic import Field, field_validator
 
 from services.core.machine import ComputeType
-from services.core.settings import EnginesSection, ModelSettings
+from services.core.settings import ContextSettings, EnginesSection, MemorySettings, ModelSettings
 
 
-class EngineSettings(ModelSettings):
+class EngineSettings(ModelSettings, ContextSettings, MemorySettings):
     """The environment variables of a rollout node's engine."""
 
     engine_dtype: ComputeType = ComputeType.AUTO
@@ -19,17 +19,12 @@ class EngineSettings(ModelSettings):
     the trainer's (COMPUTE_TYPE): bfloat16 on a GPU and on processors with bfloat16 instructions (AVX512-BF16 or AMX),
     float32 on other processors, which emulate bfloat16 many times more slowly. SGLang's `auto` is SGLang's own: the
     type that the model's config.json names, but float16 instead of float32."""
-    engine_context_length: int | None = Field(None, ge=16)
-    """Longest prompt and completion together, in tokens; default the model's."""
     engine_max_running_requests: int | None = Field(None, ge=1)
     """Completions computed at once by one engine; further ones wait. Default: SGLang's own choice, and 64 for the
     embedded engine."""
     engine_max_total_tokens: int | None = Field(None, ge=64)
     """Tokens for which one engine keeps keys and values. Default: SGLang's own choice, and 65536 or the context length,
-    whichever is more, for the embedded engine, whose prefix cache has up to half as many more."""
-    keep_memory: bool = False
-    """The embedded engine keeps the memory of replaced weights for the next weights instead of returning it to the
-    system, so that they are ready in half the time. The trainer has a setting of that name, too."""
+    whichever is more, for the embedded engine, whose prefix cache has up to half as many more. [advanced]"""
 
 
 class EngineKind(StrEnum):
@@ -45,9 +40,6 @@ class RolloutSettings(EngineSettings, EnginesSection):
 
     rollout_engine: EngineKind = EngineKind.AUTO
     """`sglang`, `embedded` (for machines without a GPU), or `auto`: SGLang where there is a GPU."""
-    engine_start_seconds: float = Field(1800.0, gt=0)
-    """An engine that does not answer that long after its start is killed and restarted. At its start the trainer waits
-    for services and workers for SERVICE_DEADLINE_SECONDS more than this. [advanced]"""
     engine_hang_seconds: float = Field(60.0, gt=0)
     """An engine or router whose /health does not answer for that long is killed and restarted. So is an SGLang whose
     scheduler does not answer /health_generate: within 1.5 times as long, or ten minutes later while weights change.

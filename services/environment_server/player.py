@@ -102,7 +102,7 @@ class Player:
         total = self._settings.environment_push_total
         first, count = self._begun, room if total is None else min(room, total - self._begun)
         self._begun += count
-        return [(self._settings.environment_push_seed + first + i) % 2**31 for i in range(count)]
+        return [(first + i) % 2**31 for i in range(count)]
 
     async def begin(self, seeds: Sequence[int]) -> list[Episode]:
         """See Arena. Waits until the episodes can be begun."""

@@ -30,7 +30,7 @@ class EnvironmentSettings(SourcesSettings):
     environment_step_seconds: float = Field(30.0, gt=0)
     """Time limit of one reset or step; an episode that exceeds it is lost."""
     environment_text_turns: int = Field(10, ge=1, le=1000)
-    """Answers that a built-in text environment allows before the episode is truncated."""
+    """Answers that a built-in text environment allows before the episode is truncated. [advanced]"""
 
     service_deadline_seconds: float = Field(300, gt=0)
     """Time that an OpenEnv server may take to answer when this server starts. [advanced]"""
@@ -44,8 +44,6 @@ class EnvironmentSettings(SourcesSettings):
     """Episodes to play with EVAL_HEAD_ENDPOINT; by default without end. [advanced]"""
     environment_push_policy: str | None = Field(None, min_length=1, max_length=100)
     """The head's policy that plays; default its first. [advanced]"""
-    environment_push_seed: int = Field(0, ge=0, lt=2**31)
-    """Seed of the first episode played with EVAL_HEAD_ENDPOINT. [advanced]"""
 
     @property
     def own_functions(self) -> dict[str, str]:

@@ -32,7 +32,7 @@ class HeadSettings(Settings):
     head_llm_model: str = Field("default", min_length=1)
     """The model that requests name. `default:policy` names the adapter of a run with LORA_RANK."""
     head_llm_concurrency: int = Field(64, ge=1)
-    """Conversations sent to a rollout server at once."""
+    """Conversations sent to a rollout server at once. [advanced]"""
     head_llm_max_tokens: int = Field(512, ge=1)
     """Longest answer of a language model, in tokens."""
     head_llm_temperature: float = Field(0.0, ge=0, le=10)

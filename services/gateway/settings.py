@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
-
-from services.core.settings import ModelSettings, TemplateSettings
+from services.core.settings import ContextSettings, ModelSettings, TemplateSettings
 
 
-class GatewaySettings(ModelSettings, TemplateSettings):
+class GatewaySettings(ModelSettings, TemplateSettings, ContextSettings):
     """The gateway's environment variables."""
 
     gateway_dir: Path | None = None
@@ -18,8 +16,6 @@ class GatewaySettings(ModelSettings, TemplateSettings):
     forced_tool_calls: Literal["refuse", "auto"] = "refuse"
     """What happens to a request that forces a tool call (`tool_choice` is `required`, `any` or a tool), because engines
     cannot promise one: `refuse` answers 400; `auto` lets the model choose, for libraries that take any answer."""
-    engine_context_length: int | None = Field(None, ge=16)
-    """Longest prompt and completion together, in tokens; default the model's."""
 
     @property
     def directory(self) -> Path:

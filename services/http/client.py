@@ -177,6 +177,10 @@ class HttpClient:
         seconds = self.deadline if deadline is None else deadline
         patience = self.timeout if attempt_seconds is None else attempt_seconds
         request = self._build(method, path, payload, params, headers, patience)
+        return await self._repeat(request, f"{method} {self.url}{path}", seconds)
+
+    async def _repeat(self, request: httpx.Request, name: str, seconds: float) -> httpx.Response:
+        """Send a request, called ``name`` in messages, again and again for ``seconds`` until an attempt succeeds."""
         started = time.monotonic()
         attempts, last_error = 0, "no answer"
         cause: Exception | None = None
@@ -190,9 +194,7 @@ class HttpClient:
                         if attempts > 1:
                             self._retries.inc()
                         if attempts == 2:
-                            log.warning(
-                                "a request is tried again", request=f"{method} {self.url}{path}", why=last_error
-                            )
+                            log.warning("a request is tried again", request=name, why=last_error)
                         try:
                             return (await self._http.send(request)).raise_for_status()
                         except httpx.HTTPError as error:
@@ -202,8 +204,8 @@ class HttpClient:
             if isinstance(error, httpx.HTTPStatusError) and error.response.status_code not in _RETRIED_STATUS:
                 raise self._refusal(error.response) from None
             raise DependencyLostError(
-                f"{self.service} did not answer {method} {self.url}{path} within {time.monotonic() - started:.1f} s "
-                f"and {attempts} tries: {last_error}"
+                f"{self.service} did not answer {name} within {time.monotonic() - started:.1f} s and {attempts} tries: "
+                f"{last_error}"
             ) from (cause or error)
         raise AssertionError("stamina returned without an attempt that succeeded or raised")
 

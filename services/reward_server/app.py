@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -28,6 +28,73 @@ from services.reward_server.settings import RewardSettings
 log = get_logger(__name__)
 
 
+class Rewards:
+    """The scorers of all sources, and the workers and models that they share."""
+
+    def __init__(self, settings: RewardSettings) -> None:
+        """Make them; ``serving`` starts them."""
+        self.settings = settings
+        self.pool = WorkerPool(settings)
+        self.judge = judge_of(settings)
+        self.code = CodeReward(settings) if "code" in settings.names else None
+        self.scorers = settings.of_sources(lambda own, _: Scorer(own, self.pool, judge=self.judge, code=self.code))
+
+    @asynccontextmanager
+    async def serving(self, _app: FastAPI) -> AsyncIterator[None]:
+        """Load and start everything that scores, and stop it when the context ends."""
+        async with AsyncExitStack() as stack:
+            if self.judge is not None:
+                await stack.enter_async_context(self.judge.serving())
+            if self.settings.reward_model is not None:
+                neural = await _start_reward_model(self.settings, stack)
+                for scorer in self.scorers.values():
+                    scorer.neural = neural
+            if self.code is not None:
+                stack.push_async_callback(self.code.stop)
+                await self.code.start()
+            await self.pool.start()
+            stack.push_async_callback(self.pool.stop)
+            yield
+
+    def health(self) -> Health:
+        """Return whether a worker lives, or none is needed."""
+        alive = not self.settings.worker_functions or self.pool.alive > 0
+        return Health(status="healthy" if alive else "unhealthy", service="reward-server")
+
+    def stats(self) -> dict[str, Any]:
+        """Return the rewards, the numbers of answers by status, and the state of judge and workers."""
+        workers = {"pending": self.pool.pending, "workers_alive": self.pool.alive}
+        answers = sum((scorer.counts for scorer in self.scorers.values()), Counter[str]())
+        judged = {} if self.judge is None else {"judge": self.judge.figures.stats()}
+        relative = [source for source, own in self.settings.by_source().items() if own.is_relative]
+        of_rewards = {"reward_fn": self.settings.all_rewards, "relative": relative, "answers": dict(answers)}
+        return {**of_rewards, **judged, **workers}
+
+    async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        """Return one result an item, in order, by the REWARD_FN of its source.
+
+        Raises:
+            ProblemError: 422, there is no such source.
+        """
+        of_source = self.by_source(items)
+        scored = await asyncio.gather(*(self.scorers[source].score(chosen) for source, chosen in of_source.items()))
+        results = {source: iter(results) for source, results in zip(of_source, scored, strict=True)}
+        return [next(results[item.source]) for item in items]
+
+    def by_source(self, items: Sequence[RewardItem]) -> dict[str, list[RewardItem]]:
+        """Return the items by their source, each of which has a scorer.
+
+        Raises:
+            ProblemError: 422, there is no such source.
+        """
+        of_source: dict[str, list[RewardItem]] = {}
+        for item in items:
+            of_source.setdefault(item.source, []).append(item)
+        if unknown := of_source.keys() - self.scorers.keys():
+            raise unknown_source(min(unknown), self.scorers)
+        return of_source
+
+
 def create_app(settings: RewardSettings) -> FastAPI:
     """Make the reward-server.
 
@@ -38,85 +105,33 @@ def create_app(settings: RewardSettings) -> FastAPI:
     for source, own in settings.by_source().items():
         if own.caution:
             log.warning(own.caution, source=source or None)
-    pool = WorkerPool(settings)
-    judge = judge_of(settings)
-    code = CodeReward(settings) if "code" in settings.names else None
-    scorers = settings.of_sources(lambda own, _: Scorer(own, pool, judge=judge, code=code))
-
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            if judge is not None:
-                await stack.enter_async_context(judge.serving())
-            if settings.reward_model is not None:
-                neural = await _start_reward_model(settings, stack)
-                for scorer in scorers.values():
-                    scorer.neural = neural
-            if code is not None:
-                stack.push_async_callback(code.stop)
-                await code.start()
-            await pool.start()
-            stack.push_async_callback(pool.stop)
-            yield
-
-    def health() -> Health:
-        alive = not settings.worker_functions or pool.alive > 0
-        return Health(status="healthy" if alive else "unhealthy", service="reward-server")
-
-    def stats() -> dict[str, Any]:
-        workers = {"pending": pool.pending, "workers_alive": pool.alive}
-        answers = sum((scorer.counts for scorer in scorers.values()), Counter[str]())
-        judged = {} if judge is None else {"judge": judge.figures.stats()}
-        relative = [source for source, own in settings.by_source().items() if own.is_relative]
-        of_rewards = {"reward_fn": settings.all_rewards, "relative": relative, "answers": dict(answers)}
-        return {**of_rewards, **judged, **workers}
-
+    rewards = Rewards(settings)
     app = create_service_app(
-        "reward-server", settings=settings, lifespan=lifespan, health=health, stats=stats, description=__doc__ or ""
+        "reward-server",
+        settings=settings,
+        lifespan=rewards.serving,
+        health=rewards.health,
+        stats=rewards.stats,
+        description=__doc__ or "",
     )
 
     @app.post("/reward")
     async def post_reward(item: RewardItem) -> RewardResult:
         """Score one answer; ``reward`` is null where it could not be scored, and ``status`` says why."""
-        return (await _score(scorers, [item]))[0]
+        return (await rewards.score([item]))[0]
 
     @app.post("/batch_reward")
     async def post_batch_reward(request: BatchRewardRequest) -> BatchRewardReply:
         """Score answers: one result an item, in order; ``is_group`` also compares them, where REWARD_FN does."""
         if request.is_group and request.items:
-            [source] = _by_source(scorers, request.items)
-            scored = await scorers[source].score(request.whole_items, is_group=True, own_rewards=request.own_rewards)
+            [source] = rewards.by_source(request.items)
+            scorer = rewards.scorers[source]
+            scored = await scorer.score(request.whole_items, is_group=True, own_rewards=request.own_rewards)
         else:
-            scored = await _score(scorers, request.whole_items)
+            scored = await rewards.score(request.whole_items)
         return BatchRewardReply.model_construct(rewards=scored)
 
     return app
-
-
-async def _score(scorers: Mapping[str, Scorer], items: Sequence[RewardItem]) -> list[RewardResult]:
-    """Return one result an item, in order, by the REWARD_FN of its source.
-
-    Raises:
-        ProblemError: 422, there is no such source.
-    """
-    of_source = _by_source(scorers, items)
-    scored = await asyncio.gather(*(scorers[source].score(chosen) for source, chosen in of_source.items()))
-    results = {source: iter(results) for source, results in zip(of_source, scored, strict=True)}
-    return [next(results[item.source]) for item in items]
-
-
-def _by_source(scorers: Mapping[str, Scorer], items: Sequence[RewardItem]) -> dict[str, list[RewardItem]]:
-    """Return the items by their source, each of which has a scorer.
-
-    Raises:
-        ProblemError: 422, there is no such source.
-    """
-    of_source: dict[str, list[RewardItem]] = {}
-    for item in items:
-        of_source.setdefault(item.source, []).append(item)
-    if unknown := of_source.keys() - scorers.keys():
-        raise unknown_source(min(unknown), scorers)
-    return of_source
 
 
 def _check(settings: RewardSettings) -> None:

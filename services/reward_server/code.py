@@ -105,7 +105,7 @@ def tests_of(row: str | None, ground_truth: str) -> Tests:
     """
     try:
         columns = json.loads(row or "{}")
-        return read_tests(columns if _COLUMNS & columns.keys() else {"tests": ground_truth})
+        return read_tests(columns if _COLUMNS & columns.keys() or not ground_truth else {"tests": ground_truth})
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error, pickle.UnpicklingError) as error:
         raise ValueError(f"the row's tests cannot be read ({error!r}); docs/guides/code.md has their forms") from error
 

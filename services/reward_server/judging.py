@@ -101,7 +101,7 @@ class Judge:
             try:
                 await self._probe(CHECK_SECONDS)
             except DependencyLostError as error:
-                log.warning("the judge cannot be checked from here", reason=str(error))
+                print(f"note: JUDGE_URL {self.settings.judge_url} was not checked, because it does not answer: {error}")
 
     async def _probe(self, seconds: float) -> None:
         settings = self.settings

@@ -26,14 +26,16 @@ APPLIES_SECONDS = 20.0
 
 
 def main() -> None:
-    """Import the functions as a worker process does, read the rubrics, ask the judge, and attack the sandbox.
+    """Import the functions as a worker process does, and read the rubrics; without a file ask judge and sandbox, too.
 
     Raises:
-        ConfigurationError: a function cannot be imported, no function applies to a row, the judge is none,
+        ConfigurationError: a function cannot be imported, no function applies to a row, the judge does not answer,
             or no sandbox holds here.
     """
     settings = RewardSettings.load()
     check(settings)
+    if len(sys.argv) > 1:
+        return
     if (judge := judge_of(settings)) is not None:
         asyncio.run(judge.check())
     if "code" in settings.names:
@@ -44,12 +46,10 @@ def check(settings: RewardSettings) -> None:
     """Import the functions of every source, read its rubric, and look at the rows in the file of the command line.
 
     Raises:
-        ConfigurationError: a function cannot be imported, none applies to a row, or a rubric is not one; the message
+        ConfigurationError: a function cannot be imported, none applies to a row, or a rubric is not valid; the message
             names its source.
     """
     settings.of_sources(lambda own, source: _load(own, source.name if source else ""))
-    if "code" in settings.names:
-        asyncio.run(choose(settings.sandbox, settings.interpreter, writes=False))
 
 
 def _load(settings: RewardSettings, source: str) -> None:
@@ -74,7 +74,7 @@ def _check_tests(items: Iterable[tuple[str, dict[str, Any]]]) -> None:
         try:
             tests_of(item.get("row"), item["ground_truth"])
         except ValueError as error:
-            raise ConfigurationError(f"REWARD_FN has `code`, but of prompt {prompt_id} {error}") from error
+            raise ConfigurationError(f"REWARD_FN has `code`, and at prompt {prompt_id} {error}") from error
 
 
 def check_applies(

@@ -14,10 +14,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from services.core.errors import ConfigurationError
@@ -45,11 +45,20 @@ class NoVerdictError(Exception):
         self.status = status
 
 
+def _without_lone_braces(text: str) -> str:
+    if brace := re.search("[{}]", PLACEHOLDER.sub("", text)):
+        raise ValueError(f"a {brace[0]} stands alone; write {{name}} for a column, and {{{{ or }}}} for a brace")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_without_lone_braces)]
+
+
 class Criterion(StrictModel):
     """One question about an answer, and its possible verdicts from worst to best."""
 
     name: str = Field(pattern=r"^[\w-]+$")
-    text: str = Field(min_length=1)
+    text: Text = Field(min_length=1)
     weight: float = Field(1.0, gt=0)
     choices: tuple[str, ...] = Field(YES_OR_NO, min_length=2)
 
@@ -61,7 +70,7 @@ class Rubric(StrictModel):
     ``}}`` are braces.
     """
 
-    instruction: str = ""
+    instruction: Text = ""
     criteria: tuple[Criterion, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -115,8 +124,11 @@ def load_rubric(path: Path, *, yes_or_no: bool = False) -> Rubric:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "the file"
+        problem = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            problem = "this key does not exist; correct its name or remove it"
         raise ConfigurationError(
-            f"{where}, line {_line(root, first['loc'])}: {name}: {first['msg']}; docs/guides/judge.md has the form"
+            f"{where}, line {_line(root, first['loc'])}: {name}: {problem}; docs/guides/judge.md has the form"
         ) from error
     for number, criterion in enumerate(rubric.criteria):
         if yes_or_no and criterion.choices != YES_OR_NO:

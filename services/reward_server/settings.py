@@ -65,10 +65,10 @@ class JudgeSettings(Settings):
     judge_max_tokens: int = Field(2048, ge=1)
     """Most tokens of a judge's reply, with its reasoning. A reply that is cut off there has no verdict."""
     judge_max_characters: int = Field(20_000, ge=100)
-    """Longer answers are cut in the middle before they are judged; a note in the text says so."""
+    """Longer answers are cut in the middle before they are judged; a note in the text says so. [advanced]"""
     judge_second_order: float = Field(0.1, ge=0, le=1)
     """Share of the groups that `judge_group` judges a second time, in the opposite order. The agreement of the two is a
-    metric; the rewards are those of the first."""
+    metric; the rewards are those of the first. [advanced]"""
     judge_args: JsonObject = Field(default_factory=dict)
     """Further fields of every request as a JSON object, such as `{"reasoning_effort": "low"}`; null removes a field,
     such as `{"temperature": null}` for a model that refuses it."""
@@ -110,7 +110,7 @@ class RewardSettings(SourcesSettings, JudgeSettings, SandboxSettings):
     reward."""
     reward_model_max_tokens: int = Field(2048, ge=16)
     """Longer conversations are unscorable by the reward model, as are those longer than its positions; nothing is cut
-    off."""
+    off. [advanced]"""
 
     code_score: CodeScore = CodeScore.ALL
     """The reward `code`: `all`, 1 if every test of the row passes and 0 otherwise; `share`, the share that passes, with

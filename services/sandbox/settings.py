@@ -17,7 +17,8 @@ class SandboxSettings(Settings):
     containers allow too) or `seatbelt` (macOS). `auto` takes the first of bwrap and landlock that keeps every attack of
     its check at the start; docs/security.md."""
     sandbox_python: str | None = None
-    """The Python (3.11 or newer) that runs code, whose packages code can import; unset: the service's own."""
+    """The Python (3.11 or newer) that runs code, whose packages code can import; unset: the service's own.
+    [advanced]"""
 
     @cached_property
     def interpreter(self) -> Interpreter:

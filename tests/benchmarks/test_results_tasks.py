@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import trl_runs
 from benchmarks.job import Job
-from benchmarks.results import beside_trl, experiments, job_runs
+from benchmarks.results import beside_trl, experiments, job_runs, mix
 from benchmarks.results.runs import Result, Run
 from benchmarks.results.tasks import TINY, with_model
 from services.core.errors import ConfigurationError
@@ -125,3 +125,26 @@ def test_the_stages_of_a_run_are_compared_seed_by_seed() -> None:
     _, _, first, second = beside_trl.stages(results, "tiny").splitlines()
     assert first == "| 1 to 10 | 0.350 | 0.100 | +0.250 (+0.250 to +0.250) | higher |"
     assert second == "| 11 to 20 | 0.750 | 0.500 | +0.250 (+0.250 to +0.250) | higher |"
+
+
+def test_a_source_alone_has_its_groups_of_the_mix() -> None:
+    sizes = {variant: settings.get("BATCH_SIZE") for variant, (settings, _) in mix.variants().items()}
+    assert sizes == {"mix": None, "sums alone": "2", "largest alone": "2", "guessing alone": "4"}
+    assert mix.MIX_SETTINGS["BATCH_SIZE"] == "8"
+
+
+def test_the_cost_of_a_mix_is_by_source_and_seed() -> None:
+    rewards = {"sums": 0.5, "largest": 0.25, "guessing": 0.75}
+
+    def run(variant: str, sources: list[str], seed: int, shift: float) -> Result:
+        figures = {f"reward/{source}": rewards[source] + 0.1 * seed + shift for source in sources}
+        return Result(mix.TASK, variant, seed, {}, [0.0], [8 * len(sources)], processor="any", figures=figures)
+
+    results = [run("mix", list(rewards), seed, -0.125) for seed in range(3)]
+    results += [run(mix.alone(source), [source], seed, 0.0) for seed in range(3) for source in rewards]
+    assert "| sums | 0.600 (0.500 to 0.700) | 0.475 (0.375 to 0.575) | -0.125 (-0.125 to -0.125) | lower |" in (
+        mix.costs(results)
+    )
+    assert mix.cost(results, "mean") == "**lower** (-0.125)"
+    assert mix.tokens(results) == "24 by the mix and 24 by its sources alone"
+    assert mix.cost([one for one in results if one.seed < 2], "sums") == ""

@@ -22,7 +22,7 @@ from tests.waiting import IDLE_SECONDS
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STEPS = 16
-SETTINGS = {"MAX_STEPS": str(STEPS), "REPLAY_EVERY": "2", "MIN_WORKERS": "2"}
+SETTINGS = {"MAX_STEPS": str(STEPS), "MIN_WORKERS": "2"}
 NODES = ["data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0", "replay-buffer-0"]
 TRAINERS = ["ppo-trainer-0", "ppo-trainer-1"]
 

@@ -66,20 +66,17 @@ def test_every_step_has_its_groups_of_each_source_whoever_is_killed(
     (tmp_path / "mix.yaml").write_text(MIX)
     is_async = "async" in job_group
     nodes = {"rollout-server": 1, "ppo-trainer": 1} | ({"collector": 2} if is_async else {})
-    system = System(
-        tmp_path,
-        tiny_model,
-        *(option for task, count in nodes.items() for option in ("--num-nodes", f"{task}={count}")),
-        job_group=job_group,
-        SOURCES=str(tmp_path / "mix.yaml"),
-        ARITHMETIC_DIGITS="2",
-        BATCH_SIZE=str(BATCH),
-        MAX_STEPS=str(STEPS),
-        REPLAY_GROUPS="0",
-        EVAL_PROMPTS="0",
-        CHECKPOINT_EVERY="8",
-        RECORD_GROUPS="all",
-    )
+    options = [option for task, count in nodes.items() for option in ("--num-nodes", f"{task}={count}")]
+    settings = {
+        "SOURCES": str(tmp_path / "mix.yaml"),
+        "ARITHMETIC_DIGITS": "2",
+        "BATCH_SIZE": str(BATCH),
+        "REPLAY_GROUPS": "0",
+        "EVAL_PROMPTS": "0",
+        "CHECKPOINT_EVERY": "8",
+        "RECORD_GROUPS": "all",
+    }
+    system = System(tmp_path, tiny_model, *options, job_group=job_group, MAX_STEPS=str(STEPS), **settings)
     for step, (node, command) in killed.items():
         system.wait_for_step(step)
         kill(system, node, command)
@@ -99,3 +96,11 @@ def test_every_step_has_its_groups_of_each_source_whoever_is_killed(
     assert set(rewards) == {f"reward_mean/{source}" for source in RATIOS}
     assert system.summary()["sources"].keys() == RATIOS.keys()
     assert system.processes() == []
+    if not is_async:
+        (tmp_path / "mix.yaml").write_text(MIX.replace("ratio: 2", "ratio: 3"))
+        run_id = system.run_dir.name
+        other = System(tmp_path, tiny_model, *options, run_id=run_id, MAX_STEPS=str(STEPS + 1), **settings)
+        assert other.wait() == 78, other.text
+        assert "cannot continue from" in other.text, other.text
+        assert "plus: settings ratio 2 then, ratio 3 now" in other.text, other.text
+        assert len(system.metrics()) == STEPS

@@ -112,21 +112,16 @@ MIXTURE = Qwen3MoeConfig(
 
 
 @pytest.mark.parametrize(
-    ("label", "checkpointing", "least"),
+    ("label", "checkpointing"),
     [
-        *((label, False, 0.998) for label in ("0.5B", "7B", "8B", "mixture")),
-        *((label, "selective", 0.9) for label in ("7B", "8B", "32B")),
-        # Whole tensors of a small model, or of experts, are large shares of the budget.
-        *((label, "selective", 0.7) for label in ("0.5B", "1.5B")),
-        ("mixture", "selective", 0.2),
+        *((label, False) for label in ("0.5B", "7B", "8B", "mixture")),
+        *((label, "selective") for label in ("0.5B", "1.5B", "7B", "8B", "32B", "mixture")),
     ],
 )
-def test_a_compiled_layer_keeps_the_bytes_that_the_preflight_says(
-    label: str, checkpointing: Checkpointing, least: float
-) -> None:
+def test_a_compiled_layer_keeps_the_bytes_that_the_preflight_says(label: str, checkpointing: Checkpointing) -> None:
     config = MIXTURE if label == "mixture" else CONFIGS[label][1]
     shape = ModelShape.of(config)
     settings = TrainerSettings.load(activation_checkpointing=checkpointing)
     work = work_of(settings, shape, memory=80 * 10**9, nodes=1, ranks_per_node=RANKS, compute_bytes=2)
     share = kept_bytes(config, TOKENS, SEQUENCE, checkpointing) / TOKENS / stored_bytes(shape, work)
-    assert least < share < 1.001, "too much or too little memory is asked for"
+    assert 0.998 < share < 1.001, "too much or too little memory is asked for"

@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tests.pretend_cuda.learner import pretended_learner, pretended_ranks
 from tests.pretend_cuda.seen import Call, Seen
+from tests.sequences import trained_sequence
 from tests.trainer.tiny import FAMILIES, random_groups
 from tests.waiting import LIMIT_SECONDS
-from trainer.algorithm.attention_layout import TreeMask
+from trainer.algorithm.attention_layout import TILE, TreeMask
 from trainer.algorithm.loss import StepSize
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
 from trainer.checkpoints import checkpoint
@@ -118,6 +119,20 @@ def test_the_experts_of_a_mixture_are_products_by_group(step: Step) -> None:
     n_mixtures = step.case.family.count("moe")
     # Each of the two products has two products in the backward pass.
     assert step.seen.names()["aten._grouped_mm.default"] == n_mixtures * MICRO_BATCHES * 2 * 3
+
+
+def test_a_long_prompt_is_computed_once_for_all_its_completions_and_no_key_is_copied(tmp_path: Path) -> None:
+    answers = [trained_sequence([token] * 10, [-1.0] * 10, [0.1] * 10) for token in range(3, 11)]
+    group = TrainingGroup([2] * 100, answers)
+    with pretended_learner(tmp_path, FAMILIES["qwen2"]) as learner, Seen() as seen:
+        with pytest.raises(DataDependentOutputException):
+            learner.update([group], 0)
+        (on_a_cpu,) = micro_batching.share_out([group], 1, learner.settings.micro_batch_tokens)
+    assert len(on_a_cpu) > 1, "there its keys are too many"
+    assert seen.names()["aten.embedding.default"] == 1
+    calls = [call for call in seen.calls if call.name == "flex_attention"]
+    assert calls
+    assert all(call.args[0].shape[2] == call.args[1].shape[2] == 2 * TILE for call in calls), "queries and keys"
 
 
 def test_an_optimizer_that_was_saved_before_its_first_step_counts_steps_on_the_device(tmp_path: Path) -> None:

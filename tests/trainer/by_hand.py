@@ -17,6 +17,7 @@ from tests.trainer.tiny import plain_forward, plain_model
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.model.micro_batching import part_order
+from trainer.model.optimizer import ADAM_BETA1
 
 
 @dataclass
@@ -42,7 +43,7 @@ def update(
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": undecayed, "weight_decay": 0.0}],
         lr=settings.learning_rate,
-        betas=(settings.adam_beta1, settings.adam_beta2),
+        betas=(ADAM_BETA1, settings.adam_beta2),
         eps=settings.adam_eps,
     )
     n_parts = settings.updates_per_batch

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from services.core.machine import ComputeType
-from services.core.settings import AgentSettings, MethodSettings, ModelSettings, Settings
-from services.protocol.replay import SampleStrategy
+from services.core.settings import AgentSettings, MemorySettings, MethodSettings, ModelSettings, Settings
 from services.protocol.rewards import LARGEST_REWARD
 from trainer.algorithm.methods import (
     Aggregation,
@@ -78,7 +77,7 @@ def _steps_to_record(value: object) -> object:
 Checkpointing = bool | Literal["selective"]
 """The layers that are recomputed in the backward pass: all, none, or the parts that the compiler chooses."""
 SELECTIVE_BUDGET = 0.5
-"""The share of its activations, besides its input, that a compiled layer keeps with selective recomputation."""
+"""The most of its activations, besides its input, that a compiled layer keeps with selective recomputation."""
 RecordGroups = Annotated[Literal["off", "all"] | int, BeforeValidator(_steps_to_record)]
 """The steps whose groups are recorded."""
 
@@ -120,9 +119,6 @@ class RunSection(ModelSettings):
     computes; `all` where MAX_STEPS fit into that tenth."""
     service_deadline_seconds: float = Field(300, gt=0)
     """Longest time that a service may be unreachable before the run ends as recoverable. [advanced]"""
-    engine_start_seconds: float = Field(1800, gt=0)
-    """Longest time that an engine takes to start, as in the rollout-server's settings. At its start the trainer waits
-    SERVICE_DEADLINE_SECONDS longer than this for services and workers. [advanced]"""
 
 
 class SamplingSection(AgentSettings):
@@ -222,12 +218,8 @@ class AlgorithmSection(Settings):
     replay_groups: int = Field(0, ge=0, le=4096)
     """Groups from the replay buffer that are trained on besides the fresh ones; 0: off. docs/results.md has learning
     curves with and without."""
-    replay_every: int = Field(1, ge=1)
-    """Steps between two draws from the replay buffer. [advanced]"""
-    replay_strategy: SampleStrategy = SampleStrategy.PRIORITY
-    """`priority`, `recency` or `uniform`. [advanced]"""
     replay_exponent: float = Field(1.0, ge=0, le=10)
-    """Alpha of prioritised replay. [advanced]"""
+    """Alpha of prioritised replay; with 0 all groups are equally likely. [advanced]"""
     replay_correction: float = Field(0.4, ge=0, le=1)
     """Beta of prioritised replay. [advanced]"""
     replay_max_staleness: int = Field(8, ge=1)
@@ -298,11 +290,9 @@ class OptimisationSection(Settings):
     prompts sooner, as with DYNAMIC_SAMPLING_TRIES, they fall with the prompts that are left."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW's first beta. [advanced]"""
     adam_beta2: float = Field(0.99, ge=0, lt=1)
-    """AdamW's second beta. The default is a memory of 100 steps, because many runs have hardly more; torch, TRL and
-    verl have 0.999."""
+    """AdamW's second beta; the first is 0.9. The default is a memory of 100 steps, because many runs have hardly more;
+    torch, TRL and verl have 0.999."""
     adam_eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon, added to the root of the second moment. A larger one damps parameters with tiny gradients.
     [advanced]"""
@@ -315,7 +305,7 @@ class OptimisationSection(Settings):
     another rank also changes the size of a step."""
 
 
-class MemorySection(Settings):
+class MemorySection(MemorySettings):
     """Number formats, and what trades memory for time."""
 
     compute_type: ComputeType = ComputeType.AUTO
@@ -327,15 +317,12 @@ class MemorySection(Settings):
     half of them, if that saves `ACTIVATION_CHECKPOINTING=auto` from recomputing whole layers."""
     activation_checkpointing: Checkpointing | Literal["auto"] = "auto"
     """Recompute layers in the backward pass: `true`, `false`, or on GPUs `selective`: the parts that the compiler finds
-    cheap, such as attention, which halves the memory for activations. `auto`: the fastest that a GPU's memory allows;
-    `false` on a CPU."""
+    cheap, such as attention, which at least halves the memory for activations. `auto`: the fastest that a GPU's memory
+    allows; `false` on a CPU."""
     shard_parameters: bool | Literal["auto"] = "auto"
     """`true`: free gathered parameters between forward and backward and reduce gradients every micro-batch (least
     memory). `false`: gather and reduce once a step (least traffic). `auto`: what a GPU's memory allows; `true` on a
     CPU. The state is sharded within a node and replicated between nodes if it fits, and otherwise sharded over all."""
-    keep_memory: bool = False
-    """Keep what a step freed for the next, instead of giving it back to the system for others on the machine: on a CPU
-    steps are a sixth shorter. Engines have a setting of that name, too."""
 
 
 class PublishingSection(Settings):
@@ -348,7 +335,7 @@ class PublishingSection(Settings):
     with the chance that makes their mean exact."""
     save_type: PublishedType | None = None
     """The same for the trained model in the run directory. Unset: PUBLISH_TYPE, so that it is the last published
-    version byte for byte; with LORA_RANK float32."""
+    version byte for byte; with LORA_RANK float32. [advanced]"""
     publish_in_place: bool | None = None
     """Change weights under generations in flight, which continue with the new ones; each token's version is recorded.
     Off: they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`.

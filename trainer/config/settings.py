@@ -371,13 +371,13 @@ def options_have_their_method(settings: TrainerSettings) -> None:
 UNFIT: Mapping[str, tuple[tuple[str, ...], str]] = {
     "maxrl": (
         ("overlong_buffer", "kl_in_reward", "over_limit_reward", "credit"),
-        "divides by the share of right answers, so that rewards must be 0 or 1, and those of answers",
+        "divides by the share of right answers, so that each answer must have one reward, of 0 or 1",
     ),
     "gdpo": (
         ("overlong_buffer", "kl_in_reward", "credit"),
         "compares each reward function by itself, and this changes their sum; write a reward function for it",
     ),
-    "rae": (("credit",), "has a baseline for a seat, and not for its turns"),
+    "rae": (("credit",), "has one baseline for each seat, and none for its turns"),
 }
 """The settings that an advantage does not fit, with the reason."""
 

@@ -18,6 +18,7 @@ from trainer.config import Schedule, TrainerSettings
 from trainer.model.ranks import Ranks
 from trainer.model.sharding import reshard
 
+ADAM_BETA1 = 0.9
 HEAD_GROUPS = 2
 """Parameter groups of a value head: its matrix and its bias."""
 
@@ -41,7 +42,7 @@ def make_optimizer(settings: TrainerSettings, module: nn.Module) -> torch.optim.
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
-        betas=(settings.adam_beta1, settings.adam_beta2),
+        betas=(ADAM_BETA1, settings.adam_beta2),
         eps=settings.adam_eps,
         weight_decay=settings.weight_decay,
         fused=True,

@@ -129,8 +129,8 @@ def check_endpoints(
         distance = probe_distance(ours.tolist(), teacher.probe)
         if distance < LEAST_DISTANCE:
             raise ConfigurationError(
-                f"TEACHER_URL={teacher.url} says of a text what the student says, to {distance:.3f} nats a token, and "
-                "teaches it nothing; serve another model there"
+                f"TEACHER_URL={teacher.url} gives a text the student's own log-probabilities, to {distance:.3f} nats a "
+                "token, and teaches it nothing; serve another model there"
             )
 
 

@@ -15,7 +15,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import compress, product
 from pathlib import Path
 
 import torch
@@ -179,10 +179,26 @@ def stored_bytes(shape: ModelShape, work: Work) -> int:
     """Return the bytes of a token in a layer that the forward pass keeps for the backward pass."""
     states = work.compute_bytes * shape.hidden
     if work.checkpointing == "selective":
-        # The compiler keeps at most this share of what it would keep besides the layer's input: as whole tensors, so of
-        # small models and of mixtures less.
-        return states + math.ceil(SELECTIVE_BUDGET * (layer_bytes(shape, work) - states))
+        return states + _selected_bytes(shape, work)
     return states if work.checkpointing else layer_bytes(shape, work)
+
+
+def _selected_bytes(shape: ModelShape, work: Work) -> int:
+    """Return the bytes of a token that selective recomputation keeps in a layer besides its input.
+
+    The compiler chooses among whole results of products: those that together took the most operations of all that fit
+    into its budget. It always computes attention and a mixture's experts again, but keeps the numbers of the experts.
+    """
+    size, hidden = work.compute_bytes, shape.hidden
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    products = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]  # columns and rows
+    products += [] if shape.token_experts else [(shape.intermediate, hidden)] * 2
+    budget = SELECTIVE_BUDGET * (layer_bytes(shape, work) - size * hidden)
+    if work.lora_rank:
+        return math.ceil(budget)  # an upper bound: which of the adapters' products it keeps was not counted
+    subsets = (list(compress(products, chosen)) for chosen in product((False, True), repeat=len(products)))
+    sizes = ((sum(c * rows for c, rows in kept), size * sum(c for c, _ in kept)) for kept in subsets)
+    return max(one for one in sizes if one[1] <= budget)[1] + EXPERT_BYTES * shape.token_experts
 
 
 def layer_bytes(shape: ModelShape, work: Work) -> int:
@@ -197,12 +213,14 @@ def layer_bytes(shape: ModelShape, work: Work) -> int:
     size, queries, keys = work.compute_bytes, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     head_norms = size * (queries + keys) + 4 * (shape.heads + shape.kv_heads) if shape.has_head_norms else 0
     others = 4 * (shape.heads + 2) + size * PROJECTIONS * work.lora_rank
-    others += shape.token_experts * (2 * size * shape.hidden + 64)
+    others += shape.token_experts * (2 * size * shape.hidden + EXPERT_BYTES)
     return size * (4 * shape.hidden + 2 * queries + 2 * keys + 3 * shape.intermediate) + head_norms + others
 
 
 PROJECTIONS = 7
 """Linear layers of a dense layer, each of which has an adapter."""
+EXPERT_BYTES = 64
+"""The numbers and places of one of a token's experts."""
 
 
 def uncompiled_layer_bytes(shape: ModelShape, work: Work) -> int:

@@ -31,7 +31,7 @@ from torch import Tensor
 from services.core.endpoints import WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.core.machine import release_memory
+from services.core.machine import keeps_memory, release_memory
 from services.core.tasks import ServiceThread, in_background
 from services.engines.engine import Engine, Requests, WorkerRefusedError
 from services.engines.router import RouterAdmin, Worker
@@ -136,7 +136,7 @@ class VersionWriter:
             share = rounding.share(self.ranks)
             self.metrics = {} if share is None else {"publish_share": share}
         # The version was gathered in memory that workers on the same machine and GPUs need for the new weights.
-        if not self.settings.keep_memory:
+        if not keeps_memory(self.settings.keep_memory):
             release_memory()
         if self.settings.engine_sleeps:
             torch.cuda.empty_cache()

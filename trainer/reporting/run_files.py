@@ -22,6 +22,7 @@ from trainer.algorithm.packing import TrainingGroup
 from trainer.config import Mode, TrainerSettings
 from trainer.reporting import metrics as exported_metrics
 from trainer.reporting.group_records import GroupRecorder
+from trainer.reporting.model_card import write_card
 from trainer.reporting.samples import Decode, SampleRecords
 from trainer.reporting.step_metrics import failures, reward_counts
 
@@ -106,11 +107,13 @@ class RunFiles:
         _append(self.directory / "evaluations.jsonl", [{"step": step, **sample} for sample in samples])
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json and, after a first step, the reward curve."""
+        """Write summary.json, after a first step the reward curve, and at the end the card of the model."""
         self._write_config()  # again, because components that started late have left their records by now
         _write_json(self.directory / "summary.json", summary)
         if (self.directory / "metrics.jsonl").exists():
             draw_reward_curve(self.directory)
+        if summary["status"] == "succeeded" and (self.directory / "model").is_dir():
+            write_card(self.directory)
 
     def _write_config(self) -> None:
         """Write config.json: the settings and versions of every component."""

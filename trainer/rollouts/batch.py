@@ -17,7 +17,7 @@ from services.core.errors import DependencyLostError
 from services.protocol.base import derive_seed
 from services.protocol.groups import Group
 from services.protocol.prompts import COLLECTOR_PREFIX, COLLECTORS, Split
-from services.protocol.replay import AcknowledgeRequest, LeaseRequest, SampledGroup, SampleGroupsRequest
+from services.protocol.replay import AcknowledgeRequest, LeaseReply, LeaseRequest, SampledGroup, SampleGroupsRequest
 from trainer.algorithm.loss import k3
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import PerToken
@@ -82,6 +82,15 @@ class Batch:
         self.scored += groups
         self.groups += kept
         self.count("groups_resampled", _by_source(groups) - _by_source(kept))
+
+    def take_leased(self, source: str, reply: LeaseReply) -> tuple[list[Group], list[Group]]:
+        """Take in a lease of a source, and return its new groups, and those of them that are kept."""
+        self.count("groups_dropped_stale", {source: reply.dropped_stale})
+        # A lease that ran out meanwhile gave its groups back, and they may come once more.
+        ids = {group.group_id for group in self.groups}
+        new = [group for group in reply.groups if group.group_id not in ids]
+        self.prompts_used += reply.dropped_stale + len(new)
+        return new, self.take(new)
 
     def take(self, leased: Sequence[Group]) -> list[Group]:
         """Take in groups from the queue of fresh groups, and return those that are kept."""
@@ -169,8 +178,6 @@ class FreshQueue:
             DependencyLostError: no new group came for FRESH_WAIT_SECONDS, or longer where answers may take longer.
         """
         batch.count("groups_dropped_stale", {})
-        longest = max(own.way.longest_answer_seconds for own in self.settings.by_source().values())
-        patience = max(FRESH_WAIT_SECONDS, longest + LONGEST_ANSWER_MARGIN_SECONDS)
         in_vain: Tally[str] = Tally()
         newest = time.monotonic()
         while missing := batch.missing:
@@ -178,22 +185,15 @@ class FreshQueue:
             source = min(missing, key=lambda name: in_vain[name])
             most = 1 if self._has_a_lease_a_group else missing[source]
             collectors_done = await self._collectors_are_done()
-            reply = await self.replay.lease(
-                LeaseRequest(
-                    source=source,
-                    max_groups=most,
-                    min_groups=1 if collectors_done else most,
-                    min_policy_version=max(policy_version - self.settings.max_staleness, 0),
-                    wait_seconds=0.0 if collectors_done else LEASE_WAIT_SECONDS,
-                )
+            request = LeaseRequest(
+                source=source,
+                max_groups=most,
+                min_groups=1 if collectors_done else most,
+                min_policy_version=max(policy_version - self.settings.max_staleness, 0),
+                wait_seconds=0.0 if collectors_done else LEASE_WAIT_SECONDS,
             )
-            batch.count("groups_dropped_stale", {source: reply.dropped_stale})
-            batch.prompts_used += reply.dropped_stale
-            # A lease that ran out meanwhile gave its groups back, and they may come once more.
-            ids = {group.group_id for group in batch.groups}
-            new = [group for group in reply.groups if group.group_id not in ids]
-            kept = batch.take(new)
-            batch.prompts_used += len(new)
+            reply = await self.replay.lease(request)
+            new, kept = batch.take_leased(source, reply)
             in_vain[source] += not new
             if new:
                 newest = time.monotonic()
@@ -204,16 +204,26 @@ class FreshQueue:
                 await self._acknowledge(reply.lease_id)
             elif collectors_done:
                 break
-            elif time.monotonic() - newest > patience:
+            elif time.monotonic() - newest > self._patience:
                 if self.settings.sources is None and await self._prompts_are_used_up():
                     break
-                of_sources = "".join(
-                    f", {count} of source {name!r} are missing" for name, count in missing.items() if name
-                )
-                raise DependencyLostError(
-                    f"the fresh queue gave {len(batch.groups)} of {self.settings.batch_size} groups, none of "
-                    f"them in the last {patience:g} s{of_sources}; are collectors running?"
-                )
+                raise self._lost(batch)
+
+    @property
+    def _patience(self) -> float:
+        """Longest time in seconds without a new group."""
+        longest = max(own.way.longest_answer_seconds for own in self.settings.by_source().values())
+        return max(FRESH_WAIT_SECONDS, longest + LONGEST_ANSWER_MARGIN_SECONDS)
+
+    def _lost(self, batch: Batch) -> DependencyLostError:
+        """Return the error of a queue that gives no new groups."""
+        of_sources = "".join(
+            f", {count} of source {name!r} are missing" for name, count in batch.missing.items() if name
+        )
+        return DependencyLostError(
+            f"the fresh queue gave {len(batch.groups)} of {self.settings.batch_size} groups, none of "
+            f"them in the last {self._patience:g} s{of_sources}; are collectors running?"
+        )
 
     async def acknowledge(self) -> None:
         """Acknowledge the leases of the last batch, which moves its groups into the replay store."""
@@ -244,21 +254,18 @@ class FreshQueue:
 async def sample_groups(
     settings: TrainerSettings, replay: ReplayClient, step: int, policy_version: int, fresh: Sequence[Group]
 ) -> list[SampledGroup]:
-    """Return REPLAY_GROUPS groups every REPLAY_EVERY steps, none in ``fresh`` or staler than REPLAY_MAX_STALENESS.
+    """Return REPLAY_GROUPS groups, none of them in ``fresh`` or staler than REPLAY_MAX_STALENESS.
 
     The draw is seeded by the step, so that a resumed run samples the same groups. Each source has its own draw, because
     priorities follow the scale of rewards, and its share of the groups.
     """
-    if settings.replay_groups == 0 or (step + 1) % settings.replay_every:
-        return []
-    drawn = ((step + 1) // settings.replay_every - 1) * settings.replay_groups
+    drawn = step * settings.replay_groups
     samples: list[SampledGroup] = []
     for source, count in settings.schedule.counts(drawn, drawn + settings.replay_groups).items():
         if count:
             request = SampleGroupsRequest(
                 source=source,
                 batch_size=count,
-                strategy=settings.replay_strategy,
                 exponent=settings.replay_exponent,
                 correction=settings.replay_correction,
                 min_policy_version=max(policy_version - settings.replay_max_staleness, 0),

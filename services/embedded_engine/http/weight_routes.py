@@ -249,7 +249,7 @@ async def _change(state: EngineState, weights: Weights, version: str | None, *, 
         weights, state.engine.version if version is None else version, keeps_caches=not flush_cache
     )
     paused = await wait_for(change)
-    if not state.settings.keep_memory:
+    if not machine.keeps_memory(state.settings.keep_memory):
         await in_background(machine.release_memory)
     return paused
 

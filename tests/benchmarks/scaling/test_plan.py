@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from benchmarks.scaling.__main__ import DOCS, fitted, run, with_output
-from benchmarks.scaling.plan import MODELS, Batch, Launch, busy, cheapest, layouts, predict, variables, work
+from benchmarks.scaling.plan import MODELS, Launch, cheapest, layouts, predict, variables
 from scripts.launch.models import MEMORY
+from scripts.launch.prediction import Batch, busy, trainer_work
 from scripts.launch.sizes import GPU, Layout, changes
 from trainer.config import TrainerSettings
 from trainer.preflight.sizes import needed
@@ -25,7 +26,7 @@ def rates():
 @pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.label)
 def test_every_layout_has_the_memory(model):
     for layout in layouts(model, BATCH):
-        needs = needed(model.shape, work(model, BATCH, layout.trainer_nodes, layout.trainer_gpus))
+        needs = needed(model.shape, trainer_work(model, BATCH, layout.trainer_nodes, layout.trainer_gpus))
         assert needs.total("device") <= MEMORY[GPU]
         assert model.parameters * 2 < layout.rollout_gpus * MEMORY[GPU]
 
@@ -73,7 +74,7 @@ def test_async_hides_the_shorter_half(rates):
 def test_what_is_to_be_changed_is_in_jobgroup_yaml_and_the_settings_exist(rates, label):
     tasks = {document["name"]: document for document in yaml.safe_load_all((ROOT / "jobgroup.yaml").read_text())}
     chosen = cheapest(MODELS[label], BATCH, rates, 120)
-    need = needed(MODELS[label].shape, work(MODELS[label], BATCH, 1, 8))
+    need = needed(MODELS[label].shape, trainer_work(MODELS[label], BATCH, 1, 8))
     for task, key in changes(MODELS[label], chosen.layout, need):
         found = tasks[task]
         for part in key.split("."):
@@ -84,9 +85,10 @@ def test_what_is_to_be_changed_is_in_jobgroup_yaml_and_the_settings_exist(rates,
 
 
 def test_the_preset_of_a_launch_leaves_no_tier_below_60_percent_of_the_slower_one(rates):
-    shares = {(launch.label, launch.options): busy(launch.seconds(rates)) for launch in Launch.all()}
+    seconds = {(launch.label, launch.options): launch.seconds(rates) for launch in Launch.all()}
+    shares = {launch: busy(one.train / one.generate) for launch, one in seconds.items()}
     assert shares.pop(("0.5B", "--stock")) < 0.1
-    assert shares.pop(("8B", "--gpus H100:4 --rollout-gpus H100:1")) < 0.6, "the page says so"
+    assert shares.pop(("8B", "--gpus H100:4 --rollout-gpus H100:1 --rollout-nodes 2")) < 0.6, "the page says so"
     assert {label for label, _ in shares} == {"0.5B", "8B"}
     assert min(shares.values()) >= 0.6
     tasks = {document["name"]: document for document in yaml.safe_load_all((ROOT / "jobgroup.yaml").read_text())}

@@ -105,7 +105,7 @@ def test_the_runs_own_engine_is_no_teacher(tiny_model: Path, teacher: Path, endp
         check_endpoints([client], tokenizer, make_learner(ranks, tiny_model).logprobs)
         with pytest.raises(ConfigurationError, match="has another tokenizer than the student: it splits a text into"):
             check_endpoints([client], byte_tokenizer(["<pad>"]), make_learner(ranks, tiny_model).logprobs)
-        with pytest.raises(ConfigurationError, match=r"says of a text what the student says, to 0.000 nats"):
+        with pytest.raises(ConfigurationError, match=r"the student's own log-probabilities, to 0.000 nats"):
             check_endpoints([client], tokenizer, make_learner(ranks, teacher).logprobs)
     said = TeacherPrint(name="one", probe=client.probe)
     assert said.is_as(TeacherPrint(name="another name", probe=[x + 0.01 for x in client.probe]))

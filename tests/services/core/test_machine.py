@@ -226,6 +226,18 @@ def test_otherwise_it_goes_back_at_once(before: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("setting", "node", "keeps"),
+    [(True, 1, True), (False, 2**60, False), ("auto", 2**60, True), ("auto", 2**20, False)],
+    ids=["true", "false", "auto on a large node", "auto on a node that is nearly full"],
+)
+def test_freed_memory_is_kept_where_a_process_is_small_beside_its_node(
+    monkeypatch: pytest.MonkeyPatch, setting: machine.KeepMemory, node: int, keeps: bool
+) -> None:
+    monkeypatch.setattr(machine, "host_memory", lambda: node)
+    assert machine.keeps_memory(setting) is keeps
+
+
+@pytest.mark.parametrize(
     ("has_device", "library", "is_warned"),
     [(False, None, False), (True, None, True), (True, "libibverbs.so.1", False)],
     ids=["no InfiniBand", "InfiniBand without its library", "InfiniBand"],

@@ -137,6 +137,7 @@ PLAIN = [{"question": f"q{i}", "answer": str(i), "category": "a"} for i in range
         (PLAIN, {"reward_fn": "graders.mine:plain"}, False),
         (PLAIN, {"reward_fn": "graders.mine:whole"}, True),
         (PLAIN, {"reward_fn": "graders.mine:with_others"}, True),
+        (PLAIN, {"reward_fn": "code"}, True),
         (PLAIN, {"agent_columns": "category"}, True),
         ([row | {"level": 1} for row in PLAIN], {}, True),
     ],
@@ -156,6 +157,7 @@ TESTED = [{"question": f"q{i}", "tests": [str(i)]} | ({"answer": str(i)} if i % 
     ("reward_fn", "used"),
     [
         ("graders.mine:check", 8),
+        ("code", 8),
         ("graders.mine:like_trl,format", 8),
         ("graders.mine:whole=1,judge=0.5", 8),
         ("graders.mine:check,math", 4),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.replay_buffer.store import PriorityIndex
+from services.replay_buffer.priority_index import PriorityIndex
 
 priority = st.floats(0, 1e12, allow_nan=False)
 

@@ -226,7 +226,7 @@ def test_values_are_compared_by_type_and_value() -> None:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"question": "q"}, "JSONDecodeError"),
+        ({"question": "q"}, "the row has no column `tests`, and not those of MBPP"),
         ({"tests": []}, "not a list of texts"),
         ({"tests": {"inputs": [[1]], "outputs": []}}, "1 inputs and 0 outputs"),
         ({"tests": "nonsense"}, "JSONDecodeError"),
@@ -357,7 +357,7 @@ def test_a_dry_run_refuses_a_row_whose_tests_cannot_be_read(tmp_path: Path, monk
     ]
     (tmp_path / "items").write_text("".join(json.dumps(one) + "\n" for one in items))
     monkeypatch.setattr(sys, "argv", ["own_code", str(tmp_path / "items")])
-    with pytest.raises(ConfigurationError, match="`code`, but of prompt lines/train/1 the row's tests cannot be read"):
+    with pytest.raises(ConfigurationError, match="`code`, and at prompt lines/train/1 the row's tests cannot be read"):
         own_code.check(RewardSettings(reward_fn="code"))
     (tmp_path / "items").write_text(json.dumps(items[0]) + "\n")
     own_code.check(RewardSettings(reward_fn="code"))

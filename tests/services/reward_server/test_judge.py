@@ -609,16 +609,14 @@ async def test_a_soft_judge_needs_logprobs(judge: ScriptedJudge, tmp_path: Path)
 
 
 async def test_a_judge_out_of_reach_passes_the_check_and_is_waited_for_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("services.reward_server.judging.CHECK_SECONDS", 0.5)
     monkeypatch.setattr("services.reward_server.judging.START_SECONDS", 0.5)
     settings = ScriptedJudge(f"http://127.0.0.1:{free_port()}/v1").settings(tmp_path)
-    with capture_logs() as logs:
-        await made_of(settings).check()
-    assert [log["event"] for log in logs if log["log_level"] == "warning"][
-        -1
-    ] == "the judge cannot be checked from here"
+    await made_of(settings).check()
+    note = f"note: JUDGE_URL {settings.judge_url} was not checked, because it does not answer: "
+    assert any(line.startswith(note) for line in capsys.readouterr().out.splitlines())
     with pytest.raises(NeverReadyError, match="judge did not answer"):
         async with judging(settings):
             pass
@@ -656,7 +654,9 @@ def test_a_judge_without_a_setting_is_refused(tmp_path: Path, options: dict[str,
         ),
         ("criteria:\n- name: a\n  text: x\n  weight: .nan", "line 4: criteria.0.weight: "),
         ("criteria:\n- name: a\n  text: x\n  weight: 0", "line 4: criteria.0.weight: Input should be greater than 0"),
-        ("criteria:\n- name: a\n  text: x\n  wieght: 2", "line 4: criteria.0.wieght: Extra inputs are not permitted"),
+        ("criteria:\n- name: a\n  text: x\n  wieght: 2", "line 4: criteria.0.wieght: this key does not exist; correct"),
+        ("criteria:\n- name: a\n  text: It is {truth.", r"line 3: criteria.0.text: a \{ stands alone; write \{name\}"),
+        ("instruction: Give \\boxed{42}.\ncriteria: []", r"line 1: instruction: a \{ stands alone"),
         ("criteria:\n- name: a\n  text: x\n  choices: [good]", "line 4: criteria.0.choices: "),
         ("instruction: x\n\ncriteria: []", "line 3: criteria: "),
         ("- a", "line 1: the file: "),
