@@ -27,6 +27,7 @@ from typer import Option
 from typer.core import TyperCommand
 
 from local_runner import checks, directory, nodes, processes, spec, summary
+from local_runner.fork import record_launch
 from local_runner.nodes import Run, gpus_of
 from local_runner.plan import Plan
 from local_runner.progress import GrowingFile, new_steps
@@ -227,6 +228,8 @@ def _execute(run: Run, launch: Launch | None, console: Console, *, live: bool) -
         raise ConfigurationError(f"{run.run_dir} cannot be made: {error}; give another --shared-dir") from error
     with directory.locked(run.run_dir), processes.guard(run.mark):
         directory.record_nodes(run)
+        if launch is not None:
+            record_launch(run.run_dir, launch)
         return asyncio.run(_run_with_view(run, launch, console, live=live))
 
 

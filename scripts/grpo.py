@@ -19,7 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 """The directory of the project's packages: a checkout, or site-packages/skypilot_grpo."""
 
-TRAINING, EVALUATION, CLUSTER, MODELS = "Runs on this machine", "Evaluation", "On a cluster", "Models"
+TRAINING, QUESTIONS, EVALUATION = "Runs on this machine", "Questions to a run", "Evaluation"
+CLUSTER, MODELS = "On a cluster", "Models"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,23 @@ COMMANDS = {
         TRAINING,
         ("grpo doctor", "grpo doctor --job-group jobgroup.yaml --env REWARD_FN=code --env-file my.env"),
     ),
+    "fork": Program(
+        "local_runner.fork",
+        QUESTIONS,
+        (
+            "grpo fork grpo-20260131-120000 --at 40 --env LOSS=cispo",
+            "grpo fork grpo-20260131-120000 --at 40 --run-id again --dry-run",
+        ),
+    ),
+    "explain": Program(
+        "scripts.explain",
+        QUESTIONS,
+        (
+            "grpo explain grpo-20260131-120000 --step 57",
+            "grpo explain grpo-20260131-120000 --step 57 --page step-57.html",
+        ),
+    ),
+    "verify": Program("scripts.verify", QUESTIONS, ("grpo verify grpo-20260131-120000",)),
     "evaluate": Program(
         "scripts.evaluate",
         EVALUATION,

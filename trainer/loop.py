@@ -27,6 +27,7 @@ from trainer.model.saving import DiskFullError, writing
 from trainer.publishing.probe import Probe
 from trainer.publishing.publisher import Publisher
 from trainer.rank_calls import ENDINGS, RankCalls, TrainingDivergedError
+from trainer.recompute import computation
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.reporting.step_metrics import headline, step_metrics
@@ -70,6 +71,7 @@ class TrainingLoop:
         self.publisher = Publisher(self.settings, self.services.thread, rank_calls.writer, rank_calls.write_policy)
         self.probe = Probe(self.publisher, rank_calls.learner.policy, rank_calls.logprobs)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.rank_calls, self.state)
+        self.computation = computation(rank_calls.learner.policy, rank_calls.ranks)
 
     def run(self) -> None:
         """Train to the end.
@@ -151,7 +153,8 @@ class TrainingLoop:
             self.enter("record", "asking for the account of tokens")
             metrics |= services.statistics()
         self.enter("save", f"saving what step {state.step} has changed")
-        if not self.is_over and (self.is_due(settings.checkpoint_every) or state.best_step == state.step):
+        is_due = self.is_due(settings.checkpoint_every) or self.is_due(settings.keep_checkpoints_every)
+        if not self.is_over and (is_due or state.best_step == state.step):
             self.save_checkpoint()
         self.checkpoints.poll()
         return True
@@ -348,6 +351,7 @@ class TrainingLoop:
             position=batch.position,
             total_steps=self.total_steps,
             tokenizer=None if self.state.fingerprint is None else self.state.fingerprint.tokenizer,
+            computation=self.computation,
         )
         metrics |= {"groups_unrecorded": float(unrecorded)} if unrecorded else {}
         with writing(self.settings.run_dir):

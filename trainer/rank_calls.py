@@ -51,6 +51,24 @@ ENDINGS = (
 """The errors by which rank 0 ends a run on every rank. A subclass comes before its base."""
 
 
+def update_models(
+    learner: Learner,
+    critic: CriticLearner | None,
+    groups: Sequence[TrainingGroup],
+    step: int,
+    position: float,
+    should_stop: Callable[[], bool] | None = None,
+) -> UpdateResult:
+    """Take the optimizer steps of policy and critic on ``groups``; see RankCalls.update. A collective of all ranks."""
+    result = UpdateResult()
+    if critic is None or step >= learner.settings.critic_warmup_steps:
+        result = learner.update(groups, step, position=position, should_stop=should_stop)
+    if critic is not None and critic.trains_alone(step):
+        stop = None if result.steps else should_stop
+        result = result.with_critic(critic.update(groups, step, position=position, should_stop=stop))
+    return result
+
+
 @dataclass
 class RankCalls:
     """The calls that all ranks make together: update, write a version, checkpoint, save."""
@@ -102,12 +120,7 @@ class RankCalls:
         The update stops when asked to before its first optimizer step. During CRITIC_WARMUP_STEPS the policy stays.
         """
         self._send_call("update", groups=groups, step=step, position=position)
-        critic, result = self.critic, UpdateResult()
-        if critic is None or step >= self.settings.critic_warmup_steps:
-            result = self.learner.update(groups, step, position=position, should_stop=self.should_stop)
-        if critic is not None and critic.trains_alone(step):
-            stop = None if result.steps else self.should_stop
-            result = result.with_critic(critic.update(groups, step, position=position, should_stop=stop))
+        result = update_models(self.learner, self.critic, groups, step, position, self.should_stop)
         if self.kernels is not None and self.ranks.is_main and result.tokens:
             self.kernels.keep()
             self.kernels = None

@@ -135,7 +135,8 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
         teachers = load_teachers(settings, policy, ranks)
         learner = Learner(settings, policy, ranks, reference, total_steps, teachers)
-        checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks)
+        every = settings.keep_checkpoints_every
+        checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks, every)
         critic = CriticLearner(learner) if settings.has_critic else None
         writer = VersionWriter(settings, policy, ranks)
         stack.callback(writer.close)

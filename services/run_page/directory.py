@@ -20,6 +20,8 @@ MARKS = ("nodes.json", "runner.lock", "metrics.jsonl", "components")
 """A directory with any of these is a run's. config.json is not among them, because models have one, too."""
 AVERAGED_STEPS = 3
 """Most steps at the start and at the end over which rewards are averaged."""
+FORK = "fork.json"
+"""The file of a run directory with the run that it was forked from."""
 FIRST_FAILURE = "first_failure.txt"
 """The file of a run directory with the first failure of the user's own code: its reason, the error and its place."""
 
@@ -47,7 +49,8 @@ class RunOverview:
     """A run with the records of all components and the outcome.
 
     ``written`` is the time of the last line of metrics.jsonl, in seconds since 1970; None before the first. ``damaged``
-    says which files could not be read, and why; ``first_failure`` is the content of FIRST_FAILURE.
+    says which files could not be read, and why; ``first_failure`` is the content of FIRST_FAILURE. ``fork`` is that of
+    FORK: the parent's name, the step and the changed settings; empty for a run that is no fork.
     """
 
     name: str
@@ -57,6 +60,7 @@ class RunOverview:
     summary: dict[str, Any]
     damaged: list[str]
     first_failure: str
+    fork: dict[str, Any]
 
 
 @dataclass
@@ -96,6 +100,7 @@ class RunDirectory:
             summary=read("summary.json"),
             damaged=damaged,
             first_failure=first_failure(self.path),
+            fork=read(FORK),
         )
 
     def _written(self) -> float | None:

@@ -109,6 +109,13 @@ class System:
     def log(self, node: str) -> str:
         return (self.run_dir / "logs" / f"{node}.log").read_text()
 
+    def verify(self) -> list[str]:
+        """Has `grpo verify` compute all recorded steps again; returns its lines."""
+        command = [sys.executable, "-m", "scripts.grpo", "verify", str(self.run_dir)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
     @contextlib.contextmanager
     def held(self, node: str) -> Iterator[None]:
         """Within the context, the processes of ``node`` stand still."""

@@ -62,6 +62,12 @@ def test_an_agent_is_trained_to_the_end(finished: System) -> None:
     assert finished.processes() == []
 
 
+def test_every_step_is_computed_again_to_the_bit(finished: System) -> None:
+    [line] = finished.verify()
+    assert line.startswith("equal to the bit: "), line
+    assert f"steps 1 to {STEPS} and the " in line
+
+
 def test_the_trainer_agrees_with_the_engine_on_every_token_of_the_newest_policy(finished: System) -> None:
     fresh = [record for record in finished.metrics() if record["staleness_max"] == 0]
     assert fresh

@@ -51,6 +51,13 @@ def test_no_group_is_older_than_allowed_and_some_are_not_of_the_newest_policy(fi
 
 
 @pytest.mark.slow
+def test_every_step_is_computed_again_to_the_bit(finished: System) -> None:
+    [line] = finished.verify()
+    assert line.startswith("equal to the bit: "), line
+    assert f"steps 1 to {STEPS} and the " in line
+
+
+@pytest.mark.slow
 def test_every_group_is_trained_on_once(finished: System) -> None:
     samples = [orjson.loads(line) for line in (finished.run_dir / "samples.jsonl").read_bytes().splitlines()]
     trained = {(sample["step"], sample["group_id"]) for sample in samples}

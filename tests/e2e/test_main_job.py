@@ -168,6 +168,12 @@ def test_what_was_trained_loads_as_any_model(finished, tiny_model):
     assert AutoTokenizer.from_pretrained(directory).encode("3+4=") == [5, 12, 6, 15]
 
 
+def test_every_step_is_computed_again_to_the_bit_on_two_ranks(finished):
+    [line] = finished.verify()
+    assert line.startswith("equal to the bit: "), line
+    assert f"steps 1 to {STEPS} and the " in line
+
+
 def test_the_reward_curve_is_a_picture(finished):
     assert (finished.run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
 

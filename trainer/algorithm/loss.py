@@ -232,7 +232,7 @@ class PolicyLoss:
                 it, the distance from the teacher is that of ``teacher_loss``.
         """
         theta, behaviour = logprobs.detach(), batch.behaviour_logprobs
-        policy = self._corrected_loss(batch, logprobs, proximal_logprobs)
+        policy = self.corrected_loss(batch, logprobs, proximal_logprobs)
         losses = self.reward_weight * policy.losses
         if self.entropy_coef:
             losses = losses - self.entropy_coef * entropies
@@ -251,7 +251,7 @@ class PolicyLoss:
             loss, terms = loss + self.teacher_coef * distance, {"teacher_loss": distance}
         return loss, _diagnose(batch, terms | {"loss": loss}, metrics, log_ratio(theta, behaviour).exp())
 
-    def _corrected_loss(self, batch: MicroBatch, logprobs: Tensor, proximal_logprobs: Tensor | None) -> TokenLosses:
+    def corrected_loss(self, batch: MicroBatch, logprobs: Tensor, proximal_logprobs: Tensor | None) -> TokenLosses:
         """Return the policy loss of each token, corrected for the policy that sampled it.
 
         The denominator of the loss's ratio is the proximal policy, and the weight of the proximal against the behaviour

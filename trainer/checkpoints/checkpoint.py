@@ -233,8 +233,10 @@ class _Pending:
 class CheckpointStore:
     """The checkpoints of a run. Saving and loading are collectives of all ranks."""
 
-    def __init__(self, directory: Path, kept: int, ranks: Ranks) -> None:
+    def __init__(self, directory: Path, kept: int, ranks: Ranks, kept_every: int = 0) -> None:
         self.directory = directory
+        self.kept_every = kept_every
+        """Checkpoints of multiples of this many steps stay; 0: none."""
         self.kept = kept
         self.ranks = ranks
         self.saved_step: int | None = None
@@ -274,7 +276,7 @@ class CheckpointStore:
         if self.ranks.is_main:
             shutil.rmtree(hidden, ignore_errors=True)
         self.ranks.barrier()
-        tensors, writer = _tensors(policy, optimizer, critic), FileSystemWriter(hidden, thread_count=FILES)
+        tensors, writer = tensors_of(policy, optimizer, critic), FileSystemWriter(hidden, thread_count=FILES)
         if wait:
             written: Future[Any] = self._sealer.submit(save, tensors, storage_writer=writer, process_group=self._group)
         else:
@@ -336,7 +338,7 @@ class CheckpointStore:
         best = None if state.best_step is None else self._path(state.best_step)
         up_to_now = [path for path in self._complete() if path <= self._path(state.step)]
         for old in up_to_now[: -self.kept]:
-            if old != best:
+            if old != best and (not self.kept_every or int(old.name.removeprefix("step-")) % self.kept_every):
                 if (snapshot := _snapshot_of(old)) is not None:
                     self._removed_snapshots.append(snapshot)
                 remove_directory(old)
@@ -348,24 +350,13 @@ class CheckpointStore:
             ConfigurationError: there are checkpoints, and all are damaged or of another model.
         """
         path = self.ranks.on_main(lambda: self._newest(model_type, parameters), ConfigurationError)
-        return None if path is None else (Path(path), _read_state(Path(path)))
+        return None if path is None else (Path(path), read_state(Path(path)))
 
     def load(
         self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer, critic: SavedCritic | None = None
     ) -> None:
-        """Load model and optimizer, and the critic's, from a checkpoint, sharded as in this run.
-
-        The optimizers keep this run's parameter groups with their hyperparameters.
-        """
-        tensors = _tensors(policy, optimizer, critic)
-        state = {name: {"state": x["state"]} if name.endswith("optimizer") else x for name, x in tensors.items()}
-        load(state, storage_reader=CheckpointReader(path))
-        for name, value in state.items():
-            tensors[name] = tensors[name] | value
-        set_state_dict(policy, optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
-        if critic is not None and not critic.is_shared:
-            model, moments = tensors["critic_model"], tensors["critic_optimizer"]
-            set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)
+        """Load model and optimizer, and the critic's, from a checkpoint; see ``load_checkpoint``."""
+        load_checkpoint(path, policy, optimizer, critic)
         self.saved_step = int(path.name.removeprefix("step-"))
 
     def _path(self, step: int) -> Path:
@@ -377,15 +368,15 @@ class CheckpointStore:
     def _newest(self, model_type: str, parameters: int) -> str | None:
         complaint = ""
         for path in reversed(self._complete()):
-            damage = _damage(path)
-            if damage is None:
-                state = _read_state(path)
+            reason = damage(path)
+            if reason is None:
+                state = read_state(path)
                 if (state.model_type, state.parameters) == (model_type, parameters):
                     return str(path)
-                damage = f"it is of another model or critic ({state.model_type}, {state.parameters} parameters)"
-            log.warning("checkpoint not used", path=str(path), reason=damage)
+                reason = f"it is of another model or critic ({state.model_type}, {state.parameters} parameters)"
+            log.warning("checkpoint not used", path=str(path), reason=reason)
             complaint = complaint or (
-                f"no checkpoint in {self.directory} can be used; the newest, {path.name}: {damage}. "
+                f"no checkpoint in {self.directory} can be used; the newest, {path.name}: {reason}. "
                 "Give another RUN_ID to start anew."
             )
         if complaint:
@@ -393,7 +384,25 @@ class CheckpointStore:
         return None
 
 
-def _tensors(policy: Policy, optimizer: torch.optim.Optimizer, critic: SavedCritic | None) -> dict[str, Any]:
+def load_checkpoint(
+    path: Path, policy: Policy, optimizer: torch.optim.Optimizer, critic: SavedCritic | None = None
+) -> None:
+    """Load model and optimizer, and the critic's, from a checkpoint, sharded as in this run. A collective.
+
+    The optimizers keep this run's parameter groups with their hyperparameters.
+    """
+    tensors = tensors_of(policy, optimizer, critic)
+    state = {name: {"state": x["state"]} if name.endswith("optimizer") else x for name, x in tensors.items()}
+    load(state, storage_reader=CheckpointReader(path))
+    for name, value in state.items():
+        tensors[name] = tensors[name] | value
+    set_state_dict(policy, optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
+    if critic is not None and not critic.is_shared:
+        model, moments = tensors["critic_model"], tensors["critic_optimizer"]
+        set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)
+
+
+def tensors_of(policy: Policy, optimizer: torch.optim.Optimizer, critic: SavedCritic | None) -> dict[str, Any]:
     """Return the state of the models and their optimizers by its name in a checkpoint."""
     state: dict[str, Any] = {}
     _begin(optimizer)
@@ -424,26 +433,27 @@ def _seal(written: Future[Any], directory: Path, state: RunState) -> None:
     write_manifest(directory)
 
 
-def _read_state(directory: Path) -> RunState:
+def read_state(directory: Path) -> RunState:
+    """Return the state in a checkpoint, besides its tensors."""
     return RunState.model_validate_json((directory / "state.json").read_bytes())
 
 
 def _snapshot_of(directory: Path) -> str | None:
     """Return the name of the replay buffer's snapshot of a checkpoint; None without one, or when it cannot be read."""
     try:
-        return _read_state(directory).replay_snapshot
+        return read_state(directory).replay_snapshot
     except (OSError, ValidationError):
         return None
 
 
-def _damage(directory: Path) -> str | None:
+def damage(directory: Path) -> str | None:
     """Return why a checkpoint cannot be used; None when every file matches the manifest and nothing in it would run."""
     try:
         damaged = damaged_file(directory)
         if damaged is not None:
             return f"{damaged} is not as it was written"
         CheckpointReader(directory).read_metadata()
-        _read_state(directory)
+        read_state(directory)
     except (OSError, ValueError, KeyError, ValidationError, UnpicklingError) as error:
         return str(error).splitlines()[0]
     return None

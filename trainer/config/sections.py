@@ -113,6 +113,9 @@ class RunSection(ModelSettings):
     checkpoints_kept: int = Field(2, ge=1)
     """Newest checkpoints that are kept, besides the best one. The best has the highest greedy pass@1, a point estimate,
     on the EVAL_PROMPTS held-out prompts."""
+    keep_checkpoints_every: int = Field(0, ge=0)
+    """Also write a checkpoint after every multiple of this many steps, and keep it to the end, so that `grpo fork` and
+    `grpo explain` find it; 0: none. Each takes as much room as the last checkpoint."""
     record_groups: RecordGroups | None = None
     """Record the groups that each step trains on, with their tokens, in the run directory: `off`, the last n steps
     (`100`), or `all`. Unset: as many of the last 1000 as a tenth of the volume's free space holds, which the preflight

@@ -23,7 +23,15 @@ from trainer.config import CriticModel, TrainerSettings
 from trainer.config.objective import step_loss
 from trainer.model.logprobs import Lesson
 from trainer.model.micro_batching import Part, make_part, packed, part_order, token_numbers, unknown_ids
-from trainer.model.optimizer import HEAD_GROUPS, is_finite, learning_rate, make_optimizer, optimizer_steps, over_steps
+from trainer.model.optimizer import (
+    HEAD_GROUPS,
+    add_gradients,
+    is_finite,
+    learning_rate,
+    make_optimizer,
+    optimizer_steps,
+    over_steps,
+)
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 
@@ -126,8 +134,7 @@ class Learner:
         """
         started = time.perf_counter()
         known = [group for group in groups if self._knows(group)]
-        n_parts = self.settings.updates_per_batch
-        parts = [self._part(known[i::n_parts]) for i in range(n_parts)]
+        parts = [self.part(share) for share in self.shares(known)]
         # The log-probabilities of the proximal policy; those of the first part come with its gradient.
         is_decoupled = self.settings.importance_correction is not ImportanceCorrection.NONE
         is_decoupled = is_decoupled and self.settings.method is Method.RL
@@ -149,6 +156,17 @@ class Learner:
         result, refused = UpdateResult.of(steps, [parts[i] for i in order], started), len(groups) - len(known)
         metrics = result.metrics | {"learning_rate": rates[0], "groups_refused": float(refused)}
         return replace(result, refused=refused, metrics=metrics)
+
+    def add_gradients(self, groups: Sequence[TrainingGroup], size: StepSize) -> None:
+        """Add to the policy's gradients what ``groups`` contribute to a step whose loss has the denominators ``size``.
+
+        The gradient is that of the present weights, as in the first optimizer step of an update.
+        """
+        pieces = self.part(groups).micro_batches
+        batches = packed(pieces, self.ranks)
+        proximal: list[Tensor | None] = [None] * len(pieces)
+        passes = [partial(self._backward, batches, size, proximal, n) for n in range(len(pieces))]
+        add_gradients(self.settings, self.ranks, self.policy, passes)
 
     def logprobs(
         self, groups: Sequence[TrainingGroup], temperature: float | None = None, *, use_adapters: bool = True
@@ -247,7 +265,13 @@ class Learner:
             )
         return not len(unknown)
 
-    def _part(self, groups: Sequence[TrainingGroup]) -> Part:
+    def shares(self, known: Sequence[TrainingGroup]) -> list[Sequence[TrainingGroup]]:
+        """Return the share of the groups that each of UPDATES_PER_BATCH optimizer steps trains on."""
+        n_parts = self.settings.updates_per_batch
+        return [known[i::n_parts] for i in range(n_parts)]
+
+    def part(self, groups: Sequence[TrainingGroup]) -> Part:
+        """Return this rank's part of the optimizer step on a share of the groups."""
         settings = self.settings
         needs_all = settings.entropy_coef != 0 or settings.has_kl_loss or self.policy.value_head is not None
         needs_all = needs_all or self.loss.teacher_coef != 0 or settings.method is Method.SFT

@@ -95,10 +95,38 @@ def optimizer_step(
     Raises:
         StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
     """
+    try:
+        diagnostics = add_gradients(settings, ranks, module, passes, should_stop)
+    except StopRequestedError:
+        optimizer.zero_grad()
+        raise
+    norm = _clip(module, settings.max_grad_norm)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    # The fused optimizer leaves out the step by itself, so the host need not wait for the numbers before it.
+    cast("Any", optimizer).found_inf = 1.0 - _all_finite(diagnostics, norm, ranks).float()
+    optimizer.step()
+    optimizer.zero_grad()
+    return diagnostics.metrics(ranks.total, ranks.maximum) | {"grad_norm": norm.item()}
+
+
+def add_gradients(
+    settings: TrainerSettings,
+    ranks: Ranks,
+    module: nn.Module,
+    passes: Sequence[Callable[[], Diagnostics]],
+    should_stop: Callable[[], bool] | None = None,
+) -> Diagnostics:
+    """Add the gradients of ``passes`` to those of a module; return the diagnostics of this rank. A collective.
+
+    See ``optimizer_step`` for the arguments.
+
+    Raises:
+        StopRequestedError: ``should_stop`` was true on some rank.
+    """
     diagnostics, sharded = Diagnostics(), cast("FSDPModule", module)
     for index, compute in enumerate(passes):
         if should_stop is not None and ranks.any(should_stop()):
-            optimizer.zero_grad()
             reshard(module)
             raise StopRequestedError
         # With SHARD_PARAMETERS every micro-batch reduces its gradients and frees them and the gathered parameters;
@@ -110,14 +138,7 @@ def optimizer_step(
         sharded.set_requires_all_reduce(is_last)
         sharded.set_is_last_backward(is_last)
         diagnostics.add(compute())
-    norm = _clip(module, settings.max_grad_norm)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    # The fused optimizer leaves out the step by itself, so the host need not wait for the numbers before it.
-    cast("Any", optimizer).found_inf = 1.0 - _all_finite(diagnostics, norm, ranks).float()
-    optimizer.step()
-    optimizer.zero_grad()
-    return diagnostics.metrics(ranks.total, ranks.maximum) | {"grad_norm": norm.item()}
+    return diagnostics
 
 
 def _clip(module: nn.Module, largest_norm: float) -> Tensor:

@@ -421,10 +421,13 @@ def _longest(settings: TrainerSettings) -> int:
 def _checkpoints(settings: TrainerSettings) -> int:
     """Return how many checkpoints are on the volume at the same time: the newest, the best, and one being written."""
     # Each evaluation may find the best policy, whose checkpoint is kept.
-    intervals = [settings.checkpoint_every, settings.eval_every if settings.eval_prompts else 0]
+    intervals = [settings.checkpoint_every, settings.keep_checkpoints_every]
+    intervals += [settings.eval_every] if settings.eval_prompts else []
     if not any(intervals):
         return 1
-    most = settings.checkpoints_kept + 1 + (settings.eval_prompts > 0)
+    kept_every = settings.keep_checkpoints_every
+    forever = settings.max_steps // kept_every if kept_every else 0
+    most = settings.checkpoints_kept + 1 + (settings.eval_prompts > 0) + forever
     saves = sum(math.ceil(settings.max_steps / every) for every in intervals if every)
     return min(most, saves) if settings.max_steps else most
 

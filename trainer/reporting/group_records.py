@@ -51,6 +51,22 @@ class Entry(BaseModel):
     """The earlier step whose file has the group; None where the step's own file has it."""
 
 
+class Computation(BaseModel):
+    """The machine and the packages that computed a step: with others, its last bits may differ."""
+
+    ranks: int
+    replicas: int
+    """Copies of the sharded state."""
+    device: str
+    processor: str
+    """The instructions that torch uses of a CPU, or the name of the GPU."""
+    threads: int
+    """Threads of a rank."""
+    compute_type: str
+    torch: str
+    transformers: str
+
+
 class StepHead(BaseModel):
     """The facts on which a step's update depended, besides its groups and the state before it."""
 
@@ -62,6 +78,8 @@ class StepHead(BaseModel):
     total_steps: int
     tokenizer: str | None = None
     """The digest of the tokenizer whose ids the groups have; None in a record of an earlier release."""
+    computation: Computation | None = None
+    """None in a record of an earlier release."""
     settings: dict[str, JsonValue]
     """The trainer's settings in that step that were not left at their defaults."""
     groups: list[Entry]
@@ -184,7 +202,11 @@ class GroupRecorder:
         self._has_failed = False
 
     def write(
-        self, step: int, trained: Sequence[TrainingGroup], groups: Sequence[Group], **fields: float | str | None
+        self,
+        step: int,
+        trained: Sequence[TrainingGroup],
+        groups: Sequence[Group],
+        **fields: float | str | Computation | None,
     ) -> int:
         """Write what a step trained on; return how many groups could not be recorded for lack of disk space.
 

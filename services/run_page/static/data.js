@@ -25,6 +25,8 @@ export class RunData {
     this.written = overview.written;
     this.damaged = overview.damaged;
     this.firstFailure = overview.first_failure;
+    /** The run that this one was forked from: {parent, at, changes}; empty without one. */
+    this.fork = overview.fork ?? {};
     this.components = overview.components;
     this.settings = overview.components["ppo-trainer"]?.settings ?? {};
     this.summary = overview.summary;
@@ -139,6 +141,32 @@ export class RunData {
     const lines = this.unreadable ? [`metrics.jsonl has ${count(this.unreadable)} broken ${this.unreadable === 1 ? "line" : "lines"}`] : [];
     const failure = this.firstFailure && `The first answer that failed: ${this.firstFailure}`;
     return [failure, ...this.damaged, this.refusal, ...lines].filter(Boolean);
+  }
+
+  /** Returns the run of ``runs`` that this one was forked from, if it is among them. */
+  parentIn(runs) {
+    const { parent } = this.fork;
+    return parent && runs.find(({ name }) => name === parent || name.endsWith(`/${parent}`));
+  }
+
+  /** Returns the way to this run from the first one of its family, with what was changed at each fork; "" for a run that is no fork. */
+  familyIn(runs) {
+    const { parent, at, changes } = this.fork;
+    if (!parent) return "";
+    const before = this.parentIn(runs)?.familyIn(runs) || parent;
+    return `${before} → ${this.name} (from step ${at}: ${changes.join(", ") || "no change"})`;
+  }
+
+  /** Sets the columns of rewards and accuracies less those of the run that this one was forked from, step by step. */
+  pairWith(parent) {
+    const [steps, theirSteps] = [this.column("step"), parent.column("step")];
+    for (const name of ["reward_mean", "accuracy"]) {
+      const [mine, theirs] = [this.column(name), parent.column(name)];
+      if (!mine || !theirs) continue;
+      const byStep = new Map(theirSteps.map((step, i) => [step, theirs[i]]));
+      const differences = mine.map((value, i) => (value === null || (byStep.get(steps[i]) ?? null) === null ? null : value - byStep.get(steps[i])));
+      this.columns.set(`paired_${name}`, differences);
+    }
   }
 
   /** Returns a column, or null if the run does not have it. */

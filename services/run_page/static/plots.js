@@ -80,6 +80,7 @@ export class Plots {
     this.runs = runs;
     const shown = this.shown();
     for (const run of shown) run.color = valueOf(runColor(run.slot));
+    for (const run of shown) if (run.parentIn(runs)) run.pairWith(run.parentIn(runs));
     // A single run without a step says in its summary why.
     const isUnticked = runs.length > 0 && !runs.some((run) => run.isShown);
     show(this.empty, !shown.length && runs.length !== 1);

@@ -32,6 +32,11 @@ const FIRST = [
     name: (metric) => metric.replace("_at_", "@"),
   },
   {
+    id: "paired", title: "Fork less its run", unit: "difference at the same step",
+    note: "0 up to the fork. Prompts and random numbers are the same, so what remains is the changed setting.",
+    series: [["paired_reward_mean", "reward"], ["paired_accuracy", "accuracy"]],
+  },
+  {
     id: "lengths", title: "Completion length", unit: "tokens",
     note: "May change as the model learns. Bad: it rises to the limit with more truncation, or falls to almost nothing.",
     series: [["length_mean", "mean"], ["length_max", "longest"]],

@@ -66,6 +66,23 @@ def test_runs_are_sorted_by_any_column(open_page, runs):
     expect(page.get_by_role("button", name="run", exact=True)).to_be_focused()
 
 
+def test_a_fork_shows_its_family_and_its_difference_from_the_run_before_it(open_page, runs):
+    short, good, _ = runs
+    fork = {"parent": "short", "at": 4, "changes": ["LOSS=gspo"]}
+    (good / "fork.json").write_bytes(orjson.dumps(fork))
+    page = open_page(view(short, good))
+    settled(page)
+    row = page.locator(".runs tbody tr").filter(has=page.get_by_label("show good"))
+    expect(row.locator(".note")).to_contain_text("short → good (from step 4: LOSS=gspo)")
+    plot = page.locator("#plot-paired canvas.top")
+    expect(plot).to_have_attribute("aria-label", re.compile("good"))
+    assert "short" not in (plot.get_attribute("aria-label") or "")
+    (good / "fork.json").unlink()
+    page = open_page(view(short, good))
+    settled(page)
+    expect(page.locator("#plot-paired")).to_be_hidden()
+
+
 def test_runs_are_filtered_by_words_and_settings_with_their_curves(open_page, runs):
     page = open_page(view(*runs))
     expect(page.get_by_role("status").filter(has_text="3 of 3 runs, 3 in the plots")).to_be_visible()

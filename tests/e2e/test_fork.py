@@ -1,0 +1,90 @@
+"""A fork without a change equals its run to the bit, whole: from a kept checkpoint, or with steps that run again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.system import ROOT, System
+from tests.waiting import LIMIT_SECONDS
+
+# The limit is for a hang; the three runs take about two minutes.
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = 4
+MEASURED = ("seconds", "per_second", "time", "memory")
+SETTINGS = {
+    "MAX_STEPS": str(STEPS),
+    "KEEP_CHECKPOINTS_EVERY": "2",
+    "CHECKPOINTS_KEPT": "1",
+    "LR_SCHEDULE": "linear",
+    "EVAL_PROMPTS": "4",
+}
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> System:
+    system = System(tmp_path_factory.mktemp("volume"), tiny_model, "--small", run_id="base", **SETTINGS)
+    assert system.wait() == 0, system.text
+    return system
+
+
+def fork(base: System, *options: str) -> str:
+    command = [sys.executable, "-m", "scripts.grpo", "fork", str(base.run_dir), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics of every step, without times and memory."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: x for name, x in line.items() if not any(word in name for word in MEASURED)} for line in lines]
+
+
+def samples(run_dir: Path) -> list[tuple[Any, ...]]:
+    names = ("step", "prompt", "completion", "reward")
+    return [tuple(json.loads(line)[name] for name in names) for line in (run_dir / "samples.jsonl").open()]
+
+
+@pytest.mark.parametrize(
+    ("at", "said"), [(2, "base-at-2 takes "), (1, "steps 1 to 1 are run again from the beginning")]
+)
+def test_a_fork_without_a_change_equals_its_run_to_the_bit(base: System, at: int, said: str) -> None:
+    assert said in fork(base, "--at", str(at))
+    forked = base.run_dir.with_name(f"base-at-{at}")
+    assert [line["step"] for line in metrics(forked)] == list(range(1, STEPS + 1))
+    assert metrics(forked) == metrics(base.run_dir)
+    assert samples(forked) == samples(base.run_dir)
+    weights = "model/model.safetensors"
+    assert (forked / weights).read_bytes() == (base.run_dir / weights).read_bytes()
+
+
+def test_without_the_replay_buffer_a_fork_is_another_run(base: System, tiny_model: Path) -> None:
+    fork(base, "--at", "2", "--run-id", "empty", "--prepare")
+    forked = base.run_dir.with_name("empty")
+    shutil.rmtree(forked / "replay")
+    system = System(forked.parents[1], tiny_model, "--small", run_id="empty", **SETTINGS)
+    assert system.wait() == 0, system.text
+    assert metrics(forked)[:2] == metrics(base.run_dir)[:2]
+    assert metrics(forked)[2] != metrics(base.run_dir)[2]
+
+
+def test_a_fork_with_a_change_differs_from_the_next_step_on(base: System) -> None:
+    fork(base, "--at", "2", "--env", "LEARNING_RATE=1e-3", "--run-id", "faster")
+    forked = base.run_dir.with_name("faster")
+    before, after = metrics(base.run_dir), metrics(forked)
+    assert after[:2] == before[:2]
+    assert after[2]["learning_rate"] == pytest.approx(10 * before[2]["learning_rate"])
+    assert (after[2]["loss"], after[3]["loss"] != before[3]["loss"]) == (before[2]["loss"], True)
+    assert json.loads((forked / "fork.json").read_text()) == {
+        "parent": "base",
+        "at": 2,
+        "changes": ["LEARNING_RATE=1e-3"],
+    }

@@ -1,0 +1,232 @@
+"""A step is computed again to the bit from its record and the checkpoint before it, and explained."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from services.protocol.groups import Group
+from services.protocol.replay import SampledGroup
+from tests.sequences import changed
+from tests.trainer import test_ppo
+from tests.trainer.processes import run_on_ranks
+from tests.trainer.rank_jobs import make_learner
+from tests.trainer.test_lost_services import Outside, train
+from trainer.explain import explain, verify
+from trainer.model.ranks import Ranks
+from trainer.publishing.probe import Probe
+from trainer.reporting.explanations import Explanation
+
+ALL = {"record_groups": "all", "checkpoints_kept": 9}
+
+
+class Episodes(Outside):
+    """Hands out groups of episodes with a tool's result between two turns, and replays those of the step before."""
+
+    def __init__(self, versions_behind: int = 0) -> None:
+        super().__init__("")
+        self.versions_behind = versions_behind
+        self.made: list[Group] = []
+
+    def generate_and_score(self, *arguments: Any) -> list[Group]:
+        [made] = super().generate_and_score(*arguments)
+        sequences = [
+            changed(
+                one,
+                completion_ids=[*one.completion_ids, 7, 8, 9 + number],
+                logprobs=[-2.0, -2.5, 0.0, 0.0, -3.0],
+                policy_versions=[max(self.steps - 1 - self.versions_behind, 0)] * 5,
+                loss_mask=[True, True, False, False, True],
+            )
+            for number, one in enumerate(made.sequences)
+        ]
+        self.made.append(made.model_copy(update={"sequences": sequences}))
+        return self.made[-1:]
+
+    def draw_replayed(self, batch: Any, step: int, *_: Any) -> None:
+        if step:
+            batch.replayed = [SampledGroup(group=self.made[step - 1], priority=1.0, probability=1.0, weight=0.75)]
+
+
+def checked(run_dir: Path, ranks: Ranks, steps: int = 4, kept: int = 4) -> list[Explanation]:
+    """Explains every step of a run; each must be equal to the bit, tensors of the ``kept`` checkpoints included."""
+    explained = [explain(run_dir, step, ranks) for step in range(1, steps + 1)]
+    for one in explained:
+        assert one.compared.step is None, one.compared
+        assert one.compared.metrics >= 2
+    assert [one.compared.tensors is None for one in explained] == [True] * (steps - kept) + [False] * kept
+    assert min(one.compared.tensors or 100 for one in explained) > 20
+    return explained
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "linear": {"lr_schedule": "linear", "warmup_steps": 1},
+    "lora": {"lora_rank": 4, "learning_rate": 1e-2, "kl_coef": 0.1},
+    "reference": {"kl_coef": 0.1, "kl_in_reward": True, "advantage": "dr_grpo", "epochs_per_batch": 2},
+    "rae": {"advantage": "rae", "kl_coef": 0.1, "loss": "gspo"},
+    "uncorrected": {"importance_correction": "none", "loss": "cispo", "entropy_coef": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_step_is_computed_again_to_the_bit(
+    alone: Ranks, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Probe, "_check_adapters", lambda _: {})  # asks engines
+    loop = train(alone, tmp_path, Outside(""), **ALL, **SETTINGS[name])
+    monkeypatch.setenv("LEARNING_RATE", "5")  # of this process, and not of the run
+    checked(loop.settings.run_dir, alone)
+
+
+def test_episodes_and_replayed_groups_are_computed_again_to_the_bit(alone: Ranks, tmp_path: Path) -> None:
+    loop = train(alone, tmp_path, Episodes(versions_behind=1), **ALL, replay_groups=1, replay_max_kl=9.0)
+    explained = checked(loop.settings.run_dir, alone)
+    assert [one.versions for one in explained] == [{0: 6}, {0: 12}, {0: 6, 1: 6}, {1: 6, 2: 6}]
+    assert sorted((g.group_id, g.is_replayed, g.weight) for g in explained[2].groups) == [
+        ("g2", True, 0.75),
+        ("g3", False, 1.0),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_steps_with_a_critic_are_computed_again_to_the_bit(
+    alone: Ranks, model: Path, tmp_path: Path, kind: str
+) -> None:
+    test_ppo.train(alone, model, tmp_path, kind, **ALL)
+    warm_up, *_ = checked(tmp_path / "runs" / "r", alone, kept=2)
+    assert "loss" not in warm_up.metrics, "the policy stays"
+
+
+def train_and_explain(ranks: Ranks, model: Path, directory: Path) -> list[bytes]:
+    test_ppo.train(ranks, model, directory, "own", **ALL)
+    return [orjson.dumps(one.model_dump(mode="json")) for one in checked(directory / "runs" / "r", ranks, kept=2)]
+
+
+def test_two_ranks_compute_their_steps_again_to_the_bit(model: Path, tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, train_and_explain, model, tmp_path)
+    for mine, theirs in zip(first, second, strict=True):
+        a, b = Explanation.model_validate_json(mine), Explanation.model_validate_json(theirs)
+        assert (a.silence, a.versions, a.metrics) == (b.silence, b.versions, b.metrics)
+        assert a.silence.tokens == 2 * sum(a.versions.values()) * (a.step > 1), "both epochs of the batch"
+
+
+def test_without_a_checkpoint_right_before_it_a_step_is_computed_from_an_earlier_one(
+    alone: Ranks, tmp_path: Path
+) -> None:
+    run_dir = train(alone, tmp_path, Outside(""), **ALL).settings.run_dir
+    whole = explain(run_dir, 4, alone)
+    for step in (2, 3):
+        shutil.rmtree(run_dir / "checkpoints" / f"step-{step:06d}")
+    from_first = explain(run_dir, 4, alone)
+    assert (from_first.compared.first, from_first.compared.last, from_first.compared.step) == (2, 4, None)
+    assert from_first.groups == whole.groups
+    assert [(one.first, one.last, one.step) for one in verify(run_dir, 0, alone)] == [(1, 1, None), (2, 4, None)]
+    (run_dir / "groups/step-000003").unlink()
+    first, second = verify(run_dir, 0, alone)
+    assert first.reason is None
+    assert "step 3 has no record" in (second.reason or "")
+
+
+def test_the_first_difference_is_named(alone: Ranks, tmp_path: Path) -> None:
+    run_dir = train(alone, tmp_path / "one", Outside(""), **ALL).settings.run_dir
+    other = train(alone, tmp_path / "other", Outside(""), **ALL, adam_beta2=0.9).settings.run_dir
+    shutil.rmtree(run_dir / "checkpoints/step-000003")
+    shutil.copytree(other / "checkpoints/step-000003", run_dir / "checkpoints/step-000003")
+    found = explain(run_dir, 3, alone).compared
+    assert (found.step, found.differences[0].elements is not None) == (3, True), "all metrics are equal"
+    assert {one.name.split(".")[0] for one in found.differences} == {"model", "optimizer"}
+    assert all(one.largest for one in found.differences)
+
+    lines = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    true = lines[1]["grad_norm"]
+    lines[1]["grad_norm"] = float(np.nextafter(true, 9))
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    found = explain(run_dir, 2, alone).compared
+    assert found.step == 2
+    [grad_norm] = found.differences
+    assert (grad_norm.name, grad_norm.recorded, grad_norm.recomputed) == ("grad_norm", np.nextafter(true, 9), true)
+
+
+def test_a_step_without_its_record_is_refused_with_what_there_is(alone: Ranks, tmp_path: Path) -> None:
+    run_dir = train(alone, tmp_path, Outside(""), **ALL | {"record_groups": 2}).settings.run_dir
+    with pytest.raises(Exception, match=r"step 1 has no record in .*: there are files of the steps 3 to 4"):
+        explain(run_dir, 1, alone)
+
+
+def test_gradients_add_up_and_completions_move_as_the_weights_did(alone: Ranks, tmp_path: Path) -> None:
+    loop = train(alone, tmp_path, Episodes(), **ALL, replay_groups=1, replay_max_kl=9.0, learning_rate=1e-3)
+    run_dir = loop.settings.run_dir
+    explained = explain(run_dir, 3, alone)
+    assert sum(one.share for one in explained.groups) == pytest.approx(1)
+    [source] = explained.sources
+    assert source.grad_norm == pytest.approx(explained.metrics["grad_norm"], rel=1e-5)
+    assert source.share == pytest.approx(1)
+    first, second = explained.groups
+    assert first.grad_norm >= second.grad_norm > 0
+    assert source.grad_norm <= first.grad_norm + second.grad_norm
+
+    learner = make_learner(alone, tmp_path / "model", 4)
+    sums = []
+    for step in (2, 3):
+        loop.rank_calls.checkpoints.load(run_dir / f"checkpoints/step-{step:06d}", learner.policy, learner.optimizer)
+        trained = [one for one in loop_groups(run_dir, 3, loop) if one.group_id == "g3"]
+        sums.append([float(x.sum()) for x in learner.logprobs(trained)[0]])
+    [report] = [one for one in explained.groups if one.group_id == "g3"]
+    assert [[one.before for one in report.completions], [one.after for one in report.completions]] == sums
+    worse, better = report.completions
+    assert worse.advantage < 0 < better.advantage
+    assert better.change > worse.change
+
+
+def loop_groups(run_dir: Path, step: int, loop: Any) -> list[Any]:
+    from trainer.reporting.group_records import GroupRecords
+
+    return [loop.objective.training_group(one.group) for one in GroupRecords(run_dir).groups(step)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"importance_correction": "none"}, "clip"),
+        ({"importance_correction": "icepop"}, "cap"),
+        ({"off_policy_max_kl": 0.01}, "mask"),
+        ({"importance_correction": "truncated"}, "bounded"),
+        ({"importance_correction": "none", "loss": "cispo", "clip_high": 0.5}, "bounded"),
+    ],
+)
+def test_tokens_are_counted_by_what_silences_them(
+    alone: Ranks, tmp_path: Path, settings: dict[str, Any], kind: str
+) -> None:
+    """The sampled tokens are 100 times less likely than the policy has them, those of the worse completion as often."""
+
+    class Stale(Outside):
+        def generate_and_score(self, *arguments: Any) -> list[Group]:
+            [made] = super().generate_and_score(*arguments)
+            worse, better = made.sequences
+            ratio = math.log(100)
+            pair = [changed(worse, logprobs=[-1e-4, -1e-4]), changed(better, logprobs=[-2.8 - ratio, -2.8 - ratio])]
+            return [made.model_copy(update={"sequences": pair})]
+
+    run_dir = train(alone, tmp_path, Stale("", prompts=1), **ALL, **settings).settings.run_dir
+    explained = explain(run_dir, 1, alone)
+    counts = explained.silence.model_dump()
+    assert counts.pop("tokens") == 4
+    # A clip and a cap silence both tokens of the better completion, or of both; a mask those of the worse one.
+    expected = {"clip": 0, "cap": 0, "mask": 0, "bounded": 0} | {kind: 4 if kind in ("clip", "cap") else 2}
+    assert counts == expected
+    assert explained.ratios[0].ratio > 50
+    assert explained.ratios[0].before.startswith("2 3") or explained.ratios[0].before
+
+
+def test_explaining_leaves_the_run_as_it_was(alone: Ranks, tmp_path: Path) -> None:
+    run_dir = train(alone, tmp_path, Outside(""), **ALL).settings.run_dir
+    (run_dir / "checkpoints/.step-000005.partial").mkdir()  # a running run may be writing it
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    explain(run_dir, 2, alone)
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before

@@ -1,0 +1,169 @@
+"""A fork has all of a run's state: without any part of it, the steps after the fork are others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import orjson
+import pytest
+import torch
+
+from local_runner.fork import Fork
+from services.core.errors import ConfigurationError
+from services.protocol.groups import Group
+from services.protocol.prompts import DataStats
+from tests.sequences import changed
+from tests.trainer.rank_jobs import Arrays, make_learner, weights_of
+from tests.trainer.test_lost_services import Outside
+from trainer.algorithm.policy_losses import LossTokens, TokenLosses
+from trainer.checkpoints.checkpoint import CheckpointStore, write_manifest
+from trainer.loop import TrainingLoop
+from trainer.model.ranks import Ranks
+from trainer.rank_calls import RankCalls
+from trainer.reporting.run_files import RunFiles
+from trainer.reporting.status import RunStatus
+from trainer.run_checkpoints import resume
+from trainer.service_calls import ServiceCalls
+
+STEPS, AT = 4, 2
+SETTINGS: dict[str, Any] = {
+    "advantage": "rae",
+    "loss": f"{__name__}:forgetful",
+    "lr_schedule": "linear",
+    "eval_prompts": 0,
+    "checkpoint_every": 0,
+    "keep_checkpoints_every": AT,
+    "record_groups": "all",
+}
+
+
+def forgetful(tokens: LossTokens) -> TokenLosses:
+    """A loss of the user's that forgets tokens at random."""
+    kept = torch.rand(len(tokens.advantages)) < 0.5
+    return TokenLosses(-tokens.ratio * tokens.advantages * (0.5 + kept))
+
+
+class Prompts(Outside):
+    """Hands out another group for each prompt."""
+
+    def generate_and_score(self, *arguments: Any) -> list[Group]:
+        [made] = super().generate_and_score(*arguments)
+        sequences = [changed(one, completion_ids=[5 + self.steps, 6 + n]) for n, one in enumerate(made.sequences)]
+        return [made.model_copy(update={"sequences": sequences})]
+
+
+def train(ranks: Ranks, model: Path, directory: Path, run_id: str, **settings: Any) -> Arrays:
+    """Train from the newest checkpoint, if any, to the end; return all weights."""
+    learner = make_learner(ranks, model, STEPS, shared_dir=directory, run_id=run_id, **(SETTINGS | settings))
+    checkpoints = CheckpointStore(learner.settings.checkpoint_dir, 1, ranks, AT)
+    data = DataStats(source="walks", train_prompts=9, test_prompts=1, refused={})
+    state = resume(learner.settings, ranks, learner.policy, data, learner, checkpoints)
+    outside = Prompts("")
+    outside.steps = state.cursors[""].position if state.cursors else 0
+    rank_calls = RankCalls(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False)
+    files = RunFiles(learner.settings, state.step, str)
+    loop = TrainingLoop(
+        learner.settings, cast(ServiceCalls, outside), rank_calls, files, RunStatus(), state, STEPS, STEPS - 1
+    )
+    loop.publisher.publish = outside.publish  # type: ignore[method-assign]
+    with rank_calls.leading():
+        loop.run()
+    files.write_summary(
+        {"status": "succeeded", "accuracy_before": None, "accuracy_after": None} | {"accuracy_after_step": None}
+    )
+    files.close()
+    return weights_of(learner.policy)
+
+
+def forked(directory: Path, name: str = "fork") -> Path:
+    fork = Fork(directory / "runs/base", directory / "runs" / name, AT)
+    fork.check()
+    fork.write([])
+    return fork.new
+
+
+def leave_out(field: str, value: Any) -> Callable[[Path], None]:
+    def change(run_dir: Path) -> None:
+        checkpoint = run_dir / "checkpoints" / f"step-{AT:06d}"
+        state = orjson.loads((checkpoint / "state.json").read_bytes())
+        assert state[field] != value
+        # Another file, because the run's own has the same inode.
+        (checkpoint / "state.json").unlink()
+        (checkpoint / "state.json").write_bytes(orjson.dumps(state | {field: value}))
+        (checkpoint / "manifest.json").unlink()
+        write_manifest(checkpoint)
+
+    return change
+
+
+LEFT_OUT = {
+    "random state": leave_out("random_state", []),
+    "cursor": leave_out("cursors", {}),
+    "baselines": leave_out("role_baselines", {}),
+    "place in the schedule": leave_out("prompts_used", 0),
+}
+
+
+@pytest.mark.parametrize("left_out", [None, *LEFT_OUT])
+def test_a_fork_ends_with_the_weights_of_its_run_only_with_all_of_its_state(
+    alone: Ranks, model: Path, tmp_path: Path, left_out: str | None
+) -> None:
+    torch.manual_seed(5)
+    expected = train(alone, model, tmp_path, "base")
+    run_dir = forked(tmp_path)
+    if left_out is not None:
+        LEFT_OUT[left_out](run_dir)
+    torch.manual_seed(6)  # a new process has another state
+    weights = train(alone, model, tmp_path, "fork")
+    is_equal = all(np.array_equal(value, expected[name]) for name, value in weights.items())
+    assert is_equal is (left_out is None)
+    lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()
+    assert [orjson.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_a_fork_shares_what_nobody_writes_and_says_what_it_takes(alone: Ranks, model: Path, tmp_path: Path) -> None:
+    train(alone, model, tmp_path, "base")
+    parent = tmp_path / "runs/base"
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    fork = Fork(parent, tmp_path / "runs/fork", AT)
+    fork.check()
+    told = fork.disk()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, "nothing was written to say so"
+    assert told.startswith("fork takes ")
+    assert " and records with base; " in told
+    fork.write(["LOSS=cispo"])
+    files = [path for path in fork.new.rglob("*") if path.is_file()]
+    shared = {path for path in files if path.stat().st_nlink == 2}
+    assert {path.relative_to(fork.new).parts[0] for path in shared} == {"checkpoints", "groups"}
+    assert sum(path.stat().st_size for path in shared) == sum(part.size for part in fork.parts() if part.is_link)
+    copied = sum(path.stat().st_size for path in files if path not in shared and path.name != "fork.json")
+    assert copied == sum(part.size for part in fork.parts() if not part.is_link)
+    assert sorted(path.name for path in fork.new.glob("groups/*")) == ["step-000001", "step-000002"]
+    assert orjson.loads((fork.new / "fork.json").read_bytes()) == {
+        "parent": "base",
+        "at": AT,
+        "changes": ["LOSS=cispo"],
+    }
+
+
+def test_a_fork_is_refused_where_its_state_is_not_that_of_the_step(alone: Ranks, model: Path, tmp_path: Path) -> None:
+    train(alone, model, tmp_path, "base")
+    parent, new = tmp_path / "runs/base", tmp_path / "runs/fork"
+    with pytest.raises(ConfigurationError, match=r"--at 9: .*/runs/base has 4 steps"):
+        Fork(parent, new, 9).check()
+    with pytest.raises(ConfigurationError, match="base exists; name the new run with --run-id"):
+        Fork(parent, parent, AT).check()
+    assert Fork(parent, new, 3).start == AT
+    assert "steps 3 to 3 are run again from checkpoint step-000002" in Fork(parent, new, 3).cost()
+    config = orjson.loads((parent / "config.json").read_bytes())
+    config["components"]["data-server"] = {"settings": {"curriculum": "balanced"}}
+    (parent / "config.json").write_bytes(orjson.dumps(config))
+    with pytest.raises(ConfigurationError, match=r"Fork the run at its newest checkpoint, --at 4"):
+        Fork(parent, new, AT).check()
+    Fork(parent, new, STEPS).check()
+    (parent / "summary.json").unlink()
+    with pytest.raises(ConfigurationError, match="may be under way, and holds its replay buffer"):
+        Fork(parent, new, STEPS).check()

@@ -1,0 +1,242 @@
+"""Steps of a run, computed again from their records and a checkpoint, and compared with the run to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+import transformers
+from pydantic_settings import PydanticBaseSettingsSource
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from services.core.errors import ConfigurationError
+from trainer.algorithm.packing import TrainingGroup
+from trainer.checkpoints.checkpoint import damage, load_checkpoint, read_state, tensors_of
+from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
+from trainer.config.sections import (
+    AlgorithmSection,
+    CriticSection,
+    DistillationSection,
+    MemorySection,
+    OptimisationSection,
+    SamplingSection,
+)
+from trainer.model.critic import CriticLearner
+from trainer.model.learner import Learner, UpdateResult
+from trainer.model.policy import Policy, load_policy
+from trainer.model.ranks import Ranks
+from trainer.model.teachers import load_teachers
+from trainer.rank_calls import update_models
+from trainer.reporting.explanations import Difference
+from trainer.reporting.group_records import Computation, GroupRecords, StepHead
+
+SECTIONS = (
+    AlgorithmSection,
+    CriticSection,
+    DistillationSection,
+    MemorySection,
+    OptimisationSection,
+    SamplingSection,
+)
+NUMBERS = {"model_name", "seed", "sources"}.union(*(section.__annotations__ for section in SECTIONS))
+"""The settings on which the numbers of an update depend."""
+
+
+class RecordedSettings(TrainerSettings):
+    """The trainer's settings as a record has them; variables of this process count for nothing."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: Any, init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read the arguments alone."""
+        return (init_settings,)
+
+
+def computation(policy: Policy, ranks: Ranks) -> Computation:
+    """Return what a policy is computed with."""
+    compute, is_cuda = policy.compute, ranks.device.type == "cuda"
+    assert compute is not None, "load_policy sets it"
+    return Computation(
+        ranks=ranks.world_size,
+        replicas=ranks.mesh.size(0) if ranks.mesh.ndim > 1 else 1,
+        device=ranks.device.type,
+        processor=torch.cuda.get_device_name(ranks.device) if is_cuda else torch.backends.cpu.get_cpu_capability(),
+        threads=torch.get_num_threads(),
+        compute_type=str(compute.compute_type),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+    )
+
+
+@dataclass
+class Taken:
+    """A step that was computed again."""
+
+    head: StepHead
+    groups: list[TrainingGroup]
+    """The groups with their advantages, in the order of the update."""
+    result: UpdateResult
+    differences: list[Difference]
+    """The metrics of the update that differ from those in metrics.jsonl, in the order in which they are computed."""
+    compared: int
+    """The number of metrics that were compared."""
+
+
+class Recomputation:
+    """A run's models and optimizers as they were after a step, which take the steps after it again.
+
+    Every rank makes the same calls.
+    """
+
+    def __init__(self, run_dir: Path, after: int, ranks: Ranks) -> None:
+        """Load the checkpoint of step ``after``, or for 0 the model with which the run began.
+
+        Raises:
+            ConfigurationError: the checkpoint, the model or the record of the next step cannot be used.
+        """
+        self.run_dir, self.records = run_dir, GroupRecords(run_dir)
+        head = self.records.head(after + 1)
+        self.settings, then = _settings(run_dir, head), head.computation
+        if then is not None:
+            torch.set_num_threads(then.threads)
+            ranks = ranks.replicated(then.replicas)
+        self.ranks, self.step = ranks, after
+        torch.manual_seed(self.settings.seed)
+        policy = load_policy(self.settings, ranks)
+        has_reference = self.settings.kl_coef > 0 and not policy.has_adapters
+        reference = load_policy(self.settings, ranks, trainable=False) if has_reference else None
+        # Otherwise the recorded groups have what their teachers said.
+        teachers = load_teachers(self.settings, policy, ranks) if self.settings.teacher_jsd_beta is not None else None
+        self.learner = Learner(self.settings, policy, ranks, reference, head.total_steps, teachers)
+        self.critic = CriticLearner(self.learner) if self.settings.has_critic else None
+        baselines: Mapping[str, Mapping[int, float]] = {}
+        if after:
+            self.load(after)
+            baselines = read_state(checkpoint(run_dir, after)).role_baselines
+        self.objective = Objective(self.settings, baselines)
+
+    def load(self, step: int) -> None:
+        """Load the checkpoint of a step."""
+        load_checkpoint(checkpoint(self.run_dir, step), self.learner.policy, self.learner.optimizer, self.critic)
+
+    def groups(self) -> tuple[StepHead, list[TrainingGroup]]:
+        """Return the head of the next step's record, and its groups with the advantages that they had.
+
+        Raises:
+            ConfigurationError: the record cannot be used, or the step was computed with other settings.
+        """
+        head, settings = self.records.head(self.step + 1), self.settings
+        now = _settings(self.run_dir, head)
+        if changed := sorted(name.upper() for name in NUMBERS if getattr(now, name) != getattr(settings, name)):
+            raise ConfigurationError(
+                f"step {head.step} had other settings than the one before ({', '.join(changed)}), and the checkpoint "
+                "between them is gone; name a step after the next checkpoint"
+            )
+        groups = [
+            self.objective.training_group(r.group, weight=r.weight, is_replayed=r.is_replayed)
+            for r in self.records.groups(head.step)
+        ]
+        reference = self.learner.reference_logprobs(groups) if settings.kl_in_reward else None
+        values = None if self.critic is None else self.critic.values(groups)
+        return head, self.objective.with_advantages(groups, reference, values)
+
+    def take(self, head: StepHead, groups: list[TrainingGroup]) -> Taken:
+        """Take the next step, with what ``groups`` returned for it."""
+        self.learner.total_steps = head.total_steps
+        if self.critic is not None:
+            self.critic.total_steps = head.total_steps
+        result = update_models(self.learner, self.critic, groups, self.step, head.position)
+        self.step = head.step
+        recorded = recorded_metrics(self.run_dir, head.step)
+        both = [name for name in result.metrics if name in recorded]
+        pairs = {name: (recorded[name], _as_json(result.metrics[name])) for name in both}
+        unlike = [Difference(name=n, recorded=then, recomputed=now) for n, (then, now) in pairs.items() if then != now]
+        return Taken(head, groups, result, unlike, len(both))
+
+    def compare(self) -> tuple[list[Difference], int]:
+        """Return the tensors that differ from the checkpoint of the step so far, which is loaded, and their number."""
+        mine = {name: _local(tensor).clone() for name, tensor in self._tensors()}
+        self.load(self.step)
+        theirs = {name: _local(tensor) for name, tensor in self._tensors()}
+        unlike = [found for name, tensor in theirs.items() if (found := _difference(name, tensor, mine[name]))]
+        of_ranks = self.ranks.gather_json([one.model_dump() for one in unlike])
+        first = {one["name"]: Difference(**one) for found in reversed(of_ranks) for one in found}
+        return [first[name] for name in theirs if name in first], len(theirs)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, state in tensors_of(self.learner.policy, self.learner.optimizer, self.critic).items():
+            yield from _leaves(name, state)
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    """Return the directory of a checkpoint.
+
+    Raises:
+        ConfigurationError: it is damaged.
+    """
+    path = run_dir / "checkpoints" / f"step-{step:06d}"
+    if (reason := damage(path)) is not None:
+        raise ConfigurationError(f"checkpoint {path} cannot be used: {reason}")
+    return path
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    """Return the steps of a run's checkpoints, in order, after 0, the step of the model with which it began."""
+    return [0, *sorted(int(path.name.removeprefix("step-")) for path in run_dir.glob("checkpoints/step-[0-9]*"))]
+
+
+def recorded_metrics(run_dir: Path, step: int) -> dict[str, Any]:
+    """Return a step's line of metrics.jsonl; empty without one."""
+    path = run_dir / "metrics.jsonl"
+    lines = (orjson.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n"))
+    return next((line for line in lines if line["step"] == step), {})
+
+
+def _settings(run_dir: Path, head: StepHead) -> RecordedSettings:
+    recorded: dict[str, Any] = dict(head.settings) | {"shared_dir": run_dir.parent.parent, "run_id": run_dir.name}
+    if recorded.get("sources"):
+        recorded["sources"] = run_dir / "sources.yaml"
+    if head.computation is not None:
+        recorded["compute_type"] = head.computation.compute_type
+    return RecordedSettings.load(**recorded)
+
+
+def _as_json(number: float) -> float | None:
+    value: float | None = orjson.loads(orjson.dumps(number))
+    return value
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a nested state by their names."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _leaves(f"{name}.{key}", part)
+
+
+def _difference(name: str, recorded: Tensor, recomputed: Tensor) -> Difference | None:
+    """Return how two tensors differ, to the bit; None if they are equal."""
+    unlike = recorded.contiguous().view(-1).view(torch.uint8) != recomputed.contiguous().view(-1).view(torch.uint8)
+    if not unlike.any():
+        return None
+    places = unlike.view(recorded.numel(), -1).any(dim=1).nonzero().view(-1)
+    then, now = (x.reshape(-1)[places].double() for x in (recorded, recomputed))
+    return Difference(
+        name=name,
+        recorded=_as_json(then[0].item()),
+        recomputed=_as_json(now[0].item()),
+        elements=len(places),
+        largest=_as_json((then - now).abs().max().item()),
+    )
