@@ -27,11 +27,11 @@ from services.gateway.gateway import Gateway
 from services.gateway.messages_api import MESSAGES
 from services.gateway.requests import unforced
 from services.gateway.responses_api import RESPONSES
-from services.gateway.sessions import Asker, Session, refuse
+from services.gateway.sessions import Asker, Session
 from services.gateway.settings import GatewaySettings
 from services.http.app import create_service_app
 from services.http.json_body import JsonRequest, JsonResponse, JsonRoute, is_json
-from services.http.problems import ProblemError
+from services.http.problems import ProblemError, refuse
 from services.http.server import has_left
 from services.protocol.sessions import CreateSessionRequest, FinishRequest, RewardRequest, SessionReply, Trace
 from services.protocol.tools import TOOLS

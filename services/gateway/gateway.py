@@ -15,11 +15,11 @@ from services.core.errors import first_line
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.gateway.calls import Calls
-from services.gateway.sessions import Session, refuse
+from services.gateway.sessions import Session
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import Account, Store
 from services.gateway.tools import Tools
-from services.http.problems import ProblemError
+from services.http.problems import ProblemError, refuse
 from services.protocol.sessions import (
     CreateSessionRequest,
     FinishRequest,

@@ -16,10 +16,10 @@ from pydantic import ValidationError
 
 from services.clients.environment import EnvironmentClient, ServedEpisode
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.gateway.sessions import Session, refuse
+from services.gateway.sessions import Session
 from services.gateway.store import Store
 from services.http.client import RequestRefusedError
-from services.http.problems import ProblemError
+from services.http.problems import ProblemError, refuse
 from services.protocol.evaluation import EpisodeStart, ResetReply, StepResult, StepStatus
 from services.protocol.tools import BOX, ToolCall
 
