@@ -244,15 +244,7 @@ class PolicyLoss:
         if values is not None:
             value = value_losses(batch, values, self.value_clip)
             losses, metrics = losses + self.value_coef * value.losses, {**metrics, **value.metrics}
-        loss = aggregate(
-            losses * batch.weights,
-            batch.sequence_ids,
-            batch.n_sequences,
-            self.aggregation,
-            step_tokens=step.tokens,
-            step_sequences=step.sequences,
-            constant_length=self.constant_length,
-        )
+        loss = self._aggregate(losses * batch.weights, batch, step)
         terms = {}
         if self.teacher_coef:
             distance = teacher_loss(batch, logprobs, step) if divergence is None else divergence / max(step.taught, 1)
@@ -288,6 +280,17 @@ class PolicyLoss:
             kept = off_policy_mask(theta, behaviour, batch.advantages, ids, n_sequences, self.off_policy_max_kl)
             losses, metrics["off_policy_fraction"] = losses * kept, ~kept
         return TokenLosses(losses, metrics)
+
+    def _aggregate(self, losses: Tensor, batch: MicroBatch, step: StepSize) -> Tensor:
+        return aggregate(
+            losses,
+            batch.sequence_ids,
+            batch.n_sequences,
+            self.aggregation,
+            step_tokens=step.tokens,
+            step_sequences=step.sequences,
+            constant_length=self.constant_length,
+        )
 
 
 def teacher_loss(batch: MicroBatch, logprobs: Tensor, step: StepSize) -> Tensor:
