@@ -44,6 +44,7 @@ BENCHMARKS = {
     "async": "asynchronous:ASYNC",
     "services": "services:SERVICES_UNDER_LOAD",
     "gateway": "gateway:GATEWAY",
+    "sandbox": "sandbox:SANDBOX",
     "policy": "policy:POLICY",
     "gpu": "gpu:GPU",
 }
@@ -94,6 +95,7 @@ SECTIONS = (
         ("--only", "reward-server,data-server,replay-buffer", "--no-fail"),
     ),
     Section("gateway", "The gateway with an engine that costs nothing", ("--no-fail",)),
+    Section("sandbox", "Programs in boxes"),
     Section(
         "environment-server",
         "Environment-server and evaluation head",

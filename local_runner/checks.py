@@ -27,7 +27,7 @@ from local_runner.spec import JobGroup, TaskSpec, nearest
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import check_model, check_model_directory
-from services.core.settings import Settings
+from services.core.settings import Method, Settings
 from services.core.sources import Source
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
@@ -257,13 +257,22 @@ def _check_number(task: TaskSpec, each: int, min_workers: int) -> None:
 
 
 def check_services(loaded: Sequence[Loaded], group: JobGroup) -> None:
-    """Check that the job group has the services that the ways of rolling out need.
+    """Check that the job group has the services that the method, evaluations and the ways of rolling out need.
 
     Raises:
         ConfigurationError: a source, or the run, needs a service that the job group does not have.
     """
 
     def check(settings: TrainerSettings, source: Source | None) -> None:
+        if not settings.needs_engines:
+            return
+        needed = {Task.ROLLOUT_SERVER.value, Task.REWARD_SERVER.value}
+        if settings.method is Method.SFT and not needed.issubset(tasks):
+            raise ConfigurationError(
+                f"EVAL_EVERY is {settings.eval_every}, but this job group has no "
+                f"{' and no '.join(sorted(needed - tasks))}; "
+                "take jobgroup.yaml with METHOD=sft, or set EVAL_EVERY=0 and evaluate with `grpo evaluate` afterwards"
+            )
         if missing := [task.value for task in settings.way.services if task not in tasks]:
             raise ConfigurationError(
                 f"ROLLOUT is {settings.rollout.value}, which needs {' and '.join(missing)}, but job group {group.name} "
@@ -308,7 +317,7 @@ def check_judge(loaded: Sequence[Loaded]) -> None:
     def check(own: TrainerSettings, source: Source | None) -> None:
         rewards = reward.by_source()["" if source is None else source.name]
         is_relative = all(function.name in RELATIVE for function in rewards.functions)
-        if is_relative and own.eval_prompts and own.rollout.value == "completion":
+        if is_relative and own.evaluates and own.rollout.value == "completion":
             raise ConfigurationError(
                 f"REWARD_FN={rewards.reward_fn} compares the answers of a group, and a held-out answer is alone: give "
                 "a function that scores it alone as well, such as math=1, or set EVAL_PROMPTS=0"

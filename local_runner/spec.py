@@ -22,7 +22,10 @@ RECOVERY_KEYS = {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 DURATION = re.compile(r"(\d+)\s*([smhdw]?)", re.IGNORECASE)
 ROOT = Path(__file__).parents[1]
-JOB_GROUPS = ("jobgroup.yaml", "jobgroups/async.yaml", "jobgroups/agent.yaml", "jobgroups/environment.yaml")
+JOB_GROUPS = (
+    *("jobgroup.yaml", "jobgroups/async.yaml", "jobgroups/agent.yaml", "jobgroups/environment.yaml"),
+    "jobgroups/sft.yaml",
+)
 """The job groups of this project."""
 FORMER = {
     **{f"jobgroup-{name}.yaml": f"jobgroups/{name}.yaml" for name in ("async", "agent", "environment")},

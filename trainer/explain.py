@@ -93,12 +93,18 @@ def explain(run_dir: Path, step: int, ranks: Ranks) -> Explanation:
     """
     compared = Compared(first=1 + max(number for number in checkpoints(run_dir) if number < step), last=step)
     run = _begin(compared, run_dir, ranks)
+    if not isinstance(run.learner.loss, PolicyLoss):
+        raise ConfigurationError(
+            f"{run_dir.name} is of METHOD=sft, whose loss has no ratios and advantages to explain; compare its steps "
+            "with their records alone"
+        )
     while run.step < step - 1:
         _note(compared, run.take(*run.groups()))
     head, groups = run.groups()
     learner = run.learner
     before = learner.logprobs(groups)
     gradients, sources = _gradients(learner, groups)
+    assert isinstance(learner.loss, PolicyLoss)
     learner.loss = watched = WatchedLoss(learner.loss)  # type: ignore[assignment]
     taken = run.take(head, groups)
     learner.loss = watched.loss

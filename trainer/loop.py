@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
+from services.core.settings import Method
 from services.core.tasks import InterruptedCallError
 from services.protocol.groups import Group
 from services.run_page.directory import of_sources
@@ -83,11 +84,12 @@ class TrainingLoop:
             DiskFullError: the run directory's disk is full; the newest whole checkpoint is in place.
         """
         try:
-            self.enter("publish", "writing the first policy version")
-            # The version is written before the wait for workers, because an engine that starts may wait for it.
-            self.rank_calls.write_policy(self.state.policy_version)
-            self.services.wait_for_workers()
-            self.publish(Batch(self.objective))
+            if self.settings.needs_engines:
+                self.enter("publish", "writing the first policy version")
+                # The version is written before the wait for workers, because an engine that starts may wait for it.
+                self.rank_calls.write_policy(self.state.policy_version)
+                self.services.wait_for_workers()
+                self.publish(Batch(self.objective))
             if self.state.step == 0:
                 self.evaluate_outside_steps()
             self.status.clock.lap()
@@ -137,13 +139,16 @@ class TrainingLoop:
         state.role_baselines = {**self.objective.role_baselines}
 
         made = batch.scored if settings.dynamic_sampling_tries or len(batch.scored) > len(batch.groups) else ()
-        metrics = batch.counts | step_metrics(batch.groups, made, update, state.policy_version)
+        is_sampled = settings.method is Method.RL
+        metrics = batch.counts | step_metrics(batch.groups, made, update, state.policy_version, is_sampled=is_sampled)
         metrics |= teacher_metrics(batch.groups, settings.teachers)
         with self.recording(batch, metrics):
             self.enter("store", "acknowledging the groups")
             services.acknowledge({group.group_id: self.objective.priority(group) for group in groups})
-            metrics |= self.publish(batch)
-            if self.is_due(settings.eval_every) or state.step == self.total_steps:
+            is_evaluated = self.is_due(settings.eval_every) or state.step == self.total_steps
+            if is_sampled or (is_evaluated and settings.needs_engines):
+                metrics |= self.publish(batch)
+            if is_evaluated:
                 metrics |= self.evaluate(is_last=state.step == self.total_steps)
             self.enter("record", "asking for the account of tokens")
             metrics |= services.statistics()
@@ -222,7 +227,7 @@ class TrainingLoop:
 
         The update skips some of the groups.
         """
-        if self.state.step % ENTROPY_EVERY == 0:
+        if self.state.step % ENTROPY_EVERY == 0 and self.settings.method is Method.RL:
             entropy = self.rank_calls.mean_entropy(batch.prepared(batch.scored))
             batch.counts |= {} if entropy is None else {"entropy_all": entropy}
             if self.settings.teacher_models:
@@ -271,7 +276,7 @@ class TrainingLoop:
 
         If every prompt fails in the last evaluation, return no metrics, so that the model is still saved.
         """
-        if not self.settings.eval_prompts:
+        if not self.settings.evaluates:
             return {}
         when = f"after step {self.state.step}" if self.state.step else "before the first step"
         self.enter("evaluate", f"evaluating {when}")

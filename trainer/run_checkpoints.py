@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from services.chat.tokenizers import tokenizer_digest
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
@@ -23,7 +24,6 @@ from trainer.checkpoints.admission import Fingerprint, TeacherPrint, check_same
 from trainer.checkpoints.checkpoint import FORMS, CheckpointStore, RunState, SavedCritic
 from trainer.config import Mode, TrainerSettings
 from trainer.model.learner import Learner
-from trainer.model.loading import tokenizer_digest
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError

@@ -17,6 +17,7 @@ from services.clients.teacher import TeacherClient
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
+from services.core.settings import Method
 from services.core.tasks import ServiceThread
 from services.engines.router import RouterAdmin, Worker
 from services.http.client import RequestRefusedError
@@ -85,7 +86,8 @@ class ServiceCalls:
 
     def describe_data(self) -> DataStats:
         """Return the data-server's description of the training data."""
-        data, wanted = self.thread.call(self.clients.data.stats()), self.settings.eval_prompts
+        data = self.thread.call(self.clients.data.stats())
+        wanted = self.settings.eval_prompts if self.settings.evaluates else 0
         if data.test_prompts < wanted:
             log.warning(f"EVAL_PROMPTS is {wanted}, but the data hold out {data.test_prompts} (DATASET_HELD_OUT)")
         return data
@@ -141,8 +143,11 @@ class ServiceCalls:
         return groups
 
     def store(self, batch: Batch) -> None:
-        """Add the groups to the replay buffer, and tell the curriculum how often prompts were answered right."""
-        if not batch.groups:
+        """Add the groups to the replay buffer, and tell the curriculum how often prompts were answered right.
+
+        With METHOD=sft there is no replay buffer, here and below.
+        """
+        if not batch.groups or self.settings.method is Method.SFT:
             return
         self.thread.call(self.clients.replay.add(batch.groups), interruptible=True)
         self.thread.call(self.success_rates.record(batch.scored), interruptible=True)
@@ -183,7 +188,7 @@ class ServiceCalls:
         """Return the metrics of the ways of rolling out; nothing if the service that counts them does not answer."""
         metrics: dict[str, float] = {}
         try:
-            for sampler in self.clients.samplers.values():
+            for sampler in self.clients.asked.values():
                 metrics |= self.thread.call(sampler.statistics(STATS_SECONDS))
             return metrics
         except (DependencyLostError, RequestRefusedError) as error:
@@ -192,6 +197,8 @@ class ServiceCalls:
 
     def save_replay(self, label: str, deadline: float | None = None) -> None:
         """Save the replay buffer's contents and priorities under ``label``, within ``deadline`` seconds if given."""
+        if self.settings.method is Method.SFT:
+            return
         self.thread.call(self.clients.replay.save_snapshot(label, deadline))
 
     def restore_replay(self, snapshot: str | None) -> None:
@@ -200,6 +207,8 @@ class ServiceCalls:
         Without a snapshot those are the contents at the run's first start, because an earlier attempt that was killed
         before its first checkpoint may have added groups that are newer than the policy.
         """
+        if self.settings.method is Method.SFT:
+            return
         start = f"{self.settings.run_id}-start"
         try:
             self.thread.call(self.clients.replay.restore_snapshot(snapshot or start))
@@ -213,7 +222,8 @@ class ServiceCalls:
 
     def forget_replay(self, label: str) -> None:
         """Delete a snapshot of the replay buffer."""
-        self.thread.call(self.clients.replay.drop_snapshot(label))
+        if self.settings.method is Method.RL:
+            self.thread.call(self.clients.replay.drop_snapshot(label))
 
     async def _wait_for_workers(self, deadline_seconds: float) -> None:
         workers: list[Worker] = []

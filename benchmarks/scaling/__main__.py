@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -55,21 +55,6 @@ def plan(args: argparse.Namespace) -> str:
     return plan_text(predictions, batch, args.step_seconds)
 
 
-def launches(args: argparse.Namespace) -> str:
-    """Return how busy launches of jobgroup.yaml keep its GPUs."""
-    return launches_text(fitted())
-
-
-def expect(args: argparse.Namespace) -> str:
-    """Return what to expect of GPUs by their data sheets."""
-    return roofline.table()
-
-
-def share(args: argparse.Namespace) -> str:
-    """Return the memory of a GPU that engine and trainer share."""
-    return one_gpu.table()
-
-
 def docs(args: argparse.Namespace) -> str:
     """Write the output of the commands in docs/scaling.md and docs/gpus.md below them."""
     for path in (DOCS, GPU_DOCS):
@@ -96,14 +81,14 @@ def run(arguments: Sequence[str] | None = None) -> str:
     for field in fields(Batch):
         one.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     one.set_defaults(command=plan)
-    one = commands.add_parser("launches", help="how busy `grpo launch` keeps the GPUs")
-    one.set_defaults(command=launches)
-    one = commands.add_parser("roofline", help="what to expect of GPUs")
-    one.set_defaults(command=expect)
-    one = commands.add_parser("one-gpu", help="the memory of a GPU that engine and trainer share")
-    one.set_defaults(command=share)
-    one = commands.add_parser("docs", help="write docs/scaling.md and docs/gpus.md")
-    one.set_defaults(command=docs)
+    others: dict[str, tuple[str, Callable[[argparse.Namespace], str]]] = {
+        "launches": ("how busy `grpo launch` keeps the GPUs", lambda _: launches_text(fitted())),
+        "roofline": ("what to expect of GPUs", lambda _: roofline.table()),
+        "one-gpu": ("the memory of a GPU that engine and trainer share", lambda _: one_gpu.table()),
+        "docs": ("write docs/scaling.md and docs/gpus.md", docs),
+    }
+    for name, (text, command) in others.items():
+        commands.add_parser(name, help=text).set_defaults(command=command)
     args = parser.parse_args(arguments)
     try:
         return str(args.command(args))

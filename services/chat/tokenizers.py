@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from services.core.errors import ConfigurationError, first_line
 from services.core.files import check_model_directory
+from services.protocol.base import PROBE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,6 +56,17 @@ def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
             f"the tokenizer of MODEL_NAME {model_name!r} cannot be loaded from the Hugging Face hub, its cache or a "
             f"directory of that name: {first_line(error)}; check the name and the network, or give a directory"
         ) from error
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of vocabulary, special tokens, chat template and the tokens of PROBE."""
+    content = (
+        sorted((number, str(token)) for token, number in tokenizer.get_vocab().items()),
+        (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id),
+        tokenizer.chat_template,
+        tokenizer(PROBE)["input_ids"],
+    )
+    return hashlib.blake2b(ascii(content).encode(), digest_size=8).hexdigest()
 
 
 class TextCodec:

@@ -14,14 +14,13 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.engines.kinds import ROUTED
 from services.http.client import HttpClient, RequestRefusedError
+from services.protocol.base import PROBE
 from services.protocol.groups import TEACHER, TokenSequence
 
 log = get_logger(__name__)
 
 UNTAUGHT = Counter("teacher_sequences_unscored", "Sequences that the teacher's endpoint did not score.")
 
-PROBE = "What is 12 + 345?\n\tThe answer is: \\boxed{357}. Größe, 数学, ответ, 🙂  don't <|im_start|>user def f(x):\n"
-"""A text with many scripts and symbols, so that its tokens reveal a tokenizer's merges and rules."""
 REQUESTS_AT_ONCE = 64
 """Further requests wait, so that the endpoint's queue stays short."""
 SAME = 0.05

@@ -92,16 +92,21 @@ class Endpoint:
 def endpoint(task: Task, port: int | None = None, rank: int = 0) -> Endpoint:
     """Return where every node of the job group reaches ``port`` (default: the main one) of node ``rank`` of ``task``.
 
-    Outside a job group (no SKYPILOT_JOBGROUP_NAME) that is this machine.
+    Outside a job group (no SKYPILOT_JOBGROUP_NAME) that is this machine. A task that the job group lacks gets a name
+    that does not resolve, locally as under SkyPilot.
 
     Raises:
-        ConfigurationError: JOBGROUP_ENDPOINTS is malformed or lacks the node.
+        ConfigurationError: JOBGROUP_ENDPOINTS is malformed, or lacks the node of a task of which it has others.
     """
     port = PORTS[task][0] if port is None else port
-    mapped = _mapped(task, port, rank)
+    mapping = mapped_addresses()
+    is_lacking = bool(mapping) and not any(key.startswith(f"{task.value}-") for key in mapping)
+    mapped = None if is_lacking else _mapped(task, port, rank)
     if mapped is not None:
         return mapped
     group = os.environ.get("SKYPILOT_JOBGROUP_NAME")
+    if is_lacking:
+        group = group or "invalid"
     return Endpoint(f"{task.value}-{rank}.{group}" if group else "127.0.0.1", port)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
@@ -181,9 +182,19 @@ class TemplateSettings(Settings):
     request win."""
 
 
-class RewardWeightSettings(Settings):
-    """The weight of rewards, which trainer and data-server read."""
+class Method(StrEnum):
+    """What a run learns from."""
 
+    RL = "rl"
+    SFT = "sft"
+
+
+class MethodSettings(Settings):
+    """What a run learns from, which trainer and data-server read."""
+
+    method: Method = Method.RL
+    """`rl`: the policy samples answers and learns from their rewards, or from a teacher. `sft`: it learns the tokens of
+    rows with `messages`, or with `prompt` and `completion`, as they are; docs/guides/sft.md."""
     reward_weight: float = Field(1.0, ge=0)
     """Weight of the policy loss, whose advantages come from rewards. 0, with a teacher: pure distillation. REWARD_FN is
     not asked about training answers, so that no reward-server is needed unless EVAL_PROMPTS asks for an accuracy. Rows

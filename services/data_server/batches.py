@@ -23,6 +23,7 @@ from services.core import files
 from services.core.errors import ConfigurationError
 from services.core.sources import Source
 from services.data_server.dataset import Dataset, load
+from services.data_server.dataset_rows import TOO_LONG
 from services.data_server.settings import Curriculum, DataSettings
 from services.http.problems import ProblemError
 from services.protocol.prompts import Cursor, DataStats, Split
@@ -132,7 +133,9 @@ def _next_epoch(epoch: int) -> int:
 SERVED = Counter("data_prompts_served", "Prompts given out.", ["split", "source"])
 EPOCH = Gauge("data_epoch", "The epoch of the last prompt given out.", ["split", "source"])
 REFUSED_ROWS = Gauge("data_rows_refused", "Rows of the dataset that were left out.", ["reason", "source"])
-TOO_LONG = Gauge("data_prompts_too_long", "Prompts met that have more than MAX_PROMPT_TOKENS tokens.", ["source"])
+TOO_LONG_PROMPTS = Gauge(
+    "data_prompts_too_long", "Prompts met that have more than MAX_PROMPT_TOKENS tokens.", ["source"]
+)
 
 _RENDERED_AHEAD = 2048
 """Prompts rendered before the first request, because the first requests of a run come all at once."""
@@ -175,7 +178,7 @@ class Batches:
             Split.TEST: EpochOrder(len(test), seed=0, curriculum=Curriculum.SOURCE),
         }
         train.prefetch(orders[Split.TRAIN].of(0)[:_RENDERED_AHEAD].tolist())
-        for reason, count in dataset.refused.items():
+        for reason, count in dataset.left_out.items():
             REFUSED_ROWS.labels(reason, dataset.source).set(count)
         return cls(source, dataset, orders, state, curriculum)
 
@@ -208,7 +211,7 @@ class Batches:
         ]
         SERVED.labels(split.value, self.dataset.source).inc(len(prompts))
         EPOCH.labels(split.value, self.dataset.source).set(after.epoch)
-        TOO_LONG.labels(self.dataset.source).set(self.dataset.too_long)
+        TOO_LONG_PROMPTS.labels(self.dataset.source).set(self.dataset.left_out[TOO_LONG])
         return prompts, after
 
     def check(self, split: Split, cursor: Cursor) -> None:
@@ -226,7 +229,7 @@ class Batches:
             train_prompts=len(self.orders[Split.TRAIN]),
             test_prompts=len(self.orders[Split.TEST]),
             rows=self.dataset.rows,
-            refused={**self.dataset.refused, "too long": self.dataset.too_long},
+            refused=self.dataset.left_out,
             first_refused=self.dataset.first_refused,
             columns=list(self.dataset.columns),
             cursors=self.state.cursors(),

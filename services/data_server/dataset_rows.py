@@ -18,10 +18,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.core.errors import ConfigurationError
+from services.core.settings import Method
 from services.data_server import generators
 from services.data_server.json_lines import read_json_lines
-from services.data_server.settings import DataSettings, GroundTruthFormat, check_file, generator_of, named_files
-from services.data_server.tables import LARGEST_ROW, ROW, ReadTable, check_columns, load_from_hub, read_parquet
+from services.data_server.recorded import read_groups
+from services.data_server.settings import GROUPS, DataSettings, GroundTruthFormat, check_file, generator_of, named_files
+from services.data_server.tables import ROW, ReadTable, check_columns, load_from_hub, read_parquet
 from services.protocol.ground_truths import REASONING_GYM, last_boxed
 
 INSTRUCTIONS = {
@@ -63,6 +65,8 @@ class Rows:
     """The rows of ``table`` that these rows are."""
     content: str
     """Digest of the questions and ground truths of ``table``."""
+    has_demonstrations: bool = False
+    """True if each row is learned as it is; its JSON is the question."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -130,6 +134,18 @@ class DatasetRows:
         return len(self.train) + len(self.test) + sum(self.refused.values())
 
 
+TOO_LONG = "too long"
+"""The reason of rows with too many tokens."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The reason why a row that has what it needs makes no prompt, and a sentence with its number and a remedy."""
+
+    reason: str
+    sentence: str
+
+
 class Refused(Counter[str]):
     """The number of rows that were left out, by reason, and the first of them."""
 
@@ -167,17 +183,24 @@ def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = 
     else:
         train, test = load_from_hub(settings, first)
         name = settings.dataset.rpartition("/")[2]
+    if settings.method is Method.SFT and not train.has_demonstrations and not eval_only:
+        raise ConfigurationError(
+            f"METHOD is sft, but DATASET {settings.dataset!r} has neither a column `messages` nor the columns `prompt` "
+            "and `completion`; rename its columns, or set METHOD=rl"
+        )
     form = _format(train, settings)
     instruction = generators.REASONING_INSTRUCTION if generator == REASONING_GYM else INSTRUCTIONS.get(form)
     train_rows = _rows(train, form, refused, settings)
     if test is None and eval_only:
         train_rows, test_rows = train_rows.select(slice(0)), train_rows
+    elif test is None and settings.method is Method.SFT and "dataset_held_out" not in settings.model_fields_set:
+        test_rows = train_rows.select(slice(0))
     elif test is None:
         train_rows, test_rows = _hold_out(train_rows, settings)
     else:
         test_rows = _rows(test, form, refused, settings)
     for rows, split in ((train_rows, "training"), (test_rows, "held-out")):
-        if len(rows) == 0 and not (eval_only and rows is train_rows):
+        if len(rows) == 0 and not (eval_only if rows is train_rows else rows.has_demonstrations):
             left_out = ", ".join(f"{count} with {reason}" for reason, count in (+refused).items()) or "it has no rows"
             what = "a question and a ground truth" if settings.needs_truth else "a question"
             raise ConfigurationError(
@@ -191,7 +214,7 @@ def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = 
 
 def _load_file(variable: str, path: Path, settings: DataSettings) -> ReadTable:
     check_file(variable, path)
-    read = read_json_lines if path.suffix == ".jsonl" else read_parquet
+    read = {".jsonl": read_json_lines, GROUPS: read_groups}.get(path.suffix, read_parquet)
     return read(path, f"{variable} {str(path)!r}", settings)
 
 
@@ -203,18 +226,20 @@ def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Refused, sett
     table = read_table()
     truths, texts = _truths(table, form), pc.cast(table["question"], pa.string())
     largest = pc.max_element_wise(pc.binary_length(texts), pc.binary_length(truths)).to_numpy()
-    too_large, not_json = largest > LARGEST_ROW, np.zeros(len(table), bool)
+    too_large, not_json = largest > settings.largest_row, np.zeros(len(table), bool)
     if has_rows := ROW in table.column_names:
         too_large |= table[ROW].is_null().to_numpy()
         not_json = pc.fill_null(pc.equal(pc.binary_length(table[ROW]), 0), False).to_numpy()
     reasons = {
         "no question": ~pc.fill_null(pc.match_substring_regex(texts, r"\S"), False).to_numpy(),
         "no ground truth": ~pc.fill_null(pc.not_equal(truths, ""), False).to_numpy(),
-        f"more than {LARGEST_ROW // 2**10} KiB": too_large,
+        f"more than {settings.largest_row // 2**10} KiB": too_large,
         "NaN or infinity": not_json,
     }
     if not settings.needs_truth:
         del reasons["no ground truth"]
+    if read_table.has_demonstrations:  # A row that is too large has no question.
+        del reasons["no question"]
     content = _digest(texts, truths)
     del table, texts
     left = np.ones(len(largest), bool)
@@ -225,7 +250,9 @@ def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Refused, sett
     table = read_table()
     row_texts = table[ROW] if has_rows else None
     columns = [name for name in table.column_names if name != ROW]
-    rows = Rows(table.select(columns), row_texts, truths.combine_chunks(), numbers, content)
+    rows = Rows(
+        table.select(columns), row_texts, truths.combine_chunks(), numbers, content, read_table.has_demonstrations
+    )
     pa.default_memory_pool().release_unused()
     return rows
 

@@ -61,7 +61,7 @@ def read_json_lines(path: Path, where: str, settings: DataSettings) -> ReadTable
         while batch := _next_batch(numbered):
             columns = [_texts(batch, name, column, where) for name, column in chosen.items()]
             if of_rows:
-                columns.append(pa.array([bounded(line.text) for line in batch], pa.string()))
+                columns.append(pa.array([bounded(line.text, settings.largest_row) for line in batch], pa.string()))
             yield pa.record_batch(columns, schema)
 
     return ReadTable(on_disk(batches(), schema, where), **of_rows)

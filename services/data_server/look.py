@@ -47,7 +47,7 @@ def _look(settings: DataSettings, source: Source | None) -> dict[str, Any]:
     train, held_out = (len(dataset.catalogues[split]) for split in (Split.TRAIN, Split.TEST))
     refused = {
         reason if (number := dataset.first_refused.get(reason)) is None else f"{reason} (first row {number})": count
-        for reason, count in (dataset.refused | {"too long": dataset.too_long}).items()
+        for reason, count in dataset.left_out.items()
         if count
     }
     if "--items" in sys.argv:

@@ -13,9 +13,14 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from services.core.errors import ConfigurationError
-from services.core.settings import AgentColumns, RewardWeightSettings, SourcesSettings, TemplateSettings
+from services.core.settings import AgentColumns, Method, MethodSettings, SourcesSettings, TemplateSettings
 from services.protocol.ground_truths import REASONING_GYM
 from services.reward_columns import Reads, reads
+
+LARGEST_ROW = 256 * 2**10
+"""Bytes. Larger questions would take minutes to tokenise, and fit into no prompt; larger rows would fill requests to
+the reward-server and the replay buffer's disk."""
+LARGEST_DEMONSTRATION = 8 * 2**20
 
 
 class PromptStyle(StrEnum):
@@ -45,13 +50,14 @@ class Curriculum(StrEnum):
     HARD_FIRST = "hard_first"
 
 
-class DataSettings(TemplateSettings, AgentColumns, RewardWeightSettings, SourcesSettings):
+class DataSettings(TemplateSettings, AgentColumns, MethodSettings, SourcesSettings):
     """The data-server's environment variables."""
 
     dataset: str = Field("gsm8k", min_length=1)
     """`gsm8k`, `arithmetic` (a built-in generator), `seeds` (of episodes, for ROLLOUT=environment),
     `reasoning_gym:NAME` (generators of reasoning-gym, several with weights: `reasoning_gym:chain_sum=2,countdown=1`), a
-    Hugging Face dataset id, or a path to a .jsonl or .parquet file."""
+    Hugging Face dataset id, or a path to a .jsonl or .parquet file; with METHOD=sft also to a .groups file, which `grpo
+    groups` writes."""
     dataset_config: str | None = None
     """Configuration name of a Hugging Face dataset. For `reasoning_gym:...` JSON with any of `size` (questions, 1000),
     `levels` (of difficulty, from 0) and parameters by generator: `{"size": 1000, "levels": [0, 1], "chain_sum":
@@ -63,7 +69,8 @@ class DataSettings(TemplateSettings, AgentColumns, RewardWeightSettings, Sources
     dataset_test: Path | None = None
     """A .jsonl or .parquet file of held-out prompts, for a DATASET that is a file."""
     dataset_held_out: float = Field(0.05, gt=0, lt=1)
-    """Share of the rows held out of training, for a dataset that has no held-out split of its own."""
+    """Share of the rows held out of training, for a dataset that has no held-out split of its own. With METHOD=sft
+    unset means none."""
     prompt_column: str | None = None
     """Column of the question; default the first of question, prompt, problem."""
     ground_truth_column: str | None = None
@@ -90,7 +97,7 @@ class DataSettings(TemplateSettings, AgentColumns, RewardWeightSettings, Sources
     ground truths (`####` or `\\boxed{}`, `<answer>` for `reasoning_gym:...`), nothing where they are plain; `none`
     appends nothing."""
     max_prompt_tokens: int = Field(4096, ge=1)
-    """Longer prompts are passed over and counted."""
+    """Longer prompts are passed over and counted; with METHOD=sft, longer rows."""
 
     data_seed: int = Field(0, ge=0)
     """Seed of the shuffled order, of generated questions and of their split."""
@@ -114,8 +121,10 @@ class DataSettings(TemplateSettings, AgentColumns, RewardWeightSettings, Sources
 
     @property
     def needs_truth(self) -> bool:
-        """True if rewards are used (REWARD_WEIGHT) and a part of REWARD_FN reads the ground truth."""
-        return self.reward_weight > 0 and any(part.has_truth for part in self.reads.values())
+        """True if rewards are used (METHOD, REWARD_WEIGHT) and a part of REWARD_FN reads the ground truth."""
+        return (
+            self.method is Method.RL and self.reward_weight > 0 and any(part.has_truth for part in self.reads.values())
+        )
 
     @model_validator(mode="after")
     def _belongs_to_dataset(self) -> Self:
@@ -126,6 +135,17 @@ class DataSettings(TemplateSettings, AgentColumns, RewardWeightSettings, Sources
                 f"{given[0].lower()} under the source that it belongs to"
             )
         return self
+
+    @model_validator(mode="after")
+    def _shows_no_examples(self) -> Self:
+        if self.method is Method.SFT and self.prompt_style is PromptStyle.FEW_SHOT:
+            raise ValueError("PROMPT_STYLE is few_shot, but METHOD=sft learns rows as they are; set chat or plain")
+        return self
+
+    @property
+    def largest_row(self) -> int:
+        """Bytes of a row, a question or a ground truth; what is learned as it is may be longer."""
+        return LARGEST_DEMONSTRATION if self.method is Method.SFT else LARGEST_ROW
 
     @field_validator("arithmetic_template")
     @classmethod
@@ -139,6 +159,8 @@ class DataSettings(TemplateSettings, AgentColumns, RewardWeightSettings, Sources
 
 GENERATORS = ("arithmetic", "seeds", REASONING_GYM)
 """The values of DATASET that name a generator; one that ends with a colon has its own parameters behind it."""
+GROUPS = ".groups"
+"""The end of the name of a file that `grpo groups` has written, whose groups METHOD=sft trains on."""
 FILE_TYPES = (".jsonl", ".parquet")
 _READ = {
     ".csv": 'csv.DictReader(open({old}, encoding="utf-8-sig", newline=""))',
@@ -151,7 +173,9 @@ _CONVERT = 'import csv, json; open({new}, "w").writelines(json.dumps(row) + "\\n
 
 def is_path(dataset: str) -> bool:
     """Return whether DATASET names a file: a dataset on the hub has one slash at most, and no file's ending."""
-    looks_like_path = Path(dataset).suffix in (*FILE_TYPES, *_READ) or dataset.startswith(("/", "./", "../", "~"))
+    looks_like_path = Path(dataset).suffix in (*FILE_TYPES, GROUPS, *_READ) or dataset.startswith(
+        ("/", "./", "../", "~")
+    )
     return looks_like_path or dataset.count("/") > 1 or os.path.isfile(dataset)
 
 
@@ -200,7 +224,7 @@ def check_file(variable: str, path: Path) -> None:
         raise ConfigurationError(f"{where} is not a file, seen from {Path.cwd()}; give the path of one") from error
     except OSError as error:
         raise ConfigurationError(f"{where} cannot be read ({error.strerror}); give a file that can be") from error
-    if path.suffix not in FILE_TYPES:
+    if path.suffix not in (*FILE_TYPES, GROUPS):
         allowed = f"{where}: allowed are files that end in {' or '.join(FILE_TYPES)}"
         raise ConfigurationError(f"{allowed}; {_remedy(path, first)}" if path.suffix in _READ else allowed)
     if not first:

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from services import reward_columns
 from services.core.errors import ConfigurationError, first_line
 from services.core.logs import get_logger
+from services.core.settings import Method
 from services.data_server.settings import DataSettings
 
 log = get_logger(__name__)
@@ -31,7 +32,8 @@ class ReadTable:
     """A function that maps the columns of a split into memory again at each call.
 
     They are question, perhaps answer, ground_truth (otherwise read from the answers), category, and the whole row as
-    JSON. Once an earlier table is gone, the pages that it read no longer count as this process's memory.
+    JSON, which is also the question of rows to learn as they are. Once an earlier table is gone, the pages that it read
+    no longer count as this process's memory.
     """
 
     read: Callable[[], pa.Table]
@@ -39,18 +41,18 @@ class ReadTable:
     """The columns of whole rows; none where these do not travel."""
     shadowed: Sequence[str] = ()
     """Columns that rewards reach only through `row`, because their names are reserved."""
+    has_demonstrations: bool = False
+    """True if the rows are learned as they are (METHOD=sft)."""
 
     def __call__(self) -> pa.Table:
         """Return the table."""
-        return self.read()
+        table = self.read()
+        return table.append_column("question", table[ROW]) if self.has_demonstrations else table
 
 
 CATEGORY = "category"
 ROW = "row"
 """The column of a row's JSON; null if that is too large, empty if it has NaN or infinity."""
-LARGEST_ROW = 256 * 2**10
-"""Bytes of a row, a question or a ground truth. Larger texts would take minutes to tokenise, and fit into no prompt;
-larger rows would fill requests to the reward-server and the replay buffer's disk."""
 _ROWS_AT_ONCE = 1024
 """Rows that are made JSON at once."""
 EXACT = 2.0**53
@@ -62,7 +64,8 @@ COLUMN_SETTINGS = {"question": "PROMPT_COLUMN", "answer": "GROUND_TRUTH_COLUMN"}
 def choose_columns(names: Sequence[str], where: str, settings: DataSettings) -> dict[str, str]:
     """Return the columns of question, category and answer, as ``{"question": ..., "answer": ...}``.
 
-    Category may be missing, and so may the answer if no reward reads a ground truth.
+    Category may be missing, and so may the answer if no reward reads a ground truth. Rows to learn as they are have no
+    question.
 
     Args:
         names: the columns of the dataset.
@@ -73,6 +76,10 @@ def choose_columns(names: Sequence[str], where: str, settings: DataSettings) -> 
         ConfigurationError: the dataset lacks a column, also one that a reward function or AGENT_COLUMNS needs.
     """
     check_columns(names, where, settings)
+    if has_demonstrations(names, settings):
+        found = (name for name in (settings.ground_truth_column, *_ANSWER) if name and name in names)
+        columns = {"answer": next(found, None), CATEGORY: CATEGORY if CATEGORY in names else None}
+        return {name: column for name, column in columns.items() if column is not None}
     chosen = {"question": _choose(names, where, "PROMPT_COLUMN", settings.prompt_column, _QUESTION)}
     if settings.needs_truth or settings.ground_truth_column is not None or set(_ANSWER).intersection(names):
         if list(names) == [*chosen.values()] and settings.ground_truth_column is None:
@@ -81,6 +88,12 @@ def choose_columns(names: Sequence[str], where: str, settings: DataSettings) -> 
             )
         chosen["answer"] = _choose(names, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _ANSWER)
     return chosen | ({CATEGORY: CATEGORY} if CATEGORY in names else {})
+
+
+def has_demonstrations(names: Sequence[str], settings: DataSettings) -> bool:
+    """Return whether rows with these columns are learned as they are."""
+    prompt = settings.prompt_column or "prompt"
+    return settings.method is Method.SFT and ("messages" in names or {prompt, "completion"}.issubset(names))
 
 
 def check_columns(names: Sequence[str], where: str, settings: DataSettings) -> None:
@@ -95,11 +108,13 @@ def check_columns(names: Sequence[str], where: str, settings: DataSettings) -> N
         raise ConfigurationError(f"AGENT_COLUMNS names {', '.join(missing)}, which {where} lacks; {there}")
 
 
-def row_columns(names: Sequence[str], chosen: dict[str, str], settings: DataSettings) -> dict[str, Sequence[str]]:
+def row_columns(names: Sequence[str], chosen: dict[str, str], settings: DataSettings) -> dict[str, Any]:
     """Return ``ReadTable``'s fields about columns; without any if rows need not travel whole.
 
     They travel if they have further columns, or if somebody reads a column.
     """
+    if has_demonstrations(names, settings):
+        return {"columns": names, "has_demonstrations": True}
     is_read = bool(settings.visible_columns) or any(part.has_row for part in settings.reads.values())
     further = [name for name in names if name not in chosen.values()]
     if not is_read and not further:
@@ -202,7 +217,9 @@ def open_table(dataset: Any, where: str, settings: DataSettings) -> ReadTable:
     files = [file["filename"] for file in dataset.cache_files]
     read_rows = None
     if of_rows := row_columns(names, chosen, settings):
-        read_rows = on_disk(_row_batches(dataset.select_columns(names)), pa.schema([(ROW, pa.string())]), where)
+        read_rows = on_disk(
+            _row_batches(dataset.select_columns(names), settings.largest_row), pa.schema([(ROW, pa.string())]), where
+        )
 
     def read() -> pa.Table:
         whole = pa.concat_tables(_datasets().Dataset.from_file(file).data.table for file in files) if files else table
@@ -222,8 +239,8 @@ def _has_json(kind: pa.DataType) -> bool:
     return not any(fits(kind) for fits in (*unknown, pa.types.is_duration, pa.types.is_interval))
 
 
-def _row_batches(dataset: Any) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a ``datasets.Dataset`` as JSON.
+def _row_batches(dataset: Any, most: int) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a ``datasets.Dataset`` as JSON of at most ``most`` bytes.
 
     Dates and times become text as in ISO 8601, decimal numbers text with all of their digits, and a floating-point
     number the JSON number of the same value. Null stays null: such a dataset knows no absent columns.
@@ -231,20 +248,20 @@ def _row_batches(dataset: Any) -> Iterator[pa.RecordBatch]:
     for start in range(0, len(dataset), _ROWS_AT_ONCE):
         columns = dataset[start : start + _ROWS_AT_ONCE]
         rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
-        yield pa.record_batch([pa.array([_row_text(row) for row in rows], pa.string())], [ROW])
+        yield pa.record_batch([pa.array([_row_text(row, most) for row in rows], pa.string())], [ROW])
 
 
-def _row_text(row: dict[str, Any]) -> str | None:
+def _row_text(row: dict[str, Any], most: int) -> str | None:
     try:
         text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_as_json)
     except ValueError:  # NaN or infinity
         return ""
-    return bounded(text)
+    return bounded(text, most)
 
 
-def bounded(text: str) -> str | None:
-    """Return a row's JSON; None if it is larger than LARGEST_ROW."""
-    return None if len(text) > LARGEST_ROW or len(text.encode()) > LARGEST_ROW else text
+def bounded(text: str, most: int) -> str | None:
+    """Return a row's JSON; None if it has more than ``most`` bytes."""
+    return None if len(text) > most or len(text.encode()) > most else text
 
 
 def _as_json(value: Any) -> str:

@@ -173,6 +173,11 @@ async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[MakeE
 
         async with gsm8k.open_questions(turns) as questions:
             yield questions
+    elif name == "sandbox":
+        from services.environment_server import sandbox
+
+        async with sandbox.open_sandboxes(settings) as sandboxes:
+            yield sandboxes
     else:
         module, _, attribute = name.partition(":")
         if name.isidentifier() and importlib.util.find_spec(name) is not None:

@@ -10,7 +10,7 @@ from pydantic import AnyHttpUrl, Field
 from services.core.settings import SourcesSettings
 from services.core.sources import Source
 
-BUILT_IN = ("gsm8k", "guessing", "nim")
+BUILT_IN = ("gsm8k", "guessing", "nim", "sandbox")
 
 
 class EnvironmentSettings(SourcesSettings):
@@ -19,8 +19,9 @@ class EnvironmentSettings(SourcesSettings):
     environment: str = Field("CartPole-v1", min_length=1, max_length=100)
     """The environment that this server hosts, or one for each source in SOURCES that plays episodes: a gymnasium id,
     `module:Id` for an id that your module registers, `module:Class` for your Conversation, `gsm8k` (questions of
-    DATASET, with a calculator), `guessing` (a number to guess), `nim` (a game of two seats), or
-    `openenv+http://host:port` for any OpenEnv server."""
+    DATASET, with a calculator), `sandbox` (tasks of DATASET that programs solve, and the tools of agents),
+    `guessing` (a number to guess), `nim` (a game of two seats), or `openenv+http://host:port` for any OpenEnv
+    server."""
     environment_server_name: str = Field(
         default_factory=lambda: default_name(), pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:/@-]{0,99}$"
     )
@@ -31,6 +32,13 @@ class EnvironmentSettings(SourcesSettings):
     """Time limit of one reset or step; an episode that exceeds it is lost."""
     environment_text_turns: int = Field(10, ge=1, le=1000)
     """Answers that a built-in text environment allows before the episode is truncated. [advanced]"""
+
+    sandbox_session_seconds: float = Field(60.0, gt=0)
+    """Processor time of all programs of an episode of `sandbox`, or of an agent's session. CODE_CPU_SECONDS and
+    CODE_MEMORY_MB bound each of them, and a third of ENVIRONMENT_STEP_SECONDS by the clock."""
+    sandbox_repeatable: bool = False
+    """Whether the programs of `sandbox` may be run again: if a server is lost, its episodes then continue in new boxes
+    on another one, provided that every output is the same. Otherwise nothing runs twice, and the episodes are lost."""
 
     service_deadline_seconds: float = Field(300, gt=0)
     """Time that an OpenEnv server may take to answer when this server starts. [advanced]"""
@@ -47,11 +55,11 @@ class EnvironmentSettings(SourcesSettings):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """ENVIRONMENT of each source that plays one, unless it is built in or on another server."""
+        """ENVIRONMENT of each source that plays one, unless it always works or is on another server."""
         return {
             f"ENVIRONMENT of {source}" if source else "ENVIRONMENT": name
             for source, name in self.environments.items()
-            if name not in BUILT_IN and "://" not in name
+            if (name not in BUILT_IN or name == "sandbox") and "://" not in name
         }
 
     @property

@@ -16,6 +16,7 @@ import orjson
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
@@ -27,13 +28,14 @@ from services.gateway.gateway import Gateway
 from services.gateway.messages_api import MESSAGES
 from services.gateway.requests import unforced
 from services.gateway.responses_api import RESPONSES
-from services.gateway.sessions import Asker, Session, refuse
+from services.gateway.sessions import Asker, Session
 from services.gateway.settings import GatewaySettings
 from services.http.app import create_service_app
 from services.http.json_body import JsonRequest, JsonResponse, JsonRoute, is_json
-from services.http.problems import ProblemError
+from services.http.problems import ProblemError, refuse
 from services.http.server import has_left
 from services.protocol.sessions import CreateSessionRequest, FinishRequest, RewardRequest, SessionReply, Trace
+from services.protocol.tools import TOOLS, ToolCall
 
 MAX_BODY_BYTES = 8 * 2**20
 """More than the text of a million tokens. Encoding a text takes time and memory in proportion to its length."""
@@ -219,6 +221,21 @@ def _router(gateway: Gateway, session_of: Callable[..., Awaitable[Session]]) -> 
     async def get_models(_session: Session = asked) -> Response:
         """List the model in training."""
         return JsonResponse(gateway.models())
+
+    @router.get("/tools")
+    async def get_tools(_session: Session = asked) -> Response:
+        """List the tools that run programs, in the form of OpenAI's requests."""
+        return JsonResponse(TOOLS)
+
+    @router.post("/tools")
+    async def post_tool_call(_http: Request, body: dict[str, Any], session: Session = asked) -> Response:
+        """Run the program of a tool call in the session's box, and return the message with its output."""
+        try:
+            call = ToolCall.model_validate(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            refuse(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}; send a tool call as it came", "no_call")
+        return JsonResponse(await gateway.tools.call(session, call))
 
     @router.post(CHAT.path)
     async def post_chat(http: Request, body: dict[str, Any], session: Session = asked) -> Response:

@@ -31,6 +31,7 @@ import httpx
 import orjson
 from prometheus_client import Counter, Gauge
 
+from services.chat.prompts import ChatPrompts
 from services.chat.tokenizers import load_tokenizer
 from services.clients.rollout import ROUTING_KEY
 from services.core.endpoints import Task, endpoint
@@ -39,9 +40,8 @@ from services.core.logs import get_logger
 from services.core.models import context_length, vocabulary_size
 from services.engines.kinds import ROUTED
 from services.gateway.chat_api import Api, add_turns, reply_of
-from services.gateway.prompts import PromptMaker
 from services.gateway.requests import ChatRequest
-from services.gateway.sessions import Asker, Session, refuse
+from services.gateway.sessions import Asker, Session
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import Account
 from services.gateway.tree import Call
@@ -53,7 +53,7 @@ from services.http.client import (
     problem_detail,
     watched_socket,
 )
-from services.http.problems import ProblemError
+from services.http.problems import ProblemError, refuse
 from services.protocol.base import derive_seed
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
@@ -90,7 +90,7 @@ class Calls:
         model = settings.model_name
         self.vocabulary = vocabulary_size(model, "MODEL_NAME")
         self.context = settings.engine_context_length or context_length(model, "MODEL_NAME")
-        self.prompts = PromptMaker(load_tokenizer(model), settings.chat_template_args, self.context)
+        self.prompts = ChatPrompts(load_tokenizer(model), settings.chat_template_args, self.context)
         self._model = model
         self._account = account
         self._engine = EngineClient(settings.token)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import orjson
 
 from services.chat.messages import for_template
-from services.gateway.prompts import PromptMaker
+from services.chat.prompts import ChatPrompts
 from services.gateway.requests import ChatRequest, next_key
 from services.gateway.sessions import Session
 from services.gateway.tree import Call, Turn
@@ -60,7 +60,7 @@ def offered_function(name: str, description: str | None, parameters: dict[str, A
 
 
 def add_turns(
-    call: Call, completions: Sequence[TokenSequence], request: ChatRequest, key: bytes, prompts: PromptMaker
+    call: Call, completions: Sequence[TokenSequence], request: ChatRequest, key: bytes, prompts: ChatPrompts
 ) -> None:
     """Add a turn for each completion to ``call``; ``key`` is that of the request's conversation."""
     for completion in completions:
@@ -68,7 +68,7 @@ def add_turns(
         call.turns.append(Turn(call, completion, message, next_key(key, for_template(message)), unparsed))
 
 
-def reply_of(call: Call, request: ChatRequest, model: str, prompt_tokens: int, prompts: PromptMaker) -> dict[str, Any]:
+def reply_of(call: Call, request: ChatRequest, model: str, prompt_tokens: int, prompts: ChatPrompts) -> dict[str, Any]:
     """Return the chat completion of a call's turns."""
     choices = [
         {
@@ -126,7 +126,7 @@ CHAT = Api(
 
 
 def _message(
-    completion: TokenSequence, request: ChatRequest, call: Call, prompts: PromptMaker
+    completion: TokenSequence, request: ChatRequest, call: Call, prompts: ChatPrompts
 ) -> tuple[dict[str, Any], int]:
     """Return a completion as the agent gets it, and the number of tool calls in it that cannot be parsed."""
     if request.offered_tools is None:
@@ -143,7 +143,7 @@ def _message(
     return message, unparsed
 
 
-def _matched_stop(completion: TokenSequence, request: ChatRequest, prompts: PromptMaker) -> str | None:
+def _matched_stop(completion: TokenSequence, request: ChatRequest, prompts: ChatPrompts) -> str | None:
     """Return the stop string that ended a completion; None if it ended otherwise."""
     if not request.stop:
         return None
@@ -151,7 +151,7 @@ def _matched_stop(completion: TokenSequence, request: ChatRequest, prompts: Prom
     return min((end for end in request.stop if end in text), key=text.find, default=None)
 
 
-def _logprobs(completion: TokenSequence, prompts: PromptMaker) -> dict[str, Any]:
+def _logprobs(completion: TokenSequence, prompts: ChatPrompts) -> dict[str, Any]:
     entries = []
     for token, logprob in zip(completion.completion_ids.tolist(), completion.logprobs.tolist(), strict=True):
         text = prompts.token_text(token)

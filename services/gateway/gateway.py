@@ -15,10 +15,11 @@ from services.core.errors import first_line
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.gateway.calls import Calls
-from services.gateway.sessions import Session, refuse
+from services.gateway.sessions import Session
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import Account, Store
-from services.http.problems import ProblemError
+from services.gateway.tools import Tools
+from services.http.problems import ProblemError, refuse
 from services.protocol.sessions import (
     CreateSessionRequest,
     FinishRequest,
@@ -54,6 +55,7 @@ _DELETE = (
     "DELETE FROM sessions WHERE id = ?",
     "DELETE FROM calls WHERE session = ?",
     "DELETE FROM lost WHERE session = ?",
+    "DELETE FROM tools WHERE session = ?",
 )
 
 
@@ -68,6 +70,7 @@ class Gateway:
         self._own_process = own_process
         self._store = Store(settings.directory, on_damage)
         self._account = Account(self._store)
+        self.tools = Tools(self._store, settings.token)
         self._sessions: dict[str, Session] = {}
         self._created = int(time.time())
         self._creating = asyncio.Lock()
@@ -102,6 +105,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(self._expiring, *tasks, return_exceptions=True)
         await self.calls.close()
+        await self.tools.close()
         await self._store.close()
 
     def _load_model(self) -> Calls:
@@ -238,6 +242,7 @@ class Gateway:
                 await self._account.trace(session.sampled_tokens, finish, *deletions)
                 session.reward, session.reason, session.is_finished = request.reward, request.reason, True
                 self._sessions.pop(session_id, None)
+                self.tools.release(session_id)
                 SESSIONS.set(len(self._sessions))
         return session.trace()
 
@@ -253,6 +258,7 @@ class Gateway:
             await self._account.lose(reason, lost, *statements)
             session.is_finished = True
             self._sessions.pop(session_id, None)
+            self.tools.release(session_id)
             SESSIONS.set(len(self._sessions))
 
     async def expire(self, now: float) -> None:

@@ -14,7 +14,8 @@ from pydantic import BaseModel, Field, field_validator
 
 from services.gateway.chat_api import Api, as_parts, joined_text, named_event, offered_function
 from services.gateway.requests import ChatRequest, check_tool_choice, refuse_if_set, validated
-from services.gateway.sessions import Session, refuse
+from services.gateway.sessions import Session
+from services.http.problems import refuse
 
 _LOGPROBS = "message.output_text.logprobs"
 

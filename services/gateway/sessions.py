@@ -15,7 +15,7 @@ from starlette.types import Receive
 from services.core.tasks import Stopwatch
 from services.gateway.requests import ChatRequest
 from services.gateway.tree import Call, Tree
-from services.http.problems import ProblemError
+from services.http.problems import ProblemError, refuse
 from services.http.server import has_left
 from services.protocol.sessions import (
     AGAIN,
@@ -243,9 +243,3 @@ class Session:
             refused=self.refused,
             lost_tokens=dict(self.lost),
         )
-
-
-def refuse(status: int, detail: str, code: str) -> NoReturn:
-    """Raise ProblemError with ``code`` in OpenAI's error; the header keeps OpenAI's clients from asking again."""
-    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
-    raise ProblemError(status, detail, {"X-Should-Retry": "false"}, error={"type": kind, "code": code, "param": None})

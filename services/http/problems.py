@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 from fastapi import Request
@@ -35,6 +35,12 @@ class ProblemError(HTTPException):
     def __init__(self, status: int, detail: str, headers: Mapping[str, str] | None = None, **members: Any) -> None:
         super().__init__(status, detail, dict(headers) if headers else None)
         self.members = members
+
+
+def refuse(status: int, detail: str, code: str) -> NoReturn:
+    """Raise ProblemError with ``code`` in OpenAI's error; the header keeps OpenAI's clients from asking again."""
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+    raise ProblemError(status, detail, {"X-Should-Retry": "false"}, error={"type": kind, "code": code, "param": None})
 
 
 def unknown_source(name: str, sources: Iterable[str]) -> ProblemError:

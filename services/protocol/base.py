@@ -20,6 +20,9 @@ MAX_TOKENS = 1_048_576
 MAX_SEQUENCES = 65_536
 """Most sequences in one group: an agent's episode may have several."""
 
+PROBE = "What is 12 + 345?\n\tThe answer is: \\boxed{357}. Größe, 数学, ответ, 🙂  don't <|im_start|>user def f(x):\n"
+"""A text with many scripts and symbols, so that its tokens reveal a tokenizer's merges and rules."""
+
 
 class WireModel(BaseModel):
     """A record that crosses the wire. NaN and infinity are refused wherever a number is expected."""

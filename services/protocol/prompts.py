@@ -30,6 +30,18 @@ class Message(WireModel):
     content: str
 
 
+class Demonstration(WireModel):
+    """Tokens after a prompt that are learned as they are (METHOD=sft), with their text for people.
+
+    ``loss_mask`` is True at tokens that are trained on. ``episode`` is that of a recorded group's sequence.
+    """
+
+    completion: str
+    completion_ids: list[TokenId] = Field(min_length=1, max_length=MAX_TOKENS)
+    loss_mask: list[bool]
+    episode: Count = 0
+
+
 class Prompt(WireModel):
     """A prompt with its ground truth.
 
@@ -38,7 +50,8 @@ class Prompt(WireModel):
     ``prompt`` is the text of the user's turn. ``prompt_ids`` is the whole prompt that the model sees: the chat template
     applied and tokenised, generation marker included. ``epoch`` and ``position`` are the prompt's place in the shuffled
     order, so that a consumer can count each prompt once an epoch. ``source`` is its name in SOURCES,
-    and ``row`` has the dataset's row as JSON where its reward needs more of it than the ground truth.
+    and ``row`` has the dataset's row as JSON where its reward needs more of it than the ground truth. With METHOD=sft,
+    ``demonstrations`` are what is learned after the prompt.
     """
 
     id: str
@@ -51,6 +64,7 @@ class Prompt(WireModel):
     position: Count = 0
     source: str = Field(default="", exclude_if=lambda source: not source)
     row: bytes = Field(default=b"", exclude_if=lambda row: not row)
+    demonstrations: list[Demonstration] = Field(default_factory=list, exclude_if=lambda some: not some)
 
     @property
     def row_text(self) -> str | None:

@@ -18,7 +18,7 @@ import re
 import secrets
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -37,6 +37,8 @@ _DEFINED = re.compile(r"^def\s+(\w+)", re.MULTILINE)
 _CLOCK = 10.0
 """Seconds by the clock for each second of processor time, so that a busy machine decides nothing."""
 _KEPT = 20_000
+Run = Callable[..., Awaitable[Result]]
+"""Does a deed as ``Box.run`` does, with the arguments of the deed and perhaps ``stdin``."""
 _COLUMNS = {"tests", "test_list", "entry_point", "private_test_cases", "input_output"}
 
 
@@ -239,64 +241,80 @@ class CodeReward:
         except ValueError as error:
             return Evaluation(None, RewardStatus.ERROR, str(error), code)
         try:
-            passed, failure = await self._count(tests, f"{tests.prefix}\n{code}")
+            passed, failure = await count(tests, code, self._run, stops=self._settings.code_score is CodeScore.ALL)
         except TimeoutError:
             reason = f"no box was free for {self._settings.reward_queue_seconds:g} s (REWARD_QUEUE_SECONDS)"
             return Evaluation(None, RewardStatus.OVERLOADED, reason, code)
-        except _LostError as error:
+        except BoxLostError as error:
             return Evaluation(None, RewardStatus.ERROR, f"the sandbox lost the answer twice: {error}", code)
         share = passed / len(tests)
         value = share if self._settings.code_score is CodeScore.SHARE else float(share == 1)
         why = None if passed == len(tests) else f"{passed} of {len(tests)} tests pass; {failure}"
         return Evaluation(value, reason=why, extracted=code)
 
-    async def _count(self, tests: Tests, source: str) -> tuple[int, str | None]:
-        """Return how many tests pass, and why the first other one does not."""
-        if tests.asserts:
-            nonce = secrets.token_hex(16)
-            what = {"tests": tests.asserts, "own": tests.own, "setup": tests.setup, "nonce": nonce}
-            result = await self._run("asserts", source=source, **what)
-            reply = _reply(result)
-            is_whole = isinstance(reply, dict) and reply.get("nonce") == nonce
-            return (reply["passed"].count(True) if is_whole else 0), _failure(result)
-        if isinstance(tests.inputs[0], str):
-            return await self._count_outputs(tests, source)
-        result = await self._run("calls", source=source, name=tests.name, inputs=tests.inputs)
-        reply = _reply(result)
-        if not isinstance(reply, list) or len(reply) != len(tests):
-            return 0, _failure(result)
-        passed, failure = 0, None
-        for got, expected in zip(reply, tests.outputs, strict=True):
-            if _is_right(got, expected, tests):
-                passed += 1
-            else:
-                failure = failure or f"a call gives {str(got)[:200]}"
-        return passed, failure
-
-    async def _count_outputs(self, tests: Tests, source: str) -> tuple[int, str | None]:
-        passed, failure = 0, None
-        for given, expected in zip(tests.inputs, tests.outputs, strict=True):
-            result = await self._run("script", source=source, stdin=given.encode())
-            if result.outcome is Outcome.OK and same_text(
-                result.stdout.decode("utf-8", "replace"), expected, tests.tolerance
-            ):
-                passed += 1
-                continue
-            failure = failure or _failure(result, "its output differs")
-            if self._settings.code_score is CodeScore.ALL:
-                break
-        return passed, failure
-
     async def _run(self, deed: str, **what: Any) -> Result:
         assert self._pool is not None
-        result = await self._pool.run(deed, seconds=self._settings.reward_queue_seconds, **what)
-        if result.outcome is Outcome.INFRASTRUCTURE:
-            raise _LostError(result.last_line or "its process was killed")
-        return result
+        return await self._pool.run(deed, seconds=self._settings.reward_queue_seconds, **what)
 
 
-class _LostError(Exception):
+async def count(tests: Tests, code: str, run: Run, *, stops: bool) -> tuple[int, str | None]:
+    """Return how many tests a program passes, and why the first other one does not.
+
+    Args:
+        tests: those of its row.
+        code: the program.
+        run: does one of zygote's deeds in a box.
+        stops: whether runs with standard input end at the first test that fails.
+
+    Raises:
+        BoxLostError: the box was lost.
+    """
+    source = f"{tests.prefix}\n{code}"
+    if tests.asserts:
+        nonce = secrets.token_hex(16)
+        what = {"tests": tests.asserts, "own": tests.own, "setup": tests.setup, "nonce": nonce}
+        result = _found(await run("asserts", source=source, **what))
+        reply = _reply(result)
+        is_whole = isinstance(reply, dict) and reply.get("nonce") == nonce
+        return (reply["passed"].count(True) if is_whole else 0), _failure(result)
+    if isinstance(tests.inputs[0], str):
+        return await _count_outputs(tests, source, run, stops=stops)
+    result = _found(await run("calls", source=source, name=tests.name, inputs=tests.inputs))
+    reply = _reply(result)
+    if not isinstance(reply, list) or len(reply) != len(tests):
+        return 0, _failure(result)
+    passed, failure = 0, None
+    for got, expected in zip(reply, tests.outputs, strict=True):
+        if _is_right(got, expected, tests):
+            passed += 1
+        else:
+            failure = failure or f"a call gives {str(got)[:200]}"
+    return passed, failure
+
+
+async def _count_outputs(tests: Tests, source: str, run: Run, *, stops: bool) -> tuple[int, str | None]:
+    passed, failure = 0, None
+    for given, expected in zip(tests.inputs, tests.outputs, strict=True):
+        result = _found(await run("script", source=source, stdin=given.encode()))
+        if result.outcome is Outcome.OK and same_text(
+            result.stdout.decode("utf-8", "replace"), expected, tests.tolerance
+        ):
+            passed += 1
+            continue
+        failure = failure or _failure(result, "its output differs")
+        if stops:
+            break
+    return passed, failure
+
+
+class BoxLostError(Exception):
     """A box was lost, so nothing is known about the answer."""
+
+
+def _found(result: Result) -> Result:
+    if result.outcome is Outcome.INFRASTRUCTURE:
+        raise BoxLostError(result.last_line or "its process was killed")
+    return result
 
 
 def _failure(result: Result, otherwise: str = "it ended before its tests did") -> str:

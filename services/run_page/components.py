@@ -25,7 +25,7 @@ POLL_SECONDS = 2.0
 REQUEST_SECONDS = 2.0
 AWAKE_SECONDS = 15.0
 
-SERVICES = (Task.DATA_SERVER, Task.REWARD_SERVER, Task.REPLAY_BUFFER)
+SERVICES = (Task.DATA_SERVER, Task.REWARD_SERVER, Task.REPLAY_BUFFER, Task.ROLLOUT_SERVER)
 
 Json = dict[str, Any]
 Read = Callable[["Component"], Awaitable[None]]
@@ -62,10 +62,11 @@ class ComponentMonitor:
         self._stack = AsyncExitStack()
         self._clients: dict[str, HttpClient] = {}
         self._has_environments = Task.ENVIRONMENT_SERVER in services
-        alone = [task for task in services if task is not Task.ENVIRONMENT_SERVER]
+        alone = [task for task in services if task not in (Task.ENVIRONMENT_SERVER, Task.ROLLOUT_SERVER)]
         self._services = [Component(task.value, endpoints.endpoint(task).url) for task in alone]
         self._environments: list[Component] = []
-        self._router = Component("router", endpoints.endpoint(Task.ROLLOUT_SERVER).url)
+        routers = [task for task in services if task is Task.ROLLOUT_SERVER]
+        self._routers = [Component("router", endpoints.endpoint(task).url) for task in routers]
         self._workers: dict[str, Component] = {}
 
     def components(self) -> list[Json]:
@@ -77,7 +78,7 @@ class ComponentMonitor:
     def last_seen(self) -> list[Json]:
         """Return all components as last seen."""
         workers = [self._workers[url] for url in sorted(self._workers)]
-        return [c.shown() for c in (*self._services, *self._environments, self._router, *workers)]
+        return [c.shown() for c in (*self._services, *self._environments, *self._routers, *workers)]
 
     async def run(self) -> None:
         """Poll the components while somebody looks, until cancelled."""
@@ -89,7 +90,7 @@ class ComponentMonitor:
                 await self._find_environments()
                 await asyncio.gather(
                     *(self._poll(service, self._read_stats) for service in (*self._services, *self._environments)),
-                    self._poll(self._router, self._read_router),
+                    *(self._poll(router, self._read_router) for router in self._routers),
                     *(self._poll(worker, self._read_worker) for worker in self._workers.values()),
                 )
                 await asyncio.sleep(POLL_SECONDS)

@@ -113,6 +113,10 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int) -> list[str]:
     own = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
     arguments += ["--cap-drop", "ALL"]
     arguments += [word for name in own for word in ("--cap-add", name)] if os.geteuid() == 0 else ["--unshare-user"]
+    parents = {str(parent): None for path in interpreter.readable for parent in reversed(Path(path).parents[:-1])}
+    for parent in parents:
+        # Below /root, too, programs reach the interpreter, whose user is not root.
+        arguments += ["--perms", "0755", "--dir", parent]
     for path in interpreter.readable:
         arguments += ["--ro-bind", path, path]
     arguments += ["--dev", "/dev"]

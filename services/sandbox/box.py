@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import struct
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any, Self
 
 from services.sandbox.backends import BOX, BackendName, Interpreter, command
 from services.sandbox.kernel import Limits
+from services.sandbox.watch import remove
 
 START_SECONDS = 300.0
 """A machine whose memory is short takes minutes over what else takes 50 ms."""
@@ -156,6 +156,22 @@ class Box:
         """Read a file of the box, which becomes ``stdout``; as code would, so a link cannot lead out of the box."""
         return await self.run("read", path=path)
 
+    async def load(self, files: Mapping[str, bytes]) -> Result:
+        """Write several files of the box, as ``write`` does."""
+        texts = {path: content.decode("latin-1") for path, content in files.items()}
+        return await self.run("load", stdin=json.dumps(texts).encode())
+
+    async def save(self, most_bytes: int) -> dict[str, bytes] | Result:
+        """Return the files of the box by path, links and pipes left out; the result where they cannot be read.
+
+        Args:
+            most_bytes: of the files as JSON, above which the outcome is ``output``.
+        """
+        result = await self.run("save", limits=self._limits._replace(output_bytes=most_bytes))
+        if result.outcome is not Outcome.OK:
+            return result
+        return {path: content.encode("latin-1") for path, content in json.loads(result.reply).items()}
+
     async def run(self, deed: str, *, stdin: bytes = b"", limits: Limits | None = None, **what: Any) -> Result:
         """Do one of zygote's ``DEEDS``; a box that does not answer gives ``infrastructure`` now and ever after."""
         bounds = limits or self._limits
@@ -207,13 +223,5 @@ class Box:
                 await process.wait()
         directory, self._directory = self._directory, None
         if directory is not None and directory != BOX:
-            await asyncio.to_thread(_remove, directory)
+            await asyncio.to_thread(remove, directory)
         return message
-
-
-def _remove(directory: str) -> None:
-    """Remove a directory that code has filled, however deep and with whatever modes."""
-    for words in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-        command = [shutil.which(words[0]) or words[0], *words[1:], directory]
-        with contextlib.suppress(OSError):
-            os.waitpid(os.posix_spawn(command[0], command, _ENVIRONMENT), 0)

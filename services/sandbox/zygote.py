@@ -17,13 +17,14 @@ import os
 import random
 import signal
 import socket
+import stat
 import struct
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
 from services.sandbox import harness, kernel
-from services.sandbox.watch import Processes, Run
+from services.sandbox.watch import Processes, Run, remove
 
 _REQUESTS, _REPLIES, _COPIES = 100, 101, 200
 """File descriptors out of the way of those that a piece of code gets."""
@@ -43,11 +44,13 @@ def main() -> None:
     description = _receive()
     if description is None:
         return
+    os.umask(0o022)
     box = Box(**description)
     gc.freeze()
     _send({"ready": True})
     while (request := _receive()) is not None:
         _send(box.run(**request))
+    box.remove()
 
 
 def _receive() -> Any:
@@ -89,8 +92,11 @@ class Box:
         self._uid, self._readable, self._directory, self._isolation = uid, readable, box, isolation
         self._answers_uid = uid if uid is None or _can_read_library(uid) else None
         self._processes = Processes(isolation, _REQUESTS)
-        if box is not None and uid is not None and isolation == "landlock":
-            os.chown(box, uid, uid)
+        if box is not None and isolation == "landlock":
+            # Answers read it, who may be another user than the programs that wrote there.
+            os.chmod(box, 0o755)
+            if uid is not None:
+                os.chown(box, uid, uid)
 
     def run(self, deed: str, limits: dict[str, Any], stdin: str = "", **what: Any) -> dict[str, Any]:
         """Do one of DEEDS in a process of its own, and return its outcome with all that it printed and replied."""
@@ -115,6 +121,11 @@ class Box:
             start(deed, what, run.ends[:_REPLY] if executes else run.ends)
         return run.watch(may_signal=executes)
 
+    def remove(self) -> None:
+        """Remove the directory, unless it vanishes with the box."""
+        if self._directory is not None and self._isolation != "bwrap":
+            remove(self._directory)
+
     def _become(self, deed: str, limits: kernel.Limits, ends: list[int]) -> None:
         """Turn this forked process into one that may do ``deed``, with the file descriptors ``ends`` as 0, 1, ..."""
         signal.set_wakeup_fd(-1)
@@ -128,18 +139,20 @@ class Box:
         sys.stderr = open(_STDERR, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         random.seed(0)
         is_answer = deed != "exec"
-        writes = deed in ("exec", "read", "write")
+        writes = deed in ("exec", "read", "write", "load", "save")
+        folder = [] if self._directory is None else [self._directory]
         kernel.confine(
             limits,
             uid=self._uid if writes else self._answers_uid,
-            readable=self._readable,
+            readable=[*self._readable, *folder],
             box=self._directory if writes else None,
             is_answer=is_answer,
             needs_landlock=self._isolation == "landlock",
             shared=self._tasks() if not is_answer else 0,
         )
-        if self._directory is not None and writes:
-            os.chdir(self._directory)
+        for directory in folder:
+            os.chdir(directory)
+            sys.path.insert(0, directory)
 
     def _tasks(self) -> int:
         """Return how many threads outside this box count towards the limit of processes that code in it has."""
@@ -185,15 +198,32 @@ def _execute(argv: list[str], environment: dict[str, str]) -> None:
     os.execvpe(argv[0], argv, environment)
 
 
-def _write(path: str) -> None:
+def _write(path: str, content: bytes | None = None) -> None:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path, "wb") as file:
-        file.write(sys.stdin.buffer.read())
+        file.write(sys.stdin.buffer.read() if content is None else content)
 
 
 def _read(path: str) -> None:
     with open(path, "rb") as file:
         sys.stdout.buffer.write(file.read())
+
+
+def _load() -> None:
+    for path, content in json.load(sys.stdin).items():
+        _write(path, content.encode("latin-1"))
+
+
+def _save() -> None:
+    files = {}
+    for folder, _, names in os.walk("."):
+        for path in (os.path.normpath(os.path.join(folder, name)) for name in names):
+            # A link could name a file of the system, and a pipe has no end.
+            if stat.S_ISREG(os.lstat(path).st_mode):
+                with open(path, "rb") as file:
+                    files[path] = file.read().decode("latin-1")
+    with _open_reply() as reply:
+        json.dump(files, reply, sort_keys=True)
 
 
 def _open_reply() -> TextIO:
@@ -212,4 +242,6 @@ DEEDS: dict[str, Callable[..., None]] = {
     "exec": _execute,
     "write": _write,
     "read": _read,
+    "load": _load,
+    "save": _save,
 }

@@ -293,6 +293,20 @@ class PolicyLoss:
         )
 
 
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The loss of a step's micro-batches that are learned as they are: the mean over tokens of -log pi_theta."""
+
+    teacher_coef: float = 0.0
+
+    def __call__(
+        self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor, step: StepSize, **_further: Tensor | None
+    ) -> tuple[Tensor, Diagnostics]:
+        """Return a micro-batch's share of the step's loss, and diagnostics; the arguments are those of PolicyLoss."""
+        loss = -logprobs.sum() / max(step.tokens, 1)
+        return loss, _diagnose(batch, {"loss": loss}, {"entropy": entropies})
+
+
 def teacher_loss(batch: MicroBatch, logprobs: Tensor, step: StepSize) -> Tensor:
     """Return a micro-batch's share of the distance from the teacher: the mean of ``kl_penalty`` over the taught tokens.
 

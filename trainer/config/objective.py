@@ -13,6 +13,7 @@ import torch
 
 from services.core.errors import ConfigurationError
 from services.core.imports import load_function
+from services.core.settings import Method
 from services.protocol.groups import Group
 from trainer.algorithm import gae, training_groups
 from trainer.algorithm.advantages import (
@@ -23,7 +24,7 @@ from trainer.algorithm.advantages import (
     gdpo,
     rae,
 )
-from trainer.algorithm.loss import PolicyLoss
+from trainer.algorithm.loss import CrossEntropy, PolicyLoss
 from trainer.algorithm.methods import GROUP_ADVANTAGES, LOSS_OPTIONS, NORMALISED_ADVANTAGES, is_own_function
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, LossFunction, LossTokens, TokenLosses
@@ -61,7 +62,7 @@ class Objective:
         return training_groups.training_group(
             group,
             masks_truncated=bool(self.settings.mask_truncated),
-            needs_rewards=self.settings.reward_weight > 0,
+            needs_rewards=self.settings.learns_from_rewards,
             overlong_buffer=self.settings.overlong_buffer,
             max_length=self._longest[group.prompt.source],
             weight=weight,
@@ -103,7 +104,7 @@ class Objective:
         Raises:
             ConfigurationError: the user's function returns something else, or the rewards do not fit the formula.
 
-        With REWARD_WEIGHT=0 the groups have none.
+        With REWARD_WEIGHT=0 and METHOD=sft the groups have none.
         """
         return training_groups.by_source(groups, self._of_source, reference, values)
 
@@ -111,7 +112,7 @@ class Objective:
         self, groups: Sequence[TrainingGroup], reference: Sequence[PerToken] | None, values: Sequence[PerToken] | None
     ) -> list[TrainingGroup]:
         settings = self.settings
-        if settings.reward_weight == 0:
+        if not settings.learns_from_rewards:
             return list(groups)
         if settings.has_critic:
             assert values is not None, "ADVANTAGE=gae needs the critic's values"
@@ -180,12 +181,14 @@ class Objective:
         return named
 
 
-def policy_loss(settings: TrainerSettings) -> PolicyLoss:
+def step_loss(settings: TrainerSettings) -> PolicyLoss | CrossEntropy:
     """Return the loss of a step's micro-batches.
 
     Raises:
         ConfigurationError: LOSS names a function that cannot be loaded, or that lacks an option that is set.
     """
+    if settings.method is Method.SFT:
+        return CrossEntropy()
     return PolicyLoss(
         _loss_function(settings),
         settings.importance_correction,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from services.core.machine import ComputeType
-from services.core.settings import AgentSettings, MemorySettings, ModelSettings, RewardWeightSettings, Settings
+from services.core.settings import AgentSettings, MemorySettings, MethodSettings, ModelSettings, Settings
 from services.protocol.rewards import LARGEST_REWARD
 from trainer.algorithm.methods import (
     Aggregation,
@@ -257,7 +257,7 @@ class CriticSection(Settings):
     """First steps in which only the critic is trained (with `shared`, its head) and the policy stays."""
 
 
-class DistillationSection(RewardWeightSettings):
+class DistillationSection(MethodSettings):
     """On-policy distillation: the policy learns from the probabilities that a teacher gives to the policy's own tokens.
 
     The distance from the teacher is a term of its own beside the policy loss. With SOURCES each source may have

@@ -16,7 +16,7 @@ from pydantic import model_validator
 
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.core.settings import EnginesSection, SourcesSettings
+from services.core.settings import EnginesSection, Method, SourcesSettings
 from trainer.algorithm.methods import (
     ADVANTAGES,
     GROUP_ADVANTAGES,
@@ -160,9 +160,29 @@ class TrainerSettings(
         return sorted(names - {""})
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """True when the policy learns from the rewards of its answers."""
+        return self.method is Method.RL and self.reward_weight > 0
+
+    @property
+    def evaluates(self) -> bool:
+        """True when the run is evaluated on held-out prompts; with METHOD=sft only if EVAL_EVERY asks for it."""
+        return self.eval_prompts > 0 and (self.method is Method.RL or self.eval_every > 0)
+
+    @property
+    def needs_engines(self) -> bool:
+        """True when engines answer prompts, of training or of evaluations."""
+        return self.method is Method.RL or self.evaluates
+
+    @property
     def needs_rewards(self) -> bool:
         """True when the reward-server scores answers: to learn from rewards, or for the accuracy of evaluations."""
-        return self.reward_weight > 0 or self.eval_prompts > 0
+        return self.learns_from_rewards or self.evaluates
+
+    @property
+    def trained_temperature(self) -> float:
+        """The temperature of the distribution that is trained: TEMPERATURE, at which answers are sampled, or 1."""
+        return self.temperature if self.method is Method.RL else 1.0
 
     @property
     def component_weights(self) -> dict[str, float] | None:
@@ -214,8 +234,14 @@ class TrainerSettings(
 
     @property
     def services(self) -> tuple[Task, ...]:
-        """The services that the run needs besides those of every run, over all sources."""
-        return tuple(dict.fromkeys(task for s in self.by_source().values() for task in s.way.services))
+        """The services that the run asks, over all sources."""
+        asked = {
+            Task.DATA_SERVER: True,
+            Task.REWARD_SERVER: self.needs_rewards,
+            Task.REPLAY_BUFFER: self.method is Method.RL,
+            Task.ROLLOUT_SERVER: self.needs_engines,
+        } | {task: self.needs_engines for s in self.by_source().values() for task in s.way.services}
+        return tuple(task for task, is_asked in asked.items() if is_asked)
 
     @property
     def longest_answer(self) -> int:
@@ -224,8 +250,8 @@ class TrainerSettings(
 
     @property
     def largest_group(self) -> int:
-        """The largest GROUP_SIZE of all sources."""
-        return max(settings.group_size for settings in self.by_source().values())
+        """The largest GROUP_SIZE of all sources; what is learned as it is, is a group of one."""
+        return 1 if self.method is Method.SFT else max(settings.group_size for settings in self.by_source().values())
 
     @property
     def generation_concurrency(self) -> int:
@@ -384,7 +410,7 @@ def groups_can_be_compared(settings: TrainerSettings) -> None:
     """Check that group advantages get groups of two or more."""
     # Collectors elsewhere may bring advantages of their own.
     is_made_here = settings.mode is Mode.SYNC or settings.collector_in_process
-    is_made_here = is_made_here and settings.reward_weight > 0
+    is_made_here = is_made_here and settings.learns_from_rewards
     if settings.group_size == 1 and settings.advantage in GROUP_ADVANTAGES and is_made_here:
         raise ValueError(
             f"GROUP_SIZE is 1, but ADVANTAGE={settings.advantage} compares a completion with the rest of its group; "
@@ -449,7 +475,22 @@ def rewards_are_used(settings: TrainerSettings) -> None:
         raise ValueError(f"{', '.join(unfit)} is set, but REWARD_WEIGHT is 0, so that no reward is used; unset it")
 
 
+def samples_nothing(settings: TrainerSettings) -> None:
+    """Check that METHOD=sft has no setting of what samples answers to train on, and learns from them."""
+    if settings.method is Method.RL:
+        return
+    sections = (AlgorithmSection, CriticSection, DistillationSection)
+    names = ["mode", "engine_sleeps", "dynamic_sampling_tries", "reward_weight"]
+    names += [name for section in sections for name in section.__annotations__]
+    defaults = {name: type(settings).model_fields[name].default for name in names}
+    if unused := [name.upper() for name, default in defaults.items() if getattr(settings, name) != default]:
+        raise ValueError(
+            f"{', '.join(unused)} is set, but METHOD=sft learns rows as they are; unset it, or set METHOD=rl"
+        )
+
+
 CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
+    samples_nothing,
     lengths_fit,
     target_is_compared,
     engines_can_sleep,

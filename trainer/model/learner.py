@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from services.core.logs import get_logger
+from services.core.settings import Method
 from trainer.algorithm.loss import Diagnostics, StepSize
 from trainer.algorithm.methods import ImportanceCorrection
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import PerToken
 from trainer.config import CriticModel, TrainerSettings
-from trainer.config.objective import policy_loss
+from trainer.config.objective import step_loss
 from trainer.model.logprobs import Lesson
 from trainer.model.micro_batching import Part, make_part, packed, part_order, token_numbers, unknown_ids
 from trainer.model.optimizer import (
@@ -104,7 +105,7 @@ class Learner:
         self.teachers = teachers or {}
         """The frozen teachers by the name of their model."""
         self.total_steps = total_steps
-        self.loss = policy_loss(settings)
+        self.loss = step_loss(settings)
         self.optimizer = make_optimizer(settings, policy)
 
     def update(
@@ -136,6 +137,7 @@ class Learner:
         parts = [self.part(share) for share in self.shares(known)]
         # The log-probabilities of the proximal policy; those of the first part come with its gradient.
         is_decoupled = self.settings.importance_correction is not ImportanceCorrection.NONE
+        is_decoupled = is_decoupled and self.settings.method is Method.RL
         proximal: list[list[Tensor | None]] = [
             self._logprobs(part) if is_decoupled and i else [None] * len(part.micro_batches)
             for i, part in enumerate(parts)
@@ -272,7 +274,7 @@ class Learner:
         """Return this rank's part of the optimizer step on a share of the groups."""
         settings = self.settings
         needs_all = settings.entropy_coef != 0 or settings.has_kl_loss or self.policy.value_head is not None
-        needs_all = needs_all or self.loss.teacher_coef != 0
+        needs_all = needs_all or self.loss.teacher_coef != 0 or settings.method is Method.SFT
         if settings.drop_equal_groups:
             groups = [g for g in groups if g.mean_absolute_advantage]
         trainable = [g for g in groups if needs_all or g.mean_absolute_advantage]

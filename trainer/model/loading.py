@@ -19,7 +19,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from services.clients.teacher import PROBE
 from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.machine import Compute
@@ -159,14 +158,3 @@ def weights_digest(model: nn.Module) -> str:
         samples = values[:: max(values.numel() // SAMPLES, 1)].float().contiguous().cpu().numpy()
         digest.update(f"{name} {tuple(parameter.shape)}\n".encode() + samples.tobytes())
     return digest.hexdigest()
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of vocabulary, special tokens, chat template and the tokens of PROBE."""
-    content = (
-        sorted((number, str(token)) for token, number in tokenizer.get_vocab().items()),
-        (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id),
-        tokenizer.chat_template,
-        tokenizer(PROBE)["input_ids"],
-    )
-    return hashlib.blake2b(ascii(content).encode(), digest_size=8).hexdigest()

@@ -80,7 +80,7 @@ def load_policy(
     ranks.wait_for_main()
     if trainable and settings.lora_rank:
         model = with_adapters(model, settings)
-    policy = Policy(model, settings.temperature)
+    policy = Policy(model, settings.trained_temperature)
     policy.compute = chosen
     if is_described:
         policy.description = load_description(settings, digest)

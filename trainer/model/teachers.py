@@ -9,9 +9,10 @@ from functools import partial
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from services.chat.tokenizers import load_tokenizer
-from services.clients.teacher import PROBE, TeacherClient, check_context, probe_distance
+from services.clients.teacher import TeacherClient, check_context, probe_distance
 from services.core.errors import ConfigurationError
 from services.core.models import context_length
+from services.protocol.base import PROBE
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
 from trainer.algorithm.packing import TrainingGroup

@@ -19,7 +19,7 @@ from services.core.logs import get_logger
 from services.http.app import create_service_app
 from services.http.server import listen, server_config
 from services.run_page.activity import Activity, ReportTimer, in_words
-from services.run_page.components import SERVICES, ComponentMonitor
+from services.run_page.components import ComponentMonitor
 from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC, add_run_page
 from trainer.checkpoints.checkpoint import RunState
@@ -68,7 +68,7 @@ class RunStatus:
 
 def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
     """Return the application of the status service."""
-    watch = ComponentMonitor(settings.token, (*SERVICES, *settings.services))
+    watch = ComponentMonitor(settings.token, settings.services)
     runs = [RunDirectory(settings.run_id, settings.run_dir)]
 
     @asynccontextmanager

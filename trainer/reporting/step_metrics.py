@@ -97,8 +97,19 @@ BY_SOURCE = (
 """The metrics of groups that each source has, too."""
 
 
+OF_SAMPLES = (
+    *("unscorable", "over_limit", "truncation_rate", "zero_variance_groups", "staleness_mean", "staleness_max"),
+)
+"""The metrics of groups that say nothing of what no policy has sampled."""
+
+
 def step_metrics(
-    groups: Sequence[Group], scored: Sequence[Group], update: UpdateResult, policy_version: int
+    groups: Sequence[Group],
+    scored: Sequence[Group],
+    update: UpdateResult,
+    policy_version: int,
+    *,
+    is_sampled: bool = True,
 ) -> dict[str, float]:
     """Return the metrics of a step's groups and of its update.
 
@@ -107,10 +118,12 @@ def step_metrics(
         scored: with dynamic sampling these, and the groups that it dropped.
         update: of the step's groups and the replayed ones.
         policy_version: the version that the update made.
+        is_sampled: a policy sampled the groups.
     """
+    of_groups = group_metrics(groups, policy_version - 1, scored) | source_metrics(groups, policy_version - 1, scored)
+    left_out = () if is_sampled else OF_SAMPLES
     return {
-        **group_metrics(groups, policy_version - 1, scored),
-        **source_metrics(groups, policy_version - 1, scored),
+        **{name: value for name, value in of_groups.items() if name.partition("/")[0] not in left_out},
         **update.metrics,
         "updates_skipped": float(update.skipped),
         "trained_tokens": float(update.tokens),

@@ -123,7 +123,7 @@ class Batch:
 
     def _counts(self, group: Group) -> bool:
         """Return whether a group counts towards its source's quota: with SOURCES it has a reward."""
-        needs_rewards = self.settings.sources is not None and self.settings.reward_weight > 0
+        needs_rewards = self.settings.sources is not None and self.settings.learns_from_rewards
         return not needs_rewards or not all(map(math.isnan, group.rewards))
 
     def _has_signal(self, group: Group) -> bool:

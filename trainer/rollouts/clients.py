@@ -13,6 +13,7 @@ from services.clients.environment import EnvironmentClient
 from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
+from services.core.settings import Method
 from services.http.client import ServiceClient
 from services.run_page.activity import Activity
 from services.weights.policy_store import ADAPTER_NAME
@@ -63,13 +64,20 @@ class Clients:
 
     @property
     def _shared(self) -> list[ServiceClient]:
-        needs_rewards = any(sampler.settings.needs_rewards for sampler in self.samplers.values())
-        return [self.data, *([self.rewards] if needs_rewards else []), self.replay]
+        all_settings = [sampler.settings for sampler in self.samplers.values()]
+        rewards = [self.rewards] if any(settings.needs_rewards for settings in all_settings) else []
+        replay = [self.replay] if any(settings.method is Method.RL for settings in all_settings) else []
+        return [self.data, *rewards, *replay]
+
+    @property
+    def asked(self) -> dict[str, Sampler]:
+        """The samplers that answer prompts, by source."""
+        return {source: sampler for source, sampler in self.samplers.items() if sampler.settings.needs_engines}
 
     @property
     def services(self) -> list[ServiceClient | EnvironmentClient]:
         """The clients of the services that are healthy before a run begins."""
-        of_samplers = (client for sampler in self.samplers.values() for client in sampler.services)
+        of_samplers = (client for sampler in self.asked.values() for client in sampler.services)
         return [*self._shared, *of_samplers]
 
     async def open(self) -> None:
@@ -90,7 +98,7 @@ class Clients:
         """
         awaited: dict[str, Callable[[float], Awaitable[None]]]
         awaited = {client.task.value: client.wait_healthy for client in self._shared}
-        for source, sampler in self.samplers.items():
+        for source, sampler in self.asked.items():
             awaited |= {f"{name} of {source}" if source else name: wait for name, wait in sampler.awaited().items()}
         activity = activity or Activity()
         activity.begin(f"waiting for {', '.join(awaited)}", seconds=deadline_seconds)

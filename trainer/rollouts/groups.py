@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Self
 
+import numpy as np
 from prometheus_client import Counter
 
 from services.agents import AgentFailedError
@@ -23,12 +24,13 @@ from services.clients.rollout import RolloutClient, SamplingParams
 from services.clients.teacher import TeacherClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
+from services.core.settings import Method
 from services.http.client import RequestRefusedError, ServiceClient
 from services.protocol.base import derive_seed
 from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import UNASKED, RewardItem, RewardResult, RewardStatus, is_correct
+from services.protocol.rewards import UNASKED, FinishReason, RewardItem, RewardResult, RewardStatus, is_correct
 from services.run_page.activity import Activity
 from services.run_page.directory import FIRST_FAILURE
 from trainer.config import TrainerSettings
@@ -273,8 +275,13 @@ class GroupMaker:
         self.check()
 
     async def make_group(self, prompt: Prompt) -> Group | None:
-        """Answer a prompt G times, as ``sample_group`` does, with the parameters and the seed of training."""
+        """Answer a prompt G times, as ``sample_group`` does, with the parameters and the seed of training.
+
+        With METHOD=sft nobody is asked, because the prompt brings what is learned.
+        """
         settings = self.settings
+        if settings.method is Method.SFT:
+            return demonstrated(settings, prompt)
         params = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
         place = (prompt.epoch, prompt.position)
         seed = derive_seed(settings.seed, *((prompt.source, *place) if prompt.source else place))
@@ -381,6 +388,34 @@ def judge(makers: Makers, groups: Sequence[Group]) -> None:
     """Have the maker of each source count those of its new groups whose every score failed; see GroupMaker.judge."""
     for source, maker in makers.items():
         maker.judge([group for group in groups if group.prompt.source == source])
+
+
+def demonstrated(settings: TrainerSettings, prompt: Prompt) -> Group:
+    """Return the group of what is learned after a prompt as it is; no policy sampled it, so it has no reward.
+
+    Raises:
+        ConfigurationError: the prompt has nothing to learn.
+    """
+    if not prompt.demonstrations:
+        raise ConfigurationError(
+            f"METHOD is sft, but the data-server gives no tokens to learn after {prompt.id}; give it METHOD=sft and "
+            "MODEL_NAME, too"
+        )
+    sequences = [
+        TokenSequence(
+            completion=demonstration.completion,
+            completion_ids=demonstration.completion_ids,
+            logprobs=np.zeros(len(demonstration.completion_ids)),
+            policy_versions=np.zeros(len(demonstration.completion_ids), np.int32),
+            loss_mask=demonstration.loss_mask,
+            finish_reason=FinishReason.STOP,
+            result=UNASKED,
+            episode=demonstration.episode,
+        )
+        for demonstration in prompt.demonstrations
+    ]
+    prompt = prompt.model_copy(update={"demonstrations": []})
+    return Group(group_id=group_id(settings, prompt), prompt=prompt, sequences=sequences)
 
 
 def group_id(settings: TrainerSettings, prompt: Prompt) -> str:

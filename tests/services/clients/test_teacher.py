@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from services.clients.teacher import PROBE, TeacherClient
+from services.clients.teacher import TeacherClient
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.protocol.base import PROBE
 from services.protocol.groups import TEACHER
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import UNASKED

@@ -132,7 +132,9 @@ async def test_prompts_of_too_many_tokens_are_passed_over_and_counted(serving: A
 async def test_when_every_prompt_is_too_long_the_service_does_not_start(app: Any, chat_model: str) -> None:
     application = app(model_name=chat_model, max_prompt_tokens=2)
     async with application.router.lifespan_context(application):
-        with pytest.raises(ConfigurationError, match=r"MAX_PROMPT_TOKENS is 2, but every prompt .* is longer"):
+        with pytest.raises(
+            ConfigurationError, match=r"no prompt of .* used: row \d+: \d+ tokens; raise MAX_PROMPT_TOKENS=2"
+        ):
             await wait_ready(application)
 
 

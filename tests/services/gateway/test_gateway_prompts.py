@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from services.chat.prompts import ChatPrompts
 from services.chat.tokenizers import load_tokenizer
-from services.gateway.prompts import PromptMaker
 from services.protocol.groups import TokenSequence
 from tests.services.gateway.conftest import ADD, StartGateway
 
@@ -186,7 +186,7 @@ async def test_a_shape_is_rendered_with_two_answers_once_and_a_suffix_of_the_ans
     renders = []
     render = tokenizer.apply_chat_template
     tokenizer.apply_chat_template = lambda *a, **k: renders.append(1) or render(*a, **k)
-    prompts = PromptMaker(tokenizer)
+    prompts = ChatPrompts(tokenizer)
 
     async def suffix(said: str) -> list[int] | None:
         turn, new = {"role": "assistant", "content": "4"}, [{"role": "user", "content": said}]
@@ -201,5 +201,5 @@ async def test_a_shape_is_rendered_with_two_answers_once_and_a_suffix_of_the_ans
     ]
     assert times == [6, 8]  # A turn's close is rendered once for each dummy.
     tokenizer.chat_template += "{{ messages[1].content | length }}"
-    prompts = PromptMaker(tokenizer)
+    prompts = ChatPrompts(tokenizer)
     assert [await suffix("And 3?"), await suffix("And 3?")] == [None, None]

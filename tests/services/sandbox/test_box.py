@@ -19,7 +19,7 @@ import pytest
 from services.core.errors import ConfigurationError
 from services.sandbox import backends, probe
 from services.sandbox.backends import BackendName, Interpreter
-from services.sandbox.box import Box, Outcome, SandboxError
+from services.sandbox.box import Box, Outcome, Result, SandboxError
 from services.sandbox.kernel import Limits, landlock_version
 from services.sandbox.pool import BoxPool
 from tests.waiting import IDLE_SECONDS, eventually, wait_until
@@ -62,6 +62,28 @@ async def test_files_are_kept_between_calls_and_a_program_sees_no_others(box: Bo
     outside = await box.write("/tmp/grpo-outside", b"x")
     assert outside.outcome is Outcome.FAILED
     assert "grpo-outside" not in os.listdir("/tmp")
+
+
+async def test_files_move_to_another_box_where_answers_read_them_and_write_none(
+    box: Box, interpreter: Interpreter
+) -> None:
+    made = await box.exec(
+        ["sh", "-c", "mkdir -p a/b; printf 'x = 7' > a/b/m.py; printf '\\377' > c; ln -s c d; mkfifo e"]
+    )
+    assert made.outcome is Outcome.OK
+    files = await box.save(10_000)
+    assert files == {"a/b/m.py": b"x = 7", "c": b"\xff"}
+    too_large = await box.save(10)
+    assert isinstance(too_large, Result)
+    assert too_large.outcome is Outcome.OUTPUT
+    other = await Box(box.backend, interpreter, LIMITS, writes=True).start()
+    try:
+        assert (await other.load(files)).outcome is Outcome.OK
+        assert (await other.run("script", source="from a.b.m import x; print(x)")).stdout == b"7\n"
+        assert (await other.run("script", source="open('c', 'w')")).last_line.startswith("PermissionError")
+        assert (await other.load({"../out": b"", "f": b""})).outcome is Outcome.FAILED
+    finally:
+        await other.close()
 
 
 async def test_a_program_that_does_not_exist_fails_by_name(box: Box) -> None:

@@ -20,7 +20,7 @@ from trainer.algorithm.methods import Aggregation
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
 from trainer.algorithm.policy_losses import LossTokens, TokenLosses
 from trainer.config import TrainerSettings
-from trainer.config.objective import policy_loss
+from trainer.config.objective import step_loss
 
 STEP = StepSize(tokens=200, sequences=30)
 """Of which a micro-batch is a part."""
@@ -42,7 +42,7 @@ def logprobs_near(batch: MicroBatch, seed: int, spread: float = 0.5) -> Tensor:
 def whole_loss(
     batch: MicroBatch, theta: Tensor, entropies: Tensor, settings: dict[str, Any], **inputs: Any
 ) -> tuple[Tensor, Diagnostics]:
-    return policy_loss(TrainerSettings.load(**settings))(batch, theta, entropies, STEP, **inputs)
+    return step_loss(TrainerSettings.load(**settings))(batch, theta, entropies, STEP, **inputs)
 
 
 def loss_of(batch: MicroBatch, theta: Tensor, settings: dict[str, Any], **inputs: Any) -> tuple[float, Tensor]:

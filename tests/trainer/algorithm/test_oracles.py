@@ -33,7 +33,7 @@ from trainer.algorithm.policy_losses import (
     sapo,
 )
 from trainer.config import TrainerSettings
-from trainer.config.objective import policy_loss
+from trainer.config.objective import step_loss
 from trainer.model.logprobs import Lesson, divergence
 
 pytestmark = pytest.mark.oracles
@@ -401,7 +401,7 @@ def one_update(batch: Ragged, proximal: Tensor | None = None, **settings: Any) -
     chosen = TrainerSettings.load(aggregation="token_mean", updates_per_batch=1 if proximal is None else 2, **settings)
     entropies = torch.zeros_like(theta)
     lowered = None if proximal is None else proximal - LOWER
-    loss, _ = policy_loss(chosen)(micro_batch, theta, entropies, step, proximal_logprobs=lowered)
+    loss, _ = step_loss(chosen)(micro_batch, theta, entropies, step, proximal_logprobs=lowered)
     return loss.detach(), torch.autograd.grad(loss, theta)[0]
 
 

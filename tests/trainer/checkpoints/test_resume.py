@@ -13,6 +13,7 @@ import structlog
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from services.chat.tokenizers import tokenizer_digest
 from services.core.errors import ConfigurationError
 from services.protocol.prompts import DataStats
 from services.weights.policy_store import PolicyStore
@@ -21,7 +22,7 @@ from tests.trainer.tiny import FAMILIES, save_model
 from trainer.checkpoints.admission import Fingerprint, check_data, data_differences, has_succeeded
 from trainer.checkpoints.checkpoint import FORMS, CheckpointStore, RunState
 from trainer.config import TrainerSettings
-from trainer.model.loading import tokenizer_digest, weights_digest
+from trainer.model.loading import weights_digest
 from trainer.model.ranks import Ranks
 from trainer.run_checkpoints import resume
 

@@ -19,8 +19,7 @@ import orjson
 from services.chat import tool_calls
 from services.chat.tokenizers import TextCodec
 from services.chat.tool_calls import ToolCall
-from services.gateway.sessions import refuse
-from services.http.problems import ProblemError
+from services.http.problems import ProblemError, refuse
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
 
@@ -37,9 +36,13 @@ LONG_TEXT = 8192
 """Characters. Tokens of a shorter text take less time than a thread's turn to run."""
 _END_OF_THOUGHT = "</think>"
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""The members of a message in which data have its thought apart from its content."""
+_GIVEN_THOUGHT = re.compile(r"(<think>)?\s*</think>\s*")
+"""An empty thought, or the rest of one that the generation prompt has begun."""
 
 
-class PromptMaker:
+class ChatPrompts:
     """A maker of prompts by a tokenizer's chat template, with its arguments where a request does not give them.
 
     Texts that cannot fit into ``context`` tokens are refused.
@@ -70,13 +73,27 @@ class PromptMaker:
         Raises:
             ProblemError: 400, the model has no chat template, or the template refuses the conversation.
         """
+        return await self._encode(self.render(messages, tools, options))
+
+    def render(
+        self,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None,
+        options: Mapping[str, Any],
+        *,
+        adds_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text of a conversation, by default up to the beginning of the assistant's answer.
+
+        Raises:
+            ProblemError: 400, the model has no chat template, or the template refuses the conversation.
+        """
         if self._tokenizer.chat_template is None:
             raise ProblemError(400, "this model has no chat template")
         try:
-            text = self._render(messages, tools, options, adds_generation_prompt=True)
+            return self._render(messages, tools, options, adds_generation_prompt=adds_generation_prompt)
         except Exception as error:  # A template can raise anything.
             raise ProblemError(400, f"the model's chat template does not take this conversation: {error}") from error
-        return await self._encode(text)
 
     async def suffix(
         self,
@@ -88,15 +105,37 @@ class PromptMaker:
     ) -> list[int] | None:
         """Return the token ids to append to a held turn for its close, ``new`` messages, and the next turn's beginning.
 
-        Returns None if the template does not render ``turn`` in the same way once the conversation continues; an empty
-        thought that is left out later does not count, because the held tokens keep it.
-
         Args:
             turn: the held turn as for_template makes it.
             completion: its tokens.
             new: the messages after it, as for_template makes them.
             tools: the tools that the model is offered.
             options: further variables of the template.
+
+        Returns:
+            None if the template does not render ``turn`` in the same way once the conversation continues.
+        """
+        parts = self.suffix_parts(turn, new, tools, options)
+        if parts is None:
+            return None
+        suffix = await self._encode("".join(parts))
+        has_end = completion.finish_reason is FinishReason.STOP and int(completion.completion_ids[-1]) in self._special
+        return self.after_end(parts[0], suffix) if has_end else suffix
+
+    def after_end(self, close: str, suffix: list[int]) -> list[int]:
+        """Return a suffix that begins with ``close`` after an end token that the model sampled.
+
+        That token stands for the first one of the close.
+        """
+        return suffix[1:] if close and suffix and suffix[0] in self._special else suffix
+
+    def suffix_parts(
+        self, turn: Mapping[str, Any], new: Messages, tools: list[dict[str, Any]] | None, options: Mapping[str, Any]
+    ) -> tuple[str, str] | None:
+        """Return the text of ``suffix``: the whole close of the turn, and what follows it.
+
+        Returns None if the template does not render ``turn`` in the same way once the conversation continues; an empty
+        thought that is left out later does not count, because the held tokens keep it.
         """
         shape = _shape(turn, new, tools, options)
         try:
@@ -111,11 +150,57 @@ class PromptMaker:
                 self._independent.add(shape)
         except Exception:  # noqa: BLE001  # ``whole`` finds the reason.
             return None
-        suffix = await self._encode(close + continuation)
-        has_end = completion.finish_reason is FinishReason.STOP and int(completion.completion_ids[-1]) in self._special
-        # The end token that the model sampled stands for the first token of the close.
-        closed = has_end and bool(close and suffix) and suffix[0] in self._special
-        return suffix[1:] if closed else suffix
+        return close, continuation
+
+    def answer(
+        self, messages: Messages, tools: list[dict[str, Any]] | None, options: Mapping[str, Any]
+    ) -> tuple[list[int], list[int]] | None:
+        """Return the tokens of a conversation's last message: those that the template gives, and those of the model.
+
+        The template gives an empty thought before a message without one, which no model would sample. The model's end
+        with the end token: the first token of the close if that is special, otherwise the tokenizer's.
+
+        Args:
+            messages: the conversation, as for_template makes it.
+            tools: the tools that the model is offered.
+            options: further variables of the template.
+
+        Returns:
+            None if the template renders the message otherwise than after its generation prompt, or not whole.
+
+        Raises:
+            ProblemError: see ``render``.
+        """
+        *before, message = messages
+        prompt = self.render(before, tools, options)
+        whole = self.render(messages, tools, options, adds_generation_prompt=False)
+        close = self._close(_DUMMIES[0], orjson.dumps(options))
+        if not whole.startswith(prompt) or close is None:
+            return None
+        given, text = "", whole[len(prompt) :]
+        if (thought := _GIVEN_THOUGHT.match(text)) and _END_OF_THOUGHT not in message["content"]:
+            given, text = thought[0], text[thought.end() :]
+        parts = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        parts += [str(message.get(name) or "").strip() for name in _THOUGHTS]
+        if any(part not in text for part in (message["content"].rpartition(_END_OF_THOUGHT)[2].strip(), *parts)):
+            return None
+        encode, end = self._codec.encode, self._codec.encode(close)[:1]
+        if text.endswith(close):
+            end = end if self._special.issuperset(end) and end else [self._tokenizer.eos_token_id]
+            sampled = [*encode(text.removesuffix(close)), *end]
+        else:  # Calls of tools may have an end token of their own.
+            sampled = encode(text)
+            while sampled and sampled[-1] not in self._special:
+                sampled.pop()
+        return (encode(given), sampled) if sampled and sampled[-1] is not None else None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the text's tokens, however long it is."""
+        return self._codec.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return self._codec.decode(ids)
 
     def _continued(
         self,

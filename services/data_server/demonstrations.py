@@ -1,0 +1,170 @@
+"""Rows that are learned as they are (METHOD=sft), as prompts with the tokens after them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from services.chat.demonstrations import Branch, Demonstrator, UnfitConversationError
+from services.chat.messages import content_text, for_template
+from services.chat.prompts import ChatPrompts
+from services.chat.tokenizers import tokenizer_digest
+from services.core.models import context_length
+from services.data_server.dataset_rows import TOO_LONG, Refusal, Row
+from services.data_server.prompt_maker import PromptMaker
+from services.data_server.settings import DataSettings, PromptStyle
+from services.http.problems import ProblemError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class DemonstrationMaker:
+    """A renderer of rows to learn as they are, by the settings."""
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        maker: PromptMaker,
+        tokenizer: PreTrainedTokenizerBase,
+        held_out: frozenset[str] = frozenset(),
+    ) -> None:
+        """Make the renderer.
+
+        Args:
+            settings: of the data-server; MODEL_NAME is set.
+            maker: renders the prompts of rows whose prompt is a text.
+            tokenizer: the model's.
+            held_out: prompts that no row may have.
+        """
+        self._maker = maker
+        self._tokenizer = tokenizer
+        self._held_out = held_out
+        self._is_plain = settings.prompt_style is PromptStyle.PLAIN
+        self._prompt = settings.prompt_column or "prompt"
+        self._most = settings.max_prompt_tokens
+        self._context = context_length(settings.model_name or "", "MODEL_NAME")
+        self._prompts = ChatPrompts(tokenizer, settings.chat_template_args)
+        self._demonstrator = Demonstrator(self._prompts)
+
+    def fields(self, rows: Sequence[Row]) -> list[dict[str, Any] | Refusal]:
+        """Return the fields of each row's prompt that a tokenizer and a template make, or why there are none."""
+        return [self._fields(row.number, orjson.loads(row.question)) for row in rows]
+
+    def _fields(self, number: int, row: Mapping[str, Any]) -> dict[str, Any] | Refusal:
+        columns, reason = "messages" if "messages" in row else f"{self._prompt} and completion", "not to be learned"
+        try:
+            made = (
+                self._recorded(row)
+                if "demonstrations" in row and "prompt_ids" in row
+                else self._rendered(_without_nulls(row))
+            )
+            longest = len(made["prompt_ids"]) + max(len(d["completion_ids"]) for d in made["demonstrations"])
+            if longest > self._context:
+                reason = TOO_LONG
+                raise UnfitConversationError(
+                    f"{longest} tokens, but the model's context has {self._context}; shorten the row"
+                )
+            if longest > self._most:
+                reason = TOO_LONG
+                raise UnfitConversationError(
+                    f"{longest} tokens; shorten the row, or raise MAX_PROMPT_TOKENS={self._most}"
+                )
+            if made["prompt"] in self._held_out:
+                reason = "also held out"
+                raise UnfitConversationError("its prompt is held out; leave it out of one of the files")
+        except (UnfitConversationError, ProblemError) as error:
+            detail = error.detail if isinstance(error, ProblemError) else error
+            return Refusal(reason, f"row {number}, column {columns}: {detail}")
+        return made
+
+    def _recorded(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a group that a run has recorded."""
+        if row.get("tokenizer") not in (None, self._digest):
+            raise UnfitConversationError(
+                f"the tokenizer that recorded it has the digest {row['tokenizer']}, that of MODEL_NAME {self._digest}; "
+                "give the model of that run"
+            )
+        return {name: row[name] for name in ("prompt", "prompt_ids", "messages", "demonstrations")}
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        return tokenizer_digest(self._tokenizer)
+
+    def _rendered(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a row with texts."""
+        messages, first = self._conversation(row)
+        if self._is_plain:
+            branches = [self._continued(row)]
+        else:
+            branches = self._demonstrator.branches(messages, first, _tools(row.get("tools")))
+        prompt_ids, demonstrations = self._demonstrator.demonstrations(branches)
+        if not prompt_ids:
+            raise UnfitConversationError("no token before the first that is trained; begin with a message of the user")
+        first = next(n for n, message in enumerate(messages) if n >= max(first, 1) and message["role"] == "assistant")
+        return {
+            "prompt": messages[first - 1]["content"],
+            "prompt_ids": prompt_ids,
+            "messages": [{"role": message["role"], "content": message["content"]} for message in messages[:first]],
+            "demonstrations": [demonstration.model_dump() for demonstration in demonstrations],
+        }
+
+    def _conversation(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
+        """Return the messages of a row, and the number of the first that may be trained on."""
+        if "messages" in row:
+            return _messages(row["messages"]), 0
+        missing = [name for name in (self._prompt, "completion") if name not in row]
+        if missing:
+            raise UnfitConversationError(f"{' and '.join(missing)} missing; give both, or messages")
+        prompt, completion = row[self._prompt], row["completion"]
+        before = self._maker.messages(prompt) if isinstance(prompt, str) else _messages(prompt)
+        after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else _messages(completion)
+        return [*before, *after], len(before)
+
+    def _continued(self, row: Mapping[str, Any]) -> Branch:
+        """Return a text after a text, without a template."""
+        prompt, completion = row.get(self._prompt), row.get("completion")
+        if not isinstance(prompt, str) or not isinstance(completion, str):
+            raise UnfitConversationError(
+                "messages, but PROMPT_STYLE is plain; give texts as prompt and completion, or a model with a chat "
+                "template"
+            )
+        branch = Branch(self._maker.token_ids([prompt])[0])
+        branch.add([*self._prompts.encode(completion), self._tokenizer.eos_token_id], is_trained=True)
+        return branch
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Return messages in the form of chat templates.
+
+    Raises:
+        UnfitConversationError: they are something else.
+        ProblemError: one is not readable.
+    """
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise UnfitConversationError('not a list of messages; write [{"role": ..., "content": ...}, ...]')
+    messages = [for_template(message) for message in value]
+    for message in messages:
+        content_text(message["content"])
+    return messages
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """Return the tools of a row, which may be JSON as text."""
+    try:
+        tools = orjson.loads(value) if isinstance(value, str) else value
+    except orjson.JSONDecodeError as error:
+        raise UnfitConversationError(f"tools are not JSON ({error}); write a list of tools") from error
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise UnfitConversationError("tools are not a list of objects; write them as in OpenAI's API")
+    return tools or None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return JSON without the members that are null: Arrow gives an object those that others of its column have."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(member) for name, member in value.items() if member is not None}
+    return [_without_nulls(member) for member in value] if isinstance(value, list) else value

@@ -1,0 +1,266 @@
+"""ENVIRONMENT=sandbox: tasks of DATASET that a model solves by programs, and boxes for the tools of agents.
+
+The programs of an episode run in a box of its own, which keeps their files. The last answer is graded in a second, new
+box, which gets the first one's files and nothing that still ran there. Expected values enter neither box.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from services.core.errors import ConfigurationError, DependencyLostError, first_line
+from services.core.tasks import in_background
+from services.data_server import dataset_rows
+from services.data_server.dataset_rows import Rows
+from services.data_server.settings import DataSettings
+from services.environment_server.environments import Conversation, EnvironmentBrokenError, Tasks, Transition, text_of
+from services.environment_server.settings import EnvironmentSettings
+from services.protocol.evaluation import Action, State
+from services.protocol.tools import BOX, CalledFunction
+from services.reward_server.code import BoxLostError, Tests, count, tests_of
+from services.reward_server.settings import CodeScore, RewardSettings
+from services.sandbox.backends import BackendName
+from services.sandbox.box import Box, Outcome, Result, SandboxError
+from services.sandbox.kernel import Limits
+from services.sandbox.probe import choose
+
+RULES = (
+    "Solve the task in the current directory. To run a program, end your message with a block of ```python or ```bash; "
+    "its output is the next message, and its files are kept. A message without such a block ends the task."
+)
+SOLUTION = "solution.py"
+"""The file that the tests are about, unless the row's column ``file`` names another one."""
+SAVED_BYTES = 8 * 2**20
+SHOWN_CHARACTERS = 4000
+"""Longer outputs are cut in the middle."""
+STEPS_PARTS = 3
+"""A step may run a program, start a box and grade, so each may take this share of ENVIRONMENT_STEP_SECONDS."""
+_LANGUAGES = {"python": "python", "py": "python", "bash": "bash", "sh": "bash"}
+_BLOCK = re.compile(rf"^```[ \t]*({'|'.join(_LANGUAGES)})[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+_CALL = re.compile(r"<tool_call>\s*(.*)</tool_call>", re.DOTALL)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task: its question, the files that it begins with, and the tests of one of its files."""
+
+    question: str
+    files: Mapping[str, bytes]
+    tests: Tests
+    file: str
+
+
+def program_of(text: str) -> tuple[str, str] | None:
+    """Return the tool and the program of an answer: of its ``<tool_call>``, or else of its last block.
+
+    Returns None without either, and raises ValueError for a call that cannot be read.
+    """
+    if call := _CALL.search(text):
+        return CalledFunction.model_validate_json(call[1]).program()
+    blocks = _BLOCK.findall(text)
+    return (_LANGUAGES[blocks[-1][0]], blocks[-1][1]) if blocks else None
+
+
+def shown(result: Result) -> str:
+    """Return what a program printed, as the model reads it."""
+    text = (result.stdout + result.stderr).decode("utf-8", "replace")
+    if (more := len(text) - SHOWN_CHARACTERS) > 0:
+        half = SHOWN_CHARACTERS // 2
+        text = f"{text[:half]}\n[{more} more characters]\n{text[-half:]}"
+    if result.outcome is Outcome.OK:
+        return text or "[no output]"
+    end = f"exit code {result.exit_code}" if result.outcome is Outcome.FAILED else f"ended: {result.outcome}"
+    return f"{text}\n[{end}]".lstrip()
+
+
+class Sandboxes(Tasks):
+    """The rows of DATASET as tasks, and the task ``box``, which is an empty box.
+
+    Boxes live on the event loop on which it was made.
+    """
+
+    def __init__(
+        self, rows: Mapping[str, Rows], settings: EnvironmentSettings, rewards: RewardSettings, backend: BackendName
+    ) -> None:
+        self.settings, self.rewards = settings, rewards
+        self.deterministic = settings.sandbox_repeatable
+        seconds = settings.environment_step_seconds / STEPS_PARTS
+        self.limits = Limits(rewards.code_cpu_seconds, seconds, rewards.code_memory_mb)
+        self.splits = {name: len(split) for name, split in rows.items()} | {BOX: 1}
+        digests = " ".join(f"{split.digest()} {split.texts_digest()}" for split in rows.values())
+        turns, session = settings.environment_text_turns, settings.sandbox_session_seconds
+        self.version = f"1, {turns} turns of {self.limits}, {session:g} s, {rewards.code_score}, rows {digests}"
+        self.places = asyncio.Semaphore(rewards.reward_workers)
+        """One for each program that runs."""
+        self._rows, self._backend, self._loop = rows, backend, asyncio.get_running_loop()
+
+    def make(self, split: str, index: int) -> Sandboxed:
+        """See Tasks."""
+        return Sandboxed(self, None if split == BOX else lambda: self._task(split, index))
+
+    def describe(self, split: str, index: int) -> dict[str, Any]:
+        """See Tasks."""
+        question = "" if split == BOX else self._rows[split].take([index])[0].question
+        return {"split": split, "index": index, "question": question}
+
+    def box(self) -> Box:
+        """Return a new box with a directory."""
+        return Box(self._backend, self.rewards.interpreter, self.limits, writes=True)
+
+    async def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine, which runs on the boxes' event loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def _task(self, split: str, index: int) -> Task:
+        """Return the task of a row.
+
+        Raises:
+            ConfigurationError: its tests or its files cannot be read.
+        """
+        [row], text = self._rows[split].take([index]), self._rows[split].text(index)
+        columns = json.loads(text or "{}")
+        try:
+            tests = tests_of(text, row.ground_truth)
+            files = columns.get("files") or {}
+            files = json.loads(files) if isinstance(files, str) else files
+            content = {str(path): str(text).encode() for path, text in files.items() if text is not None}
+        except (ValueError, AttributeError) as error:
+            raise ConfigurationError(f"row {row.number} of DATASET: {error}") from error
+        return Task(row.question, content, tests, str(columns.get("file") or SOLUTION))
+
+
+class Sandboxed(Conversation):
+    """An episode with a box, which starts with the first program."""
+
+    def __init__(self, tasks: Sandboxes, read: Any) -> None:
+        self._tasks, self._read = tasks, read
+        self._task: Task | None = None
+        self._box: Box | None = None
+        self._left = tasks.settings.environment_text_turns
+        self._seconds = tasks.settings.sandbox_session_seconds
+        self._messages: list[dict[str, str]] = []
+
+    async def reset(self, seed: int) -> State:
+        """Show the task."""
+        if self._read is not None:
+            self._task = self._read()
+            self._messages = [{"role": "system", "content": RULES}, {"role": "user", "content": self._task.question}]
+        return list(self._messages)
+
+    async def step(self, action: Action) -> Transition:
+        """Run the program, or grade the files."""
+        return await self._tasks.on_loop(self._step(text_of(action)))
+
+    async def close(self) -> None:  # type: ignore[override]
+        """End the box."""
+        if self._box is not None:
+            await self._tasks.on_loop(self._box.close())
+
+    async def _step(self, text: str) -> Transition:
+        try:
+            output = await self._run(*program) if (program := program_of(text)) else None
+        except ValueError as error:
+            output = f"[{first_line(error)}]"
+        self._left -= self._task is not None
+        self._messages.append({"role": "assistant", "content": text})
+        if output is not None:
+            self._messages.append({"role": "user", "content": output})
+        is_over = self._left == 0 or self._seconds <= 0
+        reward = 0.0
+        if self._task is None:
+            # Nobody reads more: the conversation is the agent's.
+            self._messages = self._messages[-1:]
+        elif output is None or is_over:
+            reward = await self._grade(self._task)
+        return Transition(list(self._messages), reward, terminated=output is None, truncated=is_over)
+
+    async def _run(self, tool: str, program: str) -> str:
+        """Run a program in the box, and return its output."""
+        limits = self._tasks.limits
+        interpreter = self._tasks.rewards.interpreter.program if tool == "python" else tool
+        async with self._tasks.places:
+            if self._box is None:
+                self._box = await self._started(self._task.files if self._task else {})
+            limits = limits._replace(cpu_seconds=min(limits.cpu_seconds, self._seconds))
+            result = _found(await self._box.exec([interpreter, "-c", program], limits=limits))
+        self._seconds -= result.cpu_seconds
+        return shown(result) + ("\n[the processor time of this session is over]" if self._seconds <= 0 else "")
+
+    async def _started(self, files: Mapping[str, bytes]) -> Box:
+        box = self._tasks.box()
+        try:
+            await box.start()
+        except SandboxError as error:
+            raise DependencyLostError(f"a box did not start: {error}") from error
+        loaded = _found(await box.load(files))
+        if loaded.outcome is not Outcome.OK:
+            await box.close()
+            raise EnvironmentBrokenError(f"the files of the task cannot be written: {loaded.last_line}")
+        return box
+
+    async def _grade(self, task: Task) -> float:
+        """Return the reward of the box's files, by the tests in a second box."""
+        tasks, files = self._tasks, task.files
+        if self._box is not None:
+            saved = _found(await self._box.save(SAVED_BYTES))
+            await self._box.close()
+            files = saved if isinstance(saved, dict) else {}
+        if task.file not in files:
+            return 0.0
+        left = tasks.limits.seconds
+
+        async def run(deed: str, **what: Any) -> Result:
+            nonlocal left
+            result = await box.run(deed, limits=tasks.limits._replace(seconds=max(left, 0.1)), **what)
+            left -= result.seconds
+            return result
+
+        async with tasks.places:
+            box = await self._started(files)
+            try:
+                code = files[task.file].decode("utf-8", "replace")
+                stops = tasks.rewards.code_score is CodeScore.ALL
+                passed, _ = await count(task.tests, code, run, stops=stops)
+            except BoxLostError as error:
+                raise DependencyLostError(f"the box of the tests was lost: {error}") from error
+            finally:
+                await box.close()
+        share = passed / len(task.tests)
+        return float(share == 1) if stops else share
+
+
+def _found(result: T) -> T:
+    if isinstance(result, Result) and result.outcome is Outcome.INFRASTRUCTURE:
+        raise DependencyLostError(f"the box was lost: {result.last_line or 'its processes were killed'}")
+    return result
+
+
+@asynccontextmanager
+async def open_sandboxes(settings: EnvironmentSettings) -> AsyncIterator[Sandboxes]:
+    """Load the tasks, choose the sandbox, and see that the tools run in it.
+
+    Raises:
+        ConfigurationError: DATASET cannot be loaded, no sandbox holds on this machine, or a tool does not run in one.
+    """
+    data = DataSettings.load().model_copy(update={"reward_fn": "code"})
+    rewards = RewardSettings.load().without_sources(reward_fn="code")
+    dataset = await in_background(lambda: dataset_rows.load(data))
+    backend = await choose(rewards.sandbox, rewards.interpreter, writes=True)
+    tasks = Sandboxes({"test": dataset.test, "train": dataset.train}, settings, rewards, backend)
+    box = await tasks.box().start()
+    try:
+        for program, advice in ((rewards.interpreter.program, "set SANDBOX_PYTHON"), ("bash", "install bash")):
+            result = await box.exec([program, "-c", "exit" if program == "bash" else "pass"])
+            if result.outcome is not Outcome.OK:
+                raise ConfigurationError(f"{program} does not run in a box: {result.last_line}; {advice}")
+    finally:
+        await box.close()
+    yield tasks

@@ -1,0 +1,59 @@
+"""Supervised fine-tuning, whole: jobgroups/sft.yaml's two tasks as real processes, which are killed in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.system import System
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+STEPS = 6
+
+
+def run(volume: Path, tiny_model: Path, run_id: str) -> System:
+    rows = volume / "rows.jsonl"
+    if not rows.exists():
+        sums = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(6) for b in range(6)]
+        rows.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    return System(
+        volume,
+        tiny_model,
+        *("--num-nodes", "ppo-trainer=1"),
+        run_id=run_id,
+        job_group="jobgroups/sft.yaml",
+        DATASET=str(rows),
+        REPLAY_GROUPS="0",
+        CHECKPOINT_EVERY="1",
+        MAX_STEPS=str(STEPS),
+    )
+
+
+def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_the_undisturbed_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    undisturbed = run(tmp_path, tiny_model, "undisturbed")
+    assert undisturbed.wait() == 0, undisturbed.text
+    lines = undisturbed.metrics()
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert undisturbed.summary()["rows_left_out"] is None
+    assert json.loads((undisturbed.run_dir / "config.json").read_text())["components"].keys() == {
+        *("ppo-trainer", "data-server")
+    }
+    killed = run(tmp_path, tiny_model, "killed")
+    killed.wait_for_step(3)
+    for process in [*killed.processes(), killed.process]:
+        os.kill(process.pid, signal.SIGKILL)
+    killed.process.wait()
+    resumed = run(tmp_path, tiny_model, "killed")
+    assert resumed.wait() == 0, resumed.text
+    one, other = (load_file(each.run_dir / "model" / "model.safetensors") for each in (undisturbed, resumed))
+    assert one.keys() == other.keys()
+    assert all(one[name].equal(other[name]) for name in one)

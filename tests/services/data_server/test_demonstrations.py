@@ -1,0 +1,180 @@
+"""Rows that are learned as they are: from a file to prompts with tokens, and what is refused in which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from services.chat.tokenizers import load_tokenizer, tokenizer_digest
+from services.core.errors import ConfigurationError
+from services.data_server.dataset import Dataset, load
+from services.data_server.settings import DataSettings
+from services.protocol import group_file
+from services.protocol.prompts import Demonstration, Split
+from tests.sequences import make_group, trained_sequence
+
+END = "</s>"
+QUESTION = {"role": "user", "content": "one?"}
+ANSWER = {"role": "assistant", "content": "two"}
+ROW = {"messages": [QUESTION, ANSWER]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture
+def model(chat_model: str) -> str:
+    (Path(chat_model) / "config.json").write_text(json.dumps({"vocab_size": 300, "max_position_embeddings": 200}))
+    return chat_model
+
+
+@pytest.fixture
+def base(base_model: str) -> str:
+    (Path(base_model) / "config.json").write_text(json.dumps({"vocab_size": 300, "max_position_embeddings": 200}))
+    return base_model
+
+
+def loaded(tmp_path: Path, model: str, rows: list[Any], *, parquet: bool = False, **settings: Any) -> Dataset:
+    path = tmp_path / ("rows.parquet" if parquet else "rows.jsonl")
+    if parquet:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load(DataSettings(**{"dataset": str(path), "method": "sft", "model_name": model, **settings}))
+
+
+def learned(dataset: Dataset, model: str) -> list[tuple[str, str] | None]:
+    """Return the whole text of each training row's only sequence, and the text that is trained on."""
+    tokenizer, catalogue, texts = load_tokenizer(model), dataset.catalogues[Split.TRAIN], []
+    for place in range(len(catalogue)):
+        if (record := catalogue.record(place)) is None:
+            texts.append(None)
+            continue
+        [one] = [Demonstration(**demonstration) for demonstration in record["demonstrations"]]
+        trained = [token for token, mask in zip(one.completion_ids, one.loss_mask, strict=True) if mask]
+        texts.append((tokenizer.decode(record["prompt_ids"] + one.completion_ids), tokenizer.decode(trained)))
+    return texts
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+def test_rows_are_learned_to_the_end_token_and_all_of_them_are_trained(
+    tmp_path: Path, model: str, parquet: bool
+) -> None:
+    more = [QUESTION, ANSWER, {"role": "user", "content": "three?"}, {"role": "assistant", "content": "four"}]
+    dataset = loaded(tmp_path, model, [ROW, {"messages": more}], parquet=parquet)
+    assert learned(dataset, model) == [
+        (f"<user>one?{END}<assistant>two{END}", f"two{END}"),
+        (f"<user>one?{END}<assistant>two{END}<user>three?{END}<assistant>four{END}", f"two{END}four{END}"),
+    ]
+    record = dataset.catalogues[Split.TRAIN].record(1)
+    assert record is not None
+    assert (record["prompt"], record["messages"]) == ("one?", [QUESTION])
+    assert len(dataset.catalogues[Split.TEST]) == 0
+
+
+def test_prompts_are_those_of_rl_and_completions_alone_are_trained(tmp_path: Path, model: str) -> None:
+    rows = [
+        {"prompt": "one?", "completion": "two"},
+        {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [{"role": "assistant", "content": "three"}]},
+    ]
+    assert learned(loaded(tmp_path, model, rows, system_prompt="Count."), model) == [
+        (f"<system>Count.{END}<user>one?{END}<assistant>two{END}", f"two{END}"),
+        (f"<user>one?{END}<assistant>two{END}<user>one?{END}<assistant>three{END}", f"three{END}"),
+    ]
+
+
+def test_a_base_model_learns_texts_and_refuses_conversations(tmp_path: Path, base: str) -> None:
+    rows = [{"prompt": "one?", "completion": "two"}, {"messages": [QUESTION, ANSWER]}]
+    dataset = loaded(tmp_path, base, rows, prompt_style="plain")
+    assert learned(dataset, base) == [(f"<s>one?two{END}", f"two{END}"), None]
+    [refusal] = dataset.catalogues[Split.TRAIN].refusals.values()
+    assert refusal.sentence.startswith("row 1, column messages: messages, but PROMPT_STYLE is plain; give texts")
+    with pytest.raises(ConfigurationError, match=r"has no chat template; set PROMPT_STYLE=plain"):
+        loaded(tmp_path, base, rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"messages": [QUESTION]},
+            "row 1, column messages: no message of the assistant after another message, so that",
+        ),
+        ({"messages": []}, "row 1, column messages: not a list of messages; write"),
+        ({"messages": [{"content": "x"}]}, "row 1, column messages: every message needs a role"),
+        ({"prompt": "one?"}, "row 1, column prompt and completion: completion missing; give both, or messages"),
+        (
+            {"messages": [QUESTION, {**ANSWER, "content": 200 * "x"}]},
+            "row 1, column messages: 208 tokens, but the model's context has 200; shorten the row",
+        ),
+        (
+            ROW | {"tools": [TOOL]},
+            "row 1, column messages: the model's chat template ignores tools; leave the column",
+        ),
+        (ROW | {"tools": "[{"}, "row 1, column messages: tools are not JSON"),
+    ],
+    ids=["no answer", "empty", "no role", "no completion", "long", "tools", "not JSON"],
+)
+def test_a_row_that_cannot_be_learned_is_left_out_counted_and_named(
+    tmp_path: Path, model: str, row: dict[str, Any], said: str
+) -> None:
+    dataset = loaded(tmp_path, model, [ROW, row, ROW])
+    assert [text is None for text in learned(dataset, model)] == [False, True, False]
+    [refusal] = dataset.catalogues[Split.TRAIN].refusals.values()
+    assert refusal.sentence.startswith(said)
+    assert {reason: count for reason, count in dataset.left_out.items() if count} == {refusal.reason: 1}
+    with pytest.raises(ConfigurationError) as refused:
+        loaded(tmp_path, model, [row])
+    assert said.replace("row 1", "row 0") in str(refused.value) or "neither a column" in str(refused.value)
+
+
+def test_rows_without_the_columns_are_an_error(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ConfigurationError, match="has neither a column `messages` nor the columns `prompt` and"):
+        loaded(tmp_path, model, [{"question": "one?", "answer": "two"}])
+    with pytest.raises(ConfigurationError, match="METHOD is sft, but DATASET 'arithmetic'"):
+        load(DataSettings(dataset="arithmetic", method="sft", model_name=model))
+    with pytest.raises(ConfigurationError, match="PROMPT_STYLE is few_shot"):
+        DataSettings.load(method="sft", prompt_style="few_shot")
+
+
+def test_no_held_out_prompt_is_learned(tmp_path: Path, model: str) -> None:
+    held_out = tmp_path / "test.jsonl"
+    held_out.write_text(json.dumps({"question": "one?", "answer": "two"}) + "\n")
+    other = {"messages": [{"role": "user", "content": "three?"}, ANSWER]}
+    dataset = loaded(tmp_path, model, [ROW, other], dataset_test=held_out, instruction="none")
+    assert [text is None for text in learned(dataset, model)] == [True, False]
+    record = dataset.catalogues[Split.TEST].record(0)
+    assert record is not None
+    assert (record["ground_truth"], "demonstrations" in record) == ("two", False)
+
+
+def test_recorded_groups_are_learned_token_for_token(tmp_path: Path, model: str, base: str) -> None:
+    tokenizer = load_tokenizer(model)
+    sequences = [trained_sequence([5, 6, 7], [0.0] * 3, loss_mask=[True, False, True]), trained_sequence([8], [0.0])]
+    group = make_group(sequences=sequences, prompt="one?")
+    path = tmp_path / "best.groups"
+
+    def write(tokenizer_: str | None) -> None:
+        head = group_file.GroupFileHead(run="r", tokenizer=tokenizer_, where="reward >= 1")
+        path.write_bytes(b"".join(group_file.parts(head, [group])))
+
+    write(tokenizer_digest(tokenizer))
+    settings = {"dataset": str(path), "method": "sft", "model_name": model}
+    record = load(DataSettings(**settings)).catalogues[Split.TRAIN].record(0)
+    assert record is not None
+    assert record["prompt_ids"] == group.prompt_ids
+    assert [d["completion_ids"] for d in record["demonstrations"]] == [
+        s.completion_ids.tolist() for s in group.sequences
+    ]
+    assert [d["loss_mask"] for d in record["demonstrations"]] == [s.mask.tolist() for s in group.sequences]
+    with pytest.raises(ConfigurationError, match="has recorded answers to learn as they are; set METHOD=sft"):
+        load(DataSettings(**settings | {"method": "rl"}))
+    write("another")
+    with pytest.raises(ConfigurationError, match="the tokenizer that recorded it has the digest another, that of"):
+        load(DataSettings(**settings))
+    path.write_text("something else")
+    with pytest.raises(ConfigurationError, match="write the file with `grpo groups RUN --out FILE`"):
+        load(DataSettings(**settings))
