@@ -169,7 +169,7 @@ def test_gradients_add_up_and_completions_move_as_the_weights_did(alone: Ranks, 
     assert source.share == pytest.approx(1)
     first, second = explained.groups
     assert first.grad_norm >= second.grad_norm > 0
-    assert source.grad_norm <= first.grad_norm + second.grad_norm
+    assert source.grad_norm <= (first.grad_norm + second.grad_norm) * (1 + 1e-6)
 
     learner = make_learner(alone, tmp_path / "model", 4)
     sums = []
@@ -217,11 +217,13 @@ def test_tokens_are_counted_by_what_silences_them(
     explained = explain(run_dir, 1, alone)
     counts = explained.silence.model_dump()
     assert counts.pop("tokens") == 4
-    # A clip and a cap silence both tokens of the better completion, or of both; a mask those of the worse one.
+    # A clip and a cap silence the tokens of both completions, a mask those of the worse one; the better one's weights
+    # are truncated.
     expected = {"clip": 0, "cap": 0, "mask": 0, "bounded": 0} | {kind: 4 if kind in ("clip", "cap") else 2}
+    expected |= {"bounded": 2} if kind == "mask" else {}
     assert counts == expected
     assert explained.ratios[0].ratio > 50
-    assert explained.ratios[0].before.startswith("2 3") or explained.ratios[0].before
+    assert explained.ratios[0].before
 
 
 def test_explaining_leaves_the_run_as_it_was(alone: Ranks, tmp_path: Path) -> None:

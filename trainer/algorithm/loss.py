@@ -270,30 +270,16 @@ class PolicyLoss:
         old = proximal if is_decoupled else behaviour
         ids, n_sequences = batch.sequence_ids, batch.n_sequences
         policy = self.policy_loss(LossTokens(logprobs, old, batch.advantages, ids, n_sequences, behaviour))
-        weights = self._weights(correction, batch, proximal)
+        weights = importance_weights(correction, proximal, behaviour, ids, n_sequences, self.importance_cap)
         losses, metrics = policy.losses * weights, {"importance_weight": weights, **policy.metrics}
         if self.truncates_alone and correction is not ImportanceCorrection.NONE:
             losses = losses / log_ratio(theta, behaviour).exp()
         if old is theta and not self.may_clip_at_once:
             metrics = {name: value for name, value in metrics.items() if name not in CLIP_FRACTIONS}
         if self.off_policy_max_kl is not None:
-            kept = self._off_policy_mask(batch, theta, self.off_policy_max_kl)
+            kept = off_policy_mask(theta, behaviour, batch.advantages, ids, n_sequences, self.off_policy_max_kl)
             losses, metrics["off_policy_fraction"] = losses * kept, ~kept
         return TokenLosses(losses, metrics)
-
-    def _weights(self, correction: ImportanceCorrection, batch: MicroBatch, logprobs: Tensor) -> Tensor:
-        return importance_weights(
-            correction,
-            logprobs,
-            batch.behaviour_logprobs,
-            batch.sequence_ids,
-            batch.n_sequences,
-            self.importance_cap,
-        )
-
-    def _off_policy_mask(self, batch: MicroBatch, theta: Tensor, max_kl: float) -> Tensor:
-        behaviour, ids = batch.behaviour_logprobs, batch.sequence_ids
-        return off_policy_mask(theta, behaviour, batch.advantages, ids, batch.n_sequences, max_kl)
 
     def _aggregate(self, losses: Tensor, batch: MicroBatch, step: StepSize) -> Tensor:
         return aggregate(
