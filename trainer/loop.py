@@ -111,15 +111,7 @@ class TrainingLoop:
         """Take one training step, numbered as in README.md; return False when the training prompts are used up."""
         settings, services, state = self.settings, self.services, self.state
         batch = Batch(self.objective, self.quotas)
-        if settings.mode is Mode.ASYNC:
-            self.enter("wait", f"waiting for the groups of step {state.step + 1}")
-            # 1 to 4: collectors have taken them
-            services.lease_groups(batch, state.policy_version, self.publisher.keep_on_volume)
-        else:
-            self.make_groups(batch)  # 1. fetch, 2. generate, 3. score
-            batch.groups = self.taught(batch.groups)
-            self.enter("store", "storing the groups")
-            services.store(batch)  # 4. store
+        self.get_groups(batch)  # 1. to 4.
         if not batch.groups:
             return False
         # Drawn before the weights change: a service that is lost up to here leaves the step undone.
@@ -158,6 +150,18 @@ class TrainingLoop:
             self.save_checkpoint()
         self.checkpoints.poll()
         return True
+
+    def get_groups(self, batch: Batch) -> None:
+        """Fill the batch with new groups, which the replay buffer has, too: steps 1 to 4."""
+        if self.settings.mode is Mode.ASYNC:
+            self.enter("wait", f"waiting for the groups of step {self.state.step + 1}")
+            # Collectors have taken these steps.
+            self.services.lease_groups(batch, self.state.policy_version, self.publisher.keep_on_volume)
+        else:
+            self.make_groups(batch)  # 1. fetch, 2. generate, 3. score
+            batch.groups = self.taught(batch.groups)
+            self.enter("store", "storing the groups")
+            self.services.store(batch)  # 4. store
 
     def make_groups(self, batch: Batch) -> None:
         """Fill the batch with scored groups of new prompts: steps 1 to 3."""

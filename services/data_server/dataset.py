@@ -184,18 +184,23 @@ def load(
         rows.shadowed,
         fingerprint,
     )
+    _log_loaded(settings, rows, dataset, len(train))
+    return dataset
+
+
+def _log_loaded(settings: DataSettings, rows: dataset_rows.DatasetRows, dataset: Dataset, train: int) -> None:
+    """Log what a dataset has, and which rows it leaves out."""
     log.info(
         "loaded",
         dataset=settings.dataset,
         source=dataset.source or None,
-        train=len(train),
+        train=train,
         test=len(rows.test),
         refused=rows.refused or None,
         first_refused=rows.first_refused or None,
         only_through_row=rows.shadowed or None,
         left_out=+Counter(dataset.left_out) or None,
     )
-    return dataset
 
 
 def _catalogues(
