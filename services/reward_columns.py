@@ -40,9 +40,9 @@ class Reads:
     needed: tuple[str, ...]
     """Columns that it cannot be called without: parameters without a default. ``row`` is among them, if it has none."""
     has_row: bool
-    """Whether it gets any column."""
+    """True if it gets any column."""
     has_truth: bool
-    """Whether it gets the ground truth."""
+    """True if it gets the ground truth."""
 
     @classmethod
     def of(cls, parameters: Mapping[str, Parameter]) -> Reads:
@@ -55,7 +55,7 @@ class Reads:
 
 
 _EVERYTHING = Reads((), True, True)
-"""Of a function whose source does not say what it reads."""
+"""The columns of a function whose source does not say what it reads."""
 
 
 def reads(reward_fn: str, rubric: Path | None = None) -> dict[str, Reads]:

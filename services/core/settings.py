@@ -183,14 +183,14 @@ class TemplateSettings(Settings):
 
 
 class Method(StrEnum):
-    """What a run learns from."""
+    """The ways in which a run learns."""
 
     RL = "rl"
     SFT = "sft"
 
 
 class MethodSettings(Settings):
-    """What a run learns from, which trainer and data-server read."""
+    """The way in which a run learns, for trainer and data-server."""
 
     method: Method = Method.RL
     """`rl`: the policy samples answers and learns from their rewards, or from a teacher. `sft`: it learns the tokens of

@@ -55,7 +55,7 @@ class Tests:
     tolerance: float = 0.0
     """The largest difference, relative or absolute, between equal numbers."""
     may_be_wrapped: bool = False
-    """Whether an expected value may be the only element of a list, as in some rows of APPS."""
+    """True if an expected value may be the only element of a list, as in some rows of APPS."""
     asserts: Sequence[str] = ()
     setup: str = ""
     """Code that runs before the asserts."""

@@ -64,7 +64,7 @@ class Criterion(StrictModel):
 
 
 class Rubric(StrictModel):
-    """What a judge looks for: criteria, and an instruction in front of them.
+    """The questions that a judge answers: criteria, and an instruction in front of them.
 
     ``{name}`` in their texts is the column ``name`` of the dataset's row, or ``prompt`` or ``ground_truth``; ``{{`` and
     ``}}`` are braces.

@@ -85,7 +85,7 @@ CREATE TABLE IF NOT EXISTS verdicts (
 
 @dataclass
 class Figures:
-    """What a judge cost and how far its scores can be trusted, since the start of this process."""
+    """The cost of a judge and how far its scores can be trusted, since the start of this process."""
 
     counts: Tally[str] = field(default_factory=Tally)
     lengths: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WATCHED))

@@ -1,4 +1,4 @@
-"""What isolates a box from this machine: bubblewrap, Landlock with seccomp alone, or macOS' seatbelt.
+"""The isolation of a box from this machine: bubblewrap, Landlock with seccomp alone, or macOS' seatbelt.
 
 Inside each of them ``zygote`` runs, which takes the rights of every piece of code away by Landlock and seccomp, too,
 where the kernel has them. docs/security.md says what each isolates.
@@ -21,7 +21,7 @@ from services.sandbox import kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
-"""What programs need of the system, read-only; those that do not exist are left out."""
+"""The directories and files of the system that programs need, read-only; those that do not exist are left out."""
 BOX = "/box"
 """The directory of a bubblewrap box that code may write to."""
 _START = (
@@ -46,7 +46,8 @@ class BackendName(StrEnum):
 
 
 AUTOMATIC = (BackendName.BWRAP, BackendName.LANDLOCK)
-"""What ``auto`` tries, in this order. Seatbelt is not among them: nobody has run the hostile set on macOS yet."""
+"""The backends that ``auto`` tries, in this order. Seatbelt is not among them: nobody has run the hostile set on macOS
+yet."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ _FIRST_VICTIM = '{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null; exec "$
 
 
 class Outcome(StrEnum):
-    """How a piece of code ended. ``infrastructure`` says nothing about the code; each other one is its own doing."""
+    """The end of a piece of code. ``infrastructure`` says nothing about the code; each other one is its own doing."""
 
     OK = "ok"
     FAILED = "failed"
@@ -90,7 +90,7 @@ class Box:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the box has been started and was not lost since, as far as is known."""
+        """Return whether the box has been started and was not lost since, as far as is known."""
         return self._process is not None
 
     @property

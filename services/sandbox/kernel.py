@@ -59,7 +59,7 @@ _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIV
 
 
 class Limits(NamedTuple):
-    """What one run of code may take; processor time in all of its processes that zygote started, the rest each.
+    """The limits of one run of code; processor time in all of its processes that zygote started, the rest each.
 
     ``seconds`` are by the clock. ``memory_mb`` is address space, the interpreter's included. ``disk_mb`` bounds the
     files of the box, ``output_bytes`` what it prints.

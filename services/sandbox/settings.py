@@ -10,10 +10,10 @@ from services.sandbox.backends import BackendName, Interpreter
 
 
 class SandboxSettings(Settings):
-    """What isolates code, and the Python that it runs on."""
+    """The isolation of code, and the Python that it runs on."""
 
     sandbox: BackendName = BackendName.AUTO
-    """What isolates code from the machine: `bwrap` (bubblewrap), `landlock` (Landlock and seccomp, which default
+    """The isolation of code from the machine: `bwrap` (bubblewrap), `landlock` (Landlock and seccomp, which default
     containers allow too) or `seatbelt` (macOS). `auto` takes the first of bwrap and landlock that keeps every attack of
     its check at the start; docs/security.md."""
     sandbox_python: str | None = None

@@ -78,7 +78,7 @@ def _send(reply: dict[str, Any]) -> None:
 
 
 class Box:
-    """What all pieces of code in a box have in common."""
+    """The parts that all pieces of code in a box have in common."""
 
     def __init__(self, uid: int | None, readable: list[str], box: str | None, isolation: str) -> None:
         """Begin a box.

@@ -111,11 +111,11 @@ class Compared(BaseModel):
     step: int | None = None
     """The first step that differs; None if all are equal to the bit."""
     differences: list[Difference] = []
-    """What differs in that step: its metrics, or the tensors of the checkpoint."""
+    """The differences in that step: its metrics, or the tensors of the checkpoint."""
     then: Computation | None = None
-    """What the run computed these steps with."""
+    """The machine and software that computed these steps in the run."""
     now: Computation | None = None
-    """What they were computed with again."""
+    """The machine and software that computed them again."""
     reason: str | None = None
     """Why the steps could not be compared."""
 

@@ -64,7 +64,7 @@ class Answers:
     """The time after which only scores were missing (time.perf_counter)."""
     error: Exception | None = None
     figures: dict[int, EpisodeFigures] | None = None
-    """Of each episode, by number; None for completions."""
+    """The traces of the episodes, by number; None for completions."""
     failed: Tally[str] = field(default_factory=Tally)
     """Failed episodes, by reason."""
     examples: dict[str, str] = field(default_factory=dict)
