@@ -48,7 +48,7 @@ NUMBERS = {"model_name", "seed", "sources"}.union(*(section.__annotations__ for 
 """The settings on which the numbers of an update depend."""
 
 
-class RecordedSettings(TrainerSettings):
+class SettingsAsRecorded(TrainerSettings):
     """The trainer's settings as a record has them; variables of this process count for nothing."""
 
     @classmethod
@@ -199,13 +199,13 @@ def recorded_metrics(run_dir: Path, step: int) -> dict[str, Any]:
     return next((line for line in lines if line["step"] == step), {})
 
 
-def _settings(run_dir: Path, head: StepHead) -> RecordedSettings:
+def _settings(run_dir: Path, head: StepHead) -> SettingsAsRecorded:
     recorded: dict[str, Any] = dict(head.settings) | {"shared_dir": run_dir.parent.parent, "run_id": run_dir.name}
     if recorded.get("sources"):
         recorded["sources"] = run_dir / "sources.yaml"
     if head.computation is not None:
         recorded["compute_type"] = head.computation.compute_type
-    return RecordedSettings.load(**recorded)
+    return SettingsAsRecorded.load(**recorded)
 
 
 def _as_json(number: float) -> float | None:
