@@ -18,7 +18,9 @@ from openai import AsyncOpenAI
 from services.core.endpoints import ENDPOINTS_VARIABLE
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
+from services.gateway import tools
 from services.http.server import serving as serving_at
+from tests.ports import free_port
 from tests.services.gateway.conftest import StartGateway
 from tests.waiting import wait_ready
 
@@ -55,10 +57,10 @@ def boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return start
 
 
-def find(monkeypatch: pytest.MonkeyPatch, app: Any) -> None:
+def find(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     """Let the gateway find the environment-server, beside the engine that it has."""
     engines = json.loads(os.environ[ENDPOINTS_VARIABLE])
-    monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps(engines | {"environment-server-0:8081": app.state.address}))
+    monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps(engines | {"environment-server-0:8081": address}))
 
 
 async def test_an_agent_calls_the_tools_that_the_model_names(
@@ -67,20 +69,20 @@ async def test_an_agent_calls_the_tools_that_the_model_names(
     asks = {"name": "python", "arguments": {"code": "open('a', 'w').write('7'); print(6 * 7)"}}
     written = f"<tool_call>\n{json.dumps(asks)}\n</tool_call>"
     async with boxes() as app, gateway(answers=[written, "42"]) as running:
-        find(monkeypatch, app)
+        find(monkeypatch, app.state.address)
         path = await running.open()
         base = path.removesuffix("/chat/completions")
-        tools = (await running.client.get(f"{base}/tools")).json()
-        assert [tool["function"]["name"] for tool in tools] == ["python", "bash"]
+        offered = (await running.client.get(f"{base}/tools")).json()
+        assert [tool["function"]["name"] for tool in offered] == ["python", "bash"]
         client = AsyncOpenAI(base_url=f"http://service{base}", api_key="s", http_client=running.client)
         messages: list[Any] = [{"role": "user", "content": "What is 6 times 7?"}]
-        reply = await client.chat.completions.create(model="m", messages=messages, tools=tools)
+        reply = await client.chat.completions.create(model="m", messages=messages, tools=offered)
         [called] = reply.choices[0].message.tool_calls or ()
         messages.append(reply.choices[0].message.model_dump(exclude_none=True))
         answered = (await running.client.post(f"{base}/tools", json=called.model_dump())).json()
         assert answered == {"role": "tool", "tool_call_id": called.id, "content": "42\n"}
         messages.append(answered)
-        final = await client.chat.completions.create(model="m", messages=messages, tools=tools)
+        final = await client.chat.completions.create(model="m", messages=messages, tools=offered)
         assert final.choices[0].message.content == "42"
         # Another tool, another call: the same box; another session: another one.
         kept = await running.client.post(f"{base}/tools", json=call("bash", command="cat a"))
@@ -101,7 +103,7 @@ async def test_a_call_runs_once_whatever_is_repeated_or_restarted(
 ) -> None:
     async with boxes() as app:
         async with gateway(answers=["no"]) as running:
-            find(monkeypatch, app)
+            find(monkeypatch, app.state.address)
             base = (await running.open()).removesuffix("/chat/completions")
             first = call("bash", command=APPEND)
             replies = await asyncio.gather(*(running.client.post(f"{base}/tools", json=first) for _ in range(3)))
@@ -111,7 +113,7 @@ async def test_a_call_runs_once_whatever_is_repeated_or_restarted(
             await asyncio.sleep(1.0)
         await asyncio.gather(interrupted, return_exceptions=True)
         async with gateway(answers=["no"]) as running:
-            find(monkeypatch, app)
+            find(monkeypatch, app.state.address)
             # The call that was under way is settled first, then the new one runs.
             third = await running.client.post(f"{base}/tools", json=call("bash", 2, command=APPEND))
             assert third.json()["content"] == "3\n"
@@ -119,18 +121,25 @@ async def test_a_call_runs_once_whatever_is_repeated_or_restarted(
             assert [reply.json()["content"] for reply in again] == ["1\n", "2\n"]
 
 
-async def test_a_server_that_is_missing_or_has_no_boxes_is_an_error_that_says_so(
-    gateway: StartGateway, boxes: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_server_that_does_not_answer_is_an_error_that_says_so(
+    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tools, "BEGIN_SECONDS", 1.0)
     async with gateway(answers=["no"]) as running:
+        find(monkeypatch, f"127.0.0.1:{free_port()}")
         base = (await running.open()).removesuffix("/chat/completions")
         refused = await running.client.post(f"{base}/tools", json=call("bash", command="ls"))
-        assert (refused.status_code, "environment-server" in refused.json()["detail"]) == (400, True)
-        async with boxes("guessing") as app:
-            find(monkeypatch, app)
-            other = (await running.open("other")).removesuffix("/chat/completions")
-            wrong = await running.client.post(f"{other}/tools", json=call("bash", command="ls"))
-            assert (wrong.status_code, "set ENVIRONMENT=sandbox" in wrong.json()["detail"]) == (400, True)
+        assert (refused.status_code, "environment-server" in refused.json()["detail"]) == (503, True)
+
+
+async def test_a_server_without_boxes_is_an_error_that_says_so(
+    gateway: StartGateway, boxes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway(answers=["no"]) as running, boxes("guessing") as app:
+        find(monkeypatch, app.state.address)
+        base = (await running.open()).removesuffix("/chat/completions")
+        wrong = await running.client.post(f"{base}/tools", json=call("bash", command="ls"))
+        assert (wrong.status_code, "set ENVIRONMENT=sandbox" in wrong.json()["detail"]) == (400, True)
 
 
 @pytest.mark.parametrize("is_repeatable", [False, True])
@@ -138,7 +147,7 @@ async def test_a_lost_box_is_an_error_unless_its_calls_are_repeatable(
     gateway: StartGateway, boxes: Any, monkeypatch: pytest.MonkeyPatch, is_repeatable: bool
 ) -> None:
     async with boxes(sandbox_repeatable=is_repeatable) as app, gateway(answers=["no"]) as running:
-        find(monkeypatch, app)
+        find(monkeypatch, app.state.address)
         base = (await running.open()).removesuffix("/chat/completions")
         first = await running.client.post(f"{base}/tools", json=call("bash", command=APPEND))
         assert first.json()["content"] == "1\n"

@@ -59,7 +59,10 @@ def test_made_up_requests_get_documented_answers(
     assert len(operations) >= 5
     for operation in operations:
         for mode in GenerationMode:
-            if mode is GenerationMode.NEGATIVE and operation.path.endswith(TAKE_ANYTHING):
+            takes_anything = operation.path.endswith(TAKE_ANYTHING) or (
+                operation.path.endswith("/tools") and operation.method == "get"
+            )
+            if mode is GenerationMode.NEGATIVE and takes_anything:
                 continue
 
             @given(case=operation.as_strategy(generation_mode=mode))
