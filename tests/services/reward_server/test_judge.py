@@ -257,11 +257,17 @@ async def test_requests_at_once_are_bounded_and_the_deadline_counts_the_wait(
         assert sum(result.value == RIGHT for result in results) == 1
         assert judge.most_at_once == 2
     end = threading.Event()
-    judge.faults.append(lambda _: end.wait(60) and None)
+    judge.faults += [lambda _: end.wait(60) and None] * 20
     try:
         async with judging(judge.settings(tmp_path, judge_concurrency=1, judge_seconds=1)) as made:
-            results = await asyncio.gather(*(made.score("judge", item(f"It is {n}.")) for n in (1, 2)))
-            assert [result.status for result in results] == [RewardStatus.TIMEOUT, RewardStatus.OVERLOADED]
+            # Both deadlines are one second away: which of them passes first is chance on a busy machine.
+            for first in range(1, 20, 2):
+                texts = [f"It is {number}." for number in (first, first + 1)]
+                results = await asyncio.gather(*(made.score("judge", item(text)) for text in texts))
+                assert results[0].status is RewardStatus.TIMEOUT
+                if results[1].status is RewardStatus.OVERLOADED:
+                    break
+            assert results[1].status is RewardStatus.OVERLOADED
             assert "raise it or JUDGE_CONCURRENCY" in (results[1].reason or "")
     finally:
         end.set()
