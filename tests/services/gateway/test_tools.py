@@ -119,18 +119,24 @@ async def test_a_call_runs_once_whatever_is_repeated_or_restarted(
             assert [reply.json()["content"] for reply in again] == ["1\n", "2\n"]
 
 
-async def test_a_server_that_is_missing_or_has_no_boxes_is_an_error_that_says_so(
-    gateway: StartGateway, boxes: Any, monkeypatch: pytest.MonkeyPatch
+async def test_without_an_environment_server_the_error_says_what_runs_tools(
+    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("services.gateway.tools.BEGIN_SECONDS", 1.0)
     async with gateway(answers=["no"]) as running:
         base = (await running.open()).removesuffix("/chat/completions")
         refused = await running.client.post(f"{base}/tools", json=call("bash", command="ls"))
-        assert (refused.status_code, "environment-server" in refused.json()["detail"]) == (400, True)
-        async with boxes("guessing") as app:
-            find(monkeypatch, app)
-            other = (await running.open("other")).removesuffix("/chat/completions")
-            wrong = await running.client.post(f"{other}/tools", json=call("bash", command="ls"))
-            assert (wrong.status_code, "set ENVIRONMENT=sandbox" in wrong.json()["detail"]) == (400, True)
+        assert (refused.status_code, "environment-server" in refused.json()["detail"]) == (503, True)
+
+
+async def test_an_environment_without_boxes_is_refused_by_name(
+    gateway: StartGateway, boxes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with boxes("guessing") as app, gateway(answers=["no"]) as running:
+        find(monkeypatch, app)
+        base = (await running.open()).removesuffix("/chat/completions")
+        wrong = await running.client.post(f"{base}/tools", json=call("bash", command="ls"))
+        assert (wrong.status_code, "set ENVIRONMENT=sandbox" in wrong.json()["detail"]) == (400, True)
 
 
 @pytest.mark.parametrize("is_repeatable", [False, True])
