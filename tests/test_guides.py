@@ -181,7 +181,7 @@ def try_page(page: str, desk: Desk, *, long: bool) -> None:
             if block.words & {"cluster", "kubectl", "install"} or block.language == "jinja":
                 continue
             if block.file is not None:
-                (desk.folder / block.file).write_text(block.text)
+                (desk.folder / block.file).write_text(desk.given(block.text))
             elif block.language == "yaml":
                 yaml.safe_load(block.text)
             elif block.language == "text":
