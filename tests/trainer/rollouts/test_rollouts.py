@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import structlog
+import torch
 from prometheus_client import REGISTRY
 
 from services.clients import replay
@@ -87,6 +88,7 @@ class Steps:
         self.main = main
         self.batch = Batch(Objective(main.settings))
         rank_calls = MagicMock()
+        rank_calls.ranks = MagicMock(world_size=1, device=torch.device("cpu"), **{"mesh.ndim": 1})
         rank_calls.update.return_value = UpdateResult()
         rank_calls.mean_entropy.return_value = 1.5
         self.rank_calls = rank_calls
