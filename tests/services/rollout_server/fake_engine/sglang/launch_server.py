@@ -174,10 +174,12 @@ class Engine:
             for dtype, shape in zip(request["dtypes"], request["shapes"], strict=True):
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
                 work = group.broadcast(tensor, 0)
-                while not work.is_completed():
+                # A collective over NCCL that has lost a member never ends; one over gloo may, if it is small.
+                blocks = self.fault.get("broken_broadcast") == "abort"
+                while blocks or not work.is_completed():
                     time.sleep(TOKEN_SECONDS)
                     if name not in self.groups:
-                        if self.fault.get("broken_broadcast") == "abort":
+                        if blocks:
                             os.abort()  # as torch's watchdog
                         return set()
                 found |= set(tensor.flatten().tolist())
