@@ -21,9 +21,8 @@ from services.core.errors import ConfigurationError
 from services.core.settings import Method
 from services.data_server import generators
 from services.data_server.json_lines import read_json_lines
-from services.data_server.recorded import read_groups
 from services.data_server.settings import GROUPS, DataSettings, GroundTruthFormat, check_file, generator_of, named_files
-from services.data_server.tables import ROW, ReadTable, check_columns, load_from_hub, read_parquet
+from services.data_server.tables import ROW, ReadTable, check_columns, load_from_hub, read_groups, read_parquet
 from services.protocol.ground_truths import REASONING_GYM, last_boxed
 
 INSTRUCTIONS = {

@@ -1,4 +1,7 @@
-"""The rows of Parquet files and of datasets on the Hugging Face hub, as Arrow tables, and the columns of any rows."""
+"""The rows of Parquet files, of recorded groups and of datasets on the Hugging Face hub, as Arrow tables.
+
+The columns of any rows are checked here, too.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -20,6 +24,9 @@ from services.core.errors import ConfigurationError, first_line
 from services.core.logs import get_logger
 from services.core.settings import Method
 from services.data_server.settings import DataSettings
+from services.protocol import group_file
+from services.protocol.groups import GroupFormatError
+from services.protocol.prompts import Demonstration
 
 log = get_logger(__name__)
 
@@ -315,3 +322,39 @@ def on_disk(batches: Iterator[pa.RecordBatch], schema: pa.Schema, where: str) ->
         raise ConfigurationError(f"{where} cannot be copied to {place}") from error
     mapped = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     return lambda: pa.ipc.open_stream(mapped).read_all()
+
+
+def read_groups(path: Path, where: str, settings: DataSettings) -> ReadTable:
+    """Return a function that maps a file's groups as rows; the arguments are those of ``read_json_lines``.
+
+    Raises:
+        ConfigurationError: METHOD is not sft, or `grpo groups` has not written the file.
+    """
+    if settings.method is not Method.SFT:
+        raise ConfigurationError(f"{where} has recorded answers to learn as they are; set METHOD=sft, or give rows")
+    schema = pa.schema([(ROW, pa.string())])
+    try:
+        head, groups = group_file.read(path)
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            for group in groups:
+                row = {
+                    "tokenizer": head.tokenizer,
+                    "prompt": group.prompt.prompt,
+                    "prompt_ids": group.prompt_ids,
+                    "messages": [message.model_dump() for message in group.prompt.messages],
+                    "demonstrations": [
+                        Demonstration(
+                            completion=sequence.completion,
+                            completion_ids=sequence.completion_ids.tolist(),
+                            loss_mask=sequence.mask.tolist(),
+                            episode=place if sequence.episode is None else sequence.episode,
+                        ).model_dump()
+                        for place, sequence in enumerate(group.sequences)
+                    ],
+                }
+                yield pa.record_batch([pa.array([orjson.dumps(row).decode()], pa.string())], schema)
+
+        return ReadTable(on_disk(batches(), schema, where), has_demonstrations=True)
+    except GroupFormatError as error:
+        raise ConfigurationError(f"{where}: {error}; write the file with `grpo groups RUN --out FILE`") from error

@@ -37,8 +37,8 @@ class EnvironmentSettings(SourcesSettings):
     """Processor time of all programs of an episode of `sandbox`, or of an agent's session. CODE_CPU_SECONDS and
     CODE_MEMORY_MB bound each of them, and a third of ENVIRONMENT_STEP_SECONDS by the clock."""
     sandbox_repeatable: bool = False
-    """Whether the programs of `sandbox` may be run again: if a server is lost, its episodes then continue in new boxes
-    on another one, provided that every output is the same. Otherwise nothing runs twice, and the episodes are lost."""
+    """`true`: the programs of `sandbox` may be run again, so that the episodes of a lost server continue in new boxes
+    on another one, if every output is the same. `false`: nothing runs twice, and these episodes are lost."""
 
     service_deadline_seconds: float = Field(300, gt=0)
     """Time that an OpenEnv server may take to answer when this server starts. [advanced]"""

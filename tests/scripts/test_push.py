@@ -55,7 +55,7 @@ TRAINER = {
 
 
 class Hub(ThreadingHTTPServer):
-    """What an upload asks of the hub; ``lost`` connections are closed in the middle of a file."""
+    """A stand-in for the hub, as far as uploads ask it; it refuses the uploads whose numbers ``lost`` has."""
 
     daemon_threads = True
 

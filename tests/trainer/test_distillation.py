@@ -193,6 +193,18 @@ def records(directory: Path) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in (directory / "runs" / "r" / "metrics.jsonl").read_bytes().splitlines()]
 
 
+def train_twice(ranks: Ranks, model: Path, directory: Path, lost: str, **settings: Any) -> list[dict[str, Any]]:
+    """Check that a run that loses ``lost`` and resumes ends as one that loses nothing, to the bit; return metrics."""
+    undisturbed = train(ranks, model, directory / "undisturbed", **settings)
+    train(ranks, model, directory / "cut", lost, **settings)
+    resumed = train(ranks, model, directory / "cut", **settings)
+    for name, values in undisturbed.items():
+        assert np.array_equal(resumed[name], values), name
+    lines = records(directory / "undisturbed")
+    assert len(lines) == STEPS
+    return lines
+
+
 @pytest.mark.parametrize(
     "others",
     [{"reward_weight": 0}, {"reward_weight": 0, "teacher_jsd_beta": 1.0}, {"teacher_coef": 0.5}, {"lora_rank": 4}],
@@ -202,14 +214,7 @@ def records(directory: Path) -> list[dict[str, Any]]:
 def test_a_run_that_was_cut_off_ends_with_the_very_weights_of_the_undisturbed_one(
     alone: Ranks, model: Path, teacher: Path, tmp_path: Path, lost: str, others: dict[str, Any]
 ) -> None:
-    settings = {"teacher_model": str(teacher)} | others
-    undisturbed = train(alone, model, tmp_path / "undisturbed", **settings)
-    train(alone, model, tmp_path / "cut", lost, **settings)
-    resumed = train(alone, model, tmp_path / "cut", **settings)
-    for name, values in undisturbed.items():
-        assert np.array_equal(resumed[name], values), name
-    lines = records(tmp_path / "undisturbed")
-    assert len(lines) == STEPS
+    lines = train_twice(alone, model, tmp_path, lost, teacher_model=str(teacher), **others)
     for line in lines:
         assert {"teacher_k1", "teacher_k3", "teacher_k1_from_0", "teacher_loss", "seconds_teach"} <= line.keys()
     assert 0 < lines[0]["teacher_overlap"] <= 1

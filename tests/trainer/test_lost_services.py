@@ -274,7 +274,7 @@ def test_evaluations_outside_the_steps_are_in_tensorboard_and_in_the_curve(
 
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    summary = {"accuracy_before": state.accuracy_before, "accuracy_after": state.last_accuracy}
+    summary = {"status": "failed", "accuracy_before": state.accuracy_before, "accuracy_after": state.last_accuracy}
     loop.files.write_summary(summary | {"accuracy_after_step": state.evaluated_step})
     _, accuracies = drawn[0].axes[0].lines
     assert accuracies.get_xydata().tolist() == [[0.0, 0.0], [2.0, 0.5]]

@@ -15,7 +15,7 @@ from services.protocol.prompts import Demonstration, Prompt
 from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
-from tests.trainer.test_distillation import STEPS, records, train
+from tests.trainer.test_distillation import train_twice
 from tests.trainer.tiny import plain_model, random_trees
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
@@ -52,7 +52,7 @@ def transformers_loss(model: Path, groups: list[TrainingGroup]) -> tuple[float, 
 
 @pytest.mark.parametrize("others", [{}, {"activation_checkpointing": "true"}], ids=str)
 def test_the_loss_is_that_of_transformers(alone: Ranks, model: Path, others: dict[str, Any]) -> None:
-    """Of conversations with branches, in several micro-batches; TEMPERATURE is that of evaluations."""
+    """The conversations have branches and several micro-batches; TEMPERATURE is that of evaluations."""
     groups = without_advantages(random_trees(1))
     expected, gradients = transformers_loss(model, groups)
     trained = rank_jobs.update(alone, model, SFT | others, groups)
@@ -86,14 +86,7 @@ def test_the_loss_falls(alone: Ranks, model: Path, others: dict[str, Any]) -> No
 def test_a_run_that_was_cut_off_ends_with_the_very_weights_of_the_undisturbed_one(
     alone: Ranks, model: Path, tmp_path: Path, lost: str, others: dict[str, Any]
 ) -> None:
-    settings = {"method": "sft", **others}
-    undisturbed = train(alone, model, tmp_path / "undisturbed", **settings)
-    train(alone, model, tmp_path / "cut", lost, **settings)
-    resumed = train(alone, model, tmp_path / "cut", **settings)
-    for name, values in undisturbed.items():
-        assert np.array_equal(resumed[name], values), name
-    lines = records(tmp_path / "undisturbed")
-    assert len(lines) == STEPS
+    lines = train_twice(alone, model, tmp_path, lost, method="sft", **others)
     for line in lines:
         assert "loss" in line
         assert not {"staleness_mean", "zero_variance_groups", "seconds_publish", "seconds_evaluate"} & line.keys()

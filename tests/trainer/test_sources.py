@@ -41,7 +41,14 @@ def test_each_source_has_settings_of_its_own_and_the_limits_are_over_all(mix):
         "tools": ("trainer.rollouts.episodes:Agents", 4),
     }
     assert (settings.longest_answer, settings.largest_group) == (4096, 16)
-    assert settings.services == (Task.GATEWAY, Task.ENVIRONMENT_SERVER)
+    assert settings.services == (
+        Task.DATA_SERVER,
+        Task.REWARD_SERVER,
+        Task.REPLAY_BUFFER,
+        Task.ROLLOUT_SERVER,
+        Task.GATEWAY,
+        Task.ENVIRONMENT_SERVER,
+    )
     assert settings.own_functions == {"AGENT of tools": "evaluation.math_agent:solve"}
     assert settings.total_steps(train_prompts=1) == 5
     assert settings.schedule.counts(0, 4) == {"guessing": 1, "sums": 2, "tools": 1}

@@ -128,7 +128,7 @@ class Explanation(BaseModel):
     policy_version: int
     compared: Compared
     metrics: dict[str, float]
-    """Those of the update, as they were computed now."""
+    """The metrics of the update, as they were computed now."""
     max_grad_norm: float
     loss: str
     silence: Silence

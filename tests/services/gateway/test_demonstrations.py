@@ -1,4 +1,4 @@
-"""What is learned of a conversation is what the gateway would have recorded, had the model held it."""
+"""METHOD=sft learns the tokens that the gateway would have recorded if the model had held the conversation."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def last_trained(branches: list[Branch]) -> set[int]:
     return ends
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("with_tools", [False, True])
+# The templates of Llama 3 and SmolLM2 here have no tools.
+@pytest.mark.parametrize(
+    ("name", "with_tools"), [*((name, False) for name in TEMPLATES), ("qwen2.5", True), ("qwen3", True)]
+)
 async def test_masks_are_the_gateways_and_end_with_the_stop_token(
     gateway: StartGateway, models: Any, name: str, with_tools: bool
 ) -> None:
-    if with_tools and name not in ("qwen2.5", "qwen3"):
-        pytest.skip("the template has no tools")
     answers = [CALL, "It is 42.", f"Again:\n{CALL}", "Still 42."] if with_tools else ["It is 42.", "Still 42!"]
     options = {"enable_thinking": False} if name == "qwen3" else {}
     tools = [ADD] if with_tools else None
