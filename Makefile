@@ -25,7 +25,7 @@ IMAGE ?= grpo:latest
 JOB = '.[data,reward,replay,rollout,trainer,local]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-distill demo-sft demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services results image docs notebook constraints clean clean-runs
+.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services results image docs notebook constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ demo-distill: $(VENV)/.compiled $(MODEL)/config.json $(TEACHER)/config.json  ## 
 
 demo-sft: $(VENV)/.compiled $(MODEL)/config.json  ## the same model learns a form of answers from 64 rows; examples/demo-sft-rl.env has the run after it
 	$(GRPO) run jobgroups/sft.yaml --env-file examples/demo-sft.env --run-id demo-sft $(DEMO)
+
+demo-code: $(VENV)/.compiled $(MODEL)/config.json  ## the same model learns functions of one line, each answer run on hidden tests in a sandbox
+	$(GRPO) run --env-file examples/demo.env --env-file examples/demo-code.env $(DEMO)
 
 demo-gsm8k: $(VENV)/.compiled $(MODEL)/config.json  ## a few steps on GSM8K files: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl
 	@test -n "$(TRAIN)" -a -n "$(TEST)" || { echo "usage: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl"; exit 2; }

@@ -72,12 +72,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # The tests of these files share fixtures that start slowly: job groups on several hosts, and a rollout server.
 TOGETHER = (re.compile(r"tests/cluster/"), re.compile(r"tests/services/rollout_server/test_\w+_conformance\.py"))
+# The tests of this file share nothing, and together they take long.
+APART = "tests/test_guides.py"
 
 
 class _ByFile(LoadFileScheduling):
     """A scheduler that runs the tests of a file, or of files that share a fixture, in one process."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(APART):
+            return nodeid
         shared = next((pattern.pattern for pattern in TOGETHER if pattern.match(nodeid)), None)
         return shared or super()._split_scope(nodeid)
 

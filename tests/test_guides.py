@@ -75,7 +75,7 @@ class Desk:
         self.printed = ""
         self.ports: dict[str, str] = {}
         for entry in ROOT.iterdir():
-            if not entry.name.startswith(".") and entry.name not in ("runs", "tests", "build"):
+            if not entry.name.startswith(".") and entry.name not in ("runs", "shared-volume", "tests", "build"):
                 (folder / entry.name).symlink_to(entry)
         (folder / ".venv").symlink_to(sys.prefix)
         (folder / DEMO_MODEL).parent.mkdir(parents=True)
@@ -214,8 +214,9 @@ def desk(tmp_path: Path, tiny_model: Path) -> Desk:
     return Desk(tmp_path, tiny_model)
 
 
-# Half a minute each: a small training, a model that is made and served.
-NOT_SO_QUICK = {"operating", "reward-model"}
+# Half a minute and more each: several dry runs, each of which loads torch, a small training, a model that is served.
+NOT_SO_QUICK = {"agent", "asynchronous", "code", "data", "distillation", "environment", "explaining", "larger-model"}
+NOT_SO_QUICK |= {"one-gpu", "operating", "own-loss", "reasoning-gym", "resuming", "reward-model", "rows", "self-play"}
 QUICK = [
     pytest.param(page, marks=[pytest.mark.slow] if page in NOT_SO_QUICK else [])
     for page in sorted(PAGES.keys() - {"evaluation"})  # of which all is long

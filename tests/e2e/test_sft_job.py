@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 from tests.e2e.system import System
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 6
 
 
-def run(volume: Path, tiny_model: Path, run_id: str) -> System:
+def run(volume: Path, tiny_model: Path, run_id: str, job_group: str = "jobgroups/sft.yaml", **settings: str) -> System:
     rows = volume / "rows.jsonl"
     if not rows.exists():
         sums = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(6) for b in range(6)]
@@ -27,11 +27,12 @@ def run(volume: Path, tiny_model: Path, run_id: str) -> System:
         tiny_model,
         *("--num-nodes", "ppo-trainer=1"),
         run_id=run_id,
-        job_group="jobgroups/sft.yaml",
+        job_group=job_group,
         DATASET=str(rows),
         REPLAY_GROUPS="0",
         CHECKPOINT_EVERY="1",
         MAX_STEPS=str(STEPS),
+        **settings,
     )
 
 
@@ -57,3 +58,17 @@ def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_the_undisturb
     one, other = (load_file(each.run_dir / "model" / "model.safetensors") for each in (undisturbed, resumed))
     assert one.keys() == other.keys()
     assert all(one[name].equal(other[name]) for name in one)
+
+
+def test_a_run_beside_engines_is_evaluated_as_it_goes(tiny_model: Path, tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    sums = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(6, 10) for b in range(4)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    evaluated = {"METHOD": "sft", "DATASET_TEST": str(questions), "EVAL_EVERY": "3", "EVAL_PROMPTS": "8"}
+    system = run(tmp_path, tiny_model, "evaluated", "jobgroup.yaml", **evaluated)
+    assert system.wait() == 0, system.text
+    lines = system.metrics()
+    assert [line["step"] for line in lines if line.get("eval_prompts") == 8] == [3, 6]
+    assert all(0 <= line["accuracy"] <= 1 for line in lines if "accuracy" in line)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert system.summary()["accuracy_before"] is not None, "it was evaluated before the first step, too"
