@@ -208,11 +208,12 @@ def _drive(
     if settings.mode is Mode.SYNC:
         services.cursors = dict(state.cursors)
         services.restore_replay(state.replay_snapshot)
-    services.start_collector()
     with writing(settings.run_dir):
         decode, components = policy.description.decode, services.describe_components()
         _check_columns(settings, data, components)
         files = RunFiles(settings, state.step, decode, components, room.holds)
+    # Its first failure is among the files, which forget that of an earlier attempt.
+    services.start_collector()
     with closing(files):
         try:
             prompts = settings.epochs * data.train_prompts

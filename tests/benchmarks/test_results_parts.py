@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks.results import episodes, in_process, off_policy
+from benchmarks.results import distillation, episodes, in_process, off_policy
 from benchmarks.results.baselines import best_of_group, right_answers
 from benchmarks.results.experiments import PARTS, REPLAY, SHORTER
 from benchmarks.results.methods import RATES, TRIED, best, choice, choosing, reward_of_tokens
@@ -97,3 +98,26 @@ def test_replay_generates_as_many_tokens_or_takes_fewer_steps() -> None:
 
 def test_random_moves_are_optimal_as_often_as_the_page_says() -> None:
     assert episodes.random_play() == pytest.approx(0.45, abs=0.05)
+
+
+def test_controls_of_distillation_keep_the_sizes_of_distances_or_only_their_places() -> None:
+    policy, teacher = np.array([-0.1, -4.0, -2.0]), np.array([-0.5, -3.0, -9.0])
+    random = np.random.default_rng(0)
+    assert distillation.constant_penalty(random, policy, teacher).tolist() == [-0.1, -9.0, -2.0]
+    distances = policy - distillation.shuffled(random, policy, teacher)
+    assert sorted(distances) == pytest.approx(sorted(policy - teacher))
+
+
+def test_students_are_measured_by_their_teacher_and_learn_from_it_only_if_told() -> None:
+    ways = distillation.variants(SHORT | {"MAX_STEPS": "2", "EVAL_PROMPTS": "4"})
+    runs = {
+        name: train(Run("tiny", name, 0, SHORT | {"MAX_STEPS": "4"} | own, train))
+        for name, (own, train) in ways.items()
+    }
+    grpo, one = runs[distillation.BASE], runs[distillation.ONE]
+    assert grpo.figures.keys() == one.figures.keys() >= {"accuracy_4", "kl_4", "tokens_4", "teacher_accuracy"}
+    assert grpo.figures["kl_4"] > 0
+    assert grpo.figures["tokens_4"] == sum(grpo.tokens) > 4 * sum(one.tokens)
+    assert len({tuple(run.rewards) for run in runs.values()}) == len(runs), "each way learns something else"
+    table = distillation.by_tokens(list(runs.values()), "tiny")
+    assert all(f"| {name} |" in table for name in ways)

@@ -18,7 +18,10 @@ STEPS = 4
 TOLERANCE = logprob_tolerance(*map(type_in_force, TYPE_VARIABLES))
 
 
-@pytest.mark.parametrize(("transport", "in_place", "sleeps"), [("disk", "false", True), ("broadcast", "true", False)])
+@pytest.mark.parametrize(
+    ("transport", "in_place", "sleeps"),
+    [("disk", "false", True), pytest.param("broadcast", "true", False, marks=pytest.mark.slow)],
+)
 def test_workers_generate_with_the_adapters_of_each_step(
     tiny_model: Path, tmp_path: Path, transport: str, in_place: str, sleeps: bool
 ) -> None:

@@ -144,6 +144,7 @@ def named(children: list[psutil.Process], module: str) -> psutil.Process:
     return next(child for child in children if module in child.cmdline())
 
 
+@pytest.mark.slow
 def test_the_head_and_a_worker_may_be_killed_and_a_signal_ends_all(tmp_path: Path) -> None:
     process, children = start(tmp_path / "out")
     try:
@@ -228,6 +229,7 @@ def test_a_torch_policy_of_other_states_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "out", url)
 
 
+@pytest.mark.slow
 def test_episodes_of_another_content_of_the_policys_file_are_not_continued(tmp_path: Path) -> None:
     from tests.services.evaluation_head import policies
 

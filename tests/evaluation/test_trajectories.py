@@ -105,6 +105,7 @@ def command(save_to: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "scripts.grpo", "trajectories", "--save-to", str(save_to), *options]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_continues_without_a_double_or_a_gap(tmp_path: Path) -> None:
     options = ["--policies", f"lean={MINE}:slow_lean", "--episodes", "12", "--shard-episodes", "2", "--at-once", "2"]
     out = tmp_path / "killed"

@@ -111,7 +111,9 @@ def test_an_update_is_the_distance_computed_by_hand(
     assert trained.result.metrics["loss"] == pytest.approx(0.7 * trained.result.metrics["teacher_loss"])
 
 
-@BETAS
+@pytest.mark.parametrize(
+    "beta", [pytest.param(None, marks=pytest.mark.slow), 0.5], ids=["sampled tokens", "vocabulary"]
+)
 def test_two_ranks_with_two_teachers_by_source_make_the_update_of_one(
     model: Path, teacher: Path, tmp_path: Path, alone: Ranks, beta: float | None
 ) -> None:

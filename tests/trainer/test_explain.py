@@ -108,6 +108,7 @@ def train_and_explain(ranks: Ranks, model: Path, directory: Path) -> list[bytes]
     return [orjson.dumps(one.model_dump(mode="json")) for one in checked(directory / "runs" / "r", ranks, kept=2)]
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_their_steps_again_to_the_bit(model: Path, tmp_path: Path) -> None:
     first, second = run_on_ranks(2, train_and_explain, model, tmp_path)
     for mine, theirs in zip(first, second, strict=True):

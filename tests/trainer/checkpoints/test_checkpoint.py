@@ -271,6 +271,7 @@ def test_what_was_never_finished_is_no_checkpoint_and_goes(alone: Ranks, model: 
     assert not list(checkpoints.glob(".step-*"))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_one_rank_ends_all_of_them_with_the_reason(model: Path, tmp_path: Path) -> None:
     for said, left in run_on_ranks(2, rank_jobs.save_on_a_full_disk, model, tmp_path):
         assert said.startswith("the disk is full: ")

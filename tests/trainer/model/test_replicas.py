@@ -24,6 +24,7 @@ def updates_on_replicas(ranks: Ranks, model: Path) -> list[Trained]:
     return rank_jobs.updates_of_many_shapes(ranks.replicated(2), model, WAYS, CUT)
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_make_the_update_of_one_rank(model: Path) -> None:
     with join_ranks() as alone:
         whole = rank_jobs.update(alone, model, {"micro_batch_tokens": 10_000}, CUT)

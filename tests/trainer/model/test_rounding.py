@@ -84,6 +84,7 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_one_rank_and_several_publish_the_same_bytes(model: Path) -> None:
     (one,) = run_on_ranks(1, rank_jobs.published, model, 1e-5)
     for n_ranks in (2, 3):
