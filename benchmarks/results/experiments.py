@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.harness import ROOT
 from benchmarks.job import Job, kill
-from benchmarks.results import in_process, job_runs, methods, mix, off_policy
+from benchmarks.results import distillation, examples, in_process, job_runs, methods, mix, off_policy
 from benchmarks.results.beside_trl import OURS, TRL, stages, train_trl
 from benchmarks.results.episodes import (
     AGENT_SETTINGS,
@@ -26,7 +26,7 @@ from benchmarks.results.episodes import (
     train_environment,
 )
 from benchmarks.results.rounding import train_from_bfloat16
-from benchmarks.results.runs import Part, Result, Run, Settings, Train, runs_of
+from benchmarks.results.runs import Part, Result, Results, Run, Settings, Train, runs_of
 from benchmarks.results.tasks import DEMO_TASK, TINY
 from services.core.errors import ConfigurationError
 
@@ -149,6 +149,31 @@ AT_BEST_RATES = {name: settings | {"LEARNING_RATE": methods.RATES[name]} for nam
 DEMO_METHODS = methods.one_update(critic_rate="1e-5") | {"overlong penalty": {"OVERLONG_BUFFER": "4"}}
 # Rewards are 0 or 1, so that the best of a group are its right answers, but for groups that are all right.
 del DEMO_METHODS["SFT on the group's best"]
+
+# --- several rewards, teachers and examples ---------------------------------------------------------------------------
+
+PARITY, LARGE = "benchmarks.results.parity:parity", "benchmarks.results.parity:large"
+TWO_REWARDS = TINY | {"REWARD_FN": f"{PARITY}=1,{LARGE}=0.1", "LEARNING_RATE": "2e-3"}
+BY_COMPONENT: Variants = {
+    name: (settings, partial(job_runs.train, columns=(f"reward_part_{PARITY}", f"reward_part_{LARGE}")))
+    for name, settings in {
+        "weighted sum": {},
+        "GDPO": {"ADVANTAGE": "gdpo"},
+        "sum of equal weights": {"REWARD_FN": f"{PARITY}=1,{LARGE}=1"},
+    }.items()
+}
+
+
+def part_change(results: Results, variant: str, function: str) -> str:
+    """Return the means of a reward function at the first and at the last step of a variant's runs."""
+    runs = [result for result in results if result.variant == variant]
+    return job_runs.change(runs, f"reward_part_benchmarks.results.parity:{function}")
+
+
+TAUGHT = TINY | {"LEARNING_RATE": "1e-3"}
+UNSEEN = {"SEED": "1001", "DATA_SEED": "1001"}
+"""The seeds of a teacher, which no student has."""
+BY_TEACHER = {"by_tokens": distillation.by_tokens, "teacher_accuracy": distillation.teacher_accuracy}
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
@@ -287,6 +312,23 @@ PARTS = (
         ],
         {"by_tokens": methods.by_tokens},
     ),
+    Part(
+        "distillation",
+        runs_of(
+            "tiny",
+            TAUGHT,
+            range(5),
+            distillation.variants(TINY | UNSEEN | {"LEARNING_RATE": "2e-3", "MAX_STEPS": "60"}),
+        ),
+        BY_TEACHER,
+    ),
+    Part(
+        "distillation_demo",
+        runs_of("demo", DEMO_TASK, range(5), distillation.variants(DEMO_TASK | UNSEEN)),
+        BY_TEACHER,
+    ),
+    Part("sft_first", runs_of("form", examples.RL_SETTINGS, range(5), examples.variants())),
+    Part("components", runs_of("two rewards", TWO_REWARDS, range(5), BY_COMPONENT), {"part_change": part_change}),
     Part(
         "tasks",
         [

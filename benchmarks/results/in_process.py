@@ -25,6 +25,7 @@ from services.protocol.prompts import Cursor, Prompt, Split
 from services.protocol.rewards import FinishReason, RewardResult
 from services.replay_buffer.priority_index import PriorityIndex
 from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.teachers import with_teacher
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.model.critic import CriticLearner
@@ -33,6 +34,7 @@ from trainer.model.learner import Learner
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
+from trainer.model.teachers import load_teachers
 from trainer.publishing.publisher import VersionWriter
 from trainer.rollouts.batch import Batch, within_kl
 from trainer.rollouts.evaluate import sample_metrics
@@ -93,7 +95,8 @@ class InProcess:
         self.policy = load_policy(self.settings, ranks)
         needs_reference = self.settings.kl_coef > 0 and not self.policy.has_adapters
         reference = load_policy(self.settings, ranks, trainable=False) if needs_reference else None
-        self.learner = Learner(self.settings, self.policy, ranks, reference, self.settings.max_steps)
+        teachers = load_teachers(self.settings, self.policy, ranks)
+        self.learner = Learner(self.settings, self.policy, ranks, reference, self.settings.max_steps, teachers)
         self.critic = CriticLearner(self.learner) if self.settings.has_critic else None
         of_settings = VersionWriter(self.settings, self.policy, ranks).rounding
         self.rounding = of_settings if rounding is None else rounding(self.policy)
@@ -120,7 +123,7 @@ class InProcess:
             while self.waiting:
                 self._serve_next()
             if self.settings.eval_prompts and self.settings.eval_samples:
-                self._evaluate(result, "avg")
+                self.evaluate(result, "avg")
         finally:
             self.engine.stop()
 
@@ -128,7 +131,7 @@ class InProcess:
         """Evaluate the policy as it is, and write the measurements to ``result``."""
         self.engine.start()
         try:
-            groups = self._evaluate(result, "pass" if best else "avg")
+            groups = self.evaluate(result, "pass" if best else "avg")
         finally:
             self.engine.stop()
         rewards = np.array([group.rewards for group in groups])
@@ -144,7 +147,7 @@ class InProcess:
             seeds = [derive_seed(self.settings.seed, prompt["epoch"], prompt["position"]) for prompt in prompts]
             sampling = SamplingParams(n=self.settings.group_size, temperature=self.settings.temperature)
             batch.add(self._make_groups(prompts, seeds, sampling))
-        fresh = batch.groups
+        fresh = self.taught(batch.groups)
         self._store(fresh)
         replayed = self._draw(step, fresh)
         kept = within_kl(replayed, self.learner.logprobs(replayed), self.settings.replay_max_kl) if replayed else []
@@ -166,6 +169,13 @@ class InProcess:
         for name, count in (("replayed", len(kept)), ("left_out", len(replayed) - len(kept))):
             result.figures[name] = result.figures.get(name, 0) + count
 
+    def taught(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups with the log-probabilities of their teacher, if the run has one."""
+        if not self.learner.teachers:
+            return list(groups)
+        scores = self.learner.teacher_logprobs([TrainingGroup(g.prompt_ids, g.sequences, g.group_id) for g in groups])
+        return [g if s is None else with_teacher(g, s) for g, s in zip(groups, scores, strict=True)]
+
     def _publish(self, version: int) -> None:
         """Gather the weights, and have the engine serve those of ``lag`` versions before."""
         state = gather_state(self.policy.full_parameters(self.rounding), self.ranks, copy=True)
@@ -177,7 +187,7 @@ class InProcess:
         self.version, state = self.waiting.popleft()
         self.engine.change_weights(self.loaded.pack(state), str(self.version), keeps_caches=False).result()
 
-    def _evaluate(self, result: Result, estimate: str) -> list[Group]:
+    def evaluate(self, result: Result, estimate: str) -> list[Group]:
         """Sample EVAL_SAMPLES answers at temperature 1 to each of EVAL_PROMPTS held-out prompts.
 
         The accuracy is avg@k or pass@k, as ``estimate`` says.

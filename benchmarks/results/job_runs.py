@@ -46,7 +46,7 @@ def train(
         columns: columns of metrics.jsonl that become figures, from the first and the last step that have them.
         more: returns further figures of the finished job.
     """
-    before = _processor_seconds()
+    before = processor_seconds()
     counts = {"ppo-trainer": 1, "rollout-server": 1, **(nodes or {})}
     with TemporaryDirectory() as directory, with_model(run.settings) as settings:
         # All processes compute in turn on a core each, and sum alike wherever they run.
@@ -56,7 +56,7 @@ def train(
             job.wait(lambda: False)
             result = measured(run, job.steps())
             result.figures |= accuracy_before(job) | first_and_last(job, columns) | more(job)
-    result.processor_seconds = _processor_seconds() - before
+    result.processor_seconds = processor_seconds() - before
     return result
 
 
@@ -76,7 +76,7 @@ def measured(run: Run, steps: Steps) -> Result:
     return result
 
 
-def _processor_seconds() -> float:
+def processor_seconds() -> float:
     """Return the processor time of all processes that this one has started and seen end, with their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
