@@ -40,7 +40,7 @@ demo-environment: $(VENV)/.environment $(MODEL)/config.json  ## the same model l
 	$(GRPO) run jobgroups/environment.yaml --env-file examples/demo-environment.env $(DEMO)
 
 demo-mix: $(VENV)/.environment $(MODEL)/config.json  ## the same model learns sums, questions of a file and the game in one run
-	$(GRPO) run jobgroups/environment.yaml --env-file examples/demo-mix.env $(DEMO)
+	$(GRPO) run jobgroups/environment.yaml --env-file examples/demo-mix.env --num-nodes ppo-trainer=1 --num-nodes rollout-server=1 $(DEMO)
 
 demo-distill: $(VENV)/.compiled $(MODEL)/config.json $(TEACHER)/config.json  ## the demo's trained model teaches the untrained one, without rewards
 	$(GRPO) run --env-file examples/demo.env --env-file examples/demo-distill.env $(DEMO)

@@ -61,8 +61,8 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
 class _Sources:
     """The batches of each source, by its name."""
 
-    def __init__(self, request: Request) -> None:
-        self.all: dict[str, Batches] = request.app.state.batches
+    def __init__(self, batches: dict[str, Batches]) -> None:
+        self.all = batches
 
     def __getitem__(self, name: str) -> Batches:
         if name not in self.all:
@@ -70,7 +70,12 @@ class _Sources:
         return self.all[name]
 
 
-Loaded = Annotated[_Sources, Depends()]
+async def _loaded(request: Request) -> _Sources:
+    # FastAPI would call a function without `async` in a thread, which takes longer than the answer.
+    return _Sources(request.app.state.batches)
+
+
+Loaded = Annotated[_Sources, Depends(_loaded)]
 
 
 @router.get("/prompts", response_model=PromptBatch)
