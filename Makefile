@@ -45,7 +45,7 @@ demo-mix: $(VENV)/.environment $(MODEL)/config.json  ## the same model learns su
 demo-distill: $(VENV)/.compiled $(MODEL)/config.json $(TEACHER)/config.json  ## the demo's trained model teaches the untrained one, without rewards
 	$(GRPO) run --env-file examples/demo.env --env-file examples/demo-distill.env $(DEMO)
 
-demo-sft: $(VENV)/.compiled $(MODEL)/config.json  ## the same model learns a form of answers from 64 rows; examples/demo-sft-rl.env has the run after it
+demo-sft: $(VENV)/.compiled $(MODEL)/config.json  ## the same model learns a form of answers from 45 of 64 rows; examples/demo-sft-rl.env has the run after it
 	$(GRPO) run jobgroups/sft.yaml --env-file examples/demo-sft.env --run-id demo-sft $(DEMO)
 
 demo-code: $(VENV)/.compiled $(MODEL)/config.json  ## the same model learns functions of one line, each answer run on hidden tests in a sandbox

@@ -79,7 +79,7 @@ def _function(words: str, body: str) -> Row:
 
 
 def _chosen(rows: Sequence[Row], count: int) -> list[Row]:
-    """Return some rows in an order of chance."""
+    """Return some of the rows in a random order, always the same."""
     return random.Random(0).sample(rows, count)
 
 

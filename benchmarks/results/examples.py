@@ -15,7 +15,7 @@ from local_runner.spec import env_file
 
 _MODEL = {"MODEL_NAME": DEMO_TASK["MODEL_NAME"]}
 RL_SETTINGS: Settings = DEMO_TASK | env_file(ROOT / "examples/demo-sft-rl.env") | _MODEL
-"""Those of reinforcement learning after `make demo-sft`, but from the demo's model as it is."""
+"""The settings of the run after `make demo-sft`, but from the demo's model as it is."""
 SFT_SETTINGS: Settings = env_file(ROOT / "examples/demo-sft.env") | {"COMPUTE_TYPE": "float32"}
 
 
