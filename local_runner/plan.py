@@ -99,6 +99,7 @@ class Plan:
                 yield f"{train + held_out} rows, {held_out} held out: {steps} step{plural} of MAX_STEPS={wanted}"
         if self._needs.get("refusal"):
             yield f"here it would not start: {self._needs['refusal']}"
+        yield from self._needs.get("notes", ())
 
     def show(self, console: Console, unchecked_models: Sequence[str]) -> None:
         """Print the plan."""

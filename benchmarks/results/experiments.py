@@ -328,6 +328,7 @@ PARTS = (
         BY_TEACHER,
     ),
     Part("sft_first", runs_of("form", examples.RL_SETTINGS, range(5), examples.variants())),
+    Part("expert_iteration", runs_of("demo", DEMO_TASK, range(5), examples.by_rounds())),
     Part("components", runs_of("two rewards", TWO_REWARDS, range(5), BY_COMPONENT), {"part_change": part_change}),
     Part(
         "tasks",

@@ -143,10 +143,7 @@ class InProcess:
         started = time.perf_counter()
         batch = Batch(self.objective)
         while batch.missing:
-            prompts, self.cursor = self.data.batch(Split.TRAIN, self.cursor, sum(batch.missing.values()))
-            seeds = [derive_seed(self.settings.seed, prompt["epoch"], prompt["position"]) for prompt in prompts]
-            sampling = SamplingParams(n=self.settings.group_size, temperature=self.settings.temperature)
-            batch.add(self._make_groups(prompts, seeds, sampling))
+            batch.add(self.sampled(sum(batch.missing.values())))
         fresh = self.taught(batch.groups)
         self._store(fresh)
         replayed = self._draw(step, fresh)
@@ -160,14 +157,25 @@ class InProcess:
             self.critic.update(groups, step)
         for group in groups:
             self.index.set_priority(self.position[group.group_id], self.objective.priority(group))
-        self._publish(step + 1)
-        result.rewards.append(float(np.mean([group.rewards for group in batch.scored])))
-        result.tokens.append(sum(e.tokens for group in batch.scored for e in group.sequences))
-        result.seconds.append(time.perf_counter() - started)
+        self.end_step(step, batch.scored, started, result)
         if isinstance(self.rounding, MeasuredRounding) and (share := self.rounding.share(self.ranks)) is not None:
             result.figures["publish_share"] = share
         for name, count in (("replayed", len(kept)), ("left_out", len(replayed) - len(kept))):
             result.figures[name] = result.figures.get(name, 0) + count
+
+    def sampled(self, n: int) -> list[Group]:
+        """Return scored groups of the next ``n`` prompts."""
+        prompts, self.cursor = self.data.batch(Split.TRAIN, self.cursor, n)
+        seeds = [derive_seed(self.settings.seed, prompt["epoch"], prompt["position"]) for prompt in prompts]
+        sampling = SamplingParams(n=self.settings.group_size, temperature=self.settings.temperature)
+        return self._make_groups(prompts, seeds, sampling)
+
+    def end_step(self, step: int, groups: Sequence[Group], started: float, result: Result) -> None:
+        """Have the engine serve the updated weights, and write what a step has sampled to ``result``."""
+        self._publish(step + 1)
+        result.rewards.append(float(np.mean([group.rewards for group in groups])))
+        result.tokens.append(sum(e.tokens for group in groups for e in group.sequences))
+        result.seconds.append(time.perf_counter() - started)
 
     def taught(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with the log-probabilities of their teacher, if the run has one."""

@@ -115,8 +115,7 @@ def test_every_pod_is_on_the_machine_with_its_directory(on_one_machine):
         host_paths = {one["name"]: one["hostPath"]["path"] for one in pod["spec"]["volumes"] if "hostPath" in one}
         [container] = pod["spec"]["containers"]
         mounted = {mount["mountPath"]: host_paths.get(mount["name"]) for mount in container["volumeMounts"]}
-        has_volume = not pod["metadata"]["name"].startswith("reward-server")
-        assert mounted.get("/shared") == (directory if has_volume else None)
+        assert mounted.get("/shared") == directory
 
 
 def test_the_pods_of_a_team_are_in_its_namespace_and_queue(of_a_team):

@@ -26,7 +26,6 @@ GIVEN = {"MODEL_NAME": "Qwen/Qwen2.5-1.5B-Instruct", "MAX_STEPS": "7"}
 SECRET = "a-token-that-only-its-tasks-may-see"
 NODES = {"data-server": 1, "rollout-server": 2, "reward-server": 1, "replay-buffer": 1, "ppo-trainer": 2}
 WITH_GPU = {"rollout-server", "ppo-trainer"}
-WITH_VOLUME = {"data-server", "rollout-server", "replay-buffer", "ppo-trainer"}
 JOB = "1"
 
 
@@ -118,7 +117,7 @@ def test_the_volume_is_one_claim_that_many_may_write_to(pods, kubernetes):
             if "persistentVolumeClaim" in volume
         }
         mounts = {mount["mountPath"]: claims.get(mount["name"]) for mount in container(pod)["volumeMounts"]}
-        assert mounts.get("/shared") == (claim["metadata"]["name"] if task in WITH_VOLUME else None), task
+        assert mounts.get("/shared") == claim["metadata"]["name"], task
 
 
 def test_each_task_is_handed_the_environment_of_the_file_and_the_command_line(tasks):

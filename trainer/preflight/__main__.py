@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+from collections.abc import Iterator
 
 import torch
 
+from services.clients.teacher import TeacherClient
 from services.core import logs, machine
 from services.core.endpoints import num_nodes
-from services.core.errors import ConfigurationError, exit_code_of
+from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
 from trainer.config import TrainerSettings
 from trainer.model.saving import DiskFullError
 from trainer.preflight.check import Machine, check, chosen_work, shape_of
 from trainer.preflight.sizes import find_limits, needed
 
+PROBE_SECONDS = 5.0
+"""Longest wait for the answers of a teacher behind an endpoint."""
+
 
 def main() -> None:
-    """Print what a rank and a node need, what there is, the steps to record, and the preflight's refusal or null.
+    """Print what a rank and a node need and have, the steps to record, the preflight's refusal or null, and notes.
 
     Raises:
-        ConfigurationError: the model cannot be loaded.
+        ConfigurationError: the model cannot be loaded, or a teacher's endpoint cannot teach it.
     """
     logs.configure("ppo-trainer", "error")
     settings = TrainerSettings.load()
@@ -40,7 +46,27 @@ def main() -> None:
     except (ConfigurationError, DiskFullError) as error:
         refusal = str(error)
     need = vars(needed(shape, work))
-    print(json.dumps({"need": need, "has": vars(limits), "refusal": refusal, "record_groups": work.record_groups}))
+    told = {"refusal": refusal, "record_groups": work.record_groups, "notes": [*unreachable_teachers(settings)]}
+    print(json.dumps({"need": need, "has": vars(limits)} | told))
+
+
+def unreachable_teachers(settings: TrainerSettings) -> Iterator[str]:
+    """Probe the teachers behind endpoints, and yield a sentence for each that is out of reach from here.
+
+    Raises:
+        ConfigurationError: an endpoint does not score token ids, or its context is too short.
+    """
+    answers = {own.teacher_url: own.way.longest_answer for own in settings.by_source().values() if own.teacher_url}
+    for url, longest in answers.items():
+
+        async def probe(client: TeacherClient) -> None:
+            async with client:
+                await client.wait_ready(PROBE_SECONDS)
+
+        try:
+            asyncio.run(probe(TeacherClient(url, longest, deadline=PROBE_SECONDS)))
+        except DependencyLostError as error:
+            yield f"TEACHER_URL={url} was not checked, because it does not answer: {error}"
 
 
 if __name__ == "__main__":

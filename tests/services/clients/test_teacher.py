@@ -30,6 +30,7 @@ from trainer.checkpoints.admission import TeacherPrint
 from trainer.config import TrainerSettings
 from trainer.model.ranks import join_ranks
 from trainer.model.teachers import check_endpoints
+from trainer.preflight.__main__ import unreachable_teachers
 from trainer.rollouts.groups import Answers, Completions, GroupMaker
 
 T = TypeVar("T")
@@ -162,6 +163,18 @@ def test_endpoints_that_cannot_teach_are_refused_in_a_sentence(
     with pytest.raises(ConfigurationError, match=said) as refused:
         with_client(other.endpoint.url, lambda client: client.wait_ready(20))
     assert str(refused.value).startswith(f"TEACHER_URL={other.endpoint.url} ")
+
+
+def test_a_dry_run_probes_the_endpoint_and_says_which_is_out_of_reach(tiny_model: Path, other: FakeService) -> None:
+    other.routes["POST /generate"] = lambda _: 404
+
+    def settings(url: str) -> TrainerSettings:
+        return TrainerSettings.load(model_name=str(tiny_model), teacher_url=url, max_new_tokens=8)
+
+    with pytest.raises(ConfigurationError, match="does not score token ids"):
+        list(unreachable_teachers(settings(other.endpoint.url)))
+    (note,) = unreachable_teachers(settings("http://127.0.0.1:1"))
+    assert note.startswith("TEACHER_URL=http://127.0.0.1:1 was not checked, because it does not answer: ")
 
 
 PROBE_IDS: list[int] = []
