@@ -28,6 +28,7 @@ from benchmarks.results.episodes import (
 from benchmarks.results.rounding import train_from_bfloat16
 from benchmarks.results.runs import Part, Result, Results, Run, Settings, Train, runs_of
 from benchmarks.results.tasks import DEMO_TASK, TINY
+from local_runner.spec import env_file
 from services.core.errors import ConfigurationError
 
 Variants = dict[str, tuple[Settings, Train]]
@@ -218,6 +219,8 @@ TASKS: dict[str, Settings] = {
     ),
 }
 
+FUNCTIONS = GREEDY_TASK | env_file(ROOT / "examples/demo-code.env")
+
 SHARED: Settings = {"COMPUTE_TYPE": "float32", "MIN_WORKERS": "1", "KEEP_MEMORY": "true"}
 PLAYED = ENVIRONMENT_SETTINGS | SHARED | {"ROLLOUT": "environment"}
 NIM = {"ENVIRONMENT": "nim", "AGENT_MAX_TURNS": "16", "AGENT_MAX_TOKENS": "64"}
@@ -338,6 +341,7 @@ PARTS = (
             for run in runs_of(task, settings, range(3), variants({"GRPO": {}}, job_runs.train))
         ],
     ),
+    Part("code", runs_of("one-line functions", FUNCTIONS, range(3), variants({"GRPO": {}}, job_runs.train))),
     Part(
         "episodes",
         [
