@@ -150,7 +150,7 @@ class Fork:
         for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
             content = b"".join(orjson.dumps(line) + b"\n" for line in _lines(self.parent / name, self.start))
             yield Part(Path(name), len(content), partial(_write, content))
-        folders = ["tensorboard", "judge", *(["replay"] if self.state.get("replay_snapshot") else [])]
+        folders = ["inputs", "tensorboard", "judge", *(["replay"] if self.state.get("replay_snapshot") else [])]
         folders += ["data", "collectors"] if self.is_ahead else []
         for path in [path for folder in folders for path in sorted((self.parent / folder).rglob("*"))]:
             if path.is_file() and not path.name.endswith(("-wal", "-shm", ".lock")):
@@ -221,7 +221,7 @@ def record_launch(run_dir: Path, launch: Launch) -> None:
     content = {
         "directory": os.getcwd(),
         "job_group": str(launch.job_group),
-        "env": [one.partition("=")[0] if SECRET.search(one.partition("=")[0]) else one for one in launch.env],
+        "env": [*map(_recorded, launch.env)],
         "env_files": [str(path) for path in launch.env_files],
         "in_files": _open(launch.in_files),
         "secrets": [*launch.secrets],
@@ -229,6 +229,14 @@ def record_launch(run_dir: Path, launch: Launch) -> None:
         "small": launch.small,
     }
     write_json(run_dir / LAUNCH, content)
+
+
+def _recorded(assignment: str) -> str:
+    """Return an option of --env with its value, which may be in the environment; the name alone of a secret."""
+    name, given, _ = assignment.partition("=")
+    if SECRET.search(name):
+        return name
+    return assignment if given else f"{name}={os.environ.get(name, '')}"
 
 
 def read_launch(run_dir: Path) -> Launch | None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 REFUSAL = "error: "
 """The beginning of the line in which the local runner refuses a setting."""
+GRPO = (sys.executable, "-P", str(ROOT / "scripts/grpo.py"))
+"""The command line, which works wherever this module is installed."""
 RECORD = "runner.json"
 """The file of a run directory in which the local runner records how the run ended."""
 
@@ -68,6 +70,76 @@ class Run:
     def model(self) -> Path:
         """The directory of the trained model, for ``from_pretrained``."""
         return self.directory / "model"
+
+    def fork(self, at: int, *, run_id: str | None = None, **settings: Any) -> Run:
+        """Train a new run from step ``at`` of this one to its end, print its progress, and return it: ``grpo fork``.
+
+        Args:
+            at: the last step that both have in common.
+            run_id: the name of the new run; by default that of this one with ``-at-<step>``.
+            settings: the variables that differ, in lower case, as text or numbers.
+
+        Raises:
+            RunError: the fork is refused, or its run failed.
+        """
+        name = run_id or f"{self.directory.name}-at-{at}"
+        changes = [f"--env={key.upper()}={_plain(key, value)}" for key, value in settings.items()]
+        command = [*GRPO, "fork", str(self.directory), "--at", str(at), "--run-id", name, *changes]
+        exit_code, last_line = _execute(command, self._environment)
+        directory = self.directory.with_name(name)
+        if exit_code and last_line.startswith(REFUSAL):
+            raise RunError(last_line.removeprefix(REFUSAL), exit_code)
+        if exit_code:
+            raise _failure(directory, exit_code, last_line)
+        return Run(directory)
+
+    def explain(self, step: int) -> dict[str, Any]:
+        """Compute a step again, to the bit, and return what moved the weights, as ``grpo explain --json`` prints it.
+
+        Raises:
+            RunError: the step has no record, or cannot be computed here.
+        """
+        explained: dict[str, Any] = json.loads(
+            self._answer("explain", str(self.directory), "--step", str(step), "--json")
+        )
+        return explained
+
+    def evaluate(self, output: str | os.PathLike[str] | None = None, **options: Any) -> dict[str, Any]:
+        """Evaluate the trained model on held-out prompts, and return the content of results.json: ``grpo evaluate``.
+
+        Args:
+            output: the directory of the results, which continues what is there; by default ``evaluation`` of the run.
+            options: the options of the command, such as ``dataset="gsm8k"``, ``samples=8`` or ``env=["SEED=1"]``.
+
+        Raises:
+            RunError: an option is wrong, or no prompt could be evaluated.
+        """
+        directory = self.directory / "evaluation" if output is None else Path(output)
+        words = [f"--{name.replace('_', '-')}" for name in options for _ in _listed(options[name])]
+        values = [str(value) for name in options for value in _listed(options[name])]
+        pairs = [word for pair in zip(words, values, strict=True) for word in pair]
+        self._answer("evaluate", "--model", str(self.model), "--output", str(directory), *pairs)
+        results: dict[str, Any] = json.loads((directory / "results.json").read_text())
+        return results
+
+    def compare(self, other: Run) -> pandas.DataFrame:
+        """Return the metrics of this run minus those of ``other``, by step, where both have numbers."""
+        ours, theirs = (run.metrics.select_dtypes("number") for run in (self, other))
+        return (ours - theirs).dropna(how="all").dropna(axis="columns", how="all")
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        """The variables of a program that imports the run's functions."""
+        return {**os.environ, "PYTHONPATH": _python_path(self.directory / "inputs"), "FORCE_COLOR": ""}
+
+    def _answer(self, *arguments: str) -> str:
+        """Return what a command of ``grpo`` prints."""
+        done = subprocess.run([*GRPO, *arguments], env=self._environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or ["no output"]
+            reason = next((line for line in reversed(lines) if line.startswith(REFUSAL)), lines[-1])
+            raise RunError(f"grpo {arguments[0]}: {reason.removeprefix(REFUSAL)}", done.returncode)
+        return done.stdout
 
 
 def train(
@@ -129,7 +201,7 @@ def _command(
 ) -> list[str]:
     """Return the local runner's command. The variables' values are in its environment, which no other user sees."""
     return [
-        *(sys.executable, "-P", str(ROOT / "scripts/grpo.py"), "run", str(job_group), "--small", "--by-program"),
+        *(*GRPO, "run", str(job_group), "--small", "--by-program"),
         *("--run-id", directory.name, "--shared-dir", str(Path(shared_dir))),
         *(f"--num-nodes={task}={count}" for task, count in nodes.items()),
         *(f"--env={name}" for name in variables),
@@ -145,6 +217,21 @@ def _text(name: str, value: Any, inputs: Path) -> str:
     if name in ("dataset", "dataset_test"):
         return str(_write_rows(name, value, inputs))
     return json.dumps(value)
+
+
+def _plain(name: str, value: Any) -> str:
+    """Return the text of a setting that needs no file.
+
+    Raises:
+        TypeError: it is a function or rows.
+    """
+    if callable(value) or not isinstance(value, str | int | float | bool | os.PathLike):
+        raise TypeError(f"{name} is {value!r}; a fork takes text and numbers: name a function as module:function")
+    return str(value) if isinstance(value, str | os.PathLike) else json.dumps(value)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _write_rows(setting: str, rows: Iterable[Any], inputs: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The guides in docs/guides are true: their commands run, in order, and print what the pages show.
+"""The guides, and the skill for coding agents, are true: their commands run, in order, and print what the pages show.
 
 The word after a block's language gives its kind:
 
@@ -41,7 +41,9 @@ from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[1]
-PAGES = {page.stem: page for page in sorted((ROOT / "docs/guides").glob("*.md"))}
+PAGES = {page.stem: page for page in sorted((ROOT / "docs/guides").glob("*.md"))} | {
+    "skill": ROOT / "skills/grpo/SKILL.md"
+}
 FENCE = re.compile(r"^```(\w+)(?: ([\w. ]+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DEMO_MODEL = ".cache/models/smollm2-135m"
 # Ports in the pages, which each run of a page replaces by free ports.

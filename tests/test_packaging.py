@@ -49,6 +49,7 @@ OPTIONAL = {
     "local": {"huggingface_hub", "pyarrow"},
     "reward": {"reasoning_gym", "torch", "transformers"},
     "rollout": {"sglang"},
+    "trainer": {"mlflow", "trackio"},
     "trajectories": {"reasoning_gym", "transformers"},
 }
 

@@ -28,6 +28,7 @@ from trainer.publishing.probe import Probe
 from trainer.publishing.publisher import Publisher
 from trainer.rank_calls import ENDINGS, RankCalls, TrainingDivergedError
 from trainer.recompute import computation
+from trainer.reporting.profiles import StepProfile
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.reporting.step_metrics import headline, step_metrics
@@ -71,6 +72,7 @@ class TrainingLoop:
         self.publisher = Publisher(self.settings, self.services.thread, rank_calls.writer, rank_calls.write_policy)
         self.probe = Probe(self.publisher, rank_calls.learner.policy, rank_calls.logprobs)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.rank_calls, self.state)
+        self.profile = StepProfile(self.settings, rank_calls.ranks.device)
         self.computation = computation(rank_calls.learner.policy, rank_calls.ranks)
 
     def run(self) -> None:
@@ -104,12 +106,14 @@ class TrainingLoop:
                 raise InterruptedCallError from error
             raise
         finally:
+            self.profile.close(self.state.step)
             self.checkpoints.note_seconds()
         self.checkpoints.poll()
 
     def step(self) -> bool:
         """Take one training step, numbered as in README.md; return False when the training prompts are used up."""
         settings, services, state = self.settings, self.services, self.state
+        self.profile.begin(state.step + 1)
         batch = Batch(self.objective, self.quotas)
         self.get_groups(batch)  # 1. to 4.
         if not batch.groups:
@@ -149,6 +153,7 @@ class TrainingLoop:
         if not self.is_over and (is_due or state.best_step == state.step):
             self.save_checkpoint()
         self.checkpoints.poll()
+        self.profile.end(state.step)
         return True
 
     def get_groups(self, batch: Batch) -> None:

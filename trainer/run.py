@@ -41,6 +41,7 @@ from trainer.publishing.publisher import VersionWriter
 from trainer.rank_calls import ENDINGS, RankCalls
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, listen_for_status, log_activity, serve_status
+from trainer.reporting.trackers import tracker_of
 from trainer.run_checkpoints import count_parameters, resume
 from trainer.service_calls import ServiceCalls
 
@@ -113,6 +114,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
     """
     if ranks.on_main(lambda: has_succeeded(settings), ConfigurationError):
         return
+    ranks.on_main(lambda: tracker_of(settings), ConfigurationError)
     for caution in settings.cautions if ranks.is_main else ():
         log.warning(caution)
     settings, ranks, room = preflight(settings, ranks)

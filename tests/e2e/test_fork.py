@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from local_runner.train import RunError, train
 from tests.e2e.system import ROOT, System
 from tests.waiting import LIMIT_SECONDS
 
@@ -88,3 +89,34 @@ def test_a_fork_with_a_change_differs_from_the_next_step_on(base: System) -> Non
         "at": 2,
         "changes": ["LEARNING_RATE=1e-3"],
     }
+
+
+ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(2)]
+
+
+def test_a_run_from_python_is_forked_explained_evaluated_and_compared(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows and a reward of the caller's, which the fork and the explanation find again."""
+    monkeypatch.chdir(tmp_path)
+
+    def digits(response: str) -> float:
+        return sum(letter.isdigit() for letter in response) / max(len(response), 1)
+
+    options = {"rollout_engine": "embedded", "prompt_style": "plain", "max_new_tokens": 6, "min_workers": 1}
+    options |= {"max_steps": 3, "keep_checkpoints_every": 1, "checkpoints_kept": 1, "record_groups": "all"}
+    run = train(model_name=str(tiny_model), dataset=ROWS, reward_fn=digits, run_id="base", **options)
+    forked = run.fork(2, learning_rate=1e-3)
+    assert forked.directory == run.directory.with_name("base-at-2")
+    difference = run.compare(forked)["learning_rate"]
+    assert (difference[1], difference[2]) == (0, 0) != (0, difference[3])
+    explained = run.explain(3)
+    assert (explained["step"], explained["compared"]["step"], explained["compared"]["reason"]) == (3, None, None)
+    results = run.evaluate(
+        dataset="arithmetic", limit=4, samples=1, env=["ROLLOUT_ENGINE=embedded", "PROMPT_STYLE=plain"]
+    )
+    assert results["models"]
+    with pytest.raises(RunError, match="has 3 steps"):
+        run.fork(9)
+    with pytest.raises(TypeError, match="name a function as module:function"):
+        run.fork(2, reward_fn=digits)

@@ -22,7 +22,7 @@ from tests.waiting import IDLE_SECONDS
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STEPS = 16
-SETTINGS = {"MAX_STEPS": str(STEPS), "MIN_WORKERS": "2"}
+SETTINGS = {"MAX_STEPS": str(STEPS), "MIN_WORKERS": "2", "PROFILE_STEPS": "3:4"}
 NODES = ["data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0", "replay-buffer-0"]
 TRAINERS = ["ppo-trainer-0", "ppo-trainer-1"]
 
@@ -62,6 +62,17 @@ def test_the_run_page_moves_with_the_run(watched):
     assert "step 2," in watched.cursor
     assert "step 0: greedy pass@1" in watched.accuracy
     assert not watched.phone_is_wide
+
+
+def test_the_profiled_steps_show_when_each_group_was_generated_and_scored(finished):
+    directory = finished.run_dir / "profile" / "steps-3-4"
+    events = json.loads((directory / "timeline.json").read_bytes())["traceEvents"]
+    tracks = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    groups = [track for track in tracks if track.startswith("group ")]
+    samples = [json.loads(line) for line in (finished.run_dir / "samples.jsonl").read_text().splitlines()]
+    prompts = {sample["group_id"] for sample in samples if sample["step"] in (3, 4)}
+    assert {group.removeprefix("group ") for group in groups} >= prompts
+    assert (directory / "trace.json.gz").stat().st_size > 0
 
 
 def test_a_run_says_what_it_did(finished):

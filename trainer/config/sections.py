@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from services.core.machine import ComputeType
 from services.core.settings import AgentSettings, MemorySettings, MethodSettings, ModelSettings, Settings
@@ -82,12 +82,27 @@ RecordGroups = Annotated[Literal["off", "all"] | int, BeforeValidator(_steps_to_
 """The steps whose groups are recorded."""
 
 
-class RunSection(ModelSettings):
-    """The model, the length of the run, checkpoints and waits.
+def steps_of(text: str) -> range:
+    """Return the steps that ``10`` or ``10:12`` names, the last one included; none for an empty text.
 
-    If WANDB_API_KEY is set, metrics also go to Weights & Biases, which reads its own variables (WANDB_PROJECT, by
-    default `grpo`, and others).
+    Raises:
+        ValueError: the text names something else.
     """
+    if not text:
+        return range(0)
+    first, last = text.split(":", 1) if ":" in text else (text, text)
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise ValueError("give a step or a range of steps, such as 10 or 10:12")
+    return range(int(first), int(last) + 1)
+
+
+def _named_steps(value: str) -> str:
+    steps_of(value)
+    return value
+
+
+class RunSection(ModelSettings):
+    """The model, the length of the run, checkpoints and waits."""
 
     trust_remote_code: bool = False
     """Run code that comes with the model."""
@@ -120,6 +135,13 @@ class RunSection(ModelSettings):
     """Record the groups that each step trains on, with their tokens, in the run directory: `off`, the last n steps
     (`100`), or `all`. Unset: as many of the last 1000 as a tenth of the volume's free space holds, which the preflight
     computes; `all` where MAX_STEPS fit into that tenth."""
+    tracker: Literal["auto", "none", "wandb", "trackio", "mlflow"] = "auto"
+    """Also send the metrics to a tracker, which reads its own variables: `wandb` (WANDB_PROJECT and others), `trackio`
+    (TRACKIO_SPACE_ID and others; unset, its files are in SHARED_DIR/trackio), `mlflow` (MLFLOW_TRACKING_URI). `auto`:
+    `wandb` if WANDB_API_KEY is set. A resumed run continues its curve there."""
+    profile_steps: Annotated[str, AfterValidator(_named_steps)] = ""
+    """Profile these steps, such as `10` or `10:12`, on rank 0: the directory `profile` of the run has a trace of the
+    processor and the GPU for Perfetto, a snapshot of the GPU's memory, and a timeline of phases and groups."""
     service_deadline_seconds: float = Field(300, gt=0)
     """Longest time that a service may be unreachable before the run ends as recoverable. [advanced]"""
 

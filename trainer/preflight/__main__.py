@@ -17,6 +17,7 @@ from trainer.config import TrainerSettings
 from trainer.model.saving import DiskFullError
 from trainer.preflight.check import Machine, check, chosen_work, shape_of
 from trainer.preflight.sizes import find_limits, needed
+from trainer.reporting.trackers import tracker_of
 
 PROBE_SECONDS = 5.0
 """Longest wait for the answers of a teacher behind an endpoint."""
@@ -26,10 +27,11 @@ def main() -> None:
     """Print what a rank and a node need and have, the steps to record, the preflight's refusal or null, and notes.
 
     Raises:
-        ConfigurationError: the model cannot be loaded, or a teacher's endpoint cannot teach it.
+        ConfigurationError: the model cannot be loaded, a teacher's endpoint cannot teach it, or TRACKER cannot be used.
     """
     logs.configure("ppo-trainer", "error")
     settings = TrainerSettings.load()
+    tracker_of(settings)
     machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
     device = torch.device("cuda" if machine.promised_gpus() else "cpu")
     has_bfloat16 = machine.multiplies_bfloat16(torch.cpu.get_capabilities())

@@ -25,6 +25,7 @@ from trainer.reporting.group_records import GroupRecorder
 from trainer.reporting.model_card import write_card
 from trainer.reporting.samples import Decode, SampleRecords
 from trainer.reporting.step_metrics import failures, reward_counts
+from trainer.reporting.trackers import Tracker
 
 log = get_logger(__name__)
 
@@ -69,7 +70,8 @@ class RunFiles:
         for name in ("summary.json", FIRST_FAILURE):
             (self.directory / name).unlink(missing_ok=True)
         self._tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=kept_evaluations + 1)
-        self._wandb = _start_wandb(settings) if os.environ.get("WANDB_API_KEY") else None
+        self._tracker = Tracker(settings)
+        self._succeeded = False
 
     def record_samples(self, step: int, groups: Sequence[Group], trained: Sequence[TrainingGroup] = ()) -> None:
         """Append samples of a step's ``groups``, with the advantages that ``trained`` has."""
@@ -83,12 +85,11 @@ class RunFiles:
         self.show(step, metrics)
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
-        """Show a step's metrics, or those of an evaluation outside the steps, in Prometheus, TensorBoard and W&B."""
+        """Show metrics of a step, or of an evaluation outside the steps, in Prometheus, TensorBoard and the tracker."""
         exported_metrics.export(metrics)
         for name, value in metrics.items():
             self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(metrics, step=step)
+        self._tracker.log(metrics, step)
 
     def keep_batch(self, step: int, groups: Sequence[TrainingGroup]) -> Path:
         """Write the groups of an update that was not finite to a file, and return its path."""
@@ -110,6 +111,7 @@ class RunFiles:
         """Write summary.json, after a first step the reward curve, and at the end the card of the model."""
         self._write_config()  # again, because components that started late have left their records by now
         _write_json(self.directory / "summary.json", summary)
+        self._succeeded = summary["status"] == "succeeded"
         if (self.directory / "metrics.jsonl").exists():
             draw_reward_curve(self.directory)
         if summary["status"] == "succeeded" and (self.directory / "model").is_dir():
@@ -126,15 +128,14 @@ class RunFiles:
         _write_json(self.directory / "config.json", {"components": components})
 
     def close(self) -> None:
-        """Write buffered events, remove records of groups that are not kept, and end the W&B run."""
+        """Write buffered events, remove records of groups that are not kept, and end the run at the tracker."""
         self.groups.prune()
         try:
             self._tensorboard.close()
         except OSError as error:
             # Not raised, because it would hide the reason why the run ended.
             log.warning("TensorBoard's events are incomplete", reason=str(error))
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._tracker.finish(succeeded=self._succeeded)
 
 
 def draw_reward_curve(run_dir: Path) -> None:
@@ -158,20 +159,6 @@ def draw_reward_curve(run_dir: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(run_dir / "reward.png", dpi=120)
-
-
-def _start_wandb(settings: TrainerSettings) -> Any:
-    import wandb
-
-    # wandb reads WANDB_API_KEY, and its other variables, itself.
-    return wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "grpo"),
-        name=settings.run_id,
-        id=settings.run_id,
-        resume="allow",
-        dir=str(settings.run_dir),
-        config=settings.model_dump(mode="json", exclude={"jobgroup_token"}),
-    )
 
 
 def _append(path: Path, records: Iterable[dict[str, Any]]) -> None:

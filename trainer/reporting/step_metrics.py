@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from services.core.timeline import TIMELINE
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.rewards import UNASKED, FinishReason, RewardStatus
 from trainer.model.learner import UpdateResult
@@ -74,6 +75,7 @@ class StepClock:
         """Count the time from here on towards ``phase``."""
         now = time.perf_counter()
         self._seconds[self.phase] += now - self._since
+        TIMELINE.add("phases", self.phase, self._since, now)
         self.phase, self._since = phase, now
 
     def move(self, seconds: float, phase: str) -> None:

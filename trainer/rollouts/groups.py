@@ -25,6 +25,7 @@ from services.clients.teacher import TeacherClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.settings import Method
+from services.core.timeline import TIMELINE
 from services.http.client import RequestRefusedError, ServiceClient
 from services.protocol.base import derive_seed
 from services.protocol.episodes import EpisodeFigures
@@ -307,8 +308,12 @@ class GroupMaker:
         ``is_group`` compares the answers where REWARD_FN does. An evaluation does not: means of relative rewards say
         nothing about a policy.
         """
+        began = time.perf_counter()
         answers = await self.sampler.answer(prompt, params, n, seed, is_group=is_group)
         self.last_generated = max(self.last_generated, answers.generated)
+        track = f"group {group_id(self.settings, prompt)}" if is_group else f"evaluated {prompt.id}"
+        TIMELINE.add(track, "generate", began, answers.generated)
+        TIMELINE.add(track, "score", answers.generated, time.perf_counter())
         self._failed += answers.failed
         self._examples = answers.examples | self._examples
         if answers.error is not None:

@@ -67,10 +67,9 @@ def test_config_json_has_every_component_and_no_secret(tmp_path: Path, monkeypat
     """The launcher of the rollout nodes leaves its record on the volume; it may come after the trainer's start."""
     monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "grpo")
     monkeypatch.setenv("WANDB_API_KEY", "hush")
-    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r")
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", tracker="none")
     services = {Task.REWARD_SERVER: provenance.describe(RewardSettings(reward_fn="format", jobgroup_token="hush"))}
     config = tmp_path / "runs" / "r" / "config.json"
-    monkeypatch.setattr("trainer.reporting.run_files._start_wandb", lambda _: None)
     files = RunFiles(settings, 0, str, services)
     assert orjson.loads(config.read_bytes())["components"].keys() == {"ppo-trainer", "reward-server"}
     provenance.write_record(
