@@ -137,7 +137,7 @@ def main(
             launch = None if by_program else by_hand
             if _show_if_finished(planned, launch, console):
                 return
-            code = _execute(planned, launch, console, live=console.is_terminal if live is None else live)
+            code = _execute(planned, launch, by_hand, console, live=console.is_terminal if live is None else live)
     except ConfigurationError as error:
         if not by_program:
             raise
@@ -209,13 +209,14 @@ def _show_if_finished(run: Run, launch: Launch | None, console: Console) -> bool
     return True
 
 
-def _execute(run: Run, launch: Launch | None, console: Console, *, live: bool) -> int:
+def _execute(run: Run, launch: Launch | None, recorded: Launch, console: Console, *, live: bool) -> int:
     """Run the group to its end, show what happens, and return the exit code.
 
     Args:
         run: the run.
         launch: the command line, for the commands that are printed at the end. None: a program started the run, which
             ends it by closing this process's standard input.
+        recorded: the command line for launch.json.
         console: where all output goes.
         live: whether a live view stands below the lines.
 
@@ -228,8 +229,7 @@ def _execute(run: Run, launch: Launch | None, console: Console, *, live: bool) -
         raise ConfigurationError(f"{run.run_dir} cannot be made: {error}; give another --shared-dir") from error
     with directory.locked(run.run_dir), processes.guard(run.mark):
         directory.record_nodes(run)
-        if launch is not None:
-            record_launch(run.run_dir, launch)
+        record_launch(run.run_dir, recorded)
         return asyncio.run(_run_with_view(run, launch, console, live=live))
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
     import pandas
@@ -29,6 +29,8 @@ REFUSAL = "error: "
 """The beginning of the line in which the local runner refuses a setting."""
 GRPO = (sys.executable, "-P", str(ROOT / "scripts/grpo.py"))
 """The command line, which works wherever this module is installed."""
+SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
+"""The names of variables that are secrets on a cluster."""
 RECORD = "runner.json"
 """The file of a run directory in which the local runner records how the run ended."""
 
@@ -142,21 +144,65 @@ class Run:
         return done.stdout
 
 
+@dataclass(frozen=True)
+class Job:
+    """A job that SkyPilot runs on a cluster, by its number; docs/guides/kubernetes.md follows one to its model."""
+
+    number: int
+
+    def follow(self, component: str = "ppo-trainer") -> int:
+        """Print the log of a component until it ends, and return the exit code of ``sky jobs logs``."""
+        return subprocess.call([_sky(), "jobs", "logs", str(self.number), component])
+
+    def cancel(self) -> None:
+        """End the job, whose trainer first saves a checkpoint."""
+        subprocess.run([_sky(), "jobs", "cancel", "--yes", str(self.number)], check=True)
+
+
+def _sky() -> str:
+    """Return the command of SkyPilot, which has an environment of its own where it is not on the path."""
+    return shutil.which("sky") or str(ROOT / ".venv-sky/bin/sky")
+
+
+@overload
+def train(
+    *, infra: Literal["kubernetes"], gpus: str, nodes: Mapping[str, int] | None = None, **settings: Any
+) -> Job: ...
+
+
+@overload
 def train(
     *,
+    infra: None = None,
     nodes: Mapping[str, int] | None = None,
     job_group: str | os.PathLike[str] = "jobgroup.yaml",
     run_id: str | None = None,
     shared_dir: str | os.PathLike[str] = "",
     **settings: Any,
-) -> Run:
+) -> Run: ...
+
+
+def train(
+    *,
+    infra: str | None = None,
+    gpus: str | None = None,
+    nodes: Mapping[str, int] | None = None,
+    job_group: str | os.PathLike[str] = "jobgroup.yaml",
+    run_id: str | None = None,
+    shared_dir: str | os.PathLike[str] = "",
+    **settings: Any,
+) -> Run | Job:
     """Run a job group on this machine to its end, print its progress, and return the run.
 
     Ctrl-C ends the run once a checkpoint of the last completed step is written; another ends it at once. The end of
     this program, even by SIGKILL, ends the run as the first Ctrl-C does, because its pipe to the runner closes.
 
+    With ``infra="kubernetes"`` it is launched on a cluster instead, as ``grpo launch --yes`` does.
+
     Args:
-        nodes: the number of nodes of a task, by its name; 1 by default.
+        infra: ``kubernetes``, or None for this machine.
+        gpus: of a node on the cluster, such as ``H100:8``.
+        nodes: the number of nodes of a task, by its name; 1 by default, on a cluster chosen by model and GPUs.
         job_group: a job group's YAML, here or among this project's files.
         run_id: the name of the run; that of a former run resumes it.
         shared_dir: the directory in whose ``runs/`` the run is.
@@ -168,6 +214,8 @@ def train(
         ValueError: a setting is unknown or its value is not allowed, or a dataset has no rows.
         RunError: the run failed.
     """
+    if infra is not None:
+        return _launch(infra, gpus, nodes or {}, settings)
     directory = Path(shared_dir, "runs", run_id or time.strftime("grpo-%Y%m%d-%H%M%S"))
     is_new = not directory.exists()
     inputs = directory / "inputs"
@@ -190,6 +238,33 @@ def train(
     if exit_code:
         raise _failure(directory, exit_code, last_line)
     return Run(directory)
+
+
+def _launch(infra: str, gpus: str | None, nodes: Mapping[str, int], settings: Mapping[str, Any]) -> Job:
+    """Launch a job group on a cluster; see ``train``.
+
+    Raises:
+        ValueError: an argument cannot be used there, or the launch was refused.
+        TypeError: a setting is a function or rows, which the cluster's nodes do not have.
+        RunError: SkyPilot has launched nothing.
+    """
+    if infra != "kubernetes" or gpus is None:
+        raise ValueError(f"infra is {infra!r} with gpus {gpus!r}; give infra='kubernetes' and gpus, such as 'H100:8'")
+    options = {"ppo-trainer": "--trainer-nodes", "rollout-server": "--rollout-nodes"}
+    if unknown := nodes.keys() - options.keys():
+        raise ValueError(f"nodes names {', '.join(sorted(unknown))}; on a cluster it may name {' and '.join(options)}")
+    variables = {name.upper(): _plain(name, value) for name, value in settings.items() if value is not None}
+    sizes = [word for task, count in nodes.items() for word in (options[task], str(count))]
+    # The values of secrets are in the environment, which no other user sees.
+    secrets = [name for name in variables if SECRET.search(name)]
+    env = [f"--env={name}={value}" for name, value in variables.items() if name not in secrets]
+    command = [*GRPO, "launch", "--yes", "--gpus", gpus, *sizes, *env, *(f"--secret={name}" for name in secrets)]
+    exit_code, last_line = _execute(command, os.environ | {name: variables[name] for name in secrets})
+    if last_line.startswith(REFUSAL):
+        raise ValueError(last_line.removeprefix(REFUSAL))
+    if exit_code or not (launched := re.match(r"job (\d+);", last_line)):
+        raise RunError(f"nothing was launched: {last_line}", exit_code)
+    return Job(int(launched[1]))
 
 
 def _command(
@@ -226,7 +301,9 @@ def _plain(name: str, value: Any) -> str:
         TypeError: it is a function or rows.
     """
     if callable(value) or not isinstance(value, str | int | float | bool | os.PathLike):
-        raise TypeError(f"{name} is {value!r}; a fork takes text and numbers: name a function as module:function")
+        raise TypeError(
+            f"{name} is {value!r}; give text or a number, of a function its module:function, of rows a file"
+        )
     return str(value) if isinstance(value, str | os.PathLike) else json.dumps(value)
 
 

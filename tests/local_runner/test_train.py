@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -196,3 +197,68 @@ def test_the_run_stops_in_order_when_its_program_is_interrupted_or_killed(here, 
     assert (here / "stopped").exists()
     assert json.loads(record.read_text())["reason"] == "stopped by SIGINT"
     assert not any(map(is_running, map(int, (here / "pids").read_text().split())))
+
+
+LAUNCHES = """#!/bin/sh
+echo "$@" > {folder}/arguments
+echo "$HF_TOKEN" > {folder}/secret
+echo 'memory of each node: 64 GB'
+echo 'job 7; its log: sky jobs logs 7 ppo-trainer; to end it: sky jobs cancel 7'
+"""
+
+
+@pytest.fixture
+def launcher(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program in place of ``grpo``, and of ``sky``, that writes its arguments to a file."""
+    program = here / "sky"
+    program.write_text(LAUNCHES.format(folder=here))
+    program.chmod(0o755)
+    monkeypatch.setattr("local_runner.train.GRPO", (str(program),))
+    monkeypatch.setenv("PATH", str(here), prepend=":")
+    return here
+
+
+def test_a_launch_from_python_is_that_of_the_command_line(launcher: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = train(
+        infra="kubernetes",
+        gpus="H100:8",
+        nodes={"rollout-server": 4, "ppo-trainer": 2},
+        model_name="Qwen/Qwen3-8B",
+        max_steps=100,
+        hf_token="hush",
+    )
+    assert job.number == 7
+    arguments = (launcher / "arguments").read_text().split()
+    assert arguments == [
+        "launch",
+        "--yes",
+        "--gpus",
+        "H100:8",
+        "--rollout-nodes",
+        "4",
+        "--trainer-nodes",
+        "2",
+        "--env=MODEL_NAME=Qwen/Qwen3-8B",
+        "--env=MAX_STEPS=100",
+        "--secret=HF_TOKEN",
+    ]
+    assert (launcher / "secret").read_text() == "hush\n"
+    assert "memory of each node" in capfd.readouterr().out
+    job.cancel()
+    assert (launcher / "arguments").read_text() == "jobs cancel --yes 7\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"infra": "kubernetes"}, ValueError, "give infra='kubernetes' and gpus"),
+        ({"infra": "slurm", "gpus": "H100:8"}, ValueError, "give infra='kubernetes'"),
+        ({"infra": "kubernetes", "gpus": "H100:8", "nodes": {"data-server": 2}}, ValueError, "nodes names data-server"),
+        ({"infra": "kubernetes", "gpus": "H100:8", "reward_fn": print}, TypeError, "of a function its module:function"),
+        ({"infra": "kubernetes", "gpus": "H100:8", "dataset": [{"question": "1"}]}, TypeError, "of rows a file"),
+    ],
+)
+def test_what_a_cluster_cannot_have_is_refused(launcher: Path, arguments: Any, error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        train(**arguments)
+    assert not (launcher / "arguments").exists()
