@@ -198,7 +198,7 @@ class Changes:
                     continue
                 if path.stem not in {change.request for change in self.taken}:
                     self._ahead = [self._accept(path.stem, request.values, step)]
-                    records = [change.model_dump() for change in (*self.taken, *self._ahead)]
+                    records = [change.model_dump(exclude_defaults=True) for change in (*self.taken, *self._ahead)]
                     atomic_write(self._settings.run_dir / CHANGES, b"".join(orjson.dumps(x) + b"\n" for x in records))
             except (ConfigurationError, ValueError) as error:
                 atomic_write(path, Request(values={}, refusal=str(error)).model_dump_json())
