@@ -32,7 +32,7 @@ from local_runner.view import duration
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import remove_directory, write_json
-from services.run_page.directory import FORK, read_object
+from services.run_page.directory import CHANGES, FORK, read_object
 
 LAUNCH = "launch.json"
 """The file of a run directory with the command line that started the run."""
@@ -140,7 +140,12 @@ class Fork:
         return settings
 
     def parts(self) -> Iterator[Part]:
-        """Yield the files that the new run takes over: all that a run resumes from, and its records up to the start."""
+        """Yield the files that the new run takes over: all that a run resumes from, and its records up to the start.
+
+        Settings that changed up to the fork's step hold in the steps that are run again, too.
+        """
+        if changes := _lines(self.parent / CHANGES, self.at):
+            yield _part(CHANGES, changes)
         if not self.start:
             return
         recorded = [path for path in self.parent.glob("groups/step-[0-9]*") if int(path.name[5:]) <= self.start]
@@ -148,8 +153,7 @@ class Fork:
             if path.is_file():
                 yield Part(path.relative_to(self.parent), path.stat().st_size, partial(_link, path), is_link=True)
         for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
-            content = b"".join(orjson.dumps(line) + b"\n" for line in _lines(self.parent / name, self.start))
-            yield Part(Path(name), len(content), partial(_write, content))
+            yield _part(name, _lines(self.parent / name, self.start))
         folders = ["inputs", "tensorboard", "judge", *(["replay"] if self.state.get("replay_snapshot") else [])]
         folders += ["data", "collectors"] if self.is_ahead else []
         for path in [path for folder in folders for path in sorted((self.parent / folder).rglob("*"))]:
@@ -193,8 +197,16 @@ class Fork:
             (hidden / part.path).parent.mkdir(parents=True, exist_ok=True)
             part.write(hidden / part.path)
         hidden.mkdir(exist_ok=True)
+        self._replace(hidden / CHANGES, {change.partition("=")[0].lower() for change in changes})
         write_json(hidden / FORK, {"parent": self.parent.name, "at": self.at, "changes": changes})
         hidden.rename(self.new)
+
+    def _replace(self, record: Path, names: set[str]) -> None:
+        """Have the settings in ``names`` that had changed while the parent ran return to their values at the start."""
+        lines = _lines(record, self.at)
+        if resets := sorted(names.intersection(name for line in lines for name in line["values"])):
+            end = {"step": self.at + 1, "request": f"fork of {self.parent.name}", "values": {}, "launched": {}}
+            _part(CHANGES, [*lines, end | {"resets": resets}]).write(record)
 
     def train_up_to(self, command: list[str], where: Path) -> None:
         """Run the new run with the old settings until it has a checkpoint of the step, from which it is to go on.
@@ -262,8 +274,9 @@ def _open(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if not SECRET.search(name)}
 
 
-def _write(content: bytes, path: Path) -> None:
-    path.write_bytes(content)
+def _part(name: str, lines: list[dict[str, Any]]) -> Part:
+    content = b"".join(orjson.dumps(line) + b"\n" for line in lines)
+    return Part(Path(name), len(content), lambda path: path.write_bytes(content))
 
 
 def _program(command: list[str]) -> list[str]:

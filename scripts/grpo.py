@@ -55,6 +55,14 @@ COMMANDS = {
     ),
     "view": Program("scripts.view", TRAINING, ("grpo view --open", "grpo view runs/")),
     "chat": Program("scripts.chat", TRAINING, ("grpo chat", "grpo chat grpo-20260131-120000 --temperature 1")),
+    "set": Program(
+        "scripts.set",
+        TRAINING,
+        (
+            "grpo set grpo-20260131-120000 LEARNING_RATE=5e-6",
+            "grpo set grpo-20260131-120000 MAX_STEPS=400 EVAL_EVERY=20",
+        ),
+    ),
     "groups": Program(
         "scripts.groups",
         TRAINING,

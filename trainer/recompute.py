@@ -10,14 +10,13 @@ from typing import Any
 import orjson
 import torch
 import transformers
-from pydantic_settings import PydanticBaseSettingsSource
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from services.core.errors import ConfigurationError
 from trainer.algorithm.packing import TrainingGroup
 from trainer.checkpoints.checkpoint import damage, load_checkpoint, read_state, tensors_of
-from trainer.config import TrainerSettings
+from trainer.config.changes import SettingsAsRecorded, as_recorded, obstacle
 from trainer.config.objective import Objective
 from trainer.config.sections import (
     AlgorithmSection,
@@ -46,17 +45,6 @@ SECTIONS = (
 )
 NUMBERS = {"model_name", "seed", "sources"}.union(*(section.__annotations__ for section in SECTIONS))
 """The settings on which the numbers of an update depend."""
-
-
-class SettingsAsRecorded(TrainerSettings):
-    """The trainer's settings as a record has them; variables of this process count for nothing."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: Any, init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read the arguments alone."""
-        return (init_settings,)
 
 
 def computation(policy: Policy, ranks: Ranks) -> Computation:
@@ -130,15 +118,17 @@ class Recomputation:
         """Return the head of the next step's record, and its groups with the advantages that they had.
 
         Raises:
-            ConfigurationError: the record cannot be used, or the step was computed with other settings.
+            ConfigurationError: the record cannot be used, or settings had changed that only a start changes.
         """
         head, settings = self.records.head(self.step + 1), self.settings
         now = _settings(self.run_dir, head)
-        if changed := sorted(name.upper() for name in NUMBERS if getattr(now, name) != getattr(settings, name)):
+        differing = sorted(name for name in NUMBERS if getattr(now, name) != getattr(settings, name))
+        if fixed := [name.upper() for name in differing if obstacle(name, settings, now) is not None]:
             raise ConfigurationError(
-                f"step {head.step} had other settings than the one before ({', '.join(changed)}), and the checkpoint "
+                f"step {head.step} had other settings than the one before ({', '.join(fixed)}), and the checkpoint "
                 "between them is gone; name a step after the next checkpoint"
             )
+        self.learner.change_settings(now, head.total_steps)
         groups = [
             self.objective.training_group(r.group, weight=r.weight, is_replayed=r.is_replayed)
             for r in self.records.groups(head.step)
@@ -200,12 +190,8 @@ def recorded_metrics(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 def _settings(run_dir: Path, head: StepHead) -> SettingsAsRecorded:
-    recorded: dict[str, Any] = dict(head.settings) | {"shared_dir": run_dir.parent.parent, "run_id": run_dir.name}
-    if recorded.get("sources"):
-        recorded["sources"] = run_dir / "sources.yaml"
-    if head.computation is not None:
-        recorded["compute_type"] = head.computation.compute_type
-    return SettingsAsRecorded.load(**recorded)
+    computed = {} if head.computation is None else {"compute_type": head.computation.compute_type}
+    return as_recorded(run_dir, head.settings | computed)
 
 
 def _as_json(number: float) -> float | None:

@@ -20,6 +20,7 @@ from trainer.algorithm.methods import ImportanceCorrection
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import PerToken
 from trainer.config import CriticModel, TrainerSettings
+from trainer.config.changes import follow
 from trainer.config.objective import step_loss
 from trainer.model.logprobs import Lesson
 from trainer.model.micro_batching import Part, make_part, packed, part_order, token_numbers, unknown_ids
@@ -107,6 +108,12 @@ class Learner:
         self.total_steps = total_steps
         self.loss = step_loss(settings)
         self.optimizer = make_optimizer(settings, policy)
+
+    def change_settings(self, settings: TrainerSettings, total_steps: int) -> None:
+        """Give this learner, and all that shares its settings, the values of others that may change between steps."""
+        follow(self.settings, settings)
+        self.total_steps = total_steps
+        self.loss = step_loss(self.settings)
 
     def update(
         self,

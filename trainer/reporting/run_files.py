@@ -56,8 +56,8 @@ class RunFiles:
         self._samples = SampleRecords(decode)
         self.directory = settings.run_dir
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._components = {Task.TRAINER: provenance.describe(settings), **(services or {})}
-        self._write_config()
+        self._services = services or {}
+        self.write_config()
         if settings.sources is not None:
             atomic_write(self.directory / "sources.yaml", settings.sources.read_bytes())
         for name in ("metrics.jsonl", "samples.jsonl"):
@@ -109,7 +109,7 @@ class RunFiles:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, after a first step the reward curve, and at the end the card of the model."""
-        self._write_config()  # again, because components that started late have left their records by now
+        self.write_config()  # again, because components that started late have left their records by now
         _write_json(self.directory / "summary.json", summary)
         self._succeeded = summary["status"] == "succeeded"
         if (self.directory / "metrics.jsonl").exists():
@@ -117,15 +117,16 @@ class RunFiles:
         if summary["status"] == "succeeded" and (self.directory / "model").is_dir():
             write_card(self.directory)
 
-    def _write_config(self) -> None:
-        """Write config.json: the settings and versions of every component."""
+    def write_config(self) -> None:
+        """Write config.json: the present settings, and the versions, of every component."""
         left = [Task.ROLLOUT_SERVER]
         if self.settings.mode is Mode.ASYNC and not self.settings.collector_in_process:
             left.append(Task.COLLECTOR)
         left_records = {task: provenance.read_record(self.directory, task) for task in left}
-        records = self._components | {task: record for task, record in left_records.items() if record is not None}
-        components = {task.value: record.model_dump() for task, record in records.items()}
-        _write_json(self.directory / "config.json", {"components": components})
+        components = {Task.TRAINER: provenance.describe(self.settings), **self._services}
+        records = components | {task: record for task, record in left_records.items() if record is not None}
+        content = {task.value: record.model_dump() for task, record in records.items()}
+        _write_json(self.directory / "config.json", {"components": content})
 
     def close(self) -> None:
         """Write buffered events, remove records of groups that are not kept, and end the run at the tracker."""

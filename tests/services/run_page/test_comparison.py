@@ -83,6 +83,24 @@ def test_a_fork_shows_its_family_and_its_difference_from_the_run_before_it(open_
     expect(page.locator("#plot-paired")).to_be_hidden()
 
 
+def test_settings_that_changed_while_a_run_ran_stand_beside_its_name(open_page, runs):
+    short, good, _ = runs
+    changes = [
+        {"step": 4, "values": {"learning_rate": 5e-06}},
+        {"step": 9, "values": {"max_steps": 50, "eval_every": 5}},
+    ]
+    append(good / "changes.jsonl", changes)
+    said = "LEARNING_RATE=0.000005 from step 4; MAX_STEPS=50, EVAL_EVERY=5 from step 9"
+    page = open_page(view(good))
+    settled(page)
+    expect(page.locator("#about")).to_contain_text(said)
+    page = open_page(view(short, good))
+    settled(page)
+    expect(page.locator(".runs tbody tr").filter(has=page.get_by_label("show good")).locator(".note")).to_contain_text(
+        said
+    )
+
+
 def test_runs_are_filtered_by_words_and_settings_with_their_curves(open_page, runs):
     page = open_page(view(*runs))
     expect(page.get_by_role("status").filter(has_text="3 of 3 runs, 3 in the plots")).to_be_visible()
