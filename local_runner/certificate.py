@@ -57,7 +57,7 @@ def certify(run_dir: Path, strikes: Sequence[Strike], undisturbed: Path | None) 
     is_equal, weights = (None, "the run is under way") if is_running else compare(run_dir, undisturbed)
     lost = [strike.fault.node for strike in strikes if strike.healthy_after is None]
     wrong = {
-        "no fault came, because the run or --for was over; give a shorter --every": not strikes,
+        "no fault came before the end of the run; give a shorter --every": not strikes,
         f"not healthy again: {', '.join(lost)}": lost and is_running,
         f"the run did not succeed: {directory.error_of(run_dir) or outcome.get('reason', 'it has no outcome')}": (
             not is_running and outcome.get("exit_code") != 0

@@ -55,8 +55,10 @@ Start = Callable[[Path], AbstractContextManager["subprocess.Popen[bytes]"]]
 
 def main(
     target: Annotated[str, typer.Argument(metavar="RUN|JOBGROUP", help="A run of this machine, or a group's YAML.")],
-    every: Annotated[str, Option(help="A fault within each of these times, such as 30s.")] = "30s",
-    length: Annotated[str, Option("--for", help="The time from the first step on in which faults come.")] = "10m",
+    every: Annotated[str, Option(help="One fault comes in each of these times.")] = "30s",
+    length: Annotated[
+        str, Option("--for", help="The length of the plan, which waits for components to be healthy.")
+    ] = "10m",
     seed: Annotated[int, Option(help="The seed of the plan.")] = 0,
     fault: Annotated[list[str] | None, Option(help="kill or stop. Repeatable. Default: both.")] = None,
     quiet: Annotated[str | None, Option(help="An undisturbed run of equal settings. Default: one runs first.")] = None,
@@ -170,7 +172,7 @@ class Plan:
         print(f"note: {LIMITS}", flush=True)
 
     def inject(self, run_dir: Path, is_over: Callable[[], bool]) -> list[Strike]:
-        """Inject one fault after the other until ``length`` seconds after the first step, or until the run is over.
+        """Inject one fault after the other from the first step on, until all have come or the run is over.
 
         The plan's clock stands still until a component is healthy again, so that the run gets ahead between faults.
 
@@ -190,7 +192,7 @@ class Plan:
                 time.sleep(POLL_SECONDS)
             _until(functools.partial(is_healthy, running, fault.node), is_over, HEALTHY_SECONDS)
             began = time.monotonic()
-            if is_over() or began - start > self.length:
+            if is_over():
                 break
             print(f"chaos: {fault}", flush=True)
             gone = hit(running, fault)

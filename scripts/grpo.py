@@ -89,7 +89,7 @@ COMMANDS = {
         "local_runner.chaos",
         QUESTIONS,
         (
-            "grpo chaos jobgroup.yaml --env-file examples/demo.env --env CHECKPOINT_EVERY=1 --every 15s --for 5m",
+            "grpo chaos jobgroup.yaml --env-file examples/demo.env --env CHECKPOINT_EVERY=1 --every 4s --for 20s",
             "grpo chaos grpo-20260131-120000 --every 30s --for 10m --seed 1",
         ),
     ),

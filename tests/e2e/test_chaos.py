@@ -12,44 +12,27 @@ import pytest
 
 from tests.e2e.system import ROOT, SETTINGS
 
-# The limit is for a hang; the three runs take about six minutes.
+# The limit is for a hang; the two runs take about four minutes.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-STEPS = 16
+STEPS = 40
 COMPONENTS = {"ppo-trainer", "data-server", "rollout-server", "reward-server", "replay-buffer"}
 
 
-def chaos(shared_dir: Path, model: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    variables = SETTINGS | {"MODEL_NAME": str(model), "EVAL_PROMPTS": "0", "CHECKPOINT_EVERY": "3"}
-    settings = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
-    command = [sys.executable, "-m", "scripts.grpo", "chaos", "jobgroup.yaml", "--small", *settings, *options]
-    return subprocess.run(
-        [*command, "--shared-dir", str(shared_dir)], cwd=ROOT, capture_output=True, text=True, timeout=1700
-    )
-
-
-def test_a_run_whose_every_component_is_killed_equals_the_quiet_one_and_other_weights_are_noticed(
+def test_a_run_whose_every_component_is_killed_has_the_weights_of_the_quiet_one(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    length = ("--env", f"MAX_STEPS={STEPS}")
-    often = ("--every", "2s", "--for", "20m")
-    done = chaos(tmp_path, tiny_model, *length, *often, "--fault", "kill", "--run-id", "disturbed")
+    variables = SETTINGS | {"MODEL_NAME": str(tiny_model), "EVAL_PROMPTS": "0", "CHECKPOINT_EVERY": "3"}
+    variables["MAX_STEPS"] = str(STEPS)
+    settings = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+    plan = ("--every", "1s", "--for", "5s", "--fault", "kill", "--run-id", "disturbed", "--shared-dir", str(tmp_path))
+    command = [sys.executable, "-m", "scripts.grpo", "chaos", "jobgroup.yaml", "--small", *settings, *plan]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "# Chaos: disturbed passed" in done.stdout
     assert "- weights: equal to the bit to those of disturbed-quiet: model/model.safetensors" in done.stdout
     certificate = json.loads((tmp_path / "runs/disturbed/chaos.json").read_text())
     kills = Counter(strike["fault"]["node"].removesuffix("-0") for strike in certificate["faults"])
-    assert kills.keys() == COMPONENTS
-    restarts = certificate["outcome"]["restarts"]
-    assert all(restarts[task] >= count for task, count in kills.items()), (restarts, kills)
+    assert kills == dict.fromkeys(COMPONENTS, 1)
+    assert certificate["outcome"]["restarts"].keys() == COMPONENTS
     assert (certificate["trained_twice"], certificate["groups"]) == ([], STEPS * 8)
-
-    quiet = tmp_path / "runs/disturbed-quiet/model/model.safetensors"
-    weights = bytearray(quiet.read_bytes())
-    weights[-1] ^= 1
-    quiet.write_bytes(weights)
-    stops = ("--every", "2s", "--for", "4s", "--fault", "stop", "--quiet", "disturbed-quiet")
-    done = chaos(tmp_path, tiny_model, *length, *stops, "--run-id", "stopped")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "# Chaos: stopped FAILED" in done.stdout
-    assert "- **different from those of disturbed-quiet: model/model.safetensors**" in done.stdout

@@ -112,7 +112,8 @@ RECOVERS = {"job_recovery": {"recover_on_exit_codes": [33]}}
 MAIN = """
 mkdir -p runs/test/model
 echo weights > runs/test/model/model.safetensors
-echo '{"step": 1}' > runs/test/metrics.jsonl
+echo '{"step": 1, "completion_tokens": 7, "episode_tokens_engines": 9, "episode_tokens_lost_aborted": 2}' > metrics
+mv metrics runs/test/metrics.jsonl
 until [ "$(wc -l < starts)" -gt 1 ]; do sleep 0.1; done
 """
 
@@ -163,7 +164,7 @@ def test_a_running_run_gets_its_faults_and_a_certificate(
     done = chaos(tmp_path, "test", "--every", "1s", "--for", "9m", "--fault", "kill", "--quiet", "quiet")
     ended = runner.end()
     assert (ended.exit_code, done.returncode) == (0, code), done.stdout + done.stderr + ended.output
-    assert verdict in done.stdout.splitlines()
+    assert {verdict, "- tokens in completions: 7", "- tokens lost: aborted 2"} <= {*done.stdout.splitlines()}
     certificate = json.loads((runner.run_dir / "chaos.json").read_text())
     kills = Counter(fault["fault"]["node"] for fault in certificate["faults"])
     assert kills["worker-0"] >= 1
