@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from local_runner.nodes import Run
-from local_runner.supervisor import START_MARK
+from local_runner.supervisor import START_MARK, survived_kills
 from services.core.errors import ConfigurationError
 from services.core.files import write_json
 from services.core.run_ids import UNDER_WAY_SECONDS
@@ -47,6 +47,10 @@ class Nodes:
     """The host name of the runner's machine."""
     states: dict[str, str] = field(default_factory=dict)
     """The state of each node as the runner last knew it, by ``{task}-{rank}``."""
+    mark: str = ""
+    """The mark of the run's processes (``processes.MARK``); empty in a run of an earlier release."""
+    kills: dict[str, int] = field(default_factory=dict)
+    """How often each node may be killed (``survived_kills``)."""
 
     @property
     def is_here(self) -> bool:
@@ -56,7 +60,10 @@ class Nodes:
     def is_running(self) -> bool:
         """Return whether the runner still runs on this machine; its pid alone may be another process's by now."""
         try:
-            return self.is_here and psutil.Process(self.pid).create_time() == self.started
+            process = psutil.Process(self.pid)
+            # A runner that has ended is a zombie until the program that started it asks for its exit code.
+            is_alive = process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
+            return self.is_here and is_alive
         except psutil.NoSuchProcess:
             return False
 
@@ -72,6 +79,8 @@ def record_nodes(run: Run) -> None:
         "started": psutil.Process().create_time(),
         "machine": socket.gethostname(),
         "endpoints": run.addresses.endpoints,
+        "mark": run.mark,
+        "kills": survived_kills(run.group),
     }
     with contextlib.suppress(OSError):  # such as a missing file; the run's end tells of one that cannot be written
         (run.run_dir / OUTCOME).unlink()

@@ -77,7 +77,7 @@ def main(
     where = Path(read_object(parent / LAUNCH)["directory"])
     if not is_whole:
         fork.train_up_to(command, where)
-    raise typer.Exit(subprocess.call(_program([*command, *changed]), cwd=where))
+    raise typer.Exit(subprocess.call(in_this_python([*command, *changed]), cwd=where))
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Fork:
         """
         settings = ["--env", f"CHECKPOINT_EVERY={self.at}", "--env", "CHECKPOINTS_KEPT=9"]
         wanted = self.new / "checkpoints" / f"step-{self.at:06d}"
-        process = subprocess.Popen(_program([*command, *settings]), cwd=where)
+        process = subprocess.Popen(in_this_python([*command, *settings]), cwd=where)
         while process.poll() is None and not wanted.exists():
             time.sleep(POLL_SECONDS)
         process.send_signal(signal.SIGINT)
@@ -279,7 +279,8 @@ def _part(name: str, lines: list[dict[str, Any]]) -> Part:
     return Part(Path(name), len(content), lambda path: path.write_bytes(content))
 
 
-def _program(command: list[str]) -> list[str]:
+def in_this_python(command: list[str]) -> list[str]:
+    """Return a command line of this project as one of this interpreter, whatever PATH has."""
     return [sys.executable, "-m", "scripts.grpo", *command[1:]]
 
 

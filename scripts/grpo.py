@@ -93,6 +93,14 @@ COMMANDS = {
             "grpo explain grpo-20260131-120000 --step 57 --page step-57.html",
         ),
     ),
+    "chaos": Program(
+        "local_runner.chaos",
+        QUESTIONS,
+        (
+            "grpo chaos jobgroup.yaml --env-file examples/demo.env --env CHECKPOINT_EVERY=1 --every 4s --for 20s",
+            "grpo chaos grpo-20260131-120000 --every 30s --for 10m --seed 1",
+        ),
+    ),
     "verify": Program("scripts.verify", QUESTIONS, ("grpo verify grpo-20260131-120000",)),
     "evaluate": Program(
         "scripts.evaluate",

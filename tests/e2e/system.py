@@ -17,7 +17,10 @@ from typing import Any
 
 import psutil
 
-from local_runner.processes import MARK
+from local_runner import processes
+from local_runner.certificate import Fault
+from local_runner.chaos import KILL, hit
+from local_runner.directory import Nodes, read_nodes
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -119,24 +122,27 @@ class System:
     @contextlib.contextmanager
     def held(self, node: str) -> Iterator[None]:
         """Within the context, the processes of ``node`` stand still."""
-        processes = [process for process in psutil.process_iter() if self._mark_of(process).endswith(f"/{node}")]
-        assert processes, f"no process of {node}"
-        for process in processes:
+        held = processes.marked(f"{self.nodes.mark}/{node}")
+        assert held, f"no process of {node}"
+        for process in held:
             process.suspend()
         try:
             yield
         finally:
-            for process in processes:
+            for process in held:
                 process.resume()
+
+    def kill(self, node: str) -> None:
+        """Kills all processes of ``node``, which the local runner starts again."""
+        hit(self.nodes, Fault(0.0, node, KILL))
 
     def processes(self) -> list[psutil.Process]:
         """The processes of this run that are still there."""
-        return [process for process in psutil.process_iter() if self._mark_of(process)]
+        return processes.marked(self.nodes.mark)
 
-    def _mark_of(self, process: psutil.Process) -> str:
-        """Return the mark of a process of this run; "" of any other, and of one that has just ended."""
-        try:
-            variables = process.environ()
-        except psutil.Error:
-            return ""
-        return variables.get(MARK, "") if variables.get("RUN_ID") == self.run_dir.name else ""
+    @property
+    def nodes(self) -> Nodes:
+        """The run's nodes, as the local runner recorded them at its start."""
+        nodes = read_nodes(self.run_dir)
+        assert nodes is not None
+        return nodes

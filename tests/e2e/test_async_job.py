@@ -7,7 +7,6 @@ from pathlib import Path
 import orjson
 import pytest
 
-from local_runner.processes import MARK
 from tests.e2e.system import System
 from tests.prompts_of_a_run import account
 from trainer.reporting.group_records import GroupRecords
@@ -92,11 +91,7 @@ def test_two_dozen_collectors_one_of_which_is_killed_take_each_prompt_once(tiny_
         EVAL_PROMPTS="0",
     )
     system.wait_for_step(3)
-    next(
-        process
-        for process in system.processes()
-        if process.environ()[MARK].endswith("/collector-5") and process.cmdline()[-1] == "trainer.collector"
-    ).kill()
+    system.kill("collector-5")
     assert system.wait() == 0, system.text
     assert "restart" in system.text
     assert [record["step"] for record in system.metrics()] == list(range(1, 31))

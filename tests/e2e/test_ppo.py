@@ -43,8 +43,7 @@ def test_a_killed_trainer_ends_with_the_model_and_the_critic_of_the_undisturbed_
     assert undisturbed.wait() == 0, undisturbed.text
     killed = start(tmp_path / "killed", tiny_model, kind)
     killed.wait_for_step(KILLED_AFTER)
-    [trainer] = [process for process in killed.processes() if process.cmdline()[-2:] == ["-m", "trainer"]]
-    trainer.kill()
+    killed.kill("ppo-trainer-0")
     assert killed.wait() == 0, killed.text
     assert "resumed" in killed.log("ppo-trainer-0")
     for name in FILES:

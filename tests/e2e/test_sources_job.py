@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from local_runner.processes import MARK
 from services.core.sources import Schedule
 from tests.e2e.system import System
 from trainer.reporting.group_records import GroupRecords
@@ -32,16 +30,6 @@ MIX = """
 """
 
 
-def kill(system: System, node: str, command: str) -> None:
-    """Kill the Python process of a node, so that the local runner starts another one."""
-    [process, *_] = [
-        process
-        for process in system.processes()
-        if process.environ()[MARK].endswith(f"/{node}") and process.cmdline()[-1] == command
-    ]
-    process.send_signal(signal.SIGKILL)
-
-
 def trained(system: System) -> list[list[tuple[str, int, int]]]:
     """Return source, epoch and position of the groups of each step, in their order."""
     records = GroupRecords(system.run_dir)
@@ -52,16 +40,13 @@ def trained(system: System) -> list[list[tuple[str, int, int]]]:
 @pytest.mark.parametrize(
     ("job_group", "killed"),
     [
-        ("jobgroup.yaml", {9: ("data-server-0", "services.data_server"), 20: ("ppo-trainer-0", "trainer")}),
-        (
-            "jobgroups/async.yaml",
-            {9: ("data-server-0", "services.data_server"), 20: ("collector-0", "trainer.collector")},
-        ),
-        ("jobgroups/async.yaml", {20: ("ppo-trainer-0", "trainer")}),
+        ("jobgroup.yaml", {9: "data-server-0", 20: "ppo-trainer-0"}),
+        ("jobgroups/async.yaml", {9: "data-server-0", 20: "collector-0"}),
+        ("jobgroups/async.yaml", {20: "ppo-trainer-0"}),
     ],
 )
 def test_every_step_has_its_groups_of_each_source_whoever_is_killed(
-    tiny_model: Path, tmp_path: Path, job_group: str, killed: dict[int, tuple[str, str]]
+    tiny_model: Path, tmp_path: Path, job_group: str, killed: dict[int, str]
 ) -> None:
     (tmp_path / "mix.yaml").write_text(MIX)
     is_async = "async" in job_group
@@ -77,9 +62,9 @@ def test_every_step_has_its_groups_of_each_source_whoever_is_killed(
         "RECORD_GROUPS": "all",
     }
     system = System(tmp_path, tiny_model, *options, job_group=job_group, MAX_STEPS=str(STEPS), **settings)
-    for step, (node, command) in killed.items():
+    for step, node in killed.items():
         system.wait_for_step(step)
-        kill(system, node, command)
+        system.kill(node)
     assert system.wait() == 0, system.text
     steps, schedule = trained(system), Schedule(RATIOS)
     assert len(steps) == STEPS

@@ -8,7 +8,6 @@ from functools import partial
 
 from playwright.sync_api import Page, expect
 
-from local_runner.directory import read_nodes
 from tests.browser import DESKTOP, PHONE, browser, is_wider_than_window, problems_of, screenshot
 from tests.e2e.system import System
 from tests.waiting import IDLE_SECONDS, Deadline
@@ -53,9 +52,7 @@ def watch(system: System) -> Watch:
         problems = [problems_of(page) for page in (desk, phone)]
         # Not before: a browser may take longer to start than the run's steps.
         system.wait_for_step(1)
-        nodes = read_nodes(system.run_dir)
-        assert nodes is not None
-        url = f"http://{nodes.endpoints['ppo-trainer-0:8004']}"
+        url = f"http://{system.nodes.endpoints['ppo-trainer-0:8004']}"
         with system.held(HELD):
             for page in (desk, phone):
                 page.set_default_timeout(1000 * IDLE_SECONDS)
