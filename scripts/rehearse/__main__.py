@@ -140,6 +140,8 @@ class Rehearsal:
     folder: Path
     changes: list[str] = field(default_factory=list)
     """What to change, a sentence each."""
+    prompts: int = 2
+    """Prompts of a step of the run here: at least one of each source."""
     is_refused: bool = False
     """True if `grpo run` would refuse the settings."""
 
@@ -193,6 +195,7 @@ class Rehearsal:
                     with self.refusals(stop_run=True):
                         part()
                 settings: dict[str, Any] = {one.reader.name: one.settings for one in loaded}
+                self.prompts = max(self.prompts, len(settings["TrainerSettings"].by_source()))
                 self._check_template(settings)
                 items = self.folder / "items.jsonl"
                 with self.refusals(stop_run=True):
@@ -257,7 +260,7 @@ class Rehearsal:
         limit = getattr(settings.get("RolloutSettings"), "engine_context_length", None)
         context = limit or context_length(str(self.small.directory), "MODEL_NAME")
         self.line("prompts", f"{text}; the context is {context}")
-        answers = {name: own.way.longest_answer for name, own in settings["TrainerSettings"].by_source().items()}
+        answers = {name: own.max_new_tokens for name, own in settings["TrainerSettings"].by_source().items()}
         over: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
         for prompt_id, item, length in prompts:
             if length + answers[source := item.get("source", "")] > context:
@@ -266,7 +269,7 @@ class Rehearsal:
             prompt_id, length = max(found, key=lambda one: one[1])
             self.change(
                 f"{len(found)} prompts{_of(source)} have no room for answers of {answers[source]} tokens in a context "
-                f"of {context}: {prompt_id} has {length}; lower MAX_NEW_TOKENS or AGENT_MAX_TOKENS, or set "
+                f"of {context}: {prompt_id} has {length}; lower MAX_NEW_TOKENS, or set "
                 f"MAX_PROMPT_TOKENS={max(context - answers[source], 1)}"
             )
 
@@ -278,7 +281,7 @@ class Rehearsal:
         Agents and environments, whose rewards are their own, are left to the run.
         """
         trainer, tasks = settings["TrainerSettings"], {one.reader.name: one.task for one in loaded}
-        scored = {source for source, own in trainer.by_source().items() if not own.way.has_turns}
+        scored = [source for source, own in trainer.by_source().items() if not own.way.has_turns]
         if not scored or not trainer.needs_rewards or "RewardSettings" not in tasks:
             return None
         module, arguments = "services.reward_server.own_code", (str(items), "--answers", right)
@@ -300,7 +303,7 @@ class Rehearsal:
         if failures:
             self.change(
                 f"{name}: {len(failures)} of {tried['answers']} answers have no reward, the first with {failures[0]}; "
-                "let it return a number for every answer"
+                "let it give every answer a number"
             )
         elif rows and not differ:
             truths = "a right, an empty and" if by_kind["right"] else "an empty and"
@@ -389,7 +392,7 @@ class Rehearsal:
     def _sizes(self, steps: int) -> dict[str, str]:
         """Return the settings of a small run."""
         asked = {name: int(self.variables.get(name, default)) for name, default in _COUNTS.items()}
-        sizes = {"BATCH_SIZE": max(2, asked["UPDATES_PER_BATCH"]), "GROUP_SIZE": min(4, asked["GROUP_SIZE"])}
+        sizes = {"BATCH_SIZE": max(self.prompts, asked["UPDATES_PER_BATCH"]), "GROUP_SIZE": min(4, asked["GROUP_SIZE"])}
         sizes |= {"MAX_STEPS": steps, "EVAL_PROMPTS": min(2, asked["EVAL_PROMPTS"]), "CHECKPOINT_EVERY": 0}
         if self.small.is_random:
             most = max(RANDOM_TOKENS, asked["OVERLONG_BUFFER"] + 1)

@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 APPLIES_SECONDS = 20.0
 """Rows are looked at for so long."""
-TRIED_ROWS = 16
+TRIED_ROWS = 8
 """Rows of each source whose answers are tried; with a judge, which may cost money, JUDGED_ROWS."""
 JUDGED_ROWS = 2
 TRIED_SECONDS = 20.0
-"""No further row is tried after so long."""
+MOST_FAILURES = 12
+"""No further row is tried after so long, or after so many answers without a reward."""
 NONSENSE = "zvqx 0.000017 wumb"
 FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
 """The forms in which the built-in rewards read an answer, besides that of ``--answers``."""
@@ -149,7 +150,7 @@ async def _try_answers(settings: RewardSettings, file: Path, form: str) -> dict[
 async def _try_rows(
     scorer: Scorer, settings: RewardSettings, chosen: Sequence[tuple[str, dict[str, Any]]], form: str
 ) -> dict[str, Any]:
-    """Score the answers to rows of a source until TRIED_SECONDS are over."""
+    """Score the answers to rows of a source, up to the limits of this module."""
     began, answers = time.monotonic(), 0
     rows: list[dict[str, float | None]] = []
     failures: list[str] = []
@@ -168,7 +169,7 @@ async def _try_rows(
             for text, result in zip(texts, results, strict=True)
             if result.reward is None
         ]
-        if time.monotonic() - began > TRIED_SECONDS:
+        if time.monotonic() - began > TRIED_SECONDS or len(failures) >= MOST_FAILURES:
             break
     return {"rows": rows, "answers": answers, "seconds": time.monotonic() - began, "failures": failures}
 
