@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import statistics
@@ -428,6 +429,9 @@ class Rehearsal:
             sentence = f"{count} answers failed ({reason}): {examples[reason]}"
             is_own = reason in OWN_REASONS or reason in ("reward_error", "reward_timeout")
             self.change(sentence) if is_own else self.line("failed", sentence)
+        for found in map(_LEFT_OUT.search, _lines(run_dir / "logs" / "ppo-trainer-0.log")):
+            if found and not any(found["reason"] in change for change in self.changes):
+                self.change(f"prompts such as {found['prompt']} have no answer: {found['reason']}")
         if any(IGNORES_TOOLS in line for line in _lines(run_dir / "logs" / "gateway-0.log")):
             self.change(
                 f"{IGNORES_TOOLS}, so that {self.target} never sees them; give a model whose template has `tools`, or "
@@ -450,6 +454,8 @@ _COUNTS = {
     name.upper(): TrainerSettings.model_fields[name].default
     for name in ("updates_per_batch", "group_size", "eval_prompts", "overlong_buffer", "max_new_tokens")
 }
+_LEFT_OUT = re.compile(r"no completion could be generated prompt_id=(?P<prompt>\S+) reason=(['\"])(?P<reason>.*)\2$")
+"""The trainer's warning of a prompt whose every answer failed."""
 _KINDS = ("right", "empty", "nonsense")
 _SHOWN = {
     "truncation_rate": "share cut off",
