@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -135,6 +135,26 @@ def sandbox_in_pod(pod: Mapping[str, Any]) -> str:
     return "landlock, if the nodes' kernel is 5.13 or newer with it; bwrap is refused by the default profiles"
 
 
+def checks_before_rows(run: nodes.Run, loaded: Sequence[checks.Loaded]) -> dict[str, Callable[[], Any]]:
+    """Return a dry run's checks before it reads the rows, by subject.
+
+    Each raises a ConfigurationError, or returns None or the models that the hub does not know.
+    """
+
+    def together() -> None:
+        checks.check_judge(loaded)
+        checks.check_formula(loaded)
+        checks.check_services(loaded, run.group)
+
+    return {
+        "GPUs": lambda: nodes.check_gpus(run),
+        "engines": lambda: checks.check_engines(run, loaded),
+        "services and rewards": together,
+        "files, functions, judge and sandbox": lambda: checks.check_own_code(run, loaded),
+        "models": lambda: checks.unchecked_models(run, loaded),
+    }
+
+
 def _of_job_group(
     path: Path, env: list[str], env_file: list[Path], secret: list[str], num_nodes: list[str], shared_dir: Path
 ) -> Iterator[Row]:
@@ -146,12 +166,8 @@ def _of_job_group(
             run = nodes.Run(group, nodes.new_run_id(group), shared_dir, addresses, gpus, mark)
             loaded = checks.load_all(run)
             yield "job group: settings", GOOD, f"{path}: names and values of all tasks"
-            parts: dict[str, Callable[[], Any]] = {
-                "GPUs": lambda: nodes.check_gpus(run),
-                "engines": lambda: checks.check_engines(run, loaded),
-                "files, functions, judge and sandbox": lambda: checks.check_own_code(run, loaded),
-                "models": lambda: checks.unchecked_models(run, loaded),
-                "rows, template, memory and disk": lambda: list(Plan(run, loaded, is_dry_run=True).cautions()),
+            parts = checks_before_rows(run, loaded) | {
+                "rows, template, memory and disk": lambda: Plan(run, loaded, is_dry_run=True).cautions()
             }
             for subject, part in parts.items():
                 try:

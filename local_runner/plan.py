@@ -31,8 +31,14 @@ _SHOWN_ELSEWHERE = {*Settings.model_fields, "model_name", "dataset", "reward_fn"
 class Plan:
     """The settings of a run's tasks, with the numbers of its rows and the estimates of memory and disk."""
 
-    def __init__(self, run: Run, loaded: Sequence[Loaded], *, is_dry_run: bool) -> None:
+    def __init__(self, run: Run, loaded: Sequence[Loaded], *, is_dry_run: bool, items_file: Path | None = None) -> None:
         """Read the rows of files; in a dry run read any rows, render the prompts, and estimate memory and disk.
+
+        Args:
+            run: the run.
+            loaded: the settings of its tasks.
+            is_dry_run: read and render all rows.
+            items_file: keeps what a reward gets of each prompt, in the form of ``services.data_server.look``.
 
         Raises:
             ConfigurationError: the data-server would refuse the rows, or they are too few for one step.
@@ -58,8 +64,9 @@ class Plan:
         of_files = self._data is not None and any(is_path(own.dataset) for own in self._data.by_source().values())
         if self._data is not None and (is_dry_run or of_files):
             with TemporaryDirectory() as directory:
-                items = str(Path(directory) / "items.jsonl")
-                options = ["--items", items] if is_dry_run and self._has_own_rewards else ["--rows"] * (not is_dry_run)
+                items = str(items_file or Path(directory) / "items.jsonl")
+                has_items = items_file is not None or (is_dry_run and self._has_own_rewards)
+                options = ["--items", items] if has_items else ["--rows"] * (not is_dry_run)
                 self._rows = answer("DataSettings", "datasets", "services.data_server.look", *options)
                 if Path(items).exists():
                     answer("RewardSettings", "services", "services.reward_server.own_code", items)
@@ -67,6 +74,19 @@ class Plan:
             self._trainer.total_steps(self._rows["train"])
         if is_dry_run and self._trainer is not None and Path(self._trainer.model_name).expanduser().is_dir():
             self._needs = answer("TrainerSettings", "torch", "trainer.preflight")
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that are trained on or held out."""
+        return sum(one["train"] + one["held_out"] for one in self._by_source())
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """The numbers of rows that are left out, by reason with the number of the first such row."""
+        return sum((Counter(one["refused"]) for one in self._by_source()), Counter[str]())
+
+    def _by_source(self) -> list[dict[str, Any]]:
+        return [one for one in self._rows.get("sources", {"": self._rows}).values() if one]
 
     @property
     def _has_own_rewards(self) -> bool:

@@ -49,6 +49,14 @@ COMMANDS = {
             "grpo run jobgroups/agent.yaml --env-file examples/demo-agent.env --env AGENT=my_agent:solve",
         ),
     ),
+    "rehearse": Program(
+        "scripts.rehearse.__main__",
+        TRAINING,
+        (
+            "grpo rehearse --model Qwen/Qwen3-8B --gpus H100:8 --env-file my.env",
+            "grpo rehearse --model models/mine --env-file my.env --env MAX_NEW_TOKENS=1024 --steps 0",
+        ),
+    ),
     "status": Program("local_runner.status", TRAINING, ("grpo status", "grpo status grpo-20260131-120000")),
     "logs": Program(
         "local_runner.logs", TRAINING, ("grpo logs --follow", "grpo logs grpo-20260131-120000 ppo-trainer -n 50")

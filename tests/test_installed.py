@@ -117,7 +117,7 @@ def test_a_users_own_packages_stay_theirs(environment, tmp_path):
 
 
 # These import half of the project.
-LONG = {"evaluate", "chat", "launch"}
+LONG = {"evaluate", "chat", "launch", "rehearse"}
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,9 @@ def main(
     size = Size(model, rollout_nodes, trainer_nodes, gpus, rollout_gpus)
     logs.configure("launch", "error")
     options = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
-    agent, environment = agent or options.get("AGENT"), environment or options.get("ENVIRONMENT")
-    file, chosen = _job_group(_rollouts(options), asynchronous=asynchronous, agent=agent, environment=environment)
     secrets = spec.assignments(secret or [], "--secret")
-    plan = _plan(file, size, options, chosen, secrets, image, None if stock else _preset(options))
+    file, chosen = job_group_of(options, asynchronous=asynchronous, agent=agent, environment=environment)
+    plan = plan_of(file, size, options, chosen, secrets, image, None if stock else preset_of(options))
     text = _check_group(plan, options) if check else plan.text
     files = _write(plan, text, CHECK if check else file, output or _directory(plan.model, size))
     _launch(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tuple(CHECKS) if check else (Task.TRAINER,))
@@ -156,7 +155,7 @@ class Plan:
     """The job group's YAML."""
 
 
-def _plan(
+def plan_of(
     file: Path,
     size: Size,
     options: Mapping[str, str],
@@ -219,20 +218,22 @@ def _rollouts(options: Mapping[str, str]) -> set[str]:
     return {source.settings.get("rollout", "completion") for source in load_sources(Path(name)).all}
 
 
-def _job_group(
-    rollouts: Set[str], *, asynchronous: bool, agent: str | None, environment: str | None
+def job_group_of(
+    options: Mapping[str, str], *, asynchronous: bool, agent: str | None = None, environment: str | None = None
 ) -> tuple[Path, dict[str, str]]:
     """Return the job group's file, and the variables that say the same.
 
     Args:
-        rollouts: the ways of rolling out of the sources.
+        options: the settings of the options.
         asynchronous: generate while the step trains.
-        agent: the agent that answers the prompts.
-        environment: the environment whose episodes the model plays.
+        agent: the agent that answers the prompts; default: AGENT of the settings.
+        environment: the environment whose episodes the model plays; default: ENVIRONMENT of the settings.
 
     Raises:
         ConfigurationError: an agent and an environment are given.
     """
+    agent, environment = agent or options.get("AGENT"), environment or options.get("ENVIRONMENT")
+    rollouts = _rollouts(options)
     if agent and environment:
         raise ConfigurationError("give --agent or --environment, not both: each answers the prompts")
     mode = {"MODE": "async"} if asynchronous else {}
@@ -247,7 +248,7 @@ def _job_group(
     return ROOT / ("jobgroups/async.yaml" if asynchronous else "jobgroup.yaml"), {}
 
 
-def _preset(options: Mapping[str, str]) -> dict[str, str]:
+def preset_of(options: Mapping[str, str]) -> dict[str, str]:
     """Return the settings of PRESET that go with the options: NCCL needs engines with CUDA and GPUs of their own."""
     preset = spec.env_file(PRESET)
     if OTHER_ENGINES.intersection(options):
@@ -306,14 +307,14 @@ def _sizes(
         return tiers, sizes, ""
     present = tiers[Task.ROLLOUT_SERVER]
     engines = engines_of(rollout, model, present.choices[0])
-    shares = trainer_shares(model, Batch.of(trainer), _layout(tiers), engines)
+    shares = trainer_shares(model, Batch.of(trainer), layout_of(tiers), engines)
     enough = {nodes: share for nodes, share in shares.items() if nodes * engines >= trainer.min_workers}
     count, reason = choose_rollout_nodes(enough, present.nodes)
     tiers = {**tiers, Task.ROLLOUT_SERVER.value: replace(present, nodes=count)}
     return tiers, derive(trainer, rollout, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER]), reason
 
 
-def _layout(tiers: Mapping[str, Tier]) -> Layout:
+def layout_of(tiers: Mapping[str, Tier]) -> Layout:
     """Return the layout with the first choice of GPUs."""
     rollout, trainer = (tiers[task] for task in (Task.ROLLOUT_SERVER, Task.TRAINER))
     first, trainer_first = rollout.choices[0], trainer.choices[0]
@@ -391,7 +392,7 @@ def _advise(plan: Plan) -> None:
     """Print the reason for the number of rollout nodes, and advice that must be tried on the cluster first."""
     if plan.reason:
         print(plan.reason)
-    layout = _layout(plan.tiers)
+    layout = layout_of(plan.tiers)
     transport, seconds = publishing(plan.model, layout)
     if transport != "disk" and not {"PUBLISH_TRANSPORT", "LORA_RANK"}.intersection(plan.variables):
         print(

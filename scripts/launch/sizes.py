@@ -19,6 +19,7 @@ from services.engines.placement import SizeFacts
 from services.engines.settings import RolloutSettings
 from trainer.config import TrainerSettings
 from trainer.preflight.check import Machine, NameNodes, check
+from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import GIB, PROCESS_BYTES, Limits, Need, needed
 
 PRESET = Path(__file__).parents[2] / "examples/gpu.env"
@@ -174,12 +175,7 @@ def derive(
     written: dict[tuple[str, str], str] = {}
     volume = 0
     for gpus, rollout_gpus in itertools.product(trainer.choices, rollout.choices):
-        limits = Limits(device=gpus.memory, host=_ENOUGH, shm=_ENOUGH, volume=_ENOUGH)
-        machine = Machine(trainer.nodes, gpus.count, WEIGHT_BYTES, limits)
-        try:
-            need = needed(shape, check(settings, shape, machine, _options(trainer, gpus)))
-        except ConfigurationError as error:
-            raise ConfigurationError(f"ppo-trainer on {gpus}: {error}") from error
+        need = trainer_need(settings, shape, trainer, gpus)
         layout = Layout(rollout.nodes, rollout_gpus.count, trainer.nodes, gpus.count)
         for key, value in changes(model, layout, need, engines[rollout_gpus]).items():
             written[key] = max(written.get(key, value), value, key=_amount)
@@ -187,6 +183,20 @@ def derive(
     for task, tier in (("rollout-server", rollout), ("ppo-trainer", trainer)):
         written[task, "resources.accelerators"] = f"[{', '.join(map(str, tier.choices))}]"
     return Sizes(written, volume, min_workers(rollout.nodes, min(engines.values())))
+
+
+def trainer_need(settings: TrainerSettings, shape: ModelShape, trainer: Tier, gpus: Gpus) -> Need:
+    """Return the bytes that the trainer needs on nodes with ``gpus``.
+
+    Raises:
+        ConfigurationError: the GPUs are too small; the message says what would fit.
+    """
+    limits = Limits(device=gpus.memory, host=_ENOUGH, shm=_ENOUGH, volume=_ENOUGH)
+    machine = Machine(trainer.nodes, gpus.count, WEIGHT_BYTES, limits)
+    try:
+        return needed(shape, check(settings, shape, machine, _options(trainer, gpus)))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"ppo-trainer on {gpus}: {error}") from error
 
 
 def _options(trainer: Tier, gpus: Gpus) -> NameNodes:

@@ -31,6 +31,8 @@ Messages = Sequence[Mapping[str, Any]]
 _USER = {"role": "user", "content": "question"}
 _DUMMIES = ("first answer", "another one")
 """Two different texts: the suffix must depend on neither. That is checked once for each shape of a conversation."""
+IGNORES_TOOLS = "the model's chat template ignores the tools that the agent offers"
+"""The gateway's warning at the first request with tools."""
 MAX_SHAPES = 1024
 LONG_TEXT = 8192
 """Characters. Tokens of a shorter text take less time than a thread's turn to run."""

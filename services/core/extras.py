@@ -32,6 +32,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "scripts.generate_trajectories": ("environment", "head", "local"),
     "scripts.launch": ("local", "trainer"),
     "scripts.prepare_demo_model": ("demo", "local", "rollout"),
+    "scripts.rehearse": ("local", "rollout", "trainer"),
     "scripts.tiny_model": ("local", "rollout"),
     "local_runner": ("local",),
     # Generators of documents, and benchmarks, need what `make test` installs.

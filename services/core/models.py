@@ -22,7 +22,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of, first_line
-from services.core.files import check_model_directory
+from services.core.files import check_model, check_model_directory
 from services.core.logs import get_logger
 
 log = get_logger(__name__)
@@ -72,6 +72,25 @@ def download_model(model: str) -> None:
     with _leased(folder.parent / ".locks" / f"{folder.name}.lease", model):
         if not (folder / COMPLETE).exists():
             _download(model, folder)
+
+
+def small_files(model: str) -> Path:
+    """Return a directory with a model's files other than weights: of a name on the hub, these alone are downloaded.
+
+    Raises:
+        ConfigurationError: there is no such directory, and neither the hub nor its cache has such a model.
+    """
+    check_model(model)
+    if (directory := Path(model).expanduser()).is_dir():
+        return directory
+    try:
+        ignored = [*UNREAD_FILES, "*.safetensors", "*.safetensors.index.json"]
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=READ_FILES, ignore_patterns=ignored))
+    except Exception as error:  # its own errors, those of its HTTP library, and OSError
+        raise ConfigurationError(
+            f"MODEL_NAME={model}: neither the hub nor its cache gives its files ({first_line(error)}); check the name "
+            "and the network, or give a directory with its config.json and tokenizer"
+        ) from error
 
 
 def is_listed(name: str, kind: str = "model") -> bool:

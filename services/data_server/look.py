@@ -1,6 +1,7 @@
 """Read the rows as the data-server will, and print their numbers as JSON: ``python -m services.data_server.look``.
 
-With ``--items FILE`` it also writes what a reward gets of each training row, with the ground truth as the answer.
+With ``--items FILE`` it also writes what a reward gets of each training row, with the ground truth as the answer, and
+the number of the prompt's tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _look(settings: DataSettings, source: Source | None) -> dict[str, Any]:
 
 
 def _write_items(dataset: Dataset, path: Path) -> None:
-    """Write an item a line, with the prompt's id: what a reward gets of it, with the ground truth as the answer."""
+    """Write a line for each prompt: its id, what a reward gets of the ground truth as its answer, and its tokens."""
     catalogue = dataset.catalogues[Split.TRAIN]
     with path.open("a") as file:
         for place in range(len(catalogue)):
@@ -66,7 +67,7 @@ def _write_items(dataset: Dataset, path: Path) -> None:
                 item = RewardItem(
                     prompt=prompt["prompt"], response=truth, ground_truth=truth, row=row, source=dataset.source
                 )
-                file.write(json.dumps([prompt["id"], item.model_dump(mode="json")]) + "\n")
+                file.write(json.dumps([prompt["id"], item.model_dump(mode="json"), len(prompt["prompt_ids"])]) + "\n")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import httpx
 import orjson
 from prometheus_client import Counter, Gauge
 
-from services.chat.prompts import ChatPrompts
+from services.chat.prompts import IGNORES_TOOLS, ChatPrompts
 from services.chat.tokenizers import load_tokenizer
 from services.clients.rollout import ROUTING_KEY
 from services.core.endpoints import Task, endpoint
@@ -94,6 +94,7 @@ class Calls:
         self._model = model
         self._account = account
         self._engine = EngineClient(settings.token)
+        self._has_seen_tools = False
 
     async def close(self) -> None:
         """Close the connections to the engines."""
@@ -203,6 +204,10 @@ class Calls:
                 return Call(name, turn, suffix, request.messages[length:], sampling, {})
             BROKEN.inc()
         whole = await self.prompts.whole(messages, tools, options)
+        if tools and not self._has_seen_tools:
+            self._has_seen_tools = True
+            if self.prompts.render(messages, None, options) == self.prompts.render(messages, tools, options):
+                log.warning(IGNORES_TOOLS)
         return Call(name, None, whole, request.messages, sampling, {})
 
     async def _sample(

@@ -1,6 +1,7 @@
 """Try what REWARD_FN names: functions, judge, sandbox: ``python -m services.reward_server.own_code``.
 
-With the FILE of ``python -m services.data_server.look --items FILE`` it also checks that one applies to each row.
+With the FILE of ``python -m services.data_server.look --items FILE`` it also checks that one applies to each row. With
+``--answers FORM``, too, it scores a right, an empty and a senseless answer to some rows, and prints JSON.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from services.core.errors import ConfigurationError, exit_code_of
+from services.protocol.rewards import RewardItem
 from services.reward_server import pool, worker
 from services.reward_server.code import tests_of
 from services.reward_server.judging import judge_of
@@ -21,8 +25,20 @@ from services.reward_server.rubric import find_rubric
 from services.reward_server.settings import RewardSettings
 from services.sandbox.probe import choose
 
+if TYPE_CHECKING:
+    from services.reward_server.scoring import Scorer
+
 APPLIES_SECONDS = 20.0
 """Rows are looked at for so long."""
+TRIED_ROWS = 8
+"""Rows of each source whose answers are tried; with a judge, which may cost money, JUDGED_ROWS."""
+JUDGED_ROWS = 2
+TRIED_SECONDS = 20.0
+MOST_FAILURES = 12
+"""No further row is tried after so long, or after so many answers without a reward."""
+NONSENSE = "zvqx 0.000017 wumb"
+FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+"""The forms in which the built-in rewards read an answer, besides that of ``--answers``."""
 
 
 def main() -> None:
@@ -33,6 +49,9 @@ def main() -> None:
             or no sandbox holds here.
     """
     settings = RewardSettings.load()
+    if "--answers" in sys.argv:
+        print(json.dumps(asyncio.run(_try_answers(settings, Path(sys.argv[1]), sys.argv[3]))))
+        return
     check(settings)
     if len(sys.argv) > 1:
         return
@@ -69,8 +88,8 @@ def _load(settings: RewardSettings, source: str) -> None:
             check_applies(settings.reward_fn, functions, items)
 
 
-def _check_tests(items: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    for prompt_id, item in items:
+def _check_tests(items: Iterable[Sequence[Any]]) -> None:
+    for prompt_id, item, *_ in items:
         try:
             tests_of(item.get("row"), item["ground_truth"])
         except ValueError as error:
@@ -80,7 +99,7 @@ def _check_tests(items: Iterable[tuple[str, dict[str, Any]]]) -> None:
 def check_applies(
     reward_fn: str,
     functions: Iterable[Callable[[dict[str, Any]], dict[str, Any]]],
-    items: Iterable[tuple[str, dict[str, Any]]],
+    items: Iterable[Sequence[Any]],
 ) -> None:
     """Check that a function applies to each item, given with the id of its prompt, as far as APPLIES_SECONDS suffice.
 
@@ -88,7 +107,7 @@ def check_applies(
         ConfigurationError: each function returns None for an item.
     """
     end = time.monotonic() + APPLIES_SECONDS
-    for prompt_id, item in items:
+    for prompt_id, item, *_ in items:
         if not any(_applies(function, item) for function in functions):
             raise ConfigurationError(
                 f"REWARD_FN {reward_fn!r}: no function applies to prompt {prompt_id}, each returns None for its ground "
@@ -103,6 +122,56 @@ def _applies(function: Callable[[dict[str, Any]], dict[str, Any]], item: dict[st
     with contextlib.suppress(Exception):
         return function(item).get("applies") is not False
     return True
+
+
+async def _try_answers(settings: RewardSettings, file: Path, form: str) -> dict[str, Any]:
+    """Return the rewards of answers to some rows, by source: ``rows``, ``answers``, ``seconds``, ``failures``.
+
+    A row has the best reward of its right answers, if it has a ground truth, and those of the others; null for no
+    reward. ``failures`` has a sentence for each answer without a reward.
+    """
+    from fastapi import FastAPI
+
+    from services.reward_server.app import Rewards
+
+    items: defaultdict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
+    with file.open() as lines:
+        for prompt_id, item, *_ in map(json.loads, lines):
+            items[item.get("source", "")].append((prompt_id, item))
+    rewards, found = Rewards(settings), {}
+    async with rewards.serving(FastAPI()):
+        for source, own in settings.by_source().items():
+            most = JUDGED_ROWS if own.judges else TRIED_ROWS
+            chosen = items[source][:: max(1, len(items[source]) // most)][:most]
+            found[source] = await _try_rows(rewards.scorers[source], own, chosen, form)
+    return found
+
+
+async def _try_rows(
+    scorer: Scorer, settings: RewardSettings, chosen: Sequence[tuple[str, dict[str, Any]]], form: str
+) -> dict[str, Any]:
+    """Score the answers to rows of a source, up to the limits of this module."""
+    began, answers = time.monotonic(), 0
+    rows: list[dict[str, float | None]] = []
+    failures: list[str] = []
+    for prompt_id, item in chosen:
+        texts = [one.format(item["ground_truth"]) for one in dict.fromkeys((form, *FORMS)) if item["ground_truth"]]
+        texts += ["", NONSENSE]
+        fields = {"completion_tokens": 1, "finish_reason": "stop"}
+        tried = [RewardItem(**item | fields | {"response": text}) for text in texts]
+        results = await scorer.score(tried, is_group=settings.is_relative)
+        *right, empty, nonsense = (result.reward for result in results)
+        known = [reward for reward in right if reward is not None]
+        rows.append({"empty": empty, "nonsense": nonsense} | ({"right": max(known, default=None)} if right else {}))
+        answers += len(tried)
+        failures += [
+            f"{result.status.value} for the answer {text[:80]!r} to {prompt_id}: {result.reason}"
+            for text, result in zip(texts, results, strict=True)
+            if result.reward is None
+        ]
+        if time.monotonic() - began > TRIED_SECONDS or len(failures) >= MOST_FAILURES:
+            break
+    return {"rows": rows, "answers": answers, "seconds": time.monotonic() - began, "failures": failures}
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def load(settings: EngineSettings) -> Loaded:
             f"({error}); lower the number, or take a smaller model"
         ) from error
     machine.release_memory()
-    return Loaded(model, cache, tokenizer, _end_token_ids(directory, config, tokenizer))
+    return Loaded(model, cache, tokenizer, end_token_ids(directory, config, tokenizer))
 
 
 def _find_model(name: str) -> Path:
@@ -125,7 +125,7 @@ def _find_model(name: str) -> Path:
         ) from error
 
 
-def _end_token_ids(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def end_token_ids(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the end tokens of the model, of its generation settings, and of the tokenizer."""
     sources = [config.eos_token_id, tokenizer.eos_token_id]
     if (directory / "generation_config.json").is_file():

@@ -1,0 +1,207 @@
+"""``grpo rehearse`` finds each of many planted mistakes, and lets a launch without one pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from scripts.launch.models import CONFIGS
+from scripts.rehearse import stand_in
+from scripts.rehearse.__main__ import main
+from services.chat.tokenizers import load_tokenizer, tokenizer_digest
+from tests.ports import free_port
+from toys.models import byte_tokenizer
+
+ROOT = Path(__file__).parents[2]
+APP = typer.Typer()
+APP.command()(main)
+
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+BEGINNING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = TOOLS + TURNS + BEGINNING
+ROWS = [{"question": f"{n} + 1 =", "answer": str(n + 1)} for n in range(40)]
+
+
+def slow(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test whose rehearsal reads rows, or starts a job group. The limit is for a hang."""
+    return pytest.mark.slow(pytest.mark.timeout(1800)(test))
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SkyPilot uploads the files of the project, below which SOURCES must be."""
+    monkeypatch.chdir(ROOT)
+
+
+def target(directory: Path, template: str | None = CHATML, end: str | None = "<|im_end|>") -> Path:
+    """Write the configuration of a model of 8B, and a tokenizer of its own; there are no weights."""
+    names = {} if end is None else {"eos_token": end}
+    tokenizer = byte_tokenizer(SPECIALS, template, pad_token="<|endoftext|>", **names)
+    config = deepcopy(CONFIGS["8B"][1])
+    config.vocab_size, config.max_position_embeddings, config.eos_token_id = 512, 4096, tokenizer.eos_token_id
+    config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def dataset(path: Path, rows: list[dict[str, str]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def rehearse(model: Path, *options: str, gpus: str = "H100:8", **settings: str) -> tuple[int, str]:
+    """Return the exit code of a rehearsal and what it printed."""
+    env = [part for name, value in settings.items() for part in ("--env", f"{name}={value}")]
+    done = CliRunner().invoke(APP, ["--model", str(model), "--gpus", gpus, *options, *env])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+def finds(found: tuple[int, str], *sentences: str) -> None:
+    """Check that a rehearsal has found these mistakes and no other ones, each in a numbered sentence."""
+    code, text = found
+    changes = text.partition("what to change:\n")[2].splitlines()
+    assert code == 1, text
+    for sentence in sentences:
+        assert any(sentence in line for line in changes), f"{sentence}\n{text}"
+    assert len(changes) == len(sentences), text
+
+
+def test_a_stand_in_is_small_and_speaks_as_the_model_does(tmp_path: Path) -> None:
+    model = target(tmp_path / "model")
+    small = stand_in.make(str(model), tmp_path / "small")
+    assert small.is_random
+    assert small.parameters < stand_in.MOST_PARAMETERS / 100
+    before, after = (load_tokenizer(str(path)) for path in (model, small.directory))
+    assert tokenizer_digest(before) == tokenizer_digest(after)
+    config = json.loads((small.directory / "config.json").read_text())
+    assert (config["vocab_size"], config["max_position_embeddings"]) == (512, 4096)
+    assert config["eos_token_id"] == before.eos_token_id
+
+
+def test_a_small_model_stands_in_for_itself(tiny_model: Path, tmp_path: Path) -> None:
+    small = stand_in.make(str(tiny_model), tmp_path / "small")
+    assert (small.directory, small.is_random) == (tiny_model, False)
+    assert not (tmp_path / "small").exists()
+
+
+def test_a_model_of_a_type_that_the_engine_lacks_has_a_llama_as_stand_in(tmp_path: Path) -> None:
+    model = target(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "mistral"}
+    (model / "config.json").write_text(json.dumps(config))
+    small = stand_in.make(str(model), tmp_path / "small")
+    assert json.loads((small.directory / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_settings_that_do_not_fit_together_are_found_before_anything_is_read(tmp_path: Path) -> None:
+    found = rehearse(target(tmp_path), "--steps", "0", BATCH_SIZE="4", UPDATES_PER_BATCH="8")
+    finds(found, "UPDATES_PER_BATCH is 8; allowed is at most BATCH_SIZE (4)")
+
+
+@slow
+def test_mistakes_in_rewards_and_lengths_are_found(tmp_path: Path) -> None:
+    file = "tests/scripts/rehearsed_rewards.yaml"
+    found = rehearse(target(tmp_path), "--steps", "0", SOURCES=file, MAX_STEPS="9")
+    finds(
+        found,
+        "rehearsed:constant of constant: a right, an empty and a senseless answer have the same reward",
+        "ValueError: substring not found",
+        "answers have no reward, the first with error for the answer '' to nan/train/",
+        "answers/s here, and 2048 a step; make REWARD_FN faster",
+        "prompts of long have no room for answers of 4090 tokens in a context of 4096",
+    )
+
+
+@slow
+def test_a_misspelt_column_a_template_without_a_generation_prompt_and_small_gpus(tmp_path: Path) -> None:
+    found = rehearse(
+        target(tmp_path / "model", TOOLS + TURNS),
+        *("--steps", "0"),
+        gpus="L4:1",
+        DATASET=dataset(tmp_path / "rows.jsonl", ROWS),
+        GROUND_TRUTH_COLUMN="anwser",
+    )
+    finds(found, "anwser", "has no generation prompt", "ppo-trainer on L4:1")
+
+
+@slow
+def test_a_missing_prompt_column_and_a_turn_that_ends_with_no_end_token(tmp_path: Path) -> None:
+    rows = [{"text": row["question"], "answer": row["answer"]} for row in ROWS]
+    model = target(tmp_path / "model", end="<|endoftext|>")
+    found = rehearse(model, "--steps", "0", DATASET=dataset(tmp_path / "rows.jsonl", rows))
+    finds(
+        found,
+        "has none of the columns question, prompt, problem",
+        "ends an answer with '<|im_end|>', which is not an end token",
+    )
+
+
+@slow
+def test_rows_without_answers_and_a_model_without_an_end_token(tmp_path: Path) -> None:
+    rows = dataset(tmp_path / "rows.jsonl", [row | {"answer": ""} for row in ROWS])
+    found = rehearse(target(tmp_path / "model", end=None), "--steps", "0", DATASET=rows)
+    finds(found, "with no ground truth", "has no end token")
+
+
+@slow
+def test_too_few_rows_for_a_batch_and_a_judge_that_does_not_answer(tmp_path: Path) -> None:
+    rubric = tmp_path / "rubric.yaml"
+    rubric.write_text("criteria:\n- name: short\n  text: The answer is short.\n")
+    found = rehearse(
+        target(tmp_path / "model"),
+        *("--steps", "0"),
+        DATASET=dataset(tmp_path / "rows.jsonl", ROWS),
+        REWARD_FN="exact_match=1,judge=0.5",
+        JUDGE_URL=f"http://127.0.0.1:{free_port()}/v1",
+        JUDGE_MODEL="judge",
+        JUDGE_SECONDS="5",
+        JUDGE_RUBRIC=str(rubric),
+        NUM_EPOCHS="1",
+    )
+    finds(
+        found,
+        "REWARD_FN=exact_match=1,judge=0.5: 6 of 6 answers have no reward",
+        "BATCH_SIZE is 128, but the data have",
+    )
+
+
+@slow
+def test_a_model_without_a_chat_template_and_an_agent_that_is_nowhere(tmp_path: Path) -> None:
+    found = rehearse(target(tmp_path, None), "--steps", "0", DATASET="arithmetic", AGENT="tests.nowhere:solve")
+    finds(found, "tests.nowhere", "has no chat template, which agents", "has no chat template; set PROMPT_STYLE=plain")
+
+
+@pytest.mark.e2e
+@slow
+def test_mistakes_of_agents_and_environments_are_found_by_a_run(tmp_path: Path) -> None:
+    model = target(tmp_path, TURNS + BEGINNING)
+    code, text = rehearse(model, SOURCES="tests/scripts/rehearsed_episodes.yaml", MAX_STEPS="9")
+    assert code == 1
+    for sentence in (
+        "the agent never called the model",
+        "ignores the tools that the agent offers, so that",
+        "levels.txt is missing",
+    ):
+        assert sentence in text.partition("what to change:")[2], text
+
+
+@pytest.mark.e2e
+@slow
+def test_a_launch_without_a_mistake_is_ready(tmp_path: Path) -> None:
+    code, text = rehearse(target(tmp_path), DATASET="arithmetic", REWARD_FN="exact_match", MAX_NEW_TOKENS="32")
+    assert code == 0, text
+    for part in (
+        "right 1, empty 0, nonsense 0",
+        "random text: share cut off",
+        "GPU-hours",
+        "ready: grpo launch --model",
+    ):
+        assert part in text
