@@ -15,7 +15,8 @@ from local_runner import directory
 from local_runner.progress import GrowingFile, failed, new_steps
 from services.core.endpoints import Task
 from services.run_page.directory import read_object
-from trainer.reporting.group_records import NOT_SETTINGS, GroupRecords
+from trainer.config.changes import NOT_SETTINGS
+from trainer.reporting.group_records import GroupRecords
 
 LIMITS = "links between components are not cut, because that needs root and network namespaces"
 

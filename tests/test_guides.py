@@ -218,17 +218,8 @@ def desk(tmp_path: Path, tiny_model: Path) -> Desk:
 
 # Half a minute and more each: several dry runs, each of which loads torch, a small training, a model that is served.
 NOT_SO_QUICK = {"agent", "asynchronous", "code", "data", "distillation", "environment", "explaining", "larger-model"}
-NOT_SO_QUICK |= {
-    "rehearsing",
-    "one-gpu",
-    "operating",
-    "own-loss",
-    "reasoning-gym",
-    "resuming",
-    "reward-model",
-    "rows",
-    "self-play",
-}
+NOT_SO_QUICK |= {"one-gpu", "operating", "own-loss", "reasoning-gym", "rehearsing", "resuming", "reward-model", "rows"}
+NOT_SO_QUICK |= {"self-play"}
 QUICK = [
     pytest.param(page, marks=[pytest.mark.slow] if page in NOT_SO_QUICK else [])
     for page in sorted(PAGES.keys() - {"evaluation"})  # of which all is long
