@@ -217,20 +217,28 @@ def train(
     if infra is not None:
         return _launch(infra, gpus, nodes or {}, settings)
     directory = Path(shared_dir, "runs", run_id or time.strftime("grpo-%Y%m%d-%H%M%S"))
+    return _run_here(
+        directory, _command(job_group, directory, shared_dir, nodes or {}), settings, is_named=run_id is not None
+    )
+
+
+def _run_here(directory: Path, command: list[str], settings: Mapping[str, Any], *, is_named: bool) -> Run:
+    """Run a job group on this machine; see ``train``. A run that ``is_named`` may exist already."""
     is_new = not directory.exists()
     inputs = directory / "inputs"
-    inputs.mkdir(parents=True, exist_ok=run_id is not None)
+    inputs.mkdir(parents=True, exist_ok=is_named)
     try:
         variables = {name.upper(): _text(name, value, inputs) for name, value in settings.items() if value is not None}
     except Exception:
         if is_new:
             shutil.rmtree(directory)
         raise
-    command = _command(job_group, directory, shared_dir, nodes or {}, variables)
     (directory / RECORD).unlink(missing_ok=True)
     # A notebook asks for the colours of a terminal, upon which the runner would redraw its view four times a second.
     fixed = {"PYTHONPATH": _python_path(inputs), "FORCE_COLOR": ""}
-    exit_code, last_line = _execute(command, os.environ | variables | fixed)
+    # The variables' values are in the environment, which no other user sees.
+    words = [*command, *(f"--env={name}" for name in variables)]
+    exit_code, last_line = _execute(words, os.environ | variables | fixed)
     if exit_code and last_line.startswith(REFUSAL):
         if is_new:
             shutil.rmtree(directory)
@@ -268,18 +276,13 @@ def _launch(infra: str, gpus: str | None, nodes: Mapping[str, int], settings: Ma
 
 
 def _command(
-    job_group: str | os.PathLike[str],
-    directory: Path,
-    shared_dir: str | os.PathLike[str],
-    nodes: Mapping[str, int],
-    variables: Iterable[str],
+    job_group: str | os.PathLike[str], directory: Path, shared_dir: str | os.PathLike[str], nodes: Mapping[str, int]
 ) -> list[str]:
-    """Return the local runner's command. The variables' values are in its environment, which no other user sees."""
+    """Return the local runner's command, without settings."""
     return [
         *(*GRPO, "run", str(job_group), "--small", "--by-program"),
         *("--run-id", directory.name, "--shared-dir", str(Path(shared_dir))),
         *(f"--num-nodes={task}={count}" for task, count in nodes.items()),
-        *(f"--env={name}" for name in variables),
     ]
 
 

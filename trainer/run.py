@@ -89,6 +89,7 @@ def run_rank() -> int:
         torch.set_num_threads(machine.threads(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         if settings.publish_transport is Transport.BROADCAST:
             match_engines_nccl()
+        tracker_of(settings)  # refuses one that cannot be used
         # Before the ranks join, because they wait for each other with a shorter deadline.
         for name in (settings.model_name, *settings.teacher_models):
             models.download_model(name)
@@ -114,7 +115,6 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
     """
     if ranks.on_main(lambda: has_succeeded(settings), ConfigurationError):
         return
-    ranks.on_main(lambda: tracker_of(settings), ConfigurationError)
     for caution in settings.cautions if ranks.is_main else ():
         log.warning(caution)
     settings, ranks, room = preflight(settings, ranks)

@@ -102,8 +102,8 @@ def main(
     secrets = spec.assignments(secret or [], "--secret")
     target = model or options.get("MODEL_NAME") or TrainerSettings.model_fields["model_name"].default
     size = Size(target, rollout_nodes, trainer_nodes, gpus, rollout_gpus)
-    file, chosen = job_group_of(options, asynchronous=asynchronous)
-    file = file if path is None else spec.find(path)
+    default, chosen = job_group_of(options, asynchronous=asynchronous)
+    file = default if path is None else spec.find(path)
     preset = None if stock else preset_of(options)
     os.environ |= secrets
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
@@ -118,14 +118,17 @@ def main(
         rehearsal.check(right, plan)
         if steps:
             rehearsal.run(steps, minutes)
-    command = ["grpo", "launch", "--model", target]
-    given = {"--gpus": gpus, "--rollout-gpus": rollout_gpus, "--rollout-nodes": rollout_nodes}
-    given |= {"--trainer-nodes": trainer_nodes}
-    command += [str(word) for option, value in given.items() if value is not None for word in (option, value)]
+    sizes = {"--gpus": gpus, "--rollout-gpus": rollout_gpus, "--rollout-nodes": rollout_nodes}
+    sizes |= {"--trainer-nodes": trainer_nodes}
+    command = ["grpo", "launch", "--model", target, *_words({name: [size] for name, size in sizes.items() if size})]
     command += [*["--async"] * asynchronous, *["--stock"] * stock]
-    for option, values in (("--env-file", env_file), ("--env", env), ("--secret", list(secrets))):
-        command += [str(word) for value in values or () for word in (option, value)]
+    command += _words({"--env-file": env_file or (), "--env": env or (), "--secret": [*secrets]})
     raise typer.Exit(rehearsal.verdict(shlex.join(command)))
+
+
+def _words(options: Mapping[str, Sequence[object]]) -> list[str]:
+    """Return the words of repeated options."""
+    return [word for name, values in options.items() for value in values for word in (name, str(value))]
 
 
 @dataclass
