@@ -263,6 +263,7 @@ def test_what_a_page_shows_must_have_been_printed() -> None:
 
 # Variables of other programs, placeholders of pages, and states of SkyPilot.
 NO_SETTINGS = {"HF_TOKEN", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
+NO_SETTINGS |= {"NAME", "TRACKIO_DIR", "MLFLOW_TRACKING_URI", "WANDB_API_KEY"}
 NO_SETTINGS |= {"EPISODE", "ADD", "MY_THRESHOLD", "JOB_ID", "NOT_READY", "FAILED_NO_RESOURCE", "FAILED_SETUP"}
 NO_SETTINGS |= {
     "OPENAI_BASE_URL",

@@ -38,7 +38,7 @@ def stages() -> dict[str, tuple[str, list[list[str]]]]:
 
 def requirements(command: str) -> tuple[set[str], set[str]]:
     """Return the extras and the other requirements that a command installs."""
-    [asked] = re.findall(r"'\.\[([\w,-]+)\]'", command)
+    [asked] = re.findall(r"""['"]\.\[([\w,-]+)(?:\$\{[^}]*\})?\]['"]""", command)
     return set(asked.split(",")), set(re.findall(r"'([a-z]+==[^']+)'", command))
 
 

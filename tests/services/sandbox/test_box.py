@@ -152,7 +152,8 @@ async def test_a_thousand_right_answers_leave_nothing(
     # A box may still be closing the descriptors of its last answer.
     await eventually(lambda: state() == warm and descriptors() <= then, told=lambda: f"{state()}, {descriptors()}")
     await pool.stop()
-    assert state() == before
+    # A thread of the event loop may still be closing what it had open.
+    await eventually(lambda: state() == before, told=lambda: f"{state()}, before {before}")
 
 
 async def _answers(pool: BoxPool) -> list[bytes]:
