@@ -50,7 +50,7 @@ class Nodes:
     mark: str = ""
     """The mark of the run's processes (``processes.MARK``); empty in a run of an earlier release."""
     kills: dict[str, int] = field(default_factory=dict)
-    """How often each node may be killed (``survived_kills``)."""
+    """The number of kills that each node survives (``survived_kills``)."""
 
     @property
     def is_here(self) -> bool:

@@ -143,7 +143,7 @@ class Rehearsal:
     small: stand_in.StandIn
     folder: Path
     changes: list[str] = field(default_factory=list)
-    """What to change, a sentence each."""
+    """The changes to make before the launch, a sentence each."""
     prompts: int = 2
     """Prompts of a step of the run here: at least one of each source."""
     is_refused: bool = False
