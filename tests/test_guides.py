@@ -17,6 +17,7 @@ The word after a block's language gives its kind:
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -219,7 +220,7 @@ def desk(tmp_path: Path, tiny_model: Path) -> Desk:
 # Half a minute and more each: several dry runs, each of which loads torch, a small training, a model that is served.
 NOT_SO_QUICK = {"agent", "asynchronous", "code", "data", "distillation", "environment", "explaining", "larger-model"}
 NOT_SO_QUICK |= {"one-gpu", "operating", "own-loss", "reasoning-gym", "rehearsing", "resuming", "reward-model", "rows"}
-NOT_SO_QUICK |= {"self-play"}
+NOT_SO_QUICK |= {"self-play", "sft", "skill", "sources"}
 QUICK = [
     pytest.param(page, marks=[pytest.mark.slow] if page in NOT_SO_QUICK else [])
     for page in sorted(PAGES.keys() - {"evaluation"})  # of which all is long
@@ -298,10 +299,14 @@ def test_skypilot_takes_the_options_of_the_guides() -> None:
             continue
         program, name, *words = shlex.split(command)
         assert program == "grpo", command
-        told = subprocess.run(
-            [sys.executable, "-m", "scripts.grpo", name, "--help"], capture_output=True, text=True, check=True
-        ).stdout
-        assert all(word in told for word in words if word.startswith("-")), command
+        assert all(word in help_of(name) for word in words if word.startswith("-")), command
+
+
+@functools.cache
+def help_of(name: str) -> str:
+    """Return the help text of a subcommand of grpo."""
+    command = [sys.executable, "-m", "scripts.grpo", name, "--help"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_kubectl_takes_the_commands_of_the_guides() -> None:

@@ -19,6 +19,7 @@ def images(notebook: nbformat.NotebookNode) -> list[str]:
     return [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_its_directory(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
