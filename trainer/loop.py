@@ -75,7 +75,12 @@ class TrainingLoop:
         self.publisher = Publisher(self.settings, self.services.thread, rank_calls.writer, rank_calls.write_policy)
         self.probe = Probe(self.publisher, rank_calls.learner.policy, rank_calls.logprobs)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.rank_calls, self.state)
-        self.profile = StepProfile(self.settings, rank_calls.ranks.device)
+        self.profile = StepProfile(
+            self.settings,
+            rank_calls.ranks.device,
+            self.services.begin_engine_profiles,
+            self.services.end_engine_profiles,
+        )
         self.computation = computation(rank_calls.learner.policy, rank_calls.ranks)
         self.changes = Changes(self.settings, self.state.changes)
 
@@ -111,7 +116,7 @@ class TrainingLoop:
                 raise InterruptedCallError from error
             raise
         finally:
-            self.profile.close(self.state.step)
+            self.profile.close()
             self.checkpoints.note_seconds()
         self.checkpoints.poll()
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Self, TypeVar
 
 from services.clients.teacher import TeacherClient
@@ -27,7 +28,7 @@ from services.protocol.prompts import Cursor, DataStats, Prompt
 from services.run_page.activity import Activity
 from trainer.collector import collect_sources
 from trainer.config import Mode, TrainerSettings
-from trainer.publishing.publisher import put_workers_to_sleep
+from trainer.publishing.publisher import begin_profiles, end_profiles, put_workers_to_sleep
 from trainer.rollouts.batch import Batch, FreshQueue, sample_groups
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import Evaluator
@@ -173,6 +174,16 @@ class ServiceCalls:
         """Have engines that share the trainer's GPU sleep until the next publication (ENGINE_SLEEPS)."""
         if self.settings.engine_sleeps:
             self.thread.call(put_workers_to_sleep(self.settings), interruptible=True)
+
+    def begin_engine_profiles(self, directory: Path) -> None:
+        """Have the engines record what they do, for traces in ``directory``."""
+        if self.settings.needs_engines:
+            self.thread.call(begin_profiles(self.settings, directory), interruptible=True)
+
+    def end_engine_profiles(self) -> None:
+        """Have the engines write their traces."""
+        if self.settings.needs_engines:
+            self.thread.call(end_profiles(self.settings))
 
     def acknowledge(self, priorities: dict[str, float]) -> None:
         """Tell the replay buffer which groups were trained on, and their priorities by group id."""

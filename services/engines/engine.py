@@ -248,6 +248,16 @@ class Engine(HttpClient, ABC):
     async def wake(self) -> None:
         """Have a sleeping engine take its memory back; generation stays paused. Nothing happens to others."""
 
+    # The part of PROFILE_STEPS.
+
+    @abstractmethod
+    async def begin_profile(self, directory: Path) -> None:
+        """Begin to record what processor and GPU do, for traces in ``directory``, which the engine makes."""
+
+    @abstractmethod
+    async def end_profile(self) -> None:
+        """End the recording, and write the traces."""
+
 
 def check_installed(module: str, extra: str, python: str | None = None) -> None:
     """Check that an interpreter, by default this one, has ``module``, which ``extra`` installs.

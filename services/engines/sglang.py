@@ -308,6 +308,14 @@ class SGLang(Engine):
             await self._ask("POST", "/resume_memory_occupation", {})
             await self._set_version(version.removesuffix(ASLEEP))
 
+    async def begin_profile(self, directory: Path) -> None:
+        """See Engine; each tensor-parallel rank writes a trace."""
+        await self._ask("POST", "/start_profile", {"output_dir": str(directory)})
+
+    async def end_profile(self) -> None:
+        """See Engine."""
+        await self._ask("POST", "/stop_profile")
+
     async def _replace_adapter(self, route: str, payload: dict[str, Any], version: int) -> None:
         # The generation is paused: for a request that names an unloaded adapter, SGLang would load the old one again.
         if await self.adapter_path() is not None:

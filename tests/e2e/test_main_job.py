@@ -1,5 +1,6 @@
 """The main job, whole: real processes of jobgroup.yaml's five tasks, the real router, a tiny model."""
 
+import gzip
 import json
 import math
 import re
@@ -65,14 +66,16 @@ def test_the_run_page_moves_with_the_run(watched):
 
 
 def test_the_profiled_steps_show_when_each_group_was_generated_and_scored(finished):
-    directory = finished.run_dir / "profile" / "steps-3-4"
+    directory = finished.run_dir / "profile" / "from-step-3"
     events = json.loads((directory / "timeline.json").read_bytes())["traceEvents"]
     tracks = [event["args"]["name"] for event in events if event["ph"] == "M"]
     groups = [track for track in tracks if track.startswith("group ")]
     samples = [json.loads(line) for line in (finished.run_dir / "samples.jsonl").read_text().splitlines()]
     prompts = {sample["group_id"] for sample in samples if sample["step"] in (3, 4)}
     assert {group.removeprefix("group ") for group in groups} >= prompts
-    assert (directory / "trace.json.gz").stat().st_size > 0
+    traces = [directory / "trace.json.gz", *directory.glob("engine-*/trace.json.gz")]
+    assert len(traces) == 3
+    assert all(b"aten::" in gzip.decompress(trace.read_bytes()) for trace in traces)
 
 
 def test_a_run_says_what_it_did(finished):

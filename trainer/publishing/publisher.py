@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 import shutil
 import time
 from collections import deque
@@ -57,8 +58,8 @@ WRITES = 4
 PUBLISH_SECONDS = 600.0
 """Longest wait for a worker to take a version, and for workers to come back. Even a slow volume (0.3 GB/s) gives a
 worker a model of 70B parameters, 140 GB, in less."""
-SLEEP_SECONDS = 60.0
-"""Longest wait for each answer of a worker that gives its memory away."""
+ANSWER_SECONDS = 60.0
+"""Longest wait for each answer of a worker that gives its memory away, or records a profile."""
 POLL_SECONDS = 0.2
 PROBE_SECONDS = 5.0
 """Longest wait for a worker to say which version it serves."""
@@ -421,13 +422,41 @@ async def put_workers_to_sleep(settings: TrainerSettings) -> None:
     Raises:
         DependencyLostError: the router does not answer.
     """
+    await _ask_workers(settings, "sleep", lambda _, engine: engine.sleep())
 
-    async def put_to_sleep(worker: Worker) -> None:
+
+async def begin_profiles(settings: TrainerSettings, directory: Path) -> None:
+    """Have every registered worker record what it does, for traces in a directory of its own in ``directory``.
+
+    Raises:
+        DependencyLostError: the router does not answer.
+    """
+
+    def begin(worker: Worker, engine: Engine) -> Awaitable[None]:
+        name = "engine-" + re.sub(r"[^0-9A-Za-z.]+", "-", worker.url.split("//")[-1])
+        return engine.begin_profile(directory / name)
+
+    await _ask_workers(settings, "record a profile", begin)
+
+
+async def end_profiles(settings: TrainerSettings) -> None:
+    """Have every registered worker write its traces.
+
+    Raises:
+        DependencyLostError: the router does not answer.
+    """
+    await _ask_workers(settings, "write its profile", lambda _, engine: engine.end_profile())
+
+
+async def _ask_workers(settings: TrainerSettings, what: str, ask: Callable[[Worker, Engine], Awaitable[None]]) -> None:
+    """Ask every registered worker for ``what`` at once; what one refuses is a line in the log."""
+
+    async def ask_one(worker: Worker) -> None:
         try:
-            async with worker.engine(settings.token, timeout=SLEEP_SECONDS) as engine:
-                await engine.sleep()
+            async with worker.engine(settings.token, timeout=ANSWER_SECONDS) as engine:
+                await ask(worker, engine)
         except (WorkerRefusedError, DependencyLostError) as error:
-            log.warning("worker does not sleep and keeps its memory", url=worker.url, reason=str(error))
+            log.warning(f"a worker does not {what}", url=worker.url, reason=str(error))
 
     async with RouterAdmin(token=settings.token) as router:
-        await asyncio.gather(*map(put_to_sleep, await router.workers()))
+        await asyncio.gather(*map(ask_one, await router.workers()))

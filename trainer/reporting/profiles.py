@@ -1,16 +1,19 @@
-"""The profile of a few steps (PROFILE_STEPS): torch's trace, a snapshot of GPU memory, a timeline of phases and groups.
+"""Profiles of a few steps (PROFILE_STEPS): traces of trainer and engines, GPU memory, a timeline of phases and groups.
 
 All are files that Perfetto (ui.perfetto.dev) or, for the snapshot, pytorch.org/memory_viz shows.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import orjson
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.timeline import TIMELINE
 from trainer.config import TrainerSettings
@@ -25,18 +28,37 @@ ALLOCATIONS = 200_000
 
 
 class StepProfile:
-    """The recorder of the steps of PROFILE_STEPS, in the process of rank 0."""
+    """The recorder of the steps of PROFILE_STEPS, in the process of rank 0, and of what the engines do meanwhile."""
 
-    def __init__(self, settings: TrainerSettings, device: torch.device) -> None:
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        device: torch.device,
+        begin_engines: Callable[[Path], None],
+        end_engines: Callable[[], None],
+    ) -> None:
+        """Make a recorder.
+
+        Args:
+            settings: PROFILE_STEPS and the run directory.
+            device: the device of this rank.
+            begin_engines: has the engines begin to record, for traces in the directory given.
+            end_engines: has them write these.
+        """
         self._steps = steps_of(settings.profile_steps)
-        self._directory = settings.run_dir / DIRECTORY
+        self._root = settings.run_dir / DIRECTORY
         self._on_gpu = device.type == "cuda"
+        self._begin_engines, self._end_engines = begin_engines, end_engines
+        self._directory = self._root
         self._profile: profile | None = None
 
     def begin(self, step: int) -> None:
         """Begin to record, if ``step`` is one of the steps and nothing is recorded yet."""
         if step not in self._steps or self._profile is not None:
             return
+        self._directory = self._root / f"from-step-{step}"
+        with _logged("the engines are not profiled"):
+            self._begin_engines(self._directory)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         self._profile = profile(activities=activities, profile_memory=True)
         self._profile.start()
@@ -47,27 +69,33 @@ class StepProfile:
     def end(self, step: int) -> None:
         """Write the files after the last of the steps."""
         if self._profile is not None and step + 1 not in self._steps:
-            self.close(step)
+            self.close()
 
-    def close(self, step: int) -> None:
-        """Write the files of what has been recorded, up to ``step``; a full disk costs the profile and not the run."""
+    def close(self) -> None:
+        """Write the files of what has been recorded; a full disk or a lost engine costs its profile and not the run."""
         if self._profile is None:
             return
         recorded, self._profile = self._profile, None
         recorded.stop()
         events = TIMELINE.end()
-        directory = self._directory / f"steps-{self._steps.start}-{step}"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(directory / "trace.json.gz"))
-            (directory / "timeline.json").write_bytes(orjson.dumps({"traceEvents": events}))
+        with _logged("the engines' profiles are not written"):
+            self._end_engines()
+        with _logged("the profile is not written"):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(self._directory / "trace.json.gz"))
+            (self._directory / "timeline.json").write_bytes(orjson.dumps({"traceEvents": events}))
             if self._on_gpu:
-                torch.cuda.memory._dump_snapshot(str(directory / "memory.pickle"))
-        except OSError as error:
-            log.error("the profile is not written", directory=str(directory), reason=str(error))
-            return
-        finally:
-            if self._on_gpu:
-                with suppress(RuntimeError):
-                    torch.cuda.memory._record_memory_history(enabled=None)
-        log.info("profile written", directory=str(directory))
+                torch.cuda.memory._dump_snapshot(str(self._directory / "memory.pickle"))
+            log.info("profile written", directory=str(self._directory))
+        if self._on_gpu:
+            with suppress(RuntimeError):
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Log what a full disk or a lost service costs."""
+    try:
+        yield
+    except (OSError, DependencyLostError) as error:
+        log.error(what, reason=str(error))

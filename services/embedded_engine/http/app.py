@@ -42,6 +42,7 @@ def create_app(settings: EngineSettings) -> FastAPI:
     sglang_routes.add_generation_routes(app)
     sglang_routes.add_information_routes(app)
     weight_routes.add_pause_routes(app)
+    weight_routes.add_profile_routes(app)
     weight_routes.add_disk_route(app)
     weight_routes.add_group_routes(app)
     weight_routes.add_broadcast_routes(app)

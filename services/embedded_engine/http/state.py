@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from fastapi import Request as HttpRequest
@@ -38,6 +39,8 @@ class EngineState:
     """Seconds since 1970."""
     adapter_path: str = ""
     """The directory of the LoRA adapter in use, if any, or SGLang's word for an adapter that came as tensors."""
+    profile_directory: Path = Path()
+    """The directory of the profile that is being recorded, if any."""
     warned_of: set[str] = field(default_factory=set)
     """The parts of requests that the chat template drops and of which the log has already warned."""
     update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)

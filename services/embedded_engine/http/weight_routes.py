@@ -1,4 +1,4 @@
-"""SGLang's routes that pause generation, change weights, and load LoRA adapters.
+"""SGLang's routes that pause generation, change weights, load LoRA adapters, and record a profile.
 
 Weights and version change together, between two steps, as a whole or not at all. One adapter can be loaded at a time;
 it replaces no weights.
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -31,6 +31,7 @@ from services.http.problems import ProblemError
 from services.protocol.base import StrictModel
 
 log = get_logger(__name__)
+T = TypeVar("T")
 
 
 DEFAULT_GROUP = "weight_update_group"
@@ -40,6 +41,12 @@ class PauseRequest(BaseModel):
     """Body of /pause_generation."""
 
     mode: PauseMode = "abort"
+
+
+class StartProfile(BaseModel):
+    """Body of /start_profile."""
+
+    output_dir: str = Field(min_length=1)
 
 
 class UpdateFromDisk(BaseModel):
@@ -123,6 +130,35 @@ def add_pause_routes(app: FastAPI) -> None:
         """Drop cached prompts; refused while requests run."""
         await _or_400(state_of(http).engine.flush())
         return JsonResponse({"success": True, "message": "cache flushed"})
+
+
+def add_profile_routes(app: FastAPI) -> None:
+    """Add the routes that record a profile of the engine's thread."""
+
+    @app.post("/start_profile", tags=["control"])
+    async def start_profile(body: StartProfile, http: Request) -> Response:
+        """Begin to record what the processor does; refused while something is recorded."""
+        state = state_of(http)
+        await _or_400(state.engine.begin_profile())
+        state.profile_directory = Path(body.output_dir)
+        return JsonResponse({"success": True, "message": "profile begun"})
+
+    @app.post("/stop_profile", tags=["control"])
+    async def stop_profile(http: Request) -> Response:
+        """Write ``trace.json.gz`` to the directory of /start_profile; refused if nothing is recorded."""
+        state = state_of(http)
+        recorded = await _or_400(state.engine.end_profile())
+        path = state.profile_directory / "trace.json.gz"
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(path))
+
+        try:
+            await in_background(write)
+        except OSError as error:
+            raise ProblemError(507, f"the profile is not written: {error}") from error
+        return JsonResponse({"success": True, "message": f"profile written to {path}"})
 
 
 def add_disk_route(app: FastAPI) -> None:
@@ -235,10 +271,10 @@ def add_broadcast_routes(app: FastAPI) -> None:
             return await _reply_to("broadcast update closed", end)
 
 
-async def _or_400(done: Future[None]) -> None:
-    """Wait for a call to the engine; a refusal of the engine is an answer with status 400."""
+async def _or_400(done: Future[T]) -> T:
+    """Return the result of a call to the engine; a refusal of the engine is an answer with status 400."""
     try:
-        await wait_for(done)
+        return await wait_for(done)
     except NotIdleError as error:
         raise ProblemError(400, str(error)) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 import time
 from collections.abc import Sequence
@@ -14,11 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
+from services.engines.engine import WorkerRefusedError
 from services.engines.router import RouterAdmin
 from services.protocol.rewards import FinishReason
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance
-from tests.waiting import IDLE_SECONDS
+from tests.waiting import IDLE_SECONDS, eventually
 
 PROMPT = [5, 12, 6, 14]  # "3+4*"
 END = 1
@@ -234,3 +236,15 @@ def test_a_worker_tells_what_it_serves(server: Nodes) -> None:
     metrics = server.get(server.worker(), "/metrics")
     assert metrics.status_code == 200
     assert "# TYPE" in metrics.text
+
+
+async def test_a_profile_shows_what_the_engine_computed(server: Nodes, tmp_path: Path) -> None:
+    async with server.admin() as worker:
+        with pytest.raises(WorkerRefusedError):
+            await worker.end_profile()
+        await worker.begin_profile(tmp_path / "profile")
+        generate(server)
+        await worker.end_profile()
+    # SGLang answers before its trace is written.
+    [trace] = await eventually(lambda: list((tmp_path / "profile").glob("*trace.json.gz")))
+    await eventually(lambda: b"aten::" in gzip.decompress(trace.read_bytes()))

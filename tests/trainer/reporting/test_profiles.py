@@ -10,7 +10,7 @@ import orjson
 import pytest
 import torch
 
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.timeline import TIMELINE
 from trainer.config import TrainerSettings
 from trainer.reporting.profiles import StepProfile
@@ -19,7 +19,9 @@ from trainer.reporting.step_metrics import StepClock
 
 def test_the_steps_of_the_range_are_recorded_and_no_others(tmp_path: Path) -> None:
     settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", profile_steps="2:3")
-    profile, clock = StepProfile(settings, torch.device("cpu")), StepClock()
+    asked: list[Path | None] = []
+    profile = StepProfile(settings, torch.device("cpu"), asked.append, lambda: asked.append(None))
+    clock = StepClock()
     for step in range(1, 5):
         profile.begin(step)
         clock.enter("generate")
@@ -28,7 +30,8 @@ def test_the_steps_of_the_range_are_recorded_and_no_others(tmp_path: Path) -> No
         TIMELINE.add(f"group 0-{step}", "generate", began, time.perf_counter())
         clock.enter("train")
         profile.end(step)
-    directory = settings.run_dir / "profile" / "steps-2-3"
+    directory = settings.run_dir / "profile" / "from-step-2"
+    assert asked == [directory, None]
     events = orjson.loads((directory / "timeline.json").read_bytes())["traceEvents"]
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     spans = [(tracks[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
@@ -37,16 +40,20 @@ def test_the_steps_of_the_range_are_recorded_and_no_others(tmp_path: Path) -> No
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events if event["ph"] == "X")
     trace = orjson.loads(gzip.decompress((directory / "trace.json.gz").read_bytes()))
     assert [event["name"] for event in trace["traceEvents"]].count("aten::mm") == 2
-    assert [path.name for path in directory.parent.iterdir()] == ["steps-2-3"]
+    assert [path.name for path in directory.parent.iterdir()] == ["from-step-2"]
 
 
-def test_a_run_that_ends_within_the_range_has_what_was_recorded(tmp_path: Path) -> None:
+def test_a_run_that_ends_within_the_range_and_has_lost_its_engines_has_what_was_recorded(tmp_path: Path) -> None:
     settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", profile_steps="2:9")
-    profile = StepProfile(settings, torch.device("cpu"))
+
+    def lost(*_: Path) -> None:
+        raise DependencyLostError("the router does not answer")
+
+    profile = StepProfile(settings, torch.device("cpu"), lost, lost)
     profile.begin(2)
     profile.end(2)
-    profile.close(2)
-    assert (settings.run_dir / "profile" / "steps-2-2" / "timeline.json").exists()
+    profile.close()
+    assert (settings.run_dir / "profile" / "from-step-2" / "timeline.json").exists()
 
 
 @pytest.mark.parametrize("steps", ["0", "3:2", "1:", "a", "1:2:3", "-1"])
