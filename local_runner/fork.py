@@ -77,7 +77,10 @@ def main(
     where = Path(read_object(parent / LAUNCH)["directory"])
     if not is_whole:
         fork.train_up_to(command, where)
-    raise typer.Exit(subprocess.call(in_this_python([*command, *changed]), cwd=where))
+    # The run takes this process, so that Ctrl-C reaches it alone, and its exit code is this command's.
+    sys.stdout.flush()
+    os.chdir(where)
+    os.execv(sys.executable, in_this_python([*command, *changed]))
 
 
 @dataclass(frozen=True)

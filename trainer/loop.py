@@ -16,7 +16,7 @@ from services.core.logs import get_logger
 from services.core.settings import Method
 from services.core.tasks import InterruptedCallError
 from services.protocol.groups import Group
-from services.run_page.directory import of_sources
+from services.run_page.directory import CHANGES, of_sources
 from trainer.algorithm.gae import critic_metrics
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.teachers import is_taught, teacher_metrics, with_teacher
@@ -75,12 +75,7 @@ class TrainingLoop:
         self.publisher = Publisher(self.settings, self.services.thread, rank_calls.writer, rank_calls.write_policy)
         self.probe = Probe(self.publisher, rank_calls.learner.policy, rank_calls.logprobs)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.rank_calls, self.state)
-        self.profile = StepProfile(
-            self.settings,
-            rank_calls.ranks.device,
-            self.services.begin_engine_profiles,
-            self.services.end_engine_profiles,
-        )
+        self.profile = StepProfile(self.settings, rank_calls.ranks.device, self.services)
         self.computation = computation(rank_calls.learner.policy, rank_calls.ranks)
         self.changes = Changes(self.settings, self.state.changes)
 
@@ -180,7 +175,13 @@ class TrainingLoop:
                 if "max_steps" in values:
                     limit = cast("int", values["max_steps"]) or math.inf
                     steps = min(limit, self.total_prompts / self.settings.batch_size)
-                self.rank_calls.change_settings(values, int(steps))
+                try:
+                    self.rank_calls.change_settings(values, int(steps))
+                except ConfigurationError as error:
+                    raise ConfigurationError(
+                        f"{self.settings.run_dir / CHANGES} has a change for step {change.step} that does not fit the "
+                        f"settings of this start: {error}. Start the run with the settings that it had, or fork it"
+                    ) from error
                 self.total_steps = self.status.total_steps = int(steps)
                 self.files.write_config()
                 shown = {name.upper(): value for name, value in values.items()}

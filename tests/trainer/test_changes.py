@@ -174,6 +174,16 @@ def test_a_start_with_another_value_replaces_a_change_and_one_with_the_old_value
     assert [head.get("entropy_coef") for head in heads] == [None] + [0.1] * 5
 
 
+def test_a_start_that_a_change_does_not_fit_names_the_record_of_changes(
+    alone: Ranks, model: Path, tmp_path: Path
+) -> None:
+    train(alone, model, tmp_path, "r", {1: {"dual_clip": 3.0}}, killed=3)
+    with pytest.raises(
+        ConfigurationError, match=r"r/changes\.jsonl has a change for step 2 that does not fit .*DUAL_CLIP"
+    ):
+        train(alone, model, tmp_path, "r", loss="cispo")
+
+
 def test_fewer_and_more_steps_end_the_run_earlier_and_later(alone: Ranks, model: Path, tmp_path: Path) -> None:
     train(alone, model, tmp_path, "fewer", {2: {"max_steps": 4}})
     assert len(lines(tmp_path / "runs/fewer")) == 4

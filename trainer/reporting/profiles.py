@@ -5,9 +5,10 @@ All are files that Perfetto (ui.perfetto.dev) or, for the snapshot, pytorch.org/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 import orjson
 import torch
@@ -27,28 +28,25 @@ ALLOCATIONS = 200_000
 """Most allocations that the snapshot of the GPU's memory has, the newest."""
 
 
+class Engines(Protocol):
+    """The engines of a run; both methods may raise DependencyLostError."""
+
+    def begin_engine_profiles(self, directory: Path) -> None:
+        """Have them begin to record, for traces in ``directory``."""
+
+    def end_engine_profiles(self) -> None:
+        """Have them write their traces."""
+
+
 class StepProfile:
     """The recorder of the steps of PROFILE_STEPS, in the process of rank 0, and of what the engines do meanwhile."""
 
-    def __init__(
-        self,
-        settings: TrainerSettings,
-        device: torch.device,
-        begin_engines: Callable[[Path], None],
-        end_engines: Callable[[], None],
-    ) -> None:
-        """Make a recorder.
-
-        Args:
-            settings: PROFILE_STEPS and the run directory.
-            device: the device of this rank.
-            begin_engines: has the engines begin to record, for traces in the directory given.
-            end_engines: has them write these.
-        """
+    def __init__(self, settings: TrainerSettings, device: torch.device, engines: Engines) -> None:
+        """Make a recorder of the steps of PROFILE_STEPS on this rank's device."""
         self._steps = steps_of(settings.profile_steps)
         self._root = settings.run_dir / DIRECTORY
         self._on_gpu = device.type == "cuda"
-        self._begin_engines, self._end_engines = begin_engines, end_engines
+        self._engines = engines
         self._directory = self._root
         self._profile: profile | None = None
 
@@ -58,7 +56,7 @@ class StepProfile:
             return
         self._directory = self._root / f"from-step-{step}"
         with _logged("the engines are not profiled"):
-            self._begin_engines(self._directory)
+            self._engines.begin_engine_profiles(self._directory)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         self._profile = profile(activities=activities, profile_memory=True)
         self._profile.start()
@@ -79,7 +77,7 @@ class StepProfile:
         recorded.stop()
         events = TIMELINE.end()
         with _logged("the engines' profiles are not written"):
-            self._end_engines()
+            self._engines.end_engine_profiles()
         with _logged("the profile is not written"):
             self._directory.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(self._directory / "trace.json.gz"))
