@@ -92,9 +92,12 @@ class _Workers(BaseModel):
 class RouterAdmin(HttpClient):
     """The router's list of workers. An async context manager."""
 
-    def __init__(self, address: Endpoint | None = None, token: str | None = None) -> None:
+    def __init__(
+        self, address: Endpoint | None = None, token: str | None = None, *, deadline: float = ROUTER_SECONDS
+    ) -> None:
+        """Make a client of the router at an address, by default the job group's, which waits ``deadline`` seconds."""
         url = (address or endpoint(Task.ROLLOUT_SERVER)).url
-        super().__init__(url, token=token, service="router", timeout=10, deadline=ROUTER_SECONDS)
+        super().__init__(url, token=token, service="router", timeout=10, deadline=deadline)
         self._token = token
 
     async def workers(self) -> list[Worker]:

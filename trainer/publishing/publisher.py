@@ -295,7 +295,7 @@ class Publisher:
     async def drop_workers(self, workers: Sequence[Worker]) -> None:
         """Remove workers from the routing; their launchers bring them up to date and register them again."""
         WORKERS_DROPPED.inc(len(workers))
-        async with RouterAdmin(token=self.settings.token) as router:
+        async with router_of(self.settings) as router:
             for worker in workers:
                 await router.remove(worker.url)
 
@@ -376,7 +376,7 @@ class Publisher:
         selected: list[Worker] = []
         wanted = self.settings.min_workers
         try:
-            async with asyncio.timeout(PUBLISH_SECONDS), RouterAdmin(token=self.settings.token) as router:
+            async with asyncio.timeout(PUBLISH_SECONDS), router_of(self.settings) as router:
                 while True:
                     selected = await select(await router.workers())
                     if len(selected) >= wanted:
@@ -412,6 +412,11 @@ class AdapterTensors(Form):
     async def load(self, worker: Engine) -> None:
         """See Form."""
         await worker.load_adapter_from_tensors(self.config, self.tensors, self.version)
+
+
+def router_of(settings: TrainerSettings) -> RouterAdmin:
+    """Return a client of the router that waits for it as long as for any service."""
+    return RouterAdmin(token=settings.token, deadline=settings.service_deadline_seconds)
 
 
 async def put_workers_to_sleep(settings: TrainerSettings) -> None:
@@ -458,5 +463,5 @@ async def _ask_workers(settings: TrainerSettings, what: str, ask: Callable[[Work
         except (WorkerRefusedError, DependencyLostError) as error:
             log.warning(f"a worker does not {what}", url=worker.url, reason=str(error))
 
-    async with RouterAdmin(token=settings.token) as router:
+    async with router_of(settings) as router:
         await asyncio.gather(*map(ask_one, await router.workers()))
