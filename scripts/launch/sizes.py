@@ -193,6 +193,8 @@ def trainer_need(settings: TrainerSettings, shape: ModelShape, trainer: Tier, gp
     """
     limits = Limits(device=gpus.memory, host=_ENOUGH, shm=_ENOUGH, volume=_ENOUGH)
     machine = Machine(trainer.nodes, gpus.count, WEIGHT_BYTES, limits)
+    # A node has as much memory as is asked for, and so would always offload rather than take more nodes.
+    settings = settings.model_copy(update={"cpu_offload": settings.cpu_offload is True})
     try:
         return needed(shape, check(settings, shape, machine, _options(trainer, gpus)))
     except ConfigurationError as error:

@@ -349,6 +349,11 @@ class MemorySection(MemorySettings):
     """`true`: free gathered parameters between forward and backward and reduce gradients every micro-batch (least
     memory). `false`: gather and reduce once a step (least traffic). `auto`: what a GPU's memory allows; `true` on a
     CPU. The state is sharded within a node and replicated between nodes if it fits, and otherwise sharded over all."""
+    cpu_offload: bool | Literal["auto"] = "auto"
+    """`true`: on GPUs, keep the state (master weights, gradients, AdamW's moments, frozen models) in host memory, take
+    optimizer steps there, and copy each layer to the GPU when it computes. `auto`: only if nothing else fits, and never
+    with LORA_RANK, whose state is small. It needs 16 bytes of host memory a parameter, and as many copied to and from
+    the GPU in each micro-batch."""
 
 
 class PublishingSection(Settings):

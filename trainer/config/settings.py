@@ -329,6 +329,21 @@ def engines_can_sleep(settings: TrainerSettings) -> None:
         )
 
 
+def state_can_be_offloaded(settings: TrainerSettings) -> None:
+    """Check that CPU_OFFLOAD saves what it is set for."""
+    if settings.cpu_offload is not True:
+        return
+    if settings.lora_rank:
+        raise ValueError(
+            "CPU_OFFLOAD is set, but the state of adapters is small (LORA_RANK); unset CPU_OFFLOAD, and shard the base "
+            "over more GPUs if it does not fit"
+        )
+    if settings.shard_parameters is False:
+        raise ValueError(
+            "CPU_OFFLOAD is set, but SHARD_PARAMETERS=false keeps all parameters gathered on the GPU; set it to auto"
+        )
+
+
 def episodes_fit(settings: TrainerSettings) -> None:
     """Check that what only completions, or only answers of several turns, have is set for those."""
     if settings.overlong_buffer and settings.way.has_turns:
@@ -494,6 +509,7 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     lengths_fit,
     target_is_compared,
     engines_can_sleep,
+    state_can_be_offloaded,
     check_way,
     episodes_fit,
     methods_exist,

@@ -81,10 +81,11 @@ def _gather_bucket(parameters: Mapping[str, DTensor], rounding: Rounding) -> dic
     rows = {name: -(-p.shape[0] // n_ranks) for name, p in parameters.items()}
     shapes = {name: (rows[name], *p.shape[1:]) for name, p in parameters.items()}
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
-    device = next(iter(parameters.values())).device
+    # CPU_OFFLOAD keeps shards in host memory, where a collective takes many times as long.
+    device = torch.device(next(iter(parameters.values())).device_mesh.device_type)
     sent = torch.zeros(sum(sizes), dtype=rounding.dtype, device=device)
     for size, place, (name, parameter) in zip(sizes, sent.split(sizes), parameters.items(), strict=True):
-        shard = parameter.to_local().detach().flatten()
+        shard = parameter.to_local().detach().flatten().to(device)
         place[: len(shard)].copy_(rounding(plain_name(name), shard, rank * size))
     received = [torch.empty_like(sent) for _ in range(n_ranks)] if rank == 0 else None
     # As bytes, because not every backend gathers every type of numbers.

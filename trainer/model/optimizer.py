@@ -148,11 +148,11 @@ def _clip(module: nn.Module, largest_norm: float) -> Tensor:
 
 
 def _all_finite(diagnostics: Diagnostics, norm: Tensor, ranks: Ranks) -> Tensor:
-    """Return whether the loss of all ranks and the gradient's norm are finite, a scalar bool on the device."""
+    """Return whether the loss of all ranks and the gradient's norm are finite, a scalar bool beside the gradients."""
     loss = diagnostics.sums.get("loss", torch.zeros_like(norm)).to(torch.float64, copy=True)
     if ranks.world_size > 1:
         dist.all_reduce(loss)
-    return loss.isfinite() & norm.isfinite()
+    return loss.isfinite().to(norm.device) & norm.isfinite()
 
 
 def is_finite(metrics: Mapping[str, float]) -> bool:

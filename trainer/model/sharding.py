@@ -10,6 +10,7 @@ the inverse permutation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 # The argument of FSDP's public set_custom_reduce_scatter; the class itself is not exported.
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -158,7 +159,7 @@ def shard(
     Args:
         module: the module, with data on rank 0 only.
         decoder: the part of it with the list of layers; each layer is sharded by itself.
-        settings: SHARD_PARAMETERS, and selective recomputation.
+        settings: SHARD_PARAMETERS, CPU_OFFLOAD, and selective recomputation.
         ranks: all ranks.
         chosen: the type of numbers to compute with. A value head computes in float32.
         has_checkpointing: recompute whole layers in the backward pass.
@@ -177,7 +178,7 @@ def shard(
     state = module.state_dict() if ranks.is_main and ranks.world_size > 1 else {}
     _fully_shard(module, layers, settings, ranks, chosen)
     if ranks.world_size > 1:
-        _receive(module, state, ranks)
+        _receive(module, state, ranks, has_offload=settings.cpu_offload is True)
 
 
 def _decoder_layers(decoder: PreTrainedModel) -> list[nn.Module]:
@@ -218,14 +219,17 @@ def _fully_shard(
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, chosen.compute_type), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    frees = settings.shard_parameters is not False
+    frees, offload = settings.shard_parameters is not False, OffloadPolicy()
+    if settings.cpu_offload is True:
+        offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+    apply = partial(fully_shard, mesh=ranks.mesh, offload_policy=offload)
     for layer in layers:
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=frees)
+        apply(layer, mp_policy=precision, reshard_after_forward=frees)
     heads = [part for part in module.modules() if isinstance(part, ValueHead)]
     for head in heads:
         exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-        fully_shard(head, mesh=ranks.mesh, mp_policy=exact, reshard_after_forward=False)
-    fully_shard(module, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
+        apply(head, mp_policy=exact, reshard_after_forward=False)
+    apply(module, mp_policy=precision, reshard_after_forward=False)
     if ranks.device.type == "cpu":
         for part in (*layers, *heads, module):
             cast("FSDPModule", part).set_custom_reduce_scatter(PairwiseReduceScatter())
@@ -233,10 +237,12 @@ def _fully_shard(
             cast("FSDPModule", part).set_force_sum_reduction_for_comms(ranks.mesh.ndim > 1)
 
 
-def _receive(module: nn.Module, state: dict[str, Any], ranks: Ranks) -> None:
+def _receive(module: nn.Module, state: dict[str, Any], ranks: Ranks, *, has_offload: bool) -> None:
     """Receive a rank's shards of ``state``, which is empty on all ranks but rank 0, and the buffers."""
     if not ranks.is_main:
-        module.to_empty(device=ranks.device)
+        module.to_empty(device="cpu" if has_offload else ranks.device)
+        for part in module.modules():  # buffers are on the device in any case
+            part._buffers.update({name: x.to(ranks.device) for name, x in part._buffers.items() if x is not None})
     set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     # A state dict does not contain rotary frequencies, which are buffers.
     for buffer in module.buffers():

@@ -110,7 +110,15 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_n
             micro_batch_tokens=work.micro_batch_tokens,
             shard_parameters=work.frees_parameters,
             copies_of_the_state=work.replicas,
+            cpu_offload=work.has_offload,
         )
+        if work.has_offload and settings.cpu_offload == "auto":
+            resident = settings.model_copy(update={"cpu_offload": False})
+            ways = (*_settings_to_fit(resident, machine), *_nodes_to_fit(resident, machine, name_nodes))
+            log.warning(
+                "preflight: no GPU holds the state, so it stays in host memory, and steps take longer",
+                without_it=_first_fitting(shape, work, iter(ways)) or "more or larger GPUs",
+            )
     for place in PLACES:
         if not _fits(need, work, limits, place):
             resumes = place == "volume" and any(settings.checkpoint_dir.glob("step-[0-9]*"))
@@ -199,13 +207,14 @@ def _remedy(
     kinds = (
         _settings_to_fit(settings, machine),
         _nodes_to_fit(settings, machine, name_nodes),
+        _offload(settings, shape, machine),
         _adapters(settings, machine),
     )
-    by_settings, by_nodes, by_adapters = (_first_fitting(shape, work, ways) for ways in kinds)
+    by_settings, *others = (_first_fitting(shape, work, ways) for ways in kinds)
     if by_settings:
         return f"It fits with {by_settings}."
-    if by_nodes or by_adapters:
-        return f"It fits with {', or with '.join(filter(None, (by_nodes, by_adapters)))}."
+    if any(others):
+        return f"It fits with {', or with '.join(filter(None, others))}."
     return "No number of GPUs of this size holds it; choose a smaller model."
 
 
@@ -241,6 +250,15 @@ def _nodes_to_fit(settings: TrainerSettings, machine: Machine, name_nodes: NameN
         for gpus in NODE_GPUS:
             if gpus >= machine.ranks_per_node:
                 yield name_nodes(nodes, gpus), open_, replace(machine, nodes=nodes, ranks_per_node=gpus)
+
+
+def _offload(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Iterator[Way]:
+    """Yield the state in host memory, with the memory that a node then needs."""
+    if settings.lora_rank or settings.cpu_offload is True:
+        return
+    moved = _left_open(settings).model_copy(update={"cpu_offload": True})
+    host = needed(shape, chosen_work(moved, shape, machine)).total("host")
+    yield f"CPU_OFFLOAD=true and {gigabytes(host)} of host memory on each node", moved, machine
 
 
 def _adapters(settings: TrainerSettings, machine: Machine) -> Iterator[Way]:
@@ -302,6 +320,7 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
             "checkpointing": work.checkpointing,
             "tokens": work.micro_batch_tokens,
             "frees": work.frees_parameters,
+            "offload": work.has_offload,
             "record_groups": work.record_groups,
             "volume": needed(shape, work).total("volume") - work.record_bytes,
         }
@@ -311,6 +330,7 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
         "activation_checkpointing": choices["checkpointing"],
         "micro_batch_tokens": choices["tokens"],
         "shard_parameters": choices["frees"],
+        "cpu_offload": choices["offload"],
         "record_groups": choices["record_groups"],
     }
     room = VolumeRoom(settings.run_dir, choices["volume"])

@@ -67,6 +67,8 @@ class Work:
     """ACTIVATION_CHECKPOINTING."""
     frees_parameters: bool
     """SHARD_PARAMETERS."""
+    has_offload: bool = False
+    """CPU_OFFLOAD."""
     lora_rank: int = 0
     has_reference: bool = False
     """True with a second, frozen model."""
@@ -120,6 +122,8 @@ def needed(shape: ModelShape, work: Work) -> Need:
     }
     if work.device == "cpu":
         host |= {name: work.ranks_per_node * size for name, size in device.items()}
+    elif work.has_offload:
+        host["offloaded state"] = work.ranks_per_node * sum(_state(shape, work).values())
     if work.published_bytes == 2 and not work.lora_rank:
         # To measure which share of its change is published; in bfloat16, as most checkpoints are.
         host["weights before training"] = 2 * whole * work.replicas // work.nodes
@@ -150,29 +154,43 @@ def _weight_bytes(shape: ModelShape, work: Work) -> int:
 
 def _device(shape: ModelShape, work: Work) -> dict[str, int]:
     """Return the bytes of one rank at the fullest moment of a step."""
-    trained = _trained(shape, work)
     head = max(_head(shape, work) + _lesson(shape, work), _layer(shape, work), _root(shape, work))
     stored = work.tokens * shape.layers * stored_bytes(shape, work)
-    frozen_bytes = work.compute_bytes if work.device == "cuda" else 4
-    frozen = frozen_bytes * shape.parameters * work.has_reference
-    teachers = frozen_bytes * sum(teacher.parameters for teacher in shape.teachers)
-    critic = 4 * (2 + MOMENTS) * shape.parameters * work.has_critic
     # No backward pass frees what frozen models, and the critic for its values, have gathered before the policy does.
     models = [shape] * (1 + work.has_reference + work.has_critic) + [*shape.teachers]
     gathered = sum(model.root_parameters if work.frees_parameters else model.parameters for model in models)
-    parts = {
-        "weights": _weight_bytes(shape, work) // work.shards,
-        "gradients": 4 * trained // work.shards if work.frees_parameters else 4 * trained,
-        "moments": 4 * MOMENTS * trained // work.shards,
-        "reference": frozen // work.shards,
-        "teachers": teachers // work.shards,
-        "critic": critic // work.shards,
+    largest = max(shape.layer_parameters, shape.root_parameters)
+    state = (
+        {"offloaded shards": OFFLOAD_COPIES * 4 * largest // work.shards} if work.has_offload else _state(shape, work)
+    )
+    parts = state | {
         "gathered parameters": work.compute_bytes * gathered,
         "activations": stored,
         "logits and backward pass": head,
         "CUDA": CUDA_CONTEXT if work.device == "cuda" else 0,
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def _state(shape: ModelShape, work: Work) -> dict[str, int]:
+    """Return the bytes of a rank's shards of what lasts from step to step, and of the gradients."""
+    trained = _trained(shape, work)
+    frozen_bytes = work.compute_bytes if work.device == "cuda" else 4
+    frozen = frozen_bytes * shape.parameters * work.has_reference
+    teachers = frozen_bytes * sum(teacher.parameters for teacher in shape.teachers)
+    critic = 4 * (2 + MOMENTS) * shape.parameters * work.has_critic
+    return {
+        "weights": _weight_bytes(shape, work) // work.shards,
+        "gradients": 4 * trained // work.shards if work.frees_parameters else 4 * trained,
+        "moments": 4 * MOMENTS * trained // work.shards,
+        "reference": frozen // work.shards,
+        "teachers": teachers // work.shards,
+        "critic": critic // work.shards,
+    }
+
+
+OFFLOAD_COPIES = 3
+"""Float32 shards of a layer on a GPU at the same time: of two that are gathered, and of a reduced gradient."""
 
 
 def stored_bytes(shape: ModelShape, work: Work) -> int:
@@ -405,6 +423,7 @@ def work_of(
         published_copies=2 if settings.publish_transport is Transport.BROADCAST and not settings.lora_rank else 1,
         checkpointing=False if settings.activation_checkpointing == "auto" else settings.activation_checkpointing,
         frees_parameters=settings.shard_parameters is not False,
+        has_offload=settings.cpu_offload is True and memory > 0,
         lora_rank=settings.lora_rank,
         has_reference=settings.kl_coef > 0 and not settings.lora_rank,
         has_critic=settings.has_critic and settings.critic is CriticModel.OWN,
@@ -437,15 +456,27 @@ def choose(settings: TrainerSettings, shape: ModelShape, work: Work, limits: Lim
 
     Selective recomputation takes a twentieth more time. Halving the micro-batches takes about 2 % more, for FSDP's
     copies, while recomputing whole layers takes a quarter more, so the halves come first, unless MICRO_BATCH_TOKENS is
-    set. On a CPU ``auto`` is what takes least time for short completions: no checkpointing, a flat mesh.
+    set. On a CPU ``auto`` is what takes least time for short completions: no checkpointing, a flat mesh. CPU_OFFLOAD,
+    for which a node must have the memory, is the last choice.
     """
     ways = list(_ways(settings, work))
-    fitting = (way for way in ways if needed(shape, way).total("device") <= USABLE * limits.device)
-    return next(fitting, min(ways, key=lambda way: needed(shape, way).total("device")))
+
+    def fits(way: Work) -> bool:
+        need = needed(shape, way)
+        has_room = way.has_offload is ways[0].has_offload or need.total("host") <= limits.host
+        return has_room and need.total("device") <= USABLE * limits.device
+
+    asked = (way for way in ways if way.has_offload is ways[0].has_offload)
+    return next(filter(fits, ways), min(asked, key=lambda way: needed(shape, way).total("device")))
 
 
 def _ways(settings: TrainerSettings, work: Work) -> Iterator[Work]:
-    """Yield the work in every way that the settings leave open, the fastest first."""
+    """Yield the work in every way that the settings leave open, the fastest first, and CPU_OFFLOAD last."""
+    if settings.cpu_offload == "auto" and work.device == "cuda" and not settings.lora_rank:
+        kept = list(_ways(settings.model_copy(update={"cpu_offload": False}), work))
+        yield from kept
+        yield from (replace(way, has_offload=True) for way in kept if way.frees_parameters)
+        return
     asked, all_freeing = settings.activation_checkpointing, (False, True)
     freeing = all_freeing if settings.shard_parameters == "auto" else (settings.shard_parameters,)
     if work.device == "cpu":

@@ -198,6 +198,15 @@ def test_the_gradient_does_not_depend_on_ranks_and_micro_batches(model: Path, wh
             assert_same_weights(theirs.weights, ours.weights)
 
 
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_state_in_host_memory_takes_the_same_step_to_the_bit(model: Path, n_ranks: int) -> None:
+    cases = [{"micro_batch_tokens": 60, "kl_coef": 0.1, "cpu_offload": offload} for offload in (False, True)]
+    for resident, offloaded in run_on_ranks(n_ranks, rank_jobs.updates_of_many_shapes, model, cases, CUT):
+        assert offloaded.result.metrics == resident.result.metrics
+        assert offloaded.weights.keys() == resident.weights.keys()
+        assert all(np.array_equal(offloaded.weights[name], x) for name, x in resident.weights.items())
+
+
 def test_ranks_without_work_take_part(model: Path) -> None:
     groups = random_groups(4, n_groups=1, n_completions=2)
     with join_ranks() as ranks:

@@ -87,6 +87,22 @@ def test_a_state_that_one_node_cannot_hold_is_sharded_over_all() -> None:
     assert chosen("8B", 4, 2).replicas == 1
 
 
+def test_a_state_that_no_gpu_holds_is_kept_in_host_memory() -> None:
+    """32B on a node of eight: 16 bytes a parameter, and a checkpoint's copy of 12."""
+    shape, node = ModelShape.of(CONFIGS["32B"][1]), Machine(1, 8, 2, replace(ROOM, host=2000 * GIB, volume=8000 * GIB))
+    with structlog.testing.capture_logs() as logged:
+        work = check(settings(), shape, node)
+    [warning] = [line for line in logged if line["log_level"] == "warning"]
+    assert warning["without_it"].startswith("2 nodes of 8 GPUs")
+    assert (work.has_offload, work.frees_parameters) == (True, True)
+    need = needed(shape, work)
+    assert need.host["offloaded state"] == pytest.approx(16 * shape.parameters, rel=1e-6)
+    assert (
+        need.total("device") < 0.94 * ROOM.device < sum(needed(shape, replace(work, has_offload=False)).device.values())
+    )
+    assert not chosen("8B", 1, 8).has_offload, "a state that fits stays on the GPUs"
+
+
 def test_what_the_user_said_is_done() -> None:
     work = chosen("0.5B", 1, 8, activation_checkpointing=True, shard_parameters=True)
     assert (work.checkpointing, work.frees_parameters) == (True, True)
@@ -104,11 +120,15 @@ def test_a_cpu_with_little_memory_for_long_micro_batches_is_told_what_fits() -> 
     assert not any(line["log_level"] == "warning" for line in logged)
 
 
+OTHERS = r", or with CPU_OFFLOAD=true and 2\d\d.\d GiB of host memory on each node, or with LORA_RANK=32"
+
+
 @pytest.mark.parametrize(
     ("label", "nodes", "gpus", "limits", "given", "message"),
     [
-        ("8B", 1, 1, ROOM, {}, r"GPU memory .*It fits with 1 node of \d GPUs .*, or with LORA_RANK=32"),
-        ("0.5B", 1, 1, replace(ROOM, device=15 * 10**9), {}, r"GPU memory .*It fits with MICRO_BATCH_TOKENS="),
+        ("8B", 1, 1, replace(ROOM, host=128 * GIB), {}, r"GPU memory .*It fits with 1 node of \d GPUs .*" + OTHERS),
+        ("8B", 1, 1, ROOM, {"cpu_offload": False}, r"GPU memory .*It fits with 1 node of \d GPUs .*" + OTHERS),
+        ("0.5B", 1, 1, replace(ROOM, device=15 * 10**9, host=16 * GIB), {}, r"GPU .*It fits with MICRO_BATCH_TOKENS="),
         ("8B", 1, 8, ROOM, {"activation_checkpointing": False}, "It fits with ACTIVATION_CHECKPOINTING=auto"),
         ("8B", 2, 8, replace(ROOM, host=64 * GIB), {}, r"host memory .*`memory: \d+\+`"),
         ("8B", 2, 8, replace(ROOM, shm=64 << 20), {}, "Mount a memory volume of 1Gi at /dev/shm"),
@@ -116,7 +136,7 @@ def test_a_cpu_with_little_memory_for_long_micro_batches_is_told_what_fits() -> 
         ("8B", 2, 8, replace(ROOM, volume=400 * GIB), {}, "Set CHECKPOINTS_KEPT=1"),
         ("8B", 2, 8, ROOM, {"record_groups": 15_000}, r"\(recorded groups \d+.*Set RECORD_GROUPS=off, or give"),
     ],
-    ids=["GPUs", "micro-batch", "user's choice", "host", "shm", "volume", "checkpoints", "records"],
+    ids=["GPUs", "no offload", "micro-batch", "user's choice", "host", "shm", "volume", "checkpoints", "records"],
 )
 def test_what_cannot_fit_is_refused_with_what_would(
     label: str, nodes: int, gpus: int, limits: Limits, given: dict[str, Any], message: str
