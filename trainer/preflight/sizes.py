@@ -189,8 +189,8 @@ def _state(shape: ModelShape, work: Work) -> dict[str, int]:
     }
 
 
-OFFLOAD_COPIES = 3
-"""Float32 shards of a layer on a GPU at the same time: of two that are gathered, and of a reduced gradient."""
+OFFLOAD_COPIES = 2
+"""Float32 shards of a layer on a GPU at the same time: of weights that are gathered, and of a reduced gradient."""
 
 
 def stored_bytes(shape: ModelShape, work: Work) -> int:

@@ -1,0 +1,92 @@
+"""CPU_OFFLOAD on the pretended device: where the bytes are, and that copies do not wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from scripts.launch.models import CONFIGS
+from tests.pretend_cuda.learner import packed_sequences, pretended_policy, pretended_ranks, without_compilation
+from tests.pretend_cuda.seen import Seen
+from tests.pretend_cuda.test_memory import RANKS, SEQUENCE, TOKENS, with_layers
+from tests.pretend_cuda.test_step import is_copy_to_the_device
+from trainer.config import TrainerSettings
+from trainer.model.optimizer import make_optimizer
+from trainer.preflight import sizes
+from trainer.preflight.shape import ModelShape
+from trainer.preflight.sizes import CUDA_CONTEXT, needed, work_of
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True)
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Leave layers to eager execution, and return the tensors that are page-locked, which fake ones cannot be."""
+    tensors: list[Tensor] = []
+
+    def pin(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    without_compilation(monkeypatch)
+    monkeypatch.setattr(sizes, "layer_bytes", sizes.uncompiled_layer_bytes)
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    return tensors
+
+
+def settings_of(**changes: Any) -> TrainerSettings:
+    return TrainerSettings.load(
+        activation_checkpointing=True, shard_parameters=True, cpu_offload=True, batch_size=256, group_size=16,
+        micro_batch_tokens=TOKENS, **changes,
+    )  # fmt: skip
+
+
+def peak(layers: int) -> tuple[int, int]:
+    """Return the bytes of the device at the fullest moment of a step, with layers of 32B, and the preflight's."""
+    config, settings = with_layers(CONFIGS["32B"][1], layers), settings_of()
+    batch = packed_sequences(TOKENS, SEQUENCE)
+    with pretended_ranks(gpus=RANKS) as ranks, FakeTensorMode(allow_non_fake_inputs=True):
+        trained = pretended_policy(config, settings, ranks, has_checkpointing=True)
+        optimizer = make_optimizer(settings, trained)
+        batch = batch.to(ranks.device)
+        tracker: Any = MemTracker()
+        tracker.track_external(trained, optimizer)
+        with tracker:
+            trained(batch).logprobs.sum().backward()
+            assert all(p.grad is not None and p.grad.device.type == "cpu" for p in trained.parameters())
+            # Before the optimizer's step, whose operator is tried on whole tensors that do not exist.
+            snapshot = tracker.get_tracker_snapshot("peak")
+        optimizer.step()
+        assert {x.device.type for moments in optimizer.state.values() for x in moments.values()} == {"cpu"}
+    shape = ModelShape.of(config)
+    memory = torch.cuda.get_device_properties(0).total_memory
+    need = needed(shape, work_of(settings, shape, memory=memory, nodes=1, ranks_per_node=RANKS, compute_bytes=2))
+    found = next(x["Total"] for device, x in snapshot.items() if device.type == "cuda")
+    return found, need.total("device") - CUDA_CONTEXT
+
+
+def test_a_gpu_has_no_state_and_takes_the_bytes_that_the_preflight_says() -> None:
+    # With fewer layers the fullest moment is another one.
+    (few, expected), (more, _) = map(peak, (6, 7))
+    assert 0.8 * expected < few < expected, "too much or too little memory is asked for"
+    assert more - few == pytest.approx(2 * TOKENS * 5120, rel=0.01), "a layer adds its input, which is kept"
+
+
+def test_shards_are_copied_to_the_device_without_a_wait(pinned: list[Tensor]) -> None:
+    config, settings = with_layers(CONFIGS["0.5B"][1], 2), settings_of()
+    batch = packed_sequences(SEQUENCE, SEQUENCE)
+    with pretended_ranks(gpus=RANKS) as ranks, FakeTensorMode(allow_non_fake_inputs=True):
+        trained = pretended_policy(config, settings, ranks, has_checkpointing=False)
+        assert len(pinned) == len(list(trained.parameters()))
+        batch = batch.to(ranks.device)
+        with Seen() as seen:
+            trained(batch).logprobs.sum().backward()
+    copies = [call for call in seen.calls if is_copy_to_the_device(call)]
+    assert len(copies) > 2 * len(list(trained.parameters())) - 10
+    assert all(call.options.get("non_blocking") for call in copies)
