@@ -7,14 +7,13 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.services.core.hub_stand_in import MODEL, Hub
-from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
+from tests.services.core.hub_stand_in import MODEL, Hub, serving
+from tests.waiting import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples/demo.env"
@@ -177,15 +176,10 @@ def test_more_workers_than_engines_are_refused(here: Path, options: list[str], e
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The hub, which has one model and no dataset."""
     (tmp_path / "hub").mkdir()
-    with Hub(tmp_path / "hub") as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with serving(tmp_path / "hub", tmp_path / "cache") as (server, variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
         yield server
-        server.shutdown()
-        thread.join(IDLE_SECONDS)
 
 
 @pytest.mark.usefixtures("hub")

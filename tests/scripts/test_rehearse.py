@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -16,6 +19,7 @@ from scripts.rehearse import stand_in
 from scripts.rehearse.__main__ import main
 from services.chat.tokenizers import load_tokenizer, tokenizer_digest
 from tests.ports import free_port
+from tests.services.core.hub_stand_in import MODEL, serving
 from toys.models import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +103,21 @@ def test_a_model_of_a_type_that_the_engine_lacks_has_a_llama_as_stand_in(tmp_pat
     (model / "config.json").write_text(json.dumps(config))
     small = stand_in.make(str(model), tmp_path / "small")
     assert json.loads((small.directory / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_of_a_model_on_the_hub_everything_but_the_weights_is_downloaded(tmp_path: Path) -> None:
+    served = target(tmp_path / "served")
+    (served / "model.safetensors").write_bytes(b"16 GB")
+    command = ["rehearse", "--model", MODEL, "--gpus", "H100:8", "--steps", "0"]
+    command += ["--env", "BATCH_SIZE=4", "--env", "UPDATES_PER_BATCH=8"]
+    with serving(served, tmp_path / "cache") as (hub, variables):
+        environment = os.environ | variables
+        done = subprocess.run(
+            [sys.executable, "-m", "scripts.grpo", *command], env=environment, capture_output=True, text=True
+        )
+    finds((done.returncode, done.stdout), "UPDATES_PER_BATCH is 8; allowed is at most BATCH_SIZE (4)")
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= hub.fetched.keys()
+    assert "model.safetensors" not in hub.fetched
 
 
 def test_settings_that_do_not_fit_together_are_found_before_anything_is_read(tmp_path: Path) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import orjson
+
+from tests.waiting import IDLE_SECONDS
 
 MODEL = "team/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -34,6 +38,20 @@ class Hub(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+
+@contextmanager
+def serving(directory: Path, cache: Path) -> Iterator[tuple[Hub, dict[str, str]]]:
+    """Serve a directory; yield the hub, and the variables with which a process asks it and keeps files in ``cache``."""
+    with Hub(directory) as hub:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        variables = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(cache)}
+        yield hub, variables | {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        for event in hub.held.values():
+            event.set()
+        hub.shutdown()
+        thread.join(IDLE_SECONDS)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from services.core import models
 from services.core.errors import ConfigurationError
 from services.core.models import vocabulary_size
-from tests.services.core.hub_stand_in import COMMIT, MODEL, Hub
+from tests.services.core.hub_stand_in import COMMIT, MODEL, Hub, serving
 from tests.waiting import IDLE_SECONDS, wait_until
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"[]", "model.safetensors": bytes(range(256)) * 1000}
@@ -39,14 +39,8 @@ def served(tmp_path: Path) -> Iterator[Hub]:
     for name, content in FILES.items():
         (directory / name).write_bytes(content)
     (directory / "pytorch_model.bin").write_bytes(b"what nobody reads")
-    with Hub(directory) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(directory, tmp_path / "cache") as (server, _):
         yield server
-        for event in server.held.values():
-            event.set()
-        server.shutdown()
-        thread.join(IDLE_SECONDS)
 
 
 @pytest.fixture
