@@ -349,6 +349,10 @@ class MemorySection(MemorySettings):
     """`true`: free gathered parameters between forward and backward and reduce gradients every micro-batch (least
     memory). `false`: gather and reduce once a step (least traffic). `auto`: what a GPU's memory allows; `true` on a
     CPU. The state is sharded within a node and replicated between nodes if it fits, and otherwise sharded over all."""
+    context_parallel_size: int = Field(1, ge=1)
+    """Ranks that compute each micro-batch together, an equal part of its tokens each, so that a sequence may be longer
+    than one GPU holds; 1: off. MICRO_BATCH_TOKENS is then the part of one rank. It must divide the number of ranks and
+    of the model's attention heads, and divide the number of its key-value heads or be a multiple of that."""
 
 
 class PublishingSection(Settings):

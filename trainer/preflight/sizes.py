@@ -54,7 +54,7 @@ class Work:
     micro_batch_tokens: int
     """MICRO_BATCH_TOKENS."""
     tokens: int
-    """Tokens of the largest micro-batch."""
+    """Tokens of a rank in the largest micro-batch."""
     chunk_states: int
     """States whose logits exist at the same time."""
     compute_bytes: int
@@ -76,6 +76,8 @@ class Work:
     """TEACHER_JSD_BETA: the logits of policy and teacher are compared over the whole vocabulary."""
     checkpoints: int = 4
     """Checkpoints on the volume at the same time."""
+    context: int = 1
+    """CONTEXT_PARALLEL_SIZE."""
     record_groups: RecordGroups = "off"
     """The steps whose groups are recorded."""
     record_bytes: int = 0
@@ -387,14 +389,14 @@ def work_of(
         ranks_per_node: GPUs of a node, or 1.
         compute_bytes: bytes of a number in forward and backward passes.
     """
-    sequence = _longest(settings)
-    share = math.ceil(settings.batch_size * settings.largest_group / (nodes * ranks_per_node)) * sequence
+    sequence, context = _longest(settings), settings.context_parallel_size
+    share = math.ceil(settings.batch_size * settings.largest_group * context / (nodes * ranks_per_node)) * sequence
     return Work(
         device="cuda" if memory else "cpu",
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         replicas=1,
-        # A completion longer than MICRO_BATCH_TOKENS is a micro-batch by itself.
+        # A completion longer than the MICRO_BATCH_TOKENS of a context group is a micro-batch by itself.
         tokens=max(sequence, min(settings.micro_batch_tokens, share)),
         micro_batch_tokens=settings.micro_batch_tokens,
         chunk_states=max(LEAST_CUDA_CHUNK, memory // CUDA_MEMORY_SHARE // (shape.vocabulary * 4))
@@ -410,12 +412,13 @@ def work_of(
         has_critic=settings.has_critic and settings.critic is CriticModel.OWN,
         compares_vocabularies=bool(shape.teachers) and settings.teacher_jsd_beta is not None,
         checkpoints=_checkpoints(settings),
+        context=context,
     )
 
 
 def _longest(settings: TrainerSettings) -> int:
-    """Return the tokens of the longest sequence."""
-    return PROMPT_TOKENS + settings.longest_answer
+    """Return a rank's tokens of the longest sequence."""
+    return math.ceil((PROMPT_TOKENS + settings.longest_answer) / settings.context_parallel_size)
 
 
 def _checkpoints(settings: TrainerSettings) -> int:
