@@ -190,6 +190,7 @@ def _selected_bytes(shape: ModelShape, work: Work) -> int:
 
     The compiler chooses among whole results of products: those that together took the most operations of all that fit
     into its budget. It always computes attention and a mixture's experts again, but keeps the numbers of the experts.
+    What the ranks of a context group send to each other it always keeps.
     """
     size, hidden = work.compute_bytes, shape.hidden
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
@@ -200,7 +201,10 @@ def _selected_bytes(shape: ModelShape, work: Work) -> int:
         return math.ceil(budget)  # an upper bound: which of the adapters' products it keeps was not counted
     subsets = (list(compress(products, chosen)) for chosen in product((False, True), repeat=len(products)))
     sizes = ((sum(c * rows for c, rows in kept), size * sum(c for c, _ in kept)) for kept in subsets)
-    return max(one for one in sizes if one[1] <= budget)[1] + EXPERT_BYTES * shape.token_experts
+    received = 0
+    if work.context > 1:
+        received = size * (queries + 2 * keys) + _exchanged_bytes(shape, work)
+    return max(one for one in sizes if one[1] <= budget)[1] + EXPERT_BYTES * shape.token_experts + received
 
 
 def layer_bytes(shape: ModelShape, work: Work) -> int:
@@ -215,8 +219,19 @@ def layer_bytes(shape: ModelShape, work: Work) -> int:
     size, queries, keys = work.compute_bytes, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     head_norms = size * (queries + keys) + 4 * (shape.heads + shape.kv_heads) if shape.has_head_norms else 0
     others = 4 * (shape.heads + 2) + size * PROJECTIONS * work.lora_rank
-    others += shape.token_experts * (2 * size * shape.hidden + EXPERT_BYTES)
+    others += shape.token_experts * (2 * size * shape.hidden + EXPERT_BYTES) + _exchanged_bytes(shape, work)
     return size * (4 * shape.hidden + 2 * queries + 2 * keys + 3 * shape.intermediate) + head_norms + others
+
+
+def _exchanged_bytes(shape: ModelShape, work: Work) -> int:
+    """Return the bytes of a token that a layer keeps in addition because a context group exchanges tokens for heads.
+
+    It keeps the output of attention before and after the exchange, and key-value heads as often as ranks need them.
+    """
+    if work.context == 1:
+        return 0
+    copies = max(1, work.context // shape.kv_heads)
+    return work.compute_bytes * shape.head_size * (shape.heads + 2 * (copies - 1) * shape.kv_heads)
 
 
 PROJECTIONS = 7
@@ -237,7 +252,7 @@ def uncompiled_layer_bytes(shape: ModelShape, work: Work) -> int:
     attention = size * (2 * queries + 2 * keys)
     if work.device == "cpu":
         attention += size * (queries + 2 * KEYS_PER_TOKEN * keys)
-    return norms + head_norms + attention + 4 * size * shape.intermediate
+    return norms + head_norms + attention + 4 * size * shape.intermediate + _exchanged_bytes(shape, work)
 
 
 def _head(shape: ModelShape, work: Work) -> int:
