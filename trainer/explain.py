@@ -252,7 +252,9 @@ def _silences(
         for pieces, silences in zip(batches, watched.passes, strict=False)
         for sequence, silence in zip((s for piece in pieces for s in piece.sequences), silences, strict=bool(pieces))
     ]
-    for g, n, fields in (one for of_rank in learner.ranks.gather_json(mine) for one in of_rank):
+    # Every rank of a context group has the same.
+    by_share = learner.ranks.gather_json(mine)[:: learner.ranks.context.size]
+    for g, n, fields in (one for of_share in by_share for one in of_share):
         found[g][n] += Silence(**fields)
     return found
 

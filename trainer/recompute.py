@@ -94,7 +94,7 @@ class Recomputation:
         self.settings, then = _settings(run_dir, head), head.computation
         if then is not None:
             torch.set_num_threads(then.threads)
-            ranks = ranks.replicated(then.replicas)
+            ranks = ranks.replicated(then.replicas).in_contexts(self.settings.context_parallel_size)
         self.ranks, self.step = ranks, after
         torch.manual_seed(self.settings.seed)
         policy = load_policy(self.settings, ranks)

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from benchmarks.scaling.roofline import Kernel
 from tests.pretend_cuda.learner import packed_sequences
 from trainer.algorithm.attention_layout import TILE, tiles
+from trainer.algorithm.packing import ALONE, Context
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing
-from trainer.model.attention import TREE_ATTENTION
+from trainer.model.attention import TREE_ATTENTION, SharedLayout
 from trainer.model.sharding import GATHERED_EXPERTS, compile_layers
 
 PRODUCTS = {False: 2, True: 7}
@@ -57,16 +58,27 @@ def count_layer(
     return counted[False], counted[True]
 
 
-def kept_bytes(model: PretrainedConfig, tokens: int, sequence: int, checkpointing: Checkpointing) -> int:
-    """Return the bytes that a model's compiled layer keeps for the backward pass; weights and masks do not count."""
+def kept_bytes(
+    model: PretrainedConfig, tokens: int, sequence: int, checkpointing: Checkpointing, context: Context = ALONE
+) -> int:
+    """Return the bytes that a model's compiled layer keeps for the backward pass; weights and masks do not count.
+
+    Args:
+        model: the model.
+        tokens: tokens of the micro-batch, of which a rank of a context group has its part.
+        sequence: the length of its sequences.
+        checkpointing: see ``count_layer``.
+        context: the rank.
+    """
     layout: Any = packed_sequences(tokens, sequence).layout
     kept: dict[int, int] = {}
 
     def stop(graph: GraphLowering) -> None:
         raise _CountedError
 
-    with _compiled_layer(model, layout, stop, checkpointing) as (layer, compiled, (states, angles, mask)):
-        shared = [*layer.parameters(), *angles, *(part for part in mask.as_tuple() if isinstance(part, Tensor))]
+    with _compiled_layer(model, layout, stop, checkpointing, context) as (layer, compiled, (states, angles, mask)):
+        whole = mask.whole if isinstance(mask, SharedLayout) else mask
+        shared = [*layer.parameters(), *angles, *(part for part in whole.as_tuple() if isinstance(part, Tensor))]
         others = {part.untyped_storage()._cdata for part in shared}
 
         def keep(tensor: Any) -> Any:
@@ -84,11 +96,15 @@ def kept_bytes(model: PretrainedConfig, tokens: int, sequence: int, checkpointin
 
 @contextmanager
 def _compiled_layer(
-    model: PretrainedConfig, layout: Any, on_kernels: Callable[[GraphLowering], None], checkpointing: Checkpointing
+    model: PretrainedConfig,
+    layout: Any,
+    on_kernels: Callable[[GraphLowering], None],
+    checkpointing: Checkpointing,
+    context: Context = ALONE,
 ) -> Iterator[tuple[Any, Callable[..., Tensor], tuple[Tensor, tuple[Tensor, Tensor], Any]]]:
     """Yield a model's layer in bfloat16, its compiled form, and arguments; ``on_kernels`` ends each compilation."""
     one = type(model)(**{**model.to_dict(), "num_hidden_layers": 1, "layer_types": None})
-    tokens = len(layout.ends)
+    tokens = len(layout.ends) // context.size
     torch._dynamo.reset()
     with (
         TemporaryDirectory() as caches,
@@ -111,7 +127,9 @@ def _compiled_layer(
         def call(states: Tensor, angles: tuple[Tensor, Tensor], mask: Any) -> Tensor:
             return cast("Tensor", compiled(states, attention_mask=None, position_embeddings=angles, layout=mask))
 
-        yield layer, call, (states, cast("tuple[Tensor, Tensor]", angles), layout.each(Tensor.cuda).prepared())
+        mask = layout.each(Tensor.cuda).prepared()
+        mask = mask if context.size == 1 else SharedLayout(mask, context.group)
+        yield layer, call, (states, cast("tuple[Tensor, Tensor]", angles), mask)
 
 
 def _head_size(model: PretrainedConfig) -> int:

@@ -24,7 +24,7 @@ from tests.sequences import trained_sequence
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import save_model
 from trainer.algorithm.attention_layout import TreeMask
-from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
+from trainer.algorithm.packing import ALONE, Context, MicroBatch, TrainingGroup, pack
 from trainer.config import TrainerSettings
 from trainer.model import attention, loading, logprobs, policy, sharding
 from trainer.model.attention import TREE_ATTENTION
@@ -51,13 +51,13 @@ class _FirstRank(Ranks):
 
 
 @contextmanager
-def pretended_ranks(nodes: int = 1, gpus: int = 1) -> Iterator[Ranks]:
+def pretended_ranks(nodes: int = 1, gpus: int = 1, context: int = 1) -> Iterator[Ranks]:
     """Join a process group whose collectives move nothing, as rank 0 on cuda:0. Several nodes have a 2-D mesh."""
     world_size = nodes * gpus
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         flat = init_device_mesh("cuda", (world_size,))
-        yield _FirstRank(0, world_size, torch.device("cuda", 0), flat).replicated(nodes)
+        yield _FirstRank(0, world_size, torch.device("cuda", 0), flat).replicated(nodes).in_contexts(context)
     finally:
         dist.destroy_process_group()
 
@@ -110,15 +110,15 @@ def _adapted_on_the_device(model: PreTrainedModel, settings: TrainerSettings) ->
         return loading.with_adapters(model, settings)
 
 
-def packed_sequences(tokens: int, sequence: int) -> MicroBatch:
-    """Return a micro-batch of sequences of equal length, on the CPU."""
+def packed_sequences(tokens: int, sequence: int, context: Context = ALONE) -> MicroBatch:
+    """Return a rank's part of a micro-batch of sequences of equal length, on the CPU."""
     half = [trained_sequence([7] * (sequence - 1), [-1.0] * (sequence - 1), [0.1] * (sequence - 1))]
-    return pack([TrainingGroup([5, 5], half) for _ in range(tokens // sequence)], TreeMask)
+    return pack([TrainingGroup([5, 5], half) for _ in range(tokens // sequence)], TreeMask, context)
 
 
 @contextmanager
 def pretended_learner(
-    directory: Path, config: PretrainedConfig, *, nodes: int = 1, gpus: int = 1, **settings: Any
+    directory: Path, config: PretrainedConfig, *, nodes: int = 1, gpus: int = 1, context: int = 1, **settings: Any
 ) -> Iterator[Learner]:
     """Make a learner of a model on cuda:0, within FakeTensorMode. Layers must be traced whole, or their call raises.
 
@@ -127,6 +127,7 @@ def pretended_learner(
         config: the model.
         nodes: replicas of the sharded state.
         gpus: ranks over which the state is spread.
+        context: ranks of a context group.
         settings: settings of the trainer.
     """
     save_model(directory, config)
@@ -139,7 +140,7 @@ def pretended_learner(
             )
         return model
 
-    with pytest.MonkeyPatch.context() as patch, pretended_ranks(nodes, gpus) as ranks:
+    with pytest.MonkeyPatch.context() as patch, pretended_ranks(nodes, gpus, context) as ranks:
         # Values that do not exist cannot be digested, nor can kernels be made of what is never run.
         patch.setattr(policy, "load_model", on_the_device)
         patch.setattr(policy, "ValueHead", _ValueHead)

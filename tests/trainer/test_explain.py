@@ -103,14 +103,15 @@ def test_steps_with_a_critic_are_computed_again_to_the_bit(
     assert "loss" not in warm_up.metrics, "the policy stays"
 
 
-def train_and_explain(ranks: Ranks, model: Path, directory: Path) -> list[bytes]:
-    test_ppo.train(ranks, model, directory, "own", **ALL)
+def train_and_explain(ranks: Ranks, model: Path, directory: Path, context: int) -> list[bytes]:
+    test_ppo.train(ranks.in_contexts(context), model, directory, "own", **ALL, context_parallel_size=context)
     return [orjson.dumps(one.model_dump(mode="json")) for one in checked(directory / "runs" / "r", ranks, kept=2)]
 
 
 @pytest.mark.slow
-def test_two_ranks_compute_their_steps_again_to_the_bit(model: Path, tmp_path: Path) -> None:
-    first, second = run_on_ranks(2, train_and_explain, model, tmp_path)
+@pytest.mark.parametrize("context", [1, 2])
+def test_two_ranks_compute_their_steps_again_to_the_bit(model: Path, tmp_path: Path, context: int) -> None:
+    first, second = run_on_ranks(2, train_and_explain, model, tmp_path, context)
     for mine, theirs in zip(first, second, strict=True):
         a, b = Explanation.model_validate_json(mine), Explanation.model_validate_json(theirs)
         assert (a.silence, a.versions, a.metrics) == (b.silence, b.versions, b.metrics)

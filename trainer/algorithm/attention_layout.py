@@ -70,9 +70,9 @@ class AttentionLayout:
     """[T] int64: index of each packed token among the queries of all blocks, one after the other."""
 
     @staticmethod
-    def row_length(tokens: int) -> int:
-        """Return the length of a row with this number of tokens: no padding."""
-        return tokens
+    def row_length(tokens: int, parts: int = 1) -> int:
+        """Return the length of a row with this number of tokens in equal parts: no padding for one part."""
+        return -(-tokens // parts) * parts
 
     @classmethod
     def of(cls, ends: Tensor) -> AttentionLayout:
@@ -146,13 +146,13 @@ class TreeMask:
     that are seen in part, then for those seen whole; then the same of queries by key tile."""
 
     @staticmethod
-    def row_length(tokens: int) -> int:
-        """Return the length of a row with this number of tokens: whole tiles, at least two.
+    def row_length(tokens: int, parts: int = 1) -> int:
+        """Return the length of a row with this number of tokens: whole tiles in each equal part, at least two.
 
         So a compiled layer has one graph for rows of all lengths. A row of one token, of one tile, or with a tile in
         part would each have a graph of its own.
         """
-        return TILE * max(2, -(-tokens // TILE))
+        return TILE * parts * max(2, -(-tokens // (TILE * parts)))
 
     @classmethod
     def of(cls, ends: Tensor) -> TreeMask:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -126,9 +126,26 @@ FILLER = TrainingGroup(
 """A group of one token whose loss is 0."""
 
 
+class Context(NamedTuple):
+    """A rank's place in its context group, the ranks that compute each micro-batch together."""
+
+    group: str = ""
+    """The name of the process group; "" for a rank by itself."""
+    rank: int = 0
+    size: int = 1
+
+
+ALONE = Context()
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """T packed tokens of pieces with S completions, which have N trained tokens in all, predicted from U states."""
+    """T packed tokens of pieces with S completions, which have N trained tokens in all, predicted from U states.
+
+    A rank of a context group has an equal part of the packed tokens, one stretch of the row, and the states that its
+    tokens give: T and U count these, and M of the trained tokens are predicted from them. The layout, and all else that
+    belongs to the N trained tokens, is whole on every rank of the group.
+    """
 
     input_ids: Tensor
     """[T] int64."""
@@ -139,7 +156,7 @@ class MicroBatch:
     predict_rows: Tensor
     """[U] int64, ascending: the packed indices whose hidden states predict trained tokens."""
     state_ids: Tensor
-    """[N] int64 in [0, U): which of the states predicts each trained token. Where completions part, one predicts
+    """[M] int64 in [0, U): which of the states predicts each trained token. Where completions part, one predicts
     several."""
     targets: Tensor
     """[N] int64: the trained tokens."""
@@ -166,6 +183,31 @@ class MicroBatch:
     """The name of the source of each completion, S of them."""
     is_filler: bool = False
     """True for a micro-batch without loss: its rank has none left, but must take part in the collectives."""
+    context: Context = ALONE
+    own: Tensor | None = None
+    """[M] int64 in [0, N), ascending: the trained tokens that are predicted on this rank; None for all of them."""
+
+    def part(self, context: Context) -> MicroBatch:
+        """Return the part of a rank of a context group; the micro-batch is whole, and its row divisible by the size."""
+        if context.size == 1:
+            return self
+        length = len(self.input_ids) // context.size
+        start, end = context.rank * length, (context.rank + 1) * length
+        first, last = torch.searchsorted(self.predict_rows, torch.tensor([start, end])).tolist()
+        own = ((self.state_ids >= first) & (self.state_ids < last)).nonzero()[:, 0]
+        return replace(
+            self,
+            input_ids=self.input_ids[start:end],
+            position_ids=self.position_ids[start:end],
+            predict_rows=self.predict_rows[first:last] - start,
+            state_ids=self.state_ids[own] - first,
+            context=context,
+            own=own,
+        )
+
+    def of_own(self, numbers: Tensor) -> Tensor:
+        """Return those of the numbers [N] that belong to the M trained tokens which are predicted on this rank."""
+        return numbers if self.own is None else numbers.index_select(0, self.own)
 
     def pinned(self) -> MicroBatch:
         """Return a copy in memory that a CUDA device can read while the host continues."""
@@ -184,24 +226,27 @@ class MicroBatch:
 
 
 def pack(
-    pieces: Sequence[TrainingGroup], order: type[AttentionLayout] | type[TreeMask] = AttentionLayout
+    pieces: Sequence[TrainingGroup],
+    order: type[AttentionLayout] | type[TreeMask] = AttentionLayout,
+    context: Context = ALONE,
 ) -> MicroBatch:
     """Pack pieces into one micro-batch on the CPU; no pieces give a filler of one token whose loss is 0.
 
     Args:
         pieces: groups, or pieces of groups.
         order: how the micro-batch says which tokens see which: for attention on a CPU, or on CUDA.
+        context: the rank whose part of the micro-batch to return.
     """
     is_filler = not pieces
     if is_filler:
         pieces = [FILLER]
-    trees = _Trees(order.row_length(sum(piece.tokens for piece in pieces)))
+    trees = _Trees(order.row_length(sum(piece.tokens for piece in pieces), context.size))
     predicting = np.concatenate([rows for piece in pieces for rows in trees.add(piece)])
     predict_rows, state_ids = torch.from_numpy(predicting).unique(return_inverse=True)
     sequences = [sequence for piece in pieces for sequence in piece.sequences]
     groups = [piece for piece in pieces for _ in piece.sequences]
     lengths = torch.tensor([s.trained_tokens for s in sequences])
-    return MicroBatch(
+    whole = MicroBatch(
         input_ids=torch.from_numpy(trees.ids),
         position_ids=torch.from_numpy(trees.depths),
         layout=order.of(torch.from_numpy(trees.ends)),
@@ -221,6 +266,7 @@ def pack(
         sources=tuple(group.source for group in groups),
         is_filler=is_filler,
     )
+    return whole.part(context)
 
 
 def _per_token(sequences: Sequence[TokenSequence], name: str, dtype: Any = np.float32, *, missing: float = 0) -> Tensor:

@@ -352,8 +352,12 @@ class MemorySection(MemorySettings):
     cpu_offload: bool | Literal["auto"] = "auto"
     """`true`: on GPUs, keep the state (master weights, gradients, AdamW's moments, frozen models) in host memory, take
     optimizer steps there, and copy each layer to the GPU when it computes. `auto`: only if nothing else fits, and never
-    with LORA_RANK, whose state is small. It needs 16 bytes of host memory a parameter, and as many copied to and from
-    the GPU in each micro-batch."""
+    with LORA_RANK, whose state is small. It needs 16 bytes of host memory a parameter, and copies 12 of them in each
+    micro-batch."""
+    context_parallel_size: int = Field(1, ge=1)
+    """Ranks that compute each micro-batch together, an equal part of its tokens each, so that a sequence may be longer
+    than one GPU holds; 1: off. MICRO_BATCH_TOKENS is then the part of one rank. It must divide the number of ranks and
+    of the model's attention heads, and divide the number of its key-value heads or be a multiple of that."""
 
 
 class PublishingSection(Settings):

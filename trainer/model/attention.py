@@ -11,10 +11,12 @@ needs more than softmax attention over the whole context and plain logits would 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import GroupName, _get_group_size_by_name
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
@@ -79,6 +81,14 @@ KERNEL_OPTIONS: Any = {"BACKEND": "TRITON", "ROWS_GUARANTEED_SAFE": True}
 """One kernel for micro-batches of any length; every token sees itself, so no row is without a score."""
 
 
+class SharedLayout(NamedTuple):
+    """The layout of a micro-batch of which each rank of a context group has an equal part of the tokens."""
+
+    whole: AttentionLayout | BlockMask
+    group: str
+    """The name of the process group."""
+
+
 def tree_attention(
     module: nn.Module,
     query: Tensor,
@@ -88,7 +98,7 @@ def tree_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    layout: AttentionLayout | BlockMask,
+    layout: AttentionLayout | BlockMask | SharedLayout,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of T packed tokens of a micro-batch, as transformers' attention interface asks for it.
@@ -101,7 +111,7 @@ def tree_attention(
         attention_mask: not used, because the layout has the mask.
         scaling: factor of the scores; 1 / sqrt(D) by default.
         dropout: must be 0.
-        layout: the layout of the micro-batch, prepared.
+        layout: the layout of the micro-batch, prepared. With one that is shared, T counts this rank's tokens.
         options: other options of the model; those in UNSUPPORTED_OPTIONS must be None, the rest is ignored.
 
     Returns:
@@ -116,12 +126,49 @@ def tree_attention(
             f"MODEL_NAME: the model's attention has {', '.join(unsupported)}, which the trainer does not support; "
             f"choose a model of another family ({FAMILIES})"
         )
+    if isinstance(layout, SharedLayout):
+        query, key, value = (_to_heads(x, layout.group) for x in (query, key, value))
+        return _to_tokens(_attend(query, key, value, scaling, layout.whole), layout.group), None
+    return _attend(query, key, value, scaling, layout), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, layout: AttentionLayout | BlockMask
+) -> Tensor:
+    """Return the attention [1, T, H, D]; see ``tree_attention``."""
     if isinstance(layout, BlockMask):
         output = flex_attention(
             query, key, value, block_mask=layout, scale=scaling, enable_gqa=True, kernel_options=KERNEL_OPTIONS
         )
-        return output.transpose(1, 2), None
-    return _in_blocks(query, key, value, scaling, layout), None
+        return output.transpose(1, 2)
+    return _in_blocks(query, key, value, scaling, layout)
+
+
+def _to_heads(states: Tensor, group: str) -> Tensor:
+    """Return all tokens' states of this rank's heads, [1, H / C, C T, D], from those of its T tokens, [1, H, T, D].
+
+    With fewer heads than the C ranks of the group, which key-value heads may be, several ranks get the same head.
+    """
+    size, (heads, tokens, width) = _size(group), states.shape[1:]
+    if heads < size:
+        states = states[:, :, None].expand(-1, -1, size // heads, -1, -1)
+    parts = _exchange(states.reshape(size, -1, tokens, width), group)
+    return parts.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _to_tokens(states: Tensor, group: str) -> Tensor:
+    """Return all heads' states of this rank's tokens, [1, T, H, D], from those of its heads, [1, C T, H / C, D]."""
+    parts = _exchange(states[0].unflatten(0, (_size(group), -1)), group)
+    return parts.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _exchange(parts: Tensor, group: str) -> Tensor:
+    """Send part r of [C, ...] to rank r of the group, for every r; return the parts that the ranks send to this one."""
+    return collectives.all_to_all_single_autograd(parts.contiguous(), None, None, cast("GroupName", group))
+
+
+def _size(group: str) -> int:
+    return _get_group_size_by_name(cast("GroupName", group))
 
 
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, layout: AttentionLayout) -> Tensor:

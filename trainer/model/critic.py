@@ -24,7 +24,7 @@ from trainer.model.learner import Learner, UpdateResult
 from trainer.model.loading import ValueHead, choose_compute, load_model
 from trainer.model.micro_batching import make_part, packed, part_order, token_numbers, unknown_ids
 from trainer.model.optimizer import learning_rate, make_optimizer, optimizer_steps
-from trainer.model.policy import predicting_states
+from trainer.model.policy import of_tokens, predicting_states
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import Rounding
 from trainer.model.saving import DiskFullError, follow_umask, write_whole
@@ -44,8 +44,7 @@ class Critic(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the values [N], float32, of the states before a micro-batch's N trained tokens."""
-        values = self.value_head(predicting_states(self.decoder, batch))
-        return cast("Tensor", values.index_select(0, batch.state_ids))
+        return of_tokens(self.value_head(predicting_states(self.decoder, batch)), batch)
 
 
 def load_critic(settings: TrainerSettings, ranks: Ranks) -> Critic:

@@ -98,7 +98,7 @@ def top_overlap(hidden: Tensor, weight: Tensor, lesson: Lesson, k: int) -> Tenso
     n = min(len(weight), len(lesson.weight))
     size = chunk_states(n, weight.device)
     heads = _Head(hidden, weight[:n], size), _Head(lesson.hidden, lesson.weight[:n], size)
-    overlaps = []
+    overlaps = [lesson.state_weights.new_empty(0)]
     for rows in _chunks(hidden, size):
         ours, theirs = (head.logits(rows, 1.0).topk(k).indices for head in heads)
         overlaps.append((ours[:, :, None] == theirs[:, None, :]).any(2).float().mean(1))

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch import Tensor
 from services.protocol.base import derive_seed
 from trainer.algorithm.attention_layout import TreeMask
 from trainer.algorithm.loss import StepSize
-from trainer.algorithm.packing import Branch, MicroBatch, TrainingGroup, pack
+from trainer.algorithm.packing import Branch, Context, MicroBatch, TrainingGroup, pack
 from trainer.algorithm.teachers import is_taught
 from trainer.algorithm.training_groups import PerToken
 from trainer.config import TrainerSettings
@@ -99,6 +100,11 @@ def share_out(
     filled = [_fill(own, limit) for own in by_rank]
     most = max(len(batches) for batches in filled)
     return [batches + [[] for _ in range(most - len(batches))] for batches in filled]
+
+
+def _shares(groups: Sequence[TrainingGroup], max_tokens: int, ranks: Ranks) -> list[list[list[TrainingGroup]]]:
+    """Return ``share_out`` among the context groups, each of whose ranks computes ``max_tokens`` at once."""
+    return share_out(groups, ranks.n_shares, max_tokens * ranks.context.size, ranks.device.type)
 
 
 def _split(group: TrainingGroup, limit: _Limit) -> list[TrainingGroup]:
@@ -186,13 +192,13 @@ def make_part(
     Args:
         groups: the groups of the step, which the loss's denominators count.
         trainable: those of them that are computed, unless all of their tokens are masked.
-        max_tokens: tokens in one micro-batch.
+        max_tokens: a rank's tokens in one micro-batch.
         ranks: all ranks.
     """
     computed = [group for group in trainable if group.trained_tokens]
-    shares = share_out(computed, ranks.world_size, max_tokens, ranks.device.type)
+    shares = _shares(computed, max_tokens, ranks)
     return Part(
-        micro_batches=shares[ranks.rank],
+        micro_batches=shares[ranks.share],
         size=StepSize(
             tokens=sum(g.trained_tokens for g in groups),
             sequences=sum(s.trained_tokens > 0 for g in groups for s in g.sequences),
@@ -219,20 +225,20 @@ def packed(parts: Iterable[Sequence[TrainingGroup]], ranks: Ranks) -> Iterator[M
     host waits neither for the packing nor for the copy.
     """
     if ranks.device.type == "cpu":
-        yield from map(pack, parts)
+        yield from map(partial(pack, context=ranks.context), parts)
         return
     with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(ranks.device,)) as thread:
         waiting = deque(parts)
-        ahead = deque([thread.submit(_pinned, waiting.popleft())] if waiting else [])
+        ahead = deque([thread.submit(_pinned, waiting.popleft(), ranks.context)] if waiting else [])
         while ahead:
             batch = ahead.popleft().result()
             if waiting:
-                ahead.append(thread.submit(_pinned, waiting.popleft()))
+                ahead.append(thread.submit(_pinned, waiting.popleft(), ranks.context))
             yield batch.to(ranks.device)
 
 
-def _pinned(pieces: Sequence[TrainingGroup]) -> MicroBatch:
-    return pack(pieces, TreeMask).pinned()
+def _pinned(pieces: Sequence[TrainingGroup], context: Context) -> MicroBatch:
+    return pack(pieces, TreeMask, context).pinned()
 
 
 def unknown_ids(group: TrainingGroup, vocabulary: int) -> NDArray[np.int64]:
@@ -259,13 +265,15 @@ def token_numbers(
         ranks: all ranks.
     """
     is_known = [not len(unknown_ids(group, vocabulary)) for group in groups]
-    shares = share_out(list(compress(groups, is_known)), ranks.world_size, max_tokens, ranks.device.type)
+    shares = _shares(list(compress(groups, is_known)), max_tokens, ranks)
     # Queue all passes before the first read, so that the GPU never waits for the host.
-    computed = [compute(batch) for batch in packed(shares[ranks.rank], ranks)]
+    computed = [compute(batch) for batch in packed(shares[ranks.share], ranks)]
     # A filler, which computes one token of no group, only keeps the ranks in step.
-    computed_here = [values.cpu() for pieces, values in zip(shares[ranks.rank], computed, strict=True) if pieces]
+    computed_here = [values.cpu() for pieces, values in zip(shares[ranks.share], computed, strict=True) if pieces]
     numbers: dict[int, NDArray[np.float64]] = {}
-    for share, values in zip(shares, ranks.gather_vectors(torch.cat([torch.empty(0), *computed_here])), strict=True):
+    # Every rank of a context group has the same.
+    by_share = ranks.gather_vectors(torch.cat([torch.empty(0), *computed_here]))[:: ranks.context.size]
+    for share, values in zip(shares, by_share, strict=True):
         sequences = [s for pieces in share for piece in pieces for s in piece.sequences]
         parts = values.split([s.trained_tokens for s in sequences]) if sequences else ()
         numbers |= {id(s): part.double().numpy() for s, part in zip(sequences, parts, strict=True)}

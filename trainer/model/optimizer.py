@@ -137,7 +137,10 @@ def add_gradients(
         sharded.set_reshard_after_backward(is_last or settings.shard_parameters is not False)
         sharded.set_requires_all_reduce(is_last)
         sharded.set_is_last_backward(is_last)
-        diagnostics.add(compute())
+        computed = compute()
+        # Every rank of a context group has the same.
+        if ranks.context.rank == 0:
+            diagnostics.add(computed)
     return diagnostics
 
 

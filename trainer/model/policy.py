@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed._functional_collectives as collectives
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -33,8 +35,9 @@ from transformers.utils import (
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.machine import Compute
-from trainer.algorithm.packing import MicroBatch
+from trainer.algorithm.packing import Context, MicroBatch
 from trainer.config import CriticModel, TrainerSettings
+from trainer.model.attention import SharedLayout
 from trainer.model.gathering import by_layer, gather, plain_name
 from trainer.model.loading import (
     Description,
@@ -140,18 +143,19 @@ class Policy(nn.Module):
         weight = cast("nn.Linear", model.get_output_embeddings()).weight
         temperature = self.temperature if temperature is None else temperature
         states = predicting_states(model.base_model, batch)
-        logprobs, entropies = token_logprobs(states, weight, batch.targets, batch.state_ids, temperature)
-        values = None if self.value_head is None else self.value_head(states).index_select(0, batch.state_ids)
+        logprobs, entropies = token_logprobs(states, weight, batch.of_own(batch.targets), batch.state_ids, temperature)
+        values = None if self.value_head is None else of_tokens(self.value_head(states), batch)
         compared = [divergence(states, weight, lesson, temperature) for lesson in lessons]
-        total = torch.stack(compared).sum(0, keepdim=True) if compared else None
-        return PolicyOutputs(logprobs, entropies, values, total)
+        total = summed(torch.stack(compared).sum(0, keepdim=True), batch.context) if compared else None
+        return PolicyOutputs(whole(logprobs, batch), whole(entropies, batch), values, total)
 
     @torch.no_grad()
     def lesson(self, batch: MicroBatch, token_weights: Tensor, beta: float) -> Lesson:
         """Return what a frozen policy teaches at a micro-batch's trained tokens, which have ``token_weights`` [N]."""
         model = self.causal_lm()
         states = predicting_states(model.base_model, batch)
-        weights = token_weights.new_zeros(len(states)).index_add_(0, batch.state_ids, token_weights)
+        own = batch.of_own(token_weights)
+        weights = own.new_zeros(len(states)).index_add_(0, batch.state_ids, own)
         return Lesson(states, cast("nn.Linear", model.get_output_embeddings()).weight.detach(), weights, beta)
 
     @torch.no_grad()
@@ -160,7 +164,7 @@ class Policy(nn.Module):
         model = self.causal_lm()
         weight = cast("nn.Linear", model.get_output_embeddings()).weight
         shares = top_overlap(predicting_states(model.base_model, batch), weight, lesson, k)
-        return shares.index_select(0, batch.state_ids)
+        return of_tokens(shares, batch)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Return the values [N], float32, of the states before a micro-batch's trained tokens.
@@ -170,7 +174,7 @@ class Policy(nn.Module):
         assert self.value_head is not None, "only the policy with a shared critic has values"
         with torch.no_grad():
             states = predicting_states(self.causal_lm().base_model, batch)
-        return cast("Tensor", self.value_head(states).index_select(0, batch.state_ids))
+        return of_tokens(self.value_head(states), batch)
 
     def causal_lm(self) -> PreTrainedModel:
         """Return the transformers model, without PEFT's wrapper around it."""
@@ -272,11 +276,43 @@ def freeze(policy: Policy, chosen: Compute, file_type: torch.dtype | None, *, tr
 
 def predicting_states(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """Return the hidden states [U, D], in the compute type, from which a micro-batch's tokens are predicted."""
-    layout = batch.layout.prepared()
+    layout: Any = batch.layout.prepared()
+    if batch.context.size > 1:
+        layout = SharedLayout(layout, batch.context.group)
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
     states = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
     # The gradient of index_select adds rows in parallel; that of indexing sorts them first.
     return cast("Tensor", states.index_select(0, batch.predict_rows))
+
+
+def of_tokens(numbers: Tensor, batch: MicroBatch) -> Tensor:
+    """Return the number [N] of the state before each trained token, from those of this rank's states, [U]."""
+    return whole(numbers.index_select(0, batch.state_ids), batch)
+
+
+def whole(numbers: Tensor, batch: MicroBatch) -> Tensor:
+    """Return the numbers [N] of all trained tokens on every rank of a context group, from those of its own, [M].
+
+    So each rank of the group computes the whole loss, and the gradient of it by the tokens that it predicts itself.
+    """
+    if batch.own is None:
+        return numbers
+    return summed(numbers.new_zeros(len(batch.targets)).index_copy(0, batch.own, numbers), batch.context)
+
+
+def summed(part: Tensor, context: Context) -> Tensor:
+    """Return the sum of the parts of a context group's ranks, whose gradient each rank's part gets as it is."""
+    return part if context.size == 1 else cast("Tensor", _Sum.apply(part, context.group))  # type: ignore[no-untyped-call]  # torch's
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: str) -> Tensor:
+        return cast("Tensor", collectives.wait_tensor(collectives.all_reduce(part, "sum", cast("GroupName", group))))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
 
 
 ROTARY = r"rotary_emb\.inv_freq$"

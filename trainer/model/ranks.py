@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from services.core import machine
 from services.core.errors import EXIT_PEER_LOST, ComponentError, ConfigurationError
 from services.core.logs import get_logger
+from trainer.algorithm.packing import ALONE, Context
 
 log = get_logger(__name__)
 
@@ -123,6 +124,8 @@ class Ranks:
     mesh: DeviceMesh
     store: Store = field(default_factory=HashStore)
     """A client of the store where the ranks met, for this object alone: a wait occupies it."""
+    context: Context = ALONE
+    """This rank's place among the ranks that compute its micro-batches together."""
     _calls: Iterator[int] = field(default_factory=count)
 
     @property
@@ -136,6 +139,24 @@ class Ranks:
             return self
         shape, names = (replicas, self.world_size // replicas), ("replicate", "shard")
         return replace(self, mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names))
+
+    def in_contexts(self, size: int) -> Ranks:
+        """Return these ranks in context groups of ``size`` neighbours. The mesh that shards the state stays."""
+        if size == 1:
+            return self
+        shape, names = (self.world_size // size, size), ("data", "context")
+        group = init_device_mesh(self.device.type, shape, mesh_dim_names=names)["context"].get_group()
+        return replace(self, context=Context(group.group_name, self.rank % size, size))
+
+    @property
+    def n_shares(self) -> int:
+        """The shares of a batch: one for each context group."""
+        return self.world_size // self.context.size
+
+    @property
+    def share(self) -> int:
+        """The share of this rank's context group."""
+        return self.rank // self.context.size
 
     def broadcast_json(self, value: Any = None) -> Any:
         """Return rank 0's ``value`` on every rank. JSON and not pickle, so that no received data is ever executed."""

@@ -91,6 +91,7 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_n
             ACTIVATION_CHECKPOINTING is `selective` without GPUs.
         DiskFullError: the volume has too little for a run that has a checkpoint: it had enough before.
     """
+    check_context(settings, shape, machine)
     work = chosen_work(settings, shape, machine)
     if work.device == "cpu" and work.checkpointing == "selective":
         raise ConfigurationError(
@@ -114,7 +115,7 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_n
         )
         if work.has_offload and settings.cpu_offload == "auto":
             resident = settings.model_copy(update={"cpu_offload": False})
-            ways = (*_settings_to_fit(resident, machine), *_nodes_to_fit(resident, machine, name_nodes))
+            ways = (*_settings_to_fit(resident, shape, machine), *_nodes_to_fit(resident, machine, name_nodes))
             log.warning(
                 "preflight: no GPU holds the state, so it stays in host memory, and steps take longer",
                 without_it=_first_fitting(shape, work, iter(ways)) or "more or larger GPUs",
@@ -129,6 +130,29 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_n
         remedy = f"MICRO_BATCH_TOKENS={tokens}" if tokens else "a smaller MAX_NEW_TOKENS, or more memory"
         log.warning("preflight: full micro-batches would not fit into memory", remedy=remedy)
     return work
+
+
+def check_context(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> None:
+    """Check that CONTEXT_PARALLEL_SIZE divides the ranks and fits the heads of the model and its teachers.
+
+    Raises:
+        ConfigurationError: it does not; the message has the sizes that do.
+    """
+    sizes, size = context_sizes(shape, machine), settings.context_parallel_size
+    if size not in sizes:
+        models = ", ".join(f"{model.heads} and {model.kv_heads}" for model in (shape, *shape.teachers))
+        raise ConfigurationError(
+            f"CONTEXT_PARALLEL_SIZE is {size}, but ppo-trainer has {machine.nodes} x {machine.ranks_per_node} ranks, "
+            f"which it must divide, and the model's attention and key-value heads are {models}, which cannot be shared "
+            f"otherwise; allowed is {', '.join(map(str, sizes))}"
+        )
+
+
+def context_sizes(shape: ModelShape, machine: Machine) -> list[int]:
+    """Return the values of CONTEXT_PARALLEL_SIZE that a model and its teachers allow on a machine."""
+    ranks = machine.nodes * machine.ranks_per_node
+    models = (shape, *shape.teachers)
+    return [n for n in range(1, ranks + 1) if ranks % n == 0 and all(model.has_heads_for(n) for model in models)]
 
 
 def gigabytes(size: int) -> str:
@@ -205,7 +229,7 @@ def _remedy(
         more = f"`memory: {math.ceil(wanted / GIB)}+` in jobgroup.yaml"
         return f"Give ppo-trainer {more}, or more nodes, or set LORA_RANK={ADAPTERS}."
     kinds = (
-        _settings_to_fit(settings, machine),
+        _settings_to_fit(settings, shape, machine),
         _nodes_to_fit(settings, machine, name_nodes),
         _offload(settings, shape, machine),
         _adapters(settings, machine),
@@ -234,13 +258,20 @@ def _left_open(settings: TrainerSettings) -> TrainerSettings:
     return settings.model_copy(update={"activation_checkpointing": "auto", "shard_parameters": "auto"})
 
 
-def _settings_to_fit(settings: TrainerSettings, machine: Machine) -> Iterator[Way]:
+def _settings_to_fit(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Iterator[Way]:
     """Yield settings that take less memory of a GPU and train the same, the one with the least effect first."""
     open_ = _left_open(settings)
     if open_ != settings:
         yield "ACTIVATION_CHECKPOINTING=auto and SHARD_PARAMETERS=auto", open_, machine
     for tokens, smaller in _smaller_micro_batches(open_):
         yield f"MICRO_BATCH_TOKENS={tokens}", smaller, machine
+    for size in context_sizes(shape, machine):
+        if size > settings.context_parallel_size:
+            shared = settings.model_copy(update={"context_parallel_size": size})
+            yield f"CONTEXT_PARALLEL_SIZE={size}", shared, machine
+            if open_ != settings:
+                others = "ACTIVATION_CHECKPOINTING=auto and SHARD_PARAMETERS=auto"
+                yield f"CONTEXT_PARALLEL_SIZE={size}, {others}", _left_open(shared), machine
 
 
 def _nodes_to_fit(settings: TrainerSettings, machine: Machine, name_nodes: NameNodes) -> Iterator[Way]:
@@ -334,4 +365,5 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
         "record_groups": choices["record_groups"],
     }
     room = VolumeRoom(settings.run_dir, choices["volume"])
-    return settings.model_copy(update=changes), ranks.replicated(choices["replicas"]), room
+    ranks = ranks.replicated(choices["replicas"]).in_contexts(settings.context_parallel_size)
+    return settings.model_copy(update=changes), ranks, room

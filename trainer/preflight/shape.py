@@ -43,6 +43,10 @@ class ModelShape:
         """Parameters of the output head, which may be tied to the embedding."""
         return self.vocabulary * self.hidden
 
+    def has_heads_for(self, ranks: int) -> bool:
+        """Return whether attention can be computed by so many ranks, equally many heads on each."""
+        return self.heads % ranks == 0 and 0 in (self.kv_heads % ranks, ranks % self.kv_heads)
+
     @classmethod
     def of(cls, config: PretrainedConfig, *, trust_remote_code: bool = False) -> ModelShape:
         """Return the shape of a configuration's model, which is built without data."""

@@ -54,7 +54,7 @@ class Work:
     micro_batch_tokens: int
     """MICRO_BATCH_TOKENS."""
     tokens: int
-    """Tokens of the largest micro-batch."""
+    """Tokens of a rank in the largest micro-batch."""
     chunk_states: int
     """States whose logits exist at the same time."""
     compute_bytes: int
@@ -78,6 +78,8 @@ class Work:
     """TEACHER_JSD_BETA: the logits of policy and teacher are compared over the whole vocabulary."""
     checkpoints: int = 4
     """Checkpoints on the volume at the same time."""
+    context: int = 1
+    """CONTEXT_PARALLEL_SIZE."""
     record_groups: RecordGroups = "off"
     """The steps whose groups are recorded."""
     record_bytes: int = 0
@@ -206,6 +208,7 @@ def _selected_bytes(shape: ModelShape, work: Work) -> int:
 
     The compiler chooses among whole results of products: those that together took the most operations of all that fit
     into its budget. It always computes attention and a mixture's experts again, but keeps the numbers of the experts.
+    What the ranks of a context group send to each other it always keeps.
     """
     size, hidden = work.compute_bytes, shape.hidden
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
@@ -216,7 +219,10 @@ def _selected_bytes(shape: ModelShape, work: Work) -> int:
         return math.ceil(budget)  # an upper bound: which of the adapters' products it keeps was not counted
     subsets = (list(compress(products, chosen)) for chosen in product((False, True), repeat=len(products)))
     sizes = ((sum(c * rows for c, rows in kept), size * sum(c for c, _ in kept)) for kept in subsets)
-    return max(one for one in sizes if one[1] <= budget)[1] + EXPERT_BYTES * shape.token_experts
+    received = 0
+    if work.context > 1:
+        received = size * (queries + 2 * keys) + _exchanged_bytes(shape, work)
+    return max(one for one in sizes if one[1] <= budget)[1] + EXPERT_BYTES * shape.token_experts + received
 
 
 def layer_bytes(shape: ModelShape, work: Work) -> int:
@@ -231,8 +237,19 @@ def layer_bytes(shape: ModelShape, work: Work) -> int:
     size, queries, keys = work.compute_bytes, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     head_norms = size * (queries + keys) + 4 * (shape.heads + shape.kv_heads) if shape.has_head_norms else 0
     others = 4 * (shape.heads + 2) + size * PROJECTIONS * work.lora_rank
-    others += shape.token_experts * (2 * size * shape.hidden + EXPERT_BYTES)
+    others += shape.token_experts * (2 * size * shape.hidden + EXPERT_BYTES) + _exchanged_bytes(shape, work)
     return size * (4 * shape.hidden + 2 * queries + 2 * keys + 3 * shape.intermediate) + head_norms + others
+
+
+def _exchanged_bytes(shape: ModelShape, work: Work) -> int:
+    """Return the bytes of a token that a layer keeps in addition because a context group exchanges tokens for heads.
+
+    It keeps the output of attention before and after the exchange, and key-value heads as often as ranks need them.
+    """
+    if work.context == 1:
+        return 0
+    copies = max(1, work.context // shape.kv_heads)
+    return work.compute_bytes * shape.head_size * (shape.heads + 2 * (copies - 1) * shape.kv_heads)
 
 
 PROJECTIONS = 7
@@ -253,7 +270,7 @@ def uncompiled_layer_bytes(shape: ModelShape, work: Work) -> int:
     attention = size * (2 * queries + 2 * keys)
     if work.device == "cpu":
         attention += size * (queries + 2 * KEYS_PER_TOKEN * keys)
-    return norms + head_norms + attention + 4 * size * shape.intermediate
+    return norms + head_norms + attention + 4 * size * shape.intermediate + _exchanged_bytes(shape, work)
 
 
 def _head(shape: ModelShape, work: Work) -> int:
@@ -405,14 +422,14 @@ def work_of(
         ranks_per_node: GPUs of a node, or 1.
         compute_bytes: bytes of a number in forward and backward passes.
     """
-    sequence = _longest(settings)
-    share = math.ceil(settings.batch_size * settings.largest_group / (nodes * ranks_per_node)) * sequence
+    sequence, context = _longest(settings), settings.context_parallel_size
+    share = math.ceil(settings.batch_size * settings.largest_group * context / (nodes * ranks_per_node)) * sequence
     return Work(
         device="cuda" if memory else "cpu",
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         replicas=1,
-        # A completion longer than MICRO_BATCH_TOKENS is a micro-batch by itself.
+        # A completion longer than the MICRO_BATCH_TOKENS of a context group is a micro-batch by itself.
         tokens=max(sequence, min(settings.micro_batch_tokens, share)),
         micro_batch_tokens=settings.micro_batch_tokens,
         chunk_states=max(LEAST_CUDA_CHUNK, memory // CUDA_MEMORY_SHARE // (shape.vocabulary * 4))
@@ -429,12 +446,13 @@ def work_of(
         has_critic=settings.has_critic and settings.critic is CriticModel.OWN,
         compares_vocabularies=bool(shape.teachers) and settings.teacher_jsd_beta is not None,
         checkpoints=_checkpoints(settings),
+        context=context,
     )
 
 
 def _longest(settings: TrainerSettings) -> int:
-    """Return the tokens of the longest sequence."""
-    return PROMPT_TOKENS + settings.longest_answer
+    """Return a rank's tokens of the longest sequence."""
+    return math.ceil((PROMPT_TOKENS + settings.longest_answer) / settings.context_parallel_size)
 
 
 def _checkpoints(settings: TrainerSettings) -> int:

@@ -229,7 +229,7 @@ def test_one_micro_batch_at_a_time_is_packed(alone: Ranks, model: Path, monkeypa
     learner, packed = make_learner(alone, model, micro_batch_tokens=40), []
     trained = count_passes(learner)
 
-    def remember(pieces: Sequence[TrainingGroup]) -> MicroBatch:
+    def remember(pieces: Sequence[TrainingGroup], **_: Any) -> MicroBatch:
         assert len(trained) == len(packed), "the one before it has been computed"
         packed.append(pieces)
         return pack(pieces)

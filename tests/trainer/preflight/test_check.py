@@ -32,6 +32,10 @@ SHAPES = {label: ModelShape.of(CONFIGS[label][1]) for label in ("0.5B", "8B")}
 ROOM = Limits(device=80 * 10**9, host=512 * GIB, shm=64 * GIB, volume=1000 * GIB)
 
 
+LONG = {"max_new_tokens": 131_072 - 512, "batch_size": 16}
+"""Sequences of 128k tokens."""
+
+
 def settings(**given: Any) -> TrainerSettings:
     return TrainerSettings.load(**({"batch_size": 128, "group_size": 16, "max_new_tokens": 2048} | given))
 
@@ -134,15 +138,34 @@ OTHERS = r", or with CPU_OFFLOAD=true and 2\d\d.\d GiB of host memory on each no
         ("8B", 2, 8, replace(ROOM, shm=64 << 20), {}, "Mount a memory volume of 1Gi at /dev/shm"),
         ("8B", 2, 8, replace(ROOM, volume=200 * GIB), {}, r"volume.yaml `size: \d+Gi`"),
         ("8B", 2, 8, replace(ROOM, volume=400 * GIB), {}, "Set CHECKPOINTS_KEPT=1"),
+        ("8B", 1, 8, ROOM, LONG, r"GPU memory .*It fits with CONTEXT_PARALLEL_SIZE=\d\."),
         ("8B", 2, 8, ROOM, {"record_groups": 15_000}, r"\(recorded groups \d+.*Set RECORD_GROUPS=off, or give"),
     ],
-    ids=["GPUs", "no offload", "micro-batch", "user's choice", "host", "shm", "volume", "checkpoints", "records"],
+    ids=[
+        *("GPUs", "no offload", "micro-batch", "user's choice", "host", "shm", "volume", "checkpoints", "sequence"),
+        "records",
+    ],
 )
 def test_what_cannot_fit_is_refused_with_what_would(
     label: str, nodes: int, gpus: int, limits: Limits, given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         chosen(label, nodes, gpus, limits, **given)
+
+
+def test_a_sequence_of_128k_tokens_fits_eight_gpus_together() -> None:
+    work = chosen("8B", 1, 8, **LONG, context_parallel_size=8)
+    assert (work.tokens, work.context) == (16_384, 8)
+
+
+@pytest.mark.parametrize(
+    ("label", "gpus", "size", "allowed"),
+    [("8B", 8, 3, "1, 2, 4, 8"), ("8B", 4, 8, "1, 2, 4"), ("0.5B", 8, 4, "1, 2"), ("8B", 6, 6, "1, 2")],
+    ids=["ranks", "too many", "heads", "key-value heads"],
+)
+def test_a_context_group_divides_ranks_and_heads(label: str, gpus: int, size: int, allowed: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"CONTEXT_PARALLEL_SIZE is {size}, .*; allowed is {allowed}$"):
+        chosen(label, 1, gpus, context_parallel_size=size)
 
 
 def test_a_volume_that_had_room_before_may_have_it_again(tmp_path: Path) -> None:
@@ -308,6 +331,16 @@ def test_a_model_beyond_this_machine_is_refused(
 def replicas_and_settings(ranks: Ranks, model: Path, directory: Path) -> tuple[int, str]:
     found, chosen, _ = preflight(TrainerSettings.load(model_name=str(model), shared_dir=directory), ranks)
     return chosen.mesh.ndim, f"{found.activation_checkpointing} {found.shard_parameters}"
+
+
+def context(ranks: Ranks, model: Path, directory: Path) -> list[int]:
+    given = TrainerSettings.load(model_name=str(model), shared_dir=directory, context_parallel_size=2)
+    _, chosen, _ = preflight(given, ranks)
+    return [chosen.context.rank, chosen.context.size, chosen.share, chosen.n_shares]
+
+
+def test_ranks_form_the_context_groups_that_are_asked(model: Path, tmp_path: Path) -> None:
+    assert run_on_ranks(2, context, model, tmp_path) == [[0, 2, 0, 1], [1, 2, 0, 1]]
 
 
 def test_all_ranks_choose_alike(model: Path, tmp_path: Path) -> None:
