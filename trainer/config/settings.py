@@ -329,6 +329,15 @@ def engines_can_sleep(settings: TrainerSettings) -> None:
         )
 
 
+def versions_can_be_shared(settings: TrainerSettings) -> None:
+    """Check that PUBLISH_TRANSPORT=local has whole weights to share."""
+    if settings.publish_transport is Transport.LOCAL and settings.lora_rank:
+        raise ValueError(
+            f"PUBLISH_TRANSPORT is local, but LORA_RANK is {settings.lora_rank}, and only whole weights are shared in "
+            "memory; set PUBLISH_TRANSPORT=broadcast, which sends adapters over HTTP"
+        )
+
+
 def episodes_fit(settings: TrainerSettings) -> None:
     """Check that what only completions, or only answers of several turns, have is set for those."""
     if settings.overlong_buffer and settings.way.has_turns:
@@ -494,6 +503,7 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     lengths_fit,
     target_is_compared,
     engines_can_sleep,
+    versions_can_be_shared,
     check_way,
     episodes_fit,
     methods_exist,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -106,20 +107,31 @@ def _shard_group(parameter: DTensor) -> dist.ProcessGroup:
     return parameter.device_mesh.get_group(dimension)
 
 
-def gather_state(parameters: Iterator[tuple[str, Tensor]], ranks: Ranks, *, copy: bool) -> dict[str, Tensor]:
+class HostMemory(Protocol):
+    """Memory of the host for the tensors of a version."""
+
+    def copy_of(self, value: Tensor) -> Tensor:
+        """Return a copy of a tensor, with a storage of its own."""
+        ...
+
+
+def gather_state(
+    parameters: Iterator[tuple[str, Tensor]], ranks: Ranks, *, copy: bool, memory: HostMemory | None = None
+) -> dict[str, Tensor]:
     """Return whole parameters on rank 0's CPU, each with a storage of its own; nothing on other ranks. A collective.
 
     Args:
         parameters: the parameters by name, from one of the policy's collectives.
         ranks: all ranks.
         copy: share no memory with the policy, so that the tensors outlive its next update.
+        memory: takes the tensors; by default, page-locked memory takes those of a GPU.
     """
     state: dict[str, Tensor] = {}
-    host = PinnedMemory()
+    host = memory or PinnedMemory()
     for name, value in parameters:
         if not ranks.is_main:
             continue
-        if value.is_cuda:
+        if value.is_cuda or memory is not None:
             state[name] = host.copy_of(value)
         else:
             # safetensors refuses a view of a part of a storage, such as one expert of a tensor of all experts.

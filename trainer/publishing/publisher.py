@@ -13,31 +13,36 @@ it, in about a hundredth of the bytes.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import pickle
 import re
 import shutil
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from prometheus_client import Counter
 from torch import Tensor
 
-from services.core.endpoints import WEIGHTS_BROADCAST_PORT
-from services.core.errors import DependencyLostError
+from services.core.endpoints import WEIGHTS_BROADCAST_PORT, is_own_address
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.machine import keeps_memory, release_memory
 from services.core.tasks import ServiceThread, in_background
 from services.engines.engine import Engine, Requests, WorkerRefusedError
 from services.engines.router import RouterAdmin, Worker
+from services.engines.settings import EngineKind
 from services.engines.versions import Directory, Form, serve
 from services.weights.policy_store import PolicyStore
+from services.weights.shared_tensors import FilePart, SharedMemory, memory_directory, pack_bucket
 from trainer.config import PublishedType, TrainerSettings, Transport
 from trainer.model.gathering import gather_state, plain_name
 from trainer.model.policy import Policy
@@ -88,11 +93,19 @@ class VersionWriter:
         """Its metrics."""
         self.state: dict[str, Tensor] = {}
         """Its tensors if they are sent to workers; on rank 0, until the workers have them."""
-        self.is_sent = settings.publish_transport is Transport.BROADCAST
+        self.part: FilePart | None = None
+        """The place of ``state`` in shared memory; None if it is not there."""
+        self.is_sent = settings.publish_transport is not Transport.DISK
         """Versions are sent to the workers and written while the next steps train. Rank 0's value counts."""
         self._pool = ThreadPoolExecutor(1, "policy-writer")
-        self._next: deque[tuple[int, Callable[[Path], None]]] = deque(maxlen=1)
+        self._next: deque[tuple[int, Callable[[Path], None], SharedMemory | None]] = deque(maxlen=1)
         """The version that the thread writes next; a newer one takes its place."""
+        self._memories: list[SharedMemory] = []
+        """Two at most: the thread may be writing the version in one of them."""
+        self._busy: SharedMemory | None = None
+        """The memory of the version that the thread writes."""
+        self._lock = Lock()
+        """Held while a version and its memory become the thread's."""
         self._writes: list[Future[None]] = []
         self._began_write = 0.0
 
@@ -106,25 +119,27 @@ class VersionWriter:
         Raises:
             DependencyLostError: the volume does not take it; raised on every rank.
             DiskFullError: the disk is full; raised on every rank.
+            ConfigurationError: there is no room for shared memory; raised on every rank.
         """
         is_sent, rounding = self.is_sent, self.rounding
         # Before another version is gathered, so that there are two in memory and not three.
-        self._next.clear()
+        memory = self._free_memory()
         # What is written at once is not copied on a CPU, because the parameters change only afterwards.
         if self.settings.lora_rank:
             state = gather_state(self.policy.adapter_parameters(rounding.dtype), self.ranks, copy=is_sent)
             save = partial(write_adapter, self.policy, state)
         else:
-            state = gather_state(self.policy.full_parameters(rounding), self.ranks, copy=is_sent)
+            state = gather_state(self.policy.full_parameters(rounding), self.ranks, copy=is_sent, memory=memory)
             save = partial(write_model, self.policy, state, dtype=rounding.dtype)
 
         def write() -> None:
             self.state = state if is_sent else {}
+            self.part = None if memory is None else memory.finish(version)
             if is_sent and not self.settings.lora_rank:
                 self._check_writes(is_waiting=False)
                 with writing(self.store.policy_dir):
                     self.store.mark(version)
-                self._next.append((version, save))
+                self._next.append((version, save, memory))
                 self._began_write = self._began_write if self._writes else time.monotonic()
                 self._writes.append(self._pool.submit(self._write_next))
             else:
@@ -162,15 +177,42 @@ class VersionWriter:
             # Not raised, because it would hide the reason why the run ended.
             log.warning("the last policy version is not on the volume", reason=str(error))
         self._pool.shutdown(wait=False)
+        for memory in self._memories:
+            memory.remove()
+
+    def _free_memory(self) -> SharedMemory | None:
+        """Return memory for a version, with PUBLISH_TRANSPORT=local on rank 0; the version that waits is not written.
+
+        Raises:
+            ConfigurationError: there is no room; raised on every rank.
+        """
+        with self._lock:
+            self._next.clear()
+            free = next((memory for memory in self._memories if memory is not self._busy), None)
+        if self.settings.publish_transport is not Transport.LOCAL:
+            return None
+
+        def make() -> None:
+            nonlocal free
+            if free is None:
+                free = shared_memory(self.settings, self.policy, self.rounding.dtype, len(self._memories))
+                self._memories.append(free)
+            free.begin()
+
+        self.ranks.on_main(make, ConfigurationError)
+        return free
 
     def _write_next(self) -> None:
         """Write the version that waits, unless an earlier call has written it; in the thread."""
         self._began_write = time.monotonic()
+        with self._lock:
+            if not self._next:
+                return
+            version, save, self._busy = self._next.pop()
         try:
-            version, save = self._next.pop()
-        except IndexError:
-            return
-        write_version(self.store, version, save)
+            write_version(self.store, version, save)
+        finally:
+            self._busy = None
 
     def _check_writes(self, *, is_waiting: bool) -> None:
         """Raise the error of a write in the thread; wait for the end of all, or only look.
@@ -198,6 +240,25 @@ def _rounding(settings: TrainerSettings, policy: Policy) -> Rounding:
     if settings.publish_type is PublishedType.FLOAT32:
         return Rounding(torch.float32)
     return MeasuredRounding((plain_name(name), value) for name, value in policy.model.named_parameters())
+
+
+def shared_memory(settings: TrainerSettings, policy: Policy, dtype: torch.dtype, number: int) -> SharedMemory:
+    """Return memory that holds one version of the policy.
+
+    Raises:
+        ConfigurationError: there is no room.
+    """
+    size = sum(parameter.numel() for parameter in policy.model.parameters()) * dtype.itemsize
+    run = hashlib.blake2b(str(settings.policy_dir.resolve()).encode(), digest_size=8).hexdigest()
+    try:
+        return SharedMemory(f"grpo-{run}-{number}", size)
+    except OSError as error:
+        directory = memory_directory()
+        raise ConfigurationError(
+            f"PUBLISH_TRANSPORT=local: {directory} has no room for a policy version of {size / 1e9:.2f} GB ({error}), "
+            f"{shutil.disk_usage(directory).free / 1e9:.2f} GB are free; give it more (--shm-size of docker, a memory "
+            "volume on Kubernetes), or set PUBLISH_TRANSPORT=disk"
+        ) from error
 
 
 def write_version(store: PolicyStore, version: int, save: Callable[[Path], None]) -> None:
@@ -352,9 +413,13 @@ class Publisher:
         state, path = self.writer.state, self.writer.store.path(version)
         if not state:
             return Directory(version, path, is_adapter=self.settings.lora_rank > 0)
-        if self.broadcaster is None:
+        if self.settings.lora_rank:
             return AdapterTensors(version, self.writer.policy.adapter_config(), pickle.dumps(state))
         self.writer.state = {}
+        if self.writer.part is not None:
+            check_shares_memory(workers)
+            return SharedTensors(version, pack_bucket(self.writer.part, state))
+        assert self.broadcaster is not None, "state is kept for a transport that sends it"
         return Broadcast(self.broadcaster, version, state, [worker.url for worker in workers])
 
     async def _bring(self, worker: Worker, form: Form) -> float | None:
@@ -412,6 +477,40 @@ class AdapterTensors(Form):
     async def load(self, worker: Engine) -> None:
         """See Form."""
         await worker.load_adapter_from_tensors(self.config, self.tensors, self.version)
+
+
+@dataclass(frozen=True)
+class SharedTensors(Form):
+    """Weights in memory that the trainer shares with engines on its host."""
+
+    version: int
+    bucket: bytes
+    """The pickle that describes the memory."""
+
+    async def load(self, worker: Engine) -> None:
+        """See Form."""
+        await worker.begin_update()
+        await worker.receive_shared([self.bucket], self.version)
+        await worker.end_update()
+
+
+def check_shares_memory(workers: Iterable[Worker]) -> None:
+    """Check that every worker can take versions out of shared memory.
+
+    Raises:
+        ConfigurationError: one runs on another host, or is SGLang, which takes them from GPUs only.
+    """
+    for worker in workers:
+        if not is_own_address(urlsplit(worker.url).hostname or ""):
+            raise ConfigurationError(
+                f"PUBLISH_TRANSPORT=local, but worker {worker.url} runs on another host than the trainer; set "
+                "PUBLISH_TRANSPORT=broadcast or disk"
+            )
+        if worker.kind is EngineKind.SGLANG:
+            raise ConfigurationError(
+                f"PUBLISH_TRANSPORT=local, but worker {worker.url} is SGLang, which takes weights from the trainer's "
+                "memory on GPUs only; set PUBLISH_TRANSPORT=disk, or ROLLOUT_ENGINE=embedded"
+            )
 
 
 def router_of(settings: TrainerSettings) -> RouterAdmin:

@@ -19,7 +19,7 @@ from services.core.errors import ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
-from trainer.config import TrainerSettings, Transport
+from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
@@ -220,9 +220,16 @@ def test_the_job_groups_have_what_their_model_needs(file: str) -> None:
 
 @pytest.mark.parametrize(("rank", "versions"), [(0, 2), (8, 1)])
 def test_a_broadcast_has_one_version_in_memory_while_another_is_written(rank: int, versions: int) -> None:
-    by = {transport: chosen("8B", 1, 8, publish_transport=transport, lora_rank=rank) for transport in Transport}
-    disk, broadcast = (needed(SHAPES["8B"], by[transport]).total("host") for transport in Transport)
+    by = [chosen("8B", 1, 8, publish_transport=transport, lora_rank=rank) for transport in ("disk", "broadcast")]
+    disk, broadcast = (needed(SHAPES["8B"], work).total("host") for work in by)
     assert broadcast - disk == pytest.approx((versions - 1) * 2 * SHAPES["8B"].parameters)
+
+
+def test_shared_versions_take_memory_of_the_host_and_of_the_directory_of_shared_memory() -> None:
+    disk, local = (needed(SHAPES["0.5B"], chosen("0.5B", 1, 1, publish_transport=way)) for way in ("disk", "local"))
+    assert not disk.shm
+    assert local.total("shm") == 2 * 2 * SHAPES["0.5B"].parameters
+    assert local.total("host") - disk.total("host") == 2 * SHAPES["0.5B"].parameters
 
 
 def test_lora_needs_no_gradients_and_moments_of_the_model() -> None:
