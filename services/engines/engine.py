@@ -44,6 +44,9 @@ class Engine(HttpClient, ABC):
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float) -> None:
         super().__init__(url, token=token, service="worker", timeout=timeout)
+        self.gpus: tuple[str, ...] = ()
+        """The GPU of each tensor-parallel rank, as CUDA_VISIBLE_DEVICES names it. Its launcher knows them; empty where
+        there are none, or several for a rank."""
 
     # The launcher's part: how many engines a node has, and how one is started and watched.
 

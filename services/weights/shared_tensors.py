@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 HEADER = 64
 """Bytes before the tensors, of which the first 8 are the version; a multiple of every type's size."""
@@ -146,7 +147,39 @@ def unpack_bucket(data: bytes) -> Bucket:
     return Bucket(tensors, unpickler.is_intact)
 
 
+DEVICE = 6
+"""The place of the device among the arguments of torch's ``rebuild_cuda_tensor``."""
+
+
+def _gpu_uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _open_handle(*arguments: Any) -> Tensor:
+    """Return the tensor of a handle from another process on the same GPU."""
+    device = next(i for i in range(torch.cuda.device_count()) if _gpu_uuid(i) == arguments[DEVICE])
+    rebuild: Callable[..., Tensor] = reductions.rebuild_cuda_tensor
+    return rebuild(*arguments[:DEVICE], device, *arguments[DEVICE + 1 :])
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("types", "SimpleNamespace"): SimpleNamespace,
+    ("torch", "Tensor"): Tensor,
+    ("torch", "Size"): torch.Size,
+    ("torch.storage", "TypedStorage"): torch.storage.TypedStorage,
+    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _open_handle,
+    **{("torch", name): getattr(torch, name) for name in DTYPES},
+}
+
+
 class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        rebuild, arguments = reductions.reduce_tensor(value)
+        # By its UUID, as SGLang has it, because the engine may see the GPU under another number.
+        return rebuild, (*arguments[:DEVICE], _gpu_uuid(arguments[DEVICE]), *arguments[DEVICE + 1 :])
+
     def persistent_id(self, value: Any) -> Any:
         return astuple(value) if isinstance(value, FilePart) else None
 
@@ -176,8 +209,6 @@ class _Unpickler(pickle.Unpickler):
         return int.from_bytes(os.pread(self.file.fileno(), 8, 0), "little", signed=True) == self.version
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("types", "SimpleNamespace"):
-            return SimpleNamespace
-        if module == "torch" and name in ("Size", *DTYPES):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+        return _ALLOWED[module, name]

@@ -247,6 +247,18 @@ def test_engine_and_trainer_share_a_gpu_only_where_there_is_one(gpus, trainers, 
     assert set(given.values()) == {("", "0")}
 
 
+def test_engines_and_trainer_share_all_gpus_of_a_machine():
+    root = Path(__file__).parents[2]
+    preset = spec.env_file(root / "examples/one-node.env") | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    group = spec.load(root / "jobgroup.yaml", spec.Overrides(environment=preset, other_nodes=1))
+    run = run_of(*group.tasks, gpus=("0", "1", "2", "3"))
+    nodes.check_gpus(run)
+    for task in group.tasks:
+        own = nodes.node_environment(run, task, 0)
+        if task.name in ("ppo-trainer", "rollout-server"):
+            assert (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"]) == ("0,1,2,3", "4")
+
+
 def test_a_machine_without_gpus_has_none_per_node():
     assert variables(TaskSpec("t", "", gpus_per_node=4))["SKYPILOT_NUM_GPUS_PER_NODE"] == "0"
 

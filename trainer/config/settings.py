@@ -325,7 +325,7 @@ def engines_can_sleep(settings: TrainerSettings) -> None:
     if settings.publish_transport is Transport.BROADCAST and not settings.lora_rank:
         raise ValueError(
             "ENGINE_SLEEPS is set, but PUBLISH_TRANSPORT=broadcast needs NCCL, which joins no two processes on one "
-            "GPU; set PUBLISH_TRANSPORT=disk"
+            "GPU; set PUBLISH_TRANSPORT=disk or local"
         )
 
 

@@ -13,36 +13,33 @@ it, in about a hundredth of the bytes.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import pickle
 import re
 import shutil
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from prometheus_client import Counter
 from torch import Tensor
 
-from services.core.endpoints import WEIGHTS_BROADCAST_PORT, is_own_address
+from services.core.endpoints import WEIGHTS_BROADCAST_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.machine import keeps_memory, release_memory
 from services.core.tasks import ServiceThread, in_background
 from services.engines.engine import Engine, Requests, WorkerRefusedError
 from services.engines.router import RouterAdmin, Worker
-from services.engines.settings import EngineKind
 from services.engines.versions import Directory, Form, serve
 from services.weights.policy_store import PolicyStore
-from services.weights.shared_tensors import FilePart, SharedMemory, memory_directory, pack_bucket
+from services.weights.shared_tensors import FilePart, SharedMemory, pack_bucket
 from trainer.config import PublishedType, TrainerSettings, Transport
 from trainer.model.gathering import gather_state, plain_name
 from trainer.model.policy import Policy
@@ -50,6 +47,7 @@ from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import DiskFullError, write_adapter, write_model, writing
 from trainer.publishing.broadcast import MOST_UNFORMED, Broadcast, Broadcaster
+from trainer.publishing.shared import GpuBuckets, SharedTensors, check_shares_memory, shared_memory
 
 log = get_logger(__name__)
 
@@ -95,6 +93,9 @@ class VersionWriter:
         """Its tensors if they are sent to workers; on rank 0, until the workers have them."""
         self.part: FilePart | None = None
         """The place of ``state`` in shared memory; None if it is not there."""
+        self.shares = settings.publish_transport is Transport.LOCAL
+        self.on_gpus = GpuBuckets(ranks) if self.shares and ranks.device.type == "cuda" else None
+        """The newest version on the ranks' GPUs, with PUBLISH_TRANSPORT=local."""
         self.is_sent = settings.publish_transport is not Transport.DISK
         """Versions are sent to the workers and written while the next steps train. Rank 0's value counts."""
         self._pool = ThreadPoolExecutor(1, "policy-writer")
@@ -131,6 +132,8 @@ class VersionWriter:
         else:
             state = gather_state(self.policy.full_parameters(rounding), self.ranks, copy=is_sent, memory=memory)
             save = partial(write_model, self.policy, state, dtype=rounding.dtype)
+        if self.on_gpus is not None:
+            self.on_gpus.fill(state)
 
         def write() -> None:
             self.state = state if is_sent else {}
@@ -157,6 +160,23 @@ class VersionWriter:
         if self.settings.engine_sleeps:
             torch.cuda.empty_cache()
 
+    def buckets(self, workers: Sequence[Worker], state: dict[str, Tensor]) -> dict[str, list[list[bytes]]]:
+        """Return the pickles that tell each worker where the newest version is in shared memory; see SharedTensors.
+
+        Raises:
+            ConfigurationError: a worker is on other GPUs than the trainer.
+        """
+        if self.on_gpus is not None:
+            return self.on_gpus.by_worker(workers)
+        assert self.part is not None, "a version was written"
+        return {worker.url: [[pack_bucket(self.part, state)]] for worker in workers}
+
+    def release(self) -> None:
+        """Give the GPU's memory of a published version back."""
+        if self.on_gpus is not None:
+            self.on_gpus.release()
+            torch.cuda.empty_cache()
+
     def is_on_volume(self, version: int) -> bool:
         """Return True when a worker that starts or missed the version finds it, or will once it is written. On rank 0.
 
@@ -181,7 +201,7 @@ class VersionWriter:
             memory.remove()
 
     def _free_memory(self) -> SharedMemory | None:
-        """Return memory for a version, with PUBLISH_TRANSPORT=local on rank 0; the version that waits is not written.
+        """Drop the version that waits; return memory for the next one, with PUBLISH_TRANSPORT=local on a processor.
 
         Raises:
             ConfigurationError: there is no room; raised on every rank.
@@ -189,7 +209,7 @@ class VersionWriter:
         with self._lock:
             self._next.clear()
             free = next((memory for memory in self._memories if memory is not self._busy), None)
-        if self.settings.publish_transport is not Transport.LOCAL:
+        if not self.shares or self.on_gpus is not None:
             return None
 
         def make() -> None:
@@ -242,25 +262,6 @@ def _rounding(settings: TrainerSettings, policy: Policy) -> Rounding:
     return MeasuredRounding((plain_name(name), value) for name, value in policy.model.named_parameters())
 
 
-def shared_memory(settings: TrainerSettings, policy: Policy, dtype: torch.dtype, number: int) -> SharedMemory:
-    """Return memory that holds one version of the policy.
-
-    Raises:
-        ConfigurationError: there is no room.
-    """
-    size = sum(parameter.numel() for parameter in policy.model.parameters()) * dtype.itemsize
-    run = hashlib.blake2b(str(settings.policy_dir.resolve()).encode(), digest_size=8).hexdigest()
-    try:
-        return SharedMemory(f"grpo-{run}-{number}", size)
-    except OSError as error:
-        directory = memory_directory()
-        raise ConfigurationError(
-            f"PUBLISH_TRANSPORT=local: {directory} has no room for a policy version of {size / 1e9:.2f} GB ({error}), "
-            f"{shutil.disk_usage(directory).free / 1e9:.2f} GB are free; give it more (--shm-size of docker, a memory "
-            "volume on Kubernetes), or set PUBLISH_TRANSPORT=disk"
-        ) from error
-
-
 def write_version(store: PolicyStore, version: int, save: Callable[[Path], None]) -> None:
     """Write a version with ``save``, make it visible, and delete old ones. A failed write leaves nothing.
 
@@ -291,6 +292,7 @@ class Publisher:
         services: ServiceThread,
         writer: VersionWriter,
         write: Callable[[int], None] | None = None,
+        release: Callable[[], None] | None = None,
     ) -> None:
         """Make a publisher.
 
@@ -299,11 +301,13 @@ class Publisher:
             services: runs the requests to router and workers.
             writer: the writer of this rank.
             write: has the writers of all ranks write a version; without it there is one rank.
+            release: has the writers of all ranks give the GPUs' memory of a version back; likewise.
         """
         self.settings = settings
         self.services = services
         self.writer = writer
         self._write = write or writer.write
+        self._release = release or writer.release
         is_broadcast = settings.publish_transport is Transport.BROADCAST and not settings.lora_rank
         self.broadcaster = Broadcaster(settings, writer.ranks.device, PUBLISH_SECONDS) if is_broadcast else None
         self.refusal = ""
@@ -325,7 +329,10 @@ class Publisher:
             if self.writer.written != version:
                 self._write(version)
             try:
-                return self.writer.metrics | self.services.call(self._deliver(version), interruptible=True)
+                metrics = self.services.call(self._deliver(version), interruptible=True)
+                if self.writer.on_gpus is not None:
+                    self._release()
+                return self.writer.metrics | metrics
             except VersionGoneError as error:
                 writes += 1
                 if writes == WRITES:
@@ -416,9 +423,9 @@ class Publisher:
         if self.settings.lora_rank:
             return AdapterTensors(version, self.writer.policy.adapter_config(), pickle.dumps(state))
         self.writer.state = {}
-        if self.writer.part is not None:
-            check_shares_memory(workers)
-            return SharedTensors(version, pack_bucket(self.writer.part, state))
+        if self.writer.shares:
+            check_shares_memory(workers, self.writer.ranks.device)
+            return SharedTensors(version, self.writer.buckets(workers, state))
         assert self.broadcaster is not None, "state is kept for a transport that sends it"
         return Broadcast(self.broadcaster, version, state, [worker.url for worker in workers])
 
@@ -477,40 +484,6 @@ class AdapterTensors(Form):
     async def load(self, worker: Engine) -> None:
         """See Form."""
         await worker.load_adapter_from_tensors(self.config, self.tensors, self.version)
-
-
-@dataclass(frozen=True)
-class SharedTensors(Form):
-    """Weights in memory that the trainer shares with engines on its host."""
-
-    version: int
-    bucket: bytes
-    """The pickle that describes the memory."""
-
-    async def load(self, worker: Engine) -> None:
-        """See Form."""
-        await worker.begin_update()
-        await worker.receive_shared([self.bucket], self.version)
-        await worker.end_update()
-
-
-def check_shares_memory(workers: Iterable[Worker]) -> None:
-    """Check that every worker can take versions out of shared memory.
-
-    Raises:
-        ConfigurationError: one runs on another host, or is SGLang, which takes them from GPUs only.
-    """
-    for worker in workers:
-        if not is_own_address(urlsplit(worker.url).hostname or ""):
-            raise ConfigurationError(
-                f"PUBLISH_TRANSPORT=local, but worker {worker.url} runs on another host than the trainer; set "
-                "PUBLISH_TRANSPORT=broadcast or disk"
-            )
-        if worker.kind is EngineKind.SGLANG:
-            raise ConfigurationError(
-                f"PUBLISH_TRANSPORT=local, but worker {worker.url} is SGLang, which takes weights from the trainer's "
-                "memory on GPUs only; set PUBLISH_TRANSPORT=disk, or ROLLOUT_ENGINE=embedded"
-            )
 
 
 def router_of(settings: TrainerSettings) -> RouterAdmin:

@@ -39,14 +39,15 @@ from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import Rounding
 from trainer.model.saving import DiskFullError
 from trainer.publishing import publisher as module
+from trainer.publishing import shared
 from trainer.publishing.publisher import (
     WRITES,
     Publisher,
     VersionGoneError,
     VersionWriter,
-    check_shares_memory,
     write_version,
 )
+from trainer.publishing.shared import check_shares_memory
 from trainer.rank_calls import RankCalls
 
 
@@ -218,7 +219,7 @@ def test_without_room_for_shared_memory_a_run_ends_with_what_would_do(
     alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = make(tmp_path, alone, Transport.LOCAL)
-    monkeypatch.setattr(module, "SharedMemory", lambda name, size: SharedMemory(name, size + (1 << 60)))
+    monkeypatch.setattr(shared, "SharedMemory", lambda name, size: SharedMemory(name, size + (1 << 60)))
     with pytest.raises(ConfigurationError, match=r"has no room for a policy version .* set PUBLISH_TRANSPORT=disk"):
         publisher.writer.write(0)
 
@@ -269,7 +270,7 @@ def test_workers_that_cannot_share_memory_are_refused(url: str, engine: str, rea
     worker = Worker(id="w", url=url, is_healthy=True, metadata={ENGINE_LABEL: engine})
     refusal = nullcontext() if reason is None else pytest.raises(ConfigurationError, match=reason)
     with refusal:
-        check_shares_memory([worker])
+        check_shares_memory([worker], torch.device("cpu"))
 
 
 def test_a_volume_that_takes_no_version_is_a_lost_dependency(
