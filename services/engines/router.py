@@ -71,12 +71,11 @@ class Worker(BaseModel):
     """The router sends requests to it."""
     metadata: dict[str, Any] = Field(default_factory=dict)
 
-    @property
-    def kind(self) -> EngineKind:
-        """The worker's kind of engine.
+    def engine(self, token: str | None, *, timeout: float) -> Engine:
+        """Return the worker's engine.
 
         Raises:
-            DependencyLostError: this version of the project does not know it.
+            DependencyLostError: this version of the project does not know its kind.
         """
         kind = self.metadata.get(ENGINE_LABEL, ROUTED.kind)
         if kind not in ENGINES:
@@ -84,15 +83,7 @@ class Worker(BaseModel):
                 f"worker {self.url} is an engine {kind!r}, which is none of {', '.join(ENGINES)}; does the "
                 "rollout-server run another version of this project?"
             )
-        return EngineKind(kind)
-
-    def engine(self, token: str | None, *, timeout: float) -> Engine:
-        """Return the worker's engine.
-
-        Raises:
-            DependencyLostError: this version of the project does not know its kind.
-        """
-        return ENGINES[self.kind](self.url, token, timeout=timeout)
+        return ENGINES[EngineKind(kind)](self.url, token, timeout=timeout)
 
 
 class _Workers(BaseModel):

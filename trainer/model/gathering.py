@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from services.weights.shared_tensors import SharedMemory
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import Rounding
 
@@ -107,16 +107,8 @@ def _shard_group(parameter: DTensor) -> dist.ProcessGroup:
     return parameter.device_mesh.get_group(dimension)
 
 
-class HostMemory(Protocol):
-    """Memory of the host for the tensors of a version."""
-
-    def copy_of(self, value: Tensor) -> Tensor:
-        """Return a copy of a tensor, with a storage of its own."""
-        ...
-
-
 def gather_state(
-    parameters: Iterator[tuple[str, Tensor]], ranks: Ranks, *, copy: bool, memory: HostMemory | None = None
+    parameters: Iterator[tuple[str, Tensor]], ranks: Ranks, *, copy: bool, memory: SharedMemory | None = None
 ) -> dict[str, Tensor]:
     """Return whole parameters on rank 0's CPU, each with a storage of its own; nothing on other ranks. A collective.
 

@@ -65,7 +65,7 @@ class Work:
     published_copies: int
     """Published versions in rank 0's memory at the same time: one is sent while another is written."""
     shares_versions: bool
-    """These versions are in shared memory."""
+    """The version in memory is a file in /dev/shm."""
     checkpointing: Checkpointing
     """ACTIVATION_CHECKPOINTING."""
     frees_parameters: bool
@@ -132,7 +132,7 @@ def needed(shape: ModelShape, work: Work) -> Need:
         host=host,
         shm={
             **({"NCCL": SHM_BYTES} if work.device == "cuda" and work.ranks_per_node > 1 else {}),
-            **({"versions": work.published_copies * published} if work.shares_versions else {}),
+            **({"version": published} if work.shares_versions else {}),
         },
         volume={
             "checkpoints": work.checkpoints * copies,
@@ -393,6 +393,8 @@ def work_of(
         compute_bytes: bytes of a number in forward and backward passes.
     """
     sequence = _longest(settings)
+    is_disk = settings.publish_transport is Transport.DISK
+    is_file = settings.publish_transport is Transport.LOCAL and not memory
     share = math.ceil(settings.batch_size * settings.largest_group / (nodes * ranks_per_node)) * sequence
     return Work(
         device="cuda" if memory else "cpu",
@@ -407,8 +409,8 @@ def work_of(
         else CPU_CHUNK,
         compute_bytes=compute_bytes,
         published_bytes=2 if settings.publish_type is PublishedType.BFLOAT16 else 4,
-        published_copies=2 if settings.publish_transport is not Transport.DISK and not settings.lora_rank else 1,
-        shares_versions=settings.publish_transport is Transport.LOCAL,
+        published_copies=1 if is_disk or settings.lora_rank or is_file else 2,
+        shares_versions=is_file,
         checkpointing=False if settings.activation_checkpointing == "auto" else settings.activation_checkpointing,
         frees_parameters=settings.shard_parameters is not False,
         lora_rank=settings.lora_rank,

@@ -23,7 +23,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -99,14 +98,9 @@ class VersionWriter:
         self.is_sent = settings.publish_transport is not Transport.DISK
         """Versions are sent to the workers and written while the next steps train. Rank 0's value counts."""
         self._pool = ThreadPoolExecutor(1, "policy-writer")
-        self._next: deque[tuple[int, Callable[[Path], None], SharedMemory | None]] = deque(maxlen=1)
+        self._next: deque[tuple[int, Callable[[Path], None]]] = deque(maxlen=1)
         """The version that the thread writes next; a newer one takes its place."""
-        self._memories: list[SharedMemory] = []
-        """Two at most: the thread may be writing the version in one of them."""
-        self._busy: SharedMemory | None = None
-        """The memory of the version that the thread writes."""
-        self._lock = Lock()
-        """Held while a version and its memory become the thread's."""
+        self._memory: SharedMemory | None = None
         self._writes: list[Future[None]] = []
         self._began_write = 0.0
 
@@ -124,7 +118,8 @@ class VersionWriter:
         """
         is_sent, rounding = self.is_sent, self.rounding
         # Before another version is gathered, so that there are two in memory and not three.
-        memory = self._free_memory()
+        self._next.clear()
+        memory = self._memory_of_next()
         # What is written at once is not copied on a CPU, because the parameters change only afterwards.
         if self.settings.lora_rank:
             state = gather_state(self.policy.adapter_parameters(rounding.dtype), self.ranks, copy=is_sent)
@@ -142,7 +137,7 @@ class VersionWriter:
                 self._check_writes(is_waiting=False)
                 with writing(self.store.policy_dir):
                     self.store.mark(version)
-                self._next.append((version, save, memory))
+                self._next.append((version, save))
                 self._began_write = self._began_write if self._writes else time.monotonic()
                 self._writes.append(self._pool.submit(self._write_next))
             else:
@@ -197,42 +192,37 @@ class VersionWriter:
             # Not raised, because it would hide the reason why the run ended.
             log.warning("the last policy version is not on the volume", reason=str(error))
         self._pool.shutdown(wait=False)
-        for memory in self._memories:
-            memory.remove()
+        if self._memory is not None:
+            self._memory.remove()
 
-    def _free_memory(self) -> SharedMemory | None:
-        """Drop the version that waits; return memory for the next one, with PUBLISH_TRANSPORT=local on a processor.
+    def _memory_of_next(self) -> SharedMemory | None:
+        """Return shared memory for the next version, with PUBLISH_TRANSPORT=local on rank 0 of processors.
+
+        The thread writes the version before from the same memory, so this waits for it.
 
         Raises:
-            ConfigurationError: there is no room; raised on every rank.
+            ConfigurationError, DependencyLostError, DiskFullError: see ``write``; raised on every rank.
         """
-        with self._lock:
-            self._next.clear()
-            free = next((memory for memory in self._memories if memory is not self._busy), None)
         if not self.shares or self.on_gpus is not None:
             return None
 
-        def make() -> None:
-            nonlocal free
-            if free is None:
-                free = shared_memory(self.settings, self.policy, self.rounding.dtype, len(self._memories))
-                self._memories.append(free)
-            free.begin()
+        def take() -> None:
+            self._check_writes(is_waiting=True)
+            if self._memory is None:
+                self._memory = shared_memory(self.settings, self.policy, self.rounding.dtype)
+            self._memory.begin()
 
-        self.ranks.on_main(make, ConfigurationError)
-        return free
+        self.ranks.on_main(take, ConfigurationError, DiskFullError, DependencyLostError)
+        return self._memory
 
     def _write_next(self) -> None:
         """Write the version that waits, unless an earlier call has written it; in the thread."""
         self._began_write = time.monotonic()
-        with self._lock:
-            if not self._next:
-                return
-            version, save, self._busy = self._next.pop()
         try:
-            write_version(self.store, version, save)
-        finally:
-            self._busy = None
+            version, save = self._next.pop()
+        except IndexError:
+            return
+        write_version(self.store, version, save)
 
     def _check_writes(self, *, is_waiting: bool) -> None:
         """Raise the error of a write in the thread; wait for the end of all, or only look.

@@ -25,7 +25,8 @@ from services.core.endpoints import is_own_address
 from services.core.errors import ConfigurationError
 from services.core.machine import VISIBLE_GPUS_VARIABLE, listed_gpus
 from services.engines.engine import Engine
-from services.engines.router import GPUS_LABEL, Worker
+from services.engines.kinds import ROUTED
+from services.engines.router import ENGINE_LABEL, GPUS_LABEL, Worker
 from services.engines.settings import EngineKind
 from services.engines.versions import Form
 from services.weights.broadcast_group import flattened
@@ -56,7 +57,7 @@ class SharedTensors(Form):
         await worker.end_update()
 
 
-def shared_memory(settings: TrainerSettings, policy: Policy, dtype: torch.dtype, number: int) -> SharedMemory:
+def shared_memory(settings: TrainerSettings, policy: Policy, dtype: torch.dtype) -> SharedMemory:
     """Return memory that holds one version of the policy.
 
     Raises:
@@ -65,7 +66,7 @@ def shared_memory(settings: TrainerSettings, policy: Policy, dtype: torch.dtype,
     size = sum(parameter.numel() for parameter in policy.model.parameters()) * dtype.itemsize
     run = hashlib.blake2b(str(settings.policy_dir.resolve()).encode(), digest_size=8).hexdigest()
     try:
-        return SharedMemory(f"grpo-{run}-{number}", size)
+        return SharedMemory(f"grpo-{run}", size)
     except OSError as error:
         directory = memory_directory()
         raise ConfigurationError(
@@ -159,7 +160,8 @@ def check_shares_memory(workers: Sequence[Worker], device: torch.device) -> None
             raise ConfigurationError(
                 f"PUBLISH_TRANSPORT=local, but worker {worker.url} runs on another host than the trainer; {REMEDY}"
             )
-        if worker.kind is EngineKind.SGLANG and (device.type != "cuda" or not worker.metadata.get(GPUS_LABEL)):
+        is_sglang = worker.metadata.get(ENGINE_LABEL, ROUTED.kind) == EngineKind.SGLANG
+        if is_sglang and (device.type != "cuda" or not worker.metadata.get(GPUS_LABEL)):
             raise ConfigurationError(
                 f"PUBLISH_TRANSPORT=local, but worker {worker.url} is SGLang, which takes weights from the trainer's "
                 "memory on GPUs only, and without pipeline or data parallelism (SGLANG_EXTRA_FLAGS); set "

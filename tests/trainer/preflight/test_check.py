@@ -25,7 +25,7 @@ from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
 from trainer.preflight.check import Machine, check, preflight
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import GIB, Limits, VolumeRoom, Work, choose, find_limits, needed, plan_records
+from trainer.preflight.sizes import GIB, Limits, VolumeRoom, Work, choose, find_limits, needed, plan_records, work_of
 
 ROOT = Path(__file__).parents[3]
 SHAPES = {label: ModelShape.of(CONFIGS[label][1]) for label in ("0.5B", "8B")}
@@ -225,11 +225,11 @@ def test_a_broadcast_has_one_version_in_memory_while_another_is_written(rank: in
     assert broadcast - disk == pytest.approx((versions - 1) * 2 * SHAPES["8B"].parameters)
 
 
-def test_shared_versions_take_memory_of_the_host_and_of_the_directory_of_shared_memory() -> None:
-    disk, local = (needed(SHAPES["0.5B"], chosen("0.5B", 1, 1, publish_transport=way)) for way in ("disk", "local"))
-    assert not disk.shm
-    assert local.total("shm") == 2 * 2 * SHAPES["0.5B"].parameters
-    assert local.total("host") - disk.total("host") == 2 * SHAPES["0.5B"].parameters
+@pytest.mark.parametrize(("memory", "shared"), [(0, 2), (80 * GIB, 0)], ids=["processor", "GPU"])
+def test_on_processors_a_shared_version_takes_room_in_shared_memory(memory: int, shared: int) -> None:
+    given = settings(publish_transport="local")
+    work = work_of(given, SHAPES["0.5B"], memory=memory, nodes=1, ranks_per_node=1, compute_bytes=2)
+    assert needed(SHAPES["0.5B"], work).total("shm") == shared * SHAPES["0.5B"].parameters
 
 
 def test_lora_needs_no_gradients_and_moments_of_the_model() -> None:
