@@ -27,6 +27,7 @@ from local_runner.spec import JobGroup, TaskSpec, nearest
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import check_model, check_model_directory
+from services.core.machine import VISIBLE_GPUS_VARIABLE
 from services.core.settings import Method, Settings
 from services.core.sources import Source
 from services.data_server.settings import DataSettings, check_file, named_files
@@ -223,8 +224,9 @@ def check_engines(run: Run, loaded: Sequence[Loaded]) -> None:
 
     Raises:
         ConfigurationError: there are fewer engines than MIN_WORKERS, or a size does not divide the GPUs of a node or
-            the attention heads of the model.
+            the attention heads of the model; or engines and trainer cannot share GPUs.
     """
+    check_shared_gpus(run, loaded)
     min_workers = max((getattr(settings, "min_workers", 1) for _, _, settings in loaded), default=1)
     for task, _, settings in loaded:
         if not isinstance(settings, RolloutSettings):
@@ -244,6 +246,25 @@ def check_engines(run: Run, loaded: Sequence[Loaded]) -> None:
         except ConfigurationError as error:
             raise ConfigurationError(f"{task.name}: {error}") from error
         _check_number(task, most, min_workers)
+
+
+def check_shared_gpus(run: Run, loaded: Sequence[Loaded]) -> None:
+    """Check that engines and trainer have the same GPUs where these share memory (PUBLISH_TRANSPORT=local).
+
+    Raises:
+        ConfigurationError: they have others.
+    """
+    if not any(getattr(settings, "publish_transport", None) == "local" for _, _, settings in loaded):
+        return
+    tasks = {task.name: task for task, _, _ in loaded if task.name in (Task.TRAINER, Task.ROLLOUT_SERVER)}
+    given = [sorted(gpu for rank in range(t.num_nodes) for gpu in gpus_of(run, t, rank)) for t in tasks.values()]
+    if any(gpus != given[0] for gpus in given):
+        both = " and ".join(f"{name} GPU {','.join(gpus)}" for name, gpus in zip(tasks, given, strict=True))
+        raise ConfigurationError(
+            f"PUBLISH_TRANSPORT is local, but here {both}: each rank of the trainer shares its GPU's memory with the "
+            f"engine on it; give --small --env {VISIBLE_GPUS_VARIABLE}={','.join(run.gpus)}, or "
+            "--env PUBLISH_TRANSPORT=broadcast"
+        )
 
 
 def _check_number(task: TaskSpec, each: int, min_workers: int) -> None:

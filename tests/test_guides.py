@@ -236,6 +236,10 @@ def test_a_guides_quick_commands_run_and_its_jobs_are_accepted(page: str, desk: 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", [page for page in PAGES if any("long" in block.words for block in blocks(page))])
 def test_a_guide_is_run_whole(page: str, desk: Desk) -> None:
+    if page == "distillation":
+        # Random weights earn no reward with the guide's, and a teacher must have learned something.
+        (desk.folder / "parity.py").write_text("def parity(response: str) -> float:\n    return len(response) % 2\n")
+        desk.environment["REWARD_FN"] = "parity:parity"
     try_page(page, desk, long=True)
     for metrics in desk.folder.glob("runs/*/metrics.jsonl"):
         steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]

@@ -72,7 +72,10 @@ class TrainingLoop:
         rank_calls = self.rank_calls
         self.objective = Objective(self.settings, self.state.role_baselines)
         self.schedule = self.settings.schedule
-        self.publisher = Publisher(self.settings, self.services.thread, rank_calls.writer, rank_calls.write_policy)
+        thread, writer = self.services.thread, rank_calls.writer
+        self.publisher = Publisher(
+            self.settings, thread, writer, rank_calls.write_policy, rank_calls.release_shared_version
+        )
         self.probe = Probe(self.publisher, rank_calls.learner.policy, rank_calls.logprobs)
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.rank_calls, self.state)
         self.profile = StepProfile(self.settings, rank_calls.ranks.device, self.services)

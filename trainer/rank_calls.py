@@ -176,6 +176,11 @@ class RankCalls:
         self._send_call("write_policy", version=version)
         self.writer.write(version)
 
+    def release_shared_version(self) -> None:
+        """Give the GPUs' memory of a version back that all workers have copied (PUBLISH_TRANSPORT=local)."""
+        self._send_call("release_shared_version")
+        self.writer.release()
+
     def leave_gpu(self) -> None:
         """With ENGINE_SLEEPS, free GPU memory that the next step does not need; engines on the same GPUs take it."""
         if not self.settings.engine_sleeps:

@@ -230,8 +230,13 @@ def job_group_of(
         environment: the environment whose episodes the model plays; default: ENVIRONMENT of the settings.
 
     Raises:
-        ConfigurationError: an agent and an environment are given.
+        ConfigurationError: an agent and an environment are given, or PUBLISH_TRANSPORT=local.
     """
+    if options.get("PUBLISH_TRANSPORT") == "local":
+        raise ConfigurationError(
+            "PUBLISH_TRANSPORT is local, but the job group's trainer and engines run on different hosts; leave it out, "
+            "or share one machine by `grpo run --env-file examples/one-node.env`"
+        )
     agent, environment = agent or options.get("AGENT"), environment or options.get("ENVIRONMENT")
     rollouts = _rollouts(options)
     if agent and environment:

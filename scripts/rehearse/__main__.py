@@ -71,6 +71,8 @@ LEFT_OUT_SHARE = 0.1
 """The share of rows that are left out from which on the data count as a mistake."""
 REWARD_SECONDS = 300.0
 """Longest time of the answers that are scored before the run."""
+LEAST_SCORE_SECONDS = 1.0
+"""The seconds of a step's rewards from which on they can be too slow: in a shorter step they cost little."""
 STOP_SECONDS = 60.0
 """Longest wait for a run that was interrupted."""
 
@@ -354,7 +356,7 @@ class Rehearsal:
             "launch",
             f"expected {duration(steps * step)} for {steps} steps, {hours:.1f} GPU-hours on {layout.gpus} GPUs",
         )
-        if seconds["score"] > step / 2:
+        if seconds["score"] > max(step / 2, LEAST_SCORE_SECONDS):
             self.change(
                 f"rewards would take {seconds['score']:.0f} s of a step of {step:.0f} s: {rate:.1f} answers/s here, "
                 f"and {batch.work.completions:.0f} a step; make REWARD_FN faster, or raise REWARD_WORKERS, or "

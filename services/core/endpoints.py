@@ -10,6 +10,7 @@ again, because a recovered node has a new address.
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -126,6 +127,17 @@ def bind_address(task: Task, port: int | None = None, rank: int | None = None) -
 def reached_at(bind: Endpoint, usual: Endpoint) -> Endpoint:
     """Return where others reach a listener on ``bind``: if it is every interface, at the host of ``usual``."""
     return Endpoint(usual.host, bind.port) if bind.host in (EVERYWHERE, "::") else bind
+
+
+def is_own_address(host: str) -> bool:
+    """Return whether a name or an address is this machine's, or this pod's."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+            probe.bind((found[0][4][0], 0))  # refused for addresses of others
+    except OSError:
+        return False
+    return True
 
 
 def node_rank() -> int:

@@ -44,6 +44,9 @@ class Engine(HttpClient, ABC):
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float) -> None:
         super().__init__(url, token=token, service="worker", timeout=timeout)
+        self.gpus: tuple[str, ...] = ()
+        """The GPU of each tensor-parallel rank, as CUDA_VISIBLE_DEVICES names it. Its launcher knows them; empty where
+        there are none, or several for a rank."""
 
     # The launcher's part: how many engines a node has, and how one is started and watched.
 
@@ -211,7 +214,7 @@ class Engine(HttpClient, ABC):
 
     @abstractmethod
     async def begin_update(self) -> None:
-        """Begin a weight update by broadcast. Requests in flight end first, unless generation is paused."""
+        """Begin a weight update by broadcast or shared memory. Requests in flight end first, except in a pause."""
 
     @abstractmethod
     async def receive_weights(
@@ -231,8 +234,17 @@ class Engine(HttpClient, ABC):
         """
 
     @abstractmethod
+    async def receive_shared(self, buckets: Sequence[bytes], version: int | None) -> None:
+        """Copy tensors out of memory that the engine shares with the trainer on its host.
+
+        Args:
+            buckets: the pickle of ``pack_bucket`` for each tensor-parallel rank.
+            version: the policy version with the last call of an update, None with the others.
+        """
+
+    @abstractmethod
     async def end_update(self) -> None:
-        """End a weight update by broadcast."""
+        """End a weight update by broadcast or shared memory."""
 
     # The part of ENGINE_SLEEPS.
 

@@ -22,6 +22,9 @@ ROUTER_SECONDS = 30.0
 ENGINE_LABEL = "engine"
 """The label with a worker's kind of engine: the router keeps a worker's labels, and lists them as metadata."""
 
+GPUS_LABEL = "gpus"
+"""The label with the names of a worker's GPUs in CUDA_VISIBLE_DEVICES, by tensor-parallel rank."""
+
 ROUTER_FLAGS = (
     # Requests of one X-SMG-Routing-Key go to one worker, which has the session in its cache; those of a new key to the
     # worker with the fewest requests. Requests without a key go to any.
@@ -108,7 +111,8 @@ class RouterAdmin(HttpClient):
         """Register an engine; the router asks it for its model and then routes to it."""
         # The router's own requests to a worker carry the token only when it is given here.
         key = {"api_key": self._token} if self._token else {}
-        await self.request("POST", "/workers", {"url": engine.url, "labels": {ENGINE_LABEL: engine.kind}, **key})
+        labels = {ENGINE_LABEL: engine.kind} | ({GPUS_LABEL: ",".join(engine.gpus)} if engine.gpus else {})
+        await self.request("POST", "/workers", {"url": engine.url, "labels": labels, **key})
 
     async def remove(self, url: str) -> None:
         """Take a worker out of the routing; an unregistered worker is not an error."""

@@ -282,6 +282,16 @@ class SGLang(Engine):
         }
         await self._ask("POST", "/update_weights_from_distributed", payload)
 
+    async def receive_shared(self, buckets: Sequence[bytes], version: int | None) -> None:
+        """See Engine."""
+        payload = {
+            "serialized_named_tensors": [base64.b64encode(bucket).decode() for bucket in buckets],
+            "load_format": "flattened_bucket",
+            "flush_cache": True,
+            "weight_version": None if version is None else str(version),
+        }
+        await self._ask("POST", "/update_weights_from_tensor", payload)
+
     async def end_update(self) -> None:
         """See Engine."""
         await self._ask("POST", "/end_weight_update", {})

@@ -61,6 +61,7 @@ async def run_node(
             log.info("engine placed", engine=engine_class.kind.value, **vars(place), listen=listen.url)
             # A worker may take as long to load a version as to load its first weights.
             worker = engine_class(reached_at.url, settings.token, timeout=settings.engine_start_seconds)
+            worker.gpus = place.devices if len(place.devices) == place.tensor_parallel else ()
             await stack.enter_async_context(worker)
             process = SupervisedProcess(
                 engine_class.command(settings, listen, place),

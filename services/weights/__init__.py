@@ -1,1 +1,1 @@
-"""The transport of weights to rollout workers: policy versions on the shared volume, and the broadcast group."""
+"""The transport of weights to rollout workers: versions on the shared volume, the broadcast group, shared memory."""

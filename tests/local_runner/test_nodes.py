@@ -7,12 +7,13 @@ import os
 import socket
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from local_runner import nodes, spec
+from local_runner import checks, nodes, spec
 from local_runner.nodes import Addresses, Run
 from local_runner.run import _show_nodes
 from local_runner.spec import JobGroup, TaskSpec
@@ -20,7 +21,9 @@ from services.core import endpoints
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.machine import visible_gpus
+from services.engines.settings import RolloutSettings
 from tests.waiting import IDLE_SECONDS
+from trainer.config import TrainerSettings
 
 GROUP = JobGroup(
     "group",
@@ -245,6 +248,39 @@ def test_engine_and_trainer_share_a_gpu_only_where_there_is_one(gpus, trainers, 
         given[task.name] = (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"])
     assert (given.pop("ppo-trainer"), given.pop("rollout-server")) == ((trainers, "1"), (engines, "1"))
     assert set(given.values()) == {("", "0")}
+
+
+def test_engines_and_trainer_share_all_gpus_of_a_machine():
+    root = Path(__file__).parents[2]
+    preset = spec.env_file(root / "examples/one-node.env") | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    group = spec.load(root / "jobgroup.yaml", spec.Overrides(environment=preset, other_nodes=1))
+    run = run_of(*group.tasks, gpus=("0", "1", "2", "3"))
+    nodes.check_gpus(run)
+    for task in group.tasks:
+        own = nodes.node_environment(run, task, 0)
+        if task.name in ("ppo-trainer", "rollout-server"):
+            assert (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"]) == ("0,1,2,3", "4")
+
+
+@pytest.mark.parametrize(
+    ("variables", "refusal"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, None),
+        ({}, "ppo-trainer GPU 0 and rollout-server GPU 1: .* give --small --env CUDA_VISIBLE_DEVICES=0,1"),
+        ({"PUBLISH_TRANSPORT": "broadcast"}, None),
+    ],
+    ids=["same", "others", "another transport"],
+)
+def test_engines_and_trainer_that_share_memory_have_the_same_gpus(variables, refusal):
+    root = Path(__file__).parents[2]
+    given = {"ENGINE_SLEEPS": "false", "PUBLISH_TRANSPORT": "local"} | variables
+    group = spec.load(root / "jobgroup.yaml", spec.Overrides(environment=given, other_nodes=1))
+    run = run_of(*group.tasks, gpus=("0", "1"))
+    trainer, rollout = (next(t for t in group.tasks if t.name == name) for name in ("ppo-trainer", "rollout-server"))
+    transport = TrainerSettings.load(publish_transport=given["PUBLISH_TRANSPORT"])
+    loaded = [(trainer, None, transport), (rollout, None, RolloutSettings.load())]
+    with nullcontext() if refusal is None else pytest.raises(ConfigurationError, match=refusal):
+        checks.check_shared_gpus(run, loaded)
 
 
 def test_a_machine_without_gpus_has_none_per_node():

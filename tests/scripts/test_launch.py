@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from benchmarks.scaling.plan import MODELS
 from local_runner import spec
 from scripts.launch import job_group_text, skypilot
-from scripts.launch.__main__ import main
+from scripts.launch.__main__ import job_group_of, main
 from scripts.launch.models import find_model
 from scripts.launch.prediction import Batch, trainer_work
 from scripts.launch.sizes import Layout, changes, volume_gibibytes
@@ -206,6 +206,11 @@ def test_a_launch_takes_rollout_nodes_that_keep_both_tiers_busy_and_says_why(
 def test_a_launch_without_nccl_between_gpus_publishes_through_the_volume(tmp_path: Path, name: str) -> None:
     _, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:1", "--env", name)
     assert ("ppo-trainer", "envs.PUBLISH_TRANSPORT") not in job_group_text.values(text)
+
+
+def test_a_launch_whose_engines_run_elsewhere_shares_no_memory() -> None:
+    with pytest.raises(ConfigurationError, match="run on different hosts; leave it out"):
+        job_group_of({"PUBLISH_TRANSPORT": "local"}, asynchronous=False)
 
 
 def test_options_win_over_the_preset_and_stock_leaves_it_out(tmp_path: Path) -> None:

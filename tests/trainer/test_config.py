@@ -60,6 +60,12 @@ def test_engines_that_share_the_trainers_gpu_sleep_between_generations(
     TrainerSettings.load(**settings)
 
 
+def test_adapters_are_not_shared_in_memory() -> None:
+    with pytest.raises(ConfigurationError, match=r"LORA_RANK is 4.*set PUBLISH_TRANSPORT=broadcast"):
+        TrainerSettings.load(publish_transport="local", lora_rank=4)
+    TrainerSettings.load(publish_transport="local", engine_sleeps=True)
+
+
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [

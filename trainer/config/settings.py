@@ -325,7 +325,16 @@ def engines_can_sleep(settings: TrainerSettings) -> None:
     if settings.publish_transport is Transport.BROADCAST and not settings.lora_rank:
         raise ValueError(
             "ENGINE_SLEEPS is set, but PUBLISH_TRANSPORT=broadcast needs NCCL, which joins no two processes on one "
-            "GPU; set PUBLISH_TRANSPORT=disk"
+            "GPU; set PUBLISH_TRANSPORT=disk or local"
+        )
+
+
+def versions_can_be_shared(settings: TrainerSettings) -> None:
+    """Check that PUBLISH_TRANSPORT=local has whole weights to share."""
+    if settings.publish_transport is Transport.LOCAL and settings.lora_rank:
+        raise ValueError(
+            f"PUBLISH_TRANSPORT is local, but LORA_RANK is {settings.lora_rank}, and only whole weights are shared in "
+            "memory; set PUBLISH_TRANSPORT=broadcast, which sends adapters over HTTP"
         )
 
 
@@ -510,6 +519,7 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     target_is_compared,
     engines_can_sleep,
     state_can_be_offloaded,
+    versions_can_be_shared,
     check_way,
     episodes_fit,
     methods_exist,

@@ -22,11 +22,12 @@ import orjson
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from services.core import machine
+from services.core.endpoints import mapped_addresses
 from services.core.errors import EXIT_PEER_LOST, ComponentError, ConfigurationError
 from services.core.logs import get_logger
 from trainer.algorithm.packing import ALONE, Context
@@ -75,11 +76,37 @@ def meet(rank: int, world_size: int, device: torch.device, backend: str) -> Stor
         ConfigurationError: the ranks differ in device, backend or torch.
         DistError: other ranks did not join within MEETING_SECONDS; the message names them.
     """
-    limit = timedelta(seconds=MEETING_SECONDS)
-    store: Store = next(rendezvous("env://", rank, world_size, timeout=limit))[0]
+    store = _store(rank, world_size, timedelta(seconds=MEETING_SECONDS))
     facts: Facts = {"device": device.type, "backend": backend, "torch": torch.__version__, "host": socket.gethostname()}
     compare(store, rank, world_size, facts)
     return store
+
+
+def _store(rank: int, world_size: int, limit: timedelta) -> Store:
+    """Return a client of the store that rank 0 serves.
+
+    torch would serve it on all addresses of the machine. Under the local runner each job group has an address of its
+    own, and the same port: a second one could not listen, and its ranks would meet those of the first.
+    """
+    if not mapped_addresses():
+        store: Store = next(rendezvous("env://", rank, world_size, timeout=limit))[0]
+        return store
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank:
+        return TCPStore(host, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
+    try:
+        listener = socket.create_server((host, port), backlog=world_size)
+    except OSError as error:
+        raise dist.DistNetworkError(f"{host}:{port} cannot be listened on: {error}") from error
+    return TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def compare(store: Store, rank: int, world_size: int, facts: Facts) -> None:

@@ -211,7 +211,8 @@ def _remedy(
     """Return what to change so that the place has enough."""
     wanted = _size(needed(shape, work), work, place)
     if place == "shm":
-        return f"Mount a memory volume of {math.ceil(wanted / GIB)}Gi at /dev/shm on the nodes of ppo-trainer."
+        other = ", or set PUBLISH_TRANSPORT=disk" if work.shares_versions else ""
+        return f"Mount a memory volume of {math.ceil(wanted / GIB)}Gi at /dev/shm on the nodes of ppo-trainer{other}."
     if place == "volume":
         smaller = ({"record_groups": "off"}, {"checkpoints_kept": 1})
         fitting = (

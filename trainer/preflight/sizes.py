@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from services.core.machine import host_memory
+from services.weights.shared_tensors import memory_directory
 from trainer.config import CriticModel, PublishedType, TrainerSettings, Transport
 from trainer.config.sections import SELECTIVE_BUDGET, Checkpointing, RecordGroups
 from trainer.model.logprobs import CPU_CHUNK, CUDA_MEMORY_SHARE, LEAST_CUDA_CHUNK
@@ -62,7 +63,9 @@ class Work:
     published_bytes: int
     """Bytes of a published number."""
     published_copies: int
-    """Published versions in rank 0's memory at the same time: a broadcast sends one while another is written."""
+    """Published versions in rank 0's memory at the same time: one is sent while another is written."""
+    shares_versions: bool
+    """The version in memory is a file in /dev/shm."""
     checkpointing: Checkpointing
     """ACTIVATION_CHECKPOINTING."""
     frees_parameters: bool
@@ -133,7 +136,10 @@ def needed(shape: ModelShape, work: Work) -> Need:
     return Need(
         device=device,
         host=host,
-        shm={"NCCL": SHM_BYTES} if work.device == "cuda" and work.ranks_per_node > 1 else {},
+        shm={
+            **({"NCCL": SHM_BYTES} if work.device == "cuda" and work.ranks_per_node > 1 else {}),
+            **({"version": published} if work.shares_versions else {}),
+        },
         volume={
             "checkpoints": work.checkpoints * copies,
             "versions": VERSIONS * published,
@@ -320,7 +326,6 @@ def _root(shape: ModelShape, work: Work) -> int:
     return max(0, reduced - work.tokens * shape.layers * stored_bytes(shape, work))
 
 
-SHM = Path("/dev/shm")
 ENGINE_ASLEEP = 3 * 2**29
 """Assumed bytes of a GPU that a sleeping SGLang keeps: CUDA's context, CUDA graphs, attention's workspace, adapters."""
 
@@ -351,7 +356,7 @@ def find_limits(device: torch.device, run_dir: Path, *, is_shared: bool = False)
     return Limits(
         device=memory,
         host=host_memory(),
-        shm=shutil.disk_usage(SHM).total if SHM.is_dir() else 0,
+        shm=shutil.disk_usage(memory_directory()).total,
         volume=shutil.disk_usage(there).free + _size(run_dir, "checkpoints", "policy", "groups"),
     )
 
@@ -424,6 +429,8 @@ def work_of(
     """
     sequence, context = _longest(settings), settings.context_parallel_size
     share = math.ceil(settings.batch_size * settings.largest_group * context / (nodes * ranks_per_node)) * sequence
+    is_disk = settings.publish_transport is Transport.DISK
+    is_file = settings.publish_transport is Transport.LOCAL and not memory
     return Work(
         device="cuda" if memory else "cpu",
         nodes=nodes,
@@ -437,7 +444,8 @@ def work_of(
         else CPU_CHUNK,
         compute_bytes=compute_bytes,
         published_bytes=2 if settings.publish_type is PublishedType.BFLOAT16 else 4,
-        published_copies=2 if settings.publish_transport is Transport.BROADCAST and not settings.lora_rank else 1,
+        published_copies=1 if is_disk or settings.lora_rank or is_file else 2,
+        shares_versions=is_file,
         checkpointing=False if settings.activation_checkpointing == "auto" else settings.activation_checkpointing,
         frees_parameters=settings.shard_parameters is not False,
         has_offload=settings.cpu_offload is True and memory > 0,

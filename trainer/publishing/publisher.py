@@ -30,7 +30,7 @@ from prometheus_client import Counter
 from torch import Tensor
 
 from services.core.endpoints import WEIGHTS_BROADCAST_PORT
-from services.core.errors import DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.machine import keeps_memory, release_memory
 from services.core.tasks import ServiceThread, in_background
@@ -38,6 +38,7 @@ from services.engines.engine import Engine, Requests, WorkerRefusedError
 from services.engines.router import RouterAdmin, Worker
 from services.engines.versions import Directory, Form, serve
 from services.weights.policy_store import PolicyStore
+from services.weights.shared_tensors import FilePart, SharedMemory, pack_bucket
 from trainer.config import PublishedType, TrainerSettings, Transport
 from trainer.model.gathering import gather_state, plain_name
 from trainer.model.policy import Policy
@@ -45,6 +46,7 @@ from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import DiskFullError, write_adapter, write_model, writing
 from trainer.publishing.broadcast import MOST_UNFORMED, Broadcast, Broadcaster
+from trainer.publishing.shared import GpuBuckets, SharedTensors, check_shares_memory, shared_memory
 
 log = get_logger(__name__)
 
@@ -88,11 +90,17 @@ class VersionWriter:
         """Its metrics."""
         self.state: dict[str, Tensor] = {}
         """Its tensors if they are sent to workers; on rank 0, until the workers have them."""
-        self.is_sent = settings.publish_transport is Transport.BROADCAST
+        self.part: FilePart | None = None
+        """The place of ``state`` in shared memory; None if it is not there."""
+        self.shares = settings.publish_transport is Transport.LOCAL
+        self.on_gpus = GpuBuckets(ranks) if self.shares and ranks.device.type == "cuda" else None
+        """The newest version on the ranks' GPUs, with PUBLISH_TRANSPORT=local."""
+        self.is_sent = settings.publish_transport is not Transport.DISK
         """Versions are sent to the workers and written while the next steps train. Rank 0's value counts."""
         self._pool = ThreadPoolExecutor(1, "policy-writer")
         self._next: deque[tuple[int, Callable[[Path], None]]] = deque(maxlen=1)
         """The version that the thread writes next; a newer one takes its place."""
+        self._memory: SharedMemory | None = None
         self._writes: list[Future[None]] = []
         self._began_write = 0.0
 
@@ -106,20 +114,25 @@ class VersionWriter:
         Raises:
             DependencyLostError: the volume does not take it; raised on every rank.
             DiskFullError: the disk is full; raised on every rank.
+            ConfigurationError: there is no room for shared memory; raised on every rank.
         """
         is_sent, rounding = self.is_sent, self.rounding
         # Before another version is gathered, so that there are two in memory and not three.
         self._next.clear()
+        memory = self._memory_of_next()
         # What is written at once is not copied on a CPU, because the parameters change only afterwards.
         if self.settings.lora_rank:
             state = gather_state(self.policy.adapter_parameters(rounding.dtype), self.ranks, copy=is_sent)
             save = partial(write_adapter, self.policy, state)
         else:
-            state = gather_state(self.policy.full_parameters(rounding), self.ranks, copy=is_sent)
+            state = gather_state(self.policy.full_parameters(rounding), self.ranks, copy=is_sent, memory=memory)
             save = partial(write_model, self.policy, state, dtype=rounding.dtype)
+        if self.on_gpus is not None:
+            self.on_gpus.fill(state)
 
         def write() -> None:
             self.state = state if is_sent else {}
+            self.part = None if memory is None else memory.finish(version)
             if is_sent and not self.settings.lora_rank:
                 self._check_writes(is_waiting=False)
                 with writing(self.store.policy_dir):
@@ -142,6 +155,23 @@ class VersionWriter:
         if self.settings.engine_sleeps:
             torch.cuda.empty_cache()
 
+    def buckets(self, workers: Sequence[Worker], state: dict[str, Tensor]) -> dict[str, list[list[bytes]]]:
+        """Return the pickles that tell each worker where the newest version is in shared memory; see SharedTensors.
+
+        Raises:
+            ConfigurationError: a worker is on other GPUs than the trainer.
+        """
+        if self.on_gpus is not None:
+            return self.on_gpus.by_worker(workers)
+        assert self.part is not None, "a version was written"
+        return {worker.url: [[pack_bucket(self.part, state)]] for worker in workers}
+
+    def release(self) -> None:
+        """Give the GPU's memory of a published version back."""
+        if self.on_gpus is not None:
+            self.on_gpus.release()
+            torch.cuda.empty_cache()
+
     def is_on_volume(self, version: int) -> bool:
         """Return True when a worker that starts or missed the version finds it, or will once it is written. On rank 0.
 
@@ -162,6 +192,28 @@ class VersionWriter:
             # Not raised, because it would hide the reason why the run ended.
             log.warning("the last policy version is not on the volume", reason=str(error))
         self._pool.shutdown(wait=False)
+        if self._memory is not None:
+            self._memory.remove()
+
+    def _memory_of_next(self) -> SharedMemory | None:
+        """Return shared memory for the next version, with PUBLISH_TRANSPORT=local on rank 0 of processors.
+
+        The thread writes the version before from the same memory, so this waits for it.
+
+        Raises:
+            ConfigurationError, DependencyLostError, DiskFullError: see ``write``; raised on every rank.
+        """
+        if not self.shares or self.on_gpus is not None:
+            return None
+
+        def take() -> None:
+            self._check_writes(is_waiting=True)
+            if self._memory is None:
+                self._memory = shared_memory(self.settings, self.policy, self.rounding.dtype)
+            self._memory.begin()
+
+        self.ranks.on_main(take, ConfigurationError, DiskFullError, DependencyLostError)
+        return self._memory
 
     def _write_next(self) -> None:
         """Write the version that waits, unless an earlier call has written it; in the thread."""
@@ -230,6 +282,7 @@ class Publisher:
         services: ServiceThread,
         writer: VersionWriter,
         write: Callable[[int], None] | None = None,
+        release: Callable[[], None] | None = None,
     ) -> None:
         """Make a publisher.
 
@@ -238,11 +291,13 @@ class Publisher:
             services: runs the requests to router and workers.
             writer: the writer of this rank.
             write: has the writers of all ranks write a version; without it there is one rank.
+            release: has the writers of all ranks give the GPUs' memory of a version back; likewise.
         """
         self.settings = settings
         self.services = services
         self.writer = writer
         self._write = write or writer.write
+        self._release = release or writer.release
         is_broadcast = settings.publish_transport is Transport.BROADCAST and not settings.lora_rank
         self.broadcaster = Broadcaster(settings, writer.ranks.device, PUBLISH_SECONDS) if is_broadcast else None
         self.refusal = ""
@@ -264,7 +319,10 @@ class Publisher:
             if self.writer.written != version:
                 self._write(version)
             try:
-                return self.writer.metrics | self.services.call(self._deliver(version), interruptible=True)
+                metrics = self.services.call(self._deliver(version), interruptible=True)
+                if self.writer.on_gpus is not None:
+                    self._release()
+                return self.writer.metrics | metrics
             except VersionGoneError as error:
                 writes += 1
                 if writes == WRITES:
@@ -352,9 +410,13 @@ class Publisher:
         state, path = self.writer.state, self.writer.store.path(version)
         if not state:
             return Directory(version, path, is_adapter=self.settings.lora_rank > 0)
-        if self.broadcaster is None:
+        if self.settings.lora_rank:
             return AdapterTensors(version, self.writer.policy.adapter_config(), pickle.dumps(state))
         self.writer.state = {}
+        if self.writer.shares:
+            check_shares_memory(workers, self.writer.ranks.device)
+            return SharedTensors(version, self.writer.buckets(workers, state))
+        assert self.broadcaster is not None, "state is kept for a transport that sends it"
         return Broadcast(self.broadcaster, version, state, [worker.url for worker in workers])
 
     async def _bring(self, worker: Worker, form: Form) -> float | None:

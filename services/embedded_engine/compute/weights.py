@@ -1,4 +1,4 @@
-"""The weights of an architecture, checked before anything changes: read from a directory or received by broadcast.
+"""The weights of an architecture, checked before anything changes: from a directory, a broadcast or shared memory.
 
 Tensors are received while the weights in use stay, and replace them only when an update is complete, so an update that
 fails half-way leaves the old weights and their version.
@@ -7,7 +7,7 @@ fails half-way leaves the old weights and their version.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from services.weights.broadcast_group import (
     leave_weights_group,
     unflattened,
 )
+from services.weights.shared_tensors import BucketError, unpack_bucket
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _INDEX = "model.safetensors.index.json"
@@ -261,13 +262,24 @@ def _files(directory: Path) -> list[Path]:
 
 @dataclass
 class ReceivedUpdate:
-    """The tensors that were broadcast between the begin and the end of an update."""
+    """The tensors that came between the begin and the end of an update."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     version: str | None = None
     flush_cache: bool = False
     refused: str = ""
     """The reason for which a part of the update was refused."""
+    are_intact: list[Callable[[], bool]] = field(default_factory=list)
+    """Each returns whether a bucket in shared memory is still the one that was sent."""
+
+    def check_intact(self) -> None:
+        """Check, once all tensors are copied, that nobody wrote over the shared memory meanwhile.
+
+        Raises:
+            WeightsError: somebody did.
+        """
+        if not all(is_intact() for is_intact in self.are_intact):
+            raise WeightsError(f"the trainer wrote over version {self.version} before all of it was copied")
 
 
 class WeightsReceiver:
@@ -331,9 +343,7 @@ class WeightsReceiver:
 
         They come one by one, or with ``is_flattened`` as one bucket of bytes.
         """
-        update = self._update
-        if update is None:
-            raise WeightsError("no update is open: call /begin_weight_update first")
+        update = self._opened()
         group = self._groups.get(group_name)
         if group is None:
             raise WeightsError(f"group {group_name!r} is not joined: call /init_weights_update_group first")
@@ -351,6 +361,26 @@ class WeightsReceiver:
         update.tensors.update(tensors)
         update.version = version
         update.flush_cache = update.flush_cache or flush_cache
+
+    def map_shared(self, data: bytes, *, version: str | None, flush_cache: bool) -> None:
+        """Add the tensors of a bucket in shared memory, which stay there until they are packed."""
+        update = self._opened()
+        try:
+            bucket = unpack_bucket(data)
+            shapes = {name: tuple(tensor.shape) for name, tensor in bucket.tensors.items()}
+            check(self._architecture, shapes, "the update", is_complete=False)
+        except (BucketError, WeightsError) as error:
+            update.refused = str(error)
+            raise WeightsError(update.refused) from error
+        update.tensors.update(bucket.tensors)
+        update.are_intact.append(bucket.is_intact)
+        update.version = version
+        update.flush_cache = update.flush_cache or flush_cache
+
+    def _opened(self) -> ReceivedUpdate:
+        if self._update is None:
+            raise WeightsError("no update is open: call /begin_weight_update first")
+        return self._update
 
     def end(self) -> ReceivedUpdate:
         """Close the update and return it: with all tensors of the model, all of them finite, or with none."""

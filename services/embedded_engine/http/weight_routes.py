@@ -95,6 +95,16 @@ class UpdateFromDistributed(StrictModel):
     load_format: Literal["flattened_bucket"] | None = None
 
 
+class UpdateFromTensor(StrictModel):
+    """Body of /update_weights_from_tensor: a pickle in base64 for each tensor-parallel rank, of which there is one."""
+
+    serialized_named_tensors: list[str] = Field(min_length=1, max_length=1)
+    load_format: Literal["flattened_bucket"]
+    flush_cache: bool = True
+    abort_all_requests: Literal[False] = False
+    weight_version: str | None = None
+
+
 def add_pause_routes(app: FastAPI) -> None:
     """Add the routes that pause and continue generation and flush the cache."""
 
@@ -220,11 +230,11 @@ def add_group_routes(app: FastAPI) -> None:
 
 
 def add_broadcast_routes(app: FastAPI) -> None:
-    """Add the three routes of an update by broadcast."""
+    """Add the routes of an update by broadcast or shared memory."""
 
     @app.post("/begin_weight_update", tags=["weights"])
     async def begin_weight_update(body: BeginUpdate, http: Request) -> Response:
-        """Open an update by broadcast. Requests in flight end first, unless generation is paused."""
+        """Open an update by broadcast or shared memory. Requests in flight end first, unless generation is paused."""
         state = state_of(http)
 
         async def begin() -> None:
@@ -251,6 +261,18 @@ def add_broadcast_routes(app: FastAPI) -> None:
         async with state.receiver_lock:
             return await _reply_to("weights received", lambda: in_background(receive), tensors=len(body.names))
 
+    @app.post("/update_weights_from_tensor", tags=["weights"])
+    async def update_weights_from_tensor(body: UpdateFromTensor, http: Request) -> Response:
+        """Map tensors in memory of this host; they serve once /end_weight_update has copied them."""
+        state = state_of(http)
+
+        def receive() -> None:
+            data = _decoded(body.serialized_named_tensors[0])
+            state.receiver.map_shared(data, version=body.weight_version, flush_cache=body.flush_cache)
+
+        async with state.receiver_lock:
+            return await _reply_to("weights mapped", lambda: in_background(receive))
+
     @app.post("/end_weight_update", tags=["weights"])
     async def end_weight_update(http: Request) -> Response:
         """Serve the tensors received since /begin_weight_update, or change nothing if they are not the whole model.
@@ -264,11 +286,24 @@ def add_broadcast_routes(app: FastAPI) -> None:
             if not update.tensors:
                 return 0
             weights = await in_background(lambda: state.loaded.pack(update.tensors))
+            update.check_intact()
             async with state.update_lock:
                 return await _change(state, weights, update.version, flush_cache=update.flush_cache)
 
         async with state.receiver_lock:
-            return await _reply_to("broadcast update closed", end)
+            return await _reply_to("update closed", end)
+
+
+def _decoded(text: str) -> bytes:
+    """Return the bytes of a text in base64.
+
+    Raises:
+        WeightsError: it is something else.
+    """
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise WeightsError(f"serialized_named_tensors is not base64: {error}") from error
 
 
 async def _or_400(done: Future[T]) -> T:
@@ -355,12 +390,8 @@ def add_adapter_routes(app: FastAPI) -> None:
         state = state_of(http)
 
         def read() -> Adapter:
-            try:
-                data = base64.b64decode(body.serialized_named_tensors[0], validate=True)
-            except binascii.Error as error:
-                raise WeightsError(f"serialized_named_tensors is not base64: {error}") from error
             model = state.loaded.model
-            tensors = unpickle_tensors(data)
+            tensors = unpickle_tensors(_decoded(body.serialized_named_tensors[0]))
             return pack_adapter(body.config_dict, tensors, model.architecture, model.device, "the adapter")
 
         return await _load_adapter(state, body.lora_name, FROM_TENSORS, read)

@@ -216,12 +216,13 @@ def scorer(trainer: Trainer) -> Scorer:
     return score
 
 
-@pytest.mark.parametrize("transport", ["disk", "broadcast"])
+@pytest.mark.parametrize("transport", ["disk", "broadcast", "local"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["between", "in place"])
 @pytest.mark.parametrize("lora_rank", [0, RANK], ids=["whole", "adapters"])
 def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
     two: Nodes, trainer: Trainer, transport: str, in_place: bool, lora_rank: int
 ) -> None:
+    skip_unfit(two, transport, lora_rank)
     if lora_rank:
         start_anew(two)
     trainer.use(transport, publish_in_place=in_place, lora_rank=lora_rank)
@@ -236,22 +237,32 @@ def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
     assert checked_versions(trainer, traffic) == {first, first + 1, last}
 
 
-@pytest.mark.parametrize("lora_rank", [0, RANK], ids=["whole", "adapters"])
-def test_engines_that_slept_serve_the_next_version_alone(two: Nodes, trainer: Trainer, lora_rank: int) -> None:
+@pytest.mark.parametrize(
+    ("transport", "lora_rank"), [("disk", 0), ("disk", RANK), ("local", 0)], ids=["whole", "adapters", "local"]
+)
+def test_engines_that_slept_serve_the_next_version_alone(
+    two: Nodes, trainer: Trainer, transport: str, lora_rank: int
+) -> None:
+    skip_unfit(two, transport)
     if lora_rank:
         start_anew(two)
-    trainer.use(lora_rank=lora_rank, engine_sleeps=True)
+    trainer.use(transport, lora_rank=lora_rank, engine_sleeps=True)
     trainer.publish()
     trainer.put_workers_to_sleep()
     asleep = [f"{two.store.newest().version}{ASLEEP}"] * 2  # type: ignore[union-attr]
     assert [two.version(rank) for rank in (0, 1)] == asleep
     # Another trainer, since that one died.
-    trainer.use(lora_rank=lora_rank, engine_sleeps=True)
+    trainer.use(transport, lora_rank=lora_rank, engine_sleeps=True)
     last, workers = trainer.publish()
     assert workers == 2
     with Traffic(two, ADAPTER_NAME if lora_rank else None) as traffic:
         pass
     assert checked_versions(trainer, traffic) == {last}
+
+
+def skip_unfit(nodes: Nodes, transport: str, lora_rank: int = 0) -> None:
+    if transport == "local" and (lora_rank or nodes.engine == "sglang"):
+        pytest.skip("engines take only whole weights out of shared memory, and SGLang only on GPUs")
 
 
 def checked_versions(trainer: Trainer, traffic: Traffic) -> set[int]:
@@ -387,11 +398,13 @@ def test_a_run_with_too_few_workers_ends_with_the_reason(
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_left_out_of_the_broadcast_and_catches_up(
-    two: Nodes, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("transport", ["broadcast", "local"])
+def test_a_worker_that_hangs_is_left_out_of_the_publication_and_catches_up(
+    two: Nodes, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
+    skip_unfit(two, transport)
     wait_at_most(5, monkeypatch)
-    trainer.use("broadcast")
+    trainer.use(transport)
     engine = two.nodes[1].engine
     stopped = [engine, *engine.children(recursive=True)]
     for process in stopped:
@@ -408,8 +421,12 @@ def test_a_worker_that_hangs_is_left_out_of_the_broadcast_and_catches_up(
 
 
 @pytest.mark.slow
-def test_a_worker_that_was_restarted_is_part_of_the_next_broadcast(two: Nodes, trainer: Trainer) -> None:
-    trainer.use("broadcast")
+@pytest.mark.parametrize("transport", ["broadcast", "local"])
+def test_a_worker_that_was_restarted_is_part_of_the_next_publication(
+    two: Nodes, trainer: Trainer, transport: str
+) -> None:
+    skip_unfit(two, transport)
+    trainer.use(transport)
     assert trainer.publish()[1] == 2
     engine = two.nodes[1].engine
     engine.kill()

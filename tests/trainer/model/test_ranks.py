@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.ports import free_port
+from tests.waiting import LIMIT_SECONDS
 from trainer.model import ranks
 from trainer.model.ranks import join_ranks
 
@@ -35,3 +41,30 @@ def test_an_nccl_group_is_left_after_success_only(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ranks, "init_device_mesh", lambda *_: None)
     fail_in_group(fails)
     assert left == ([] if fails else ["left"])
+
+
+MEETING = """
+import sys
+from trainer.model.ranks import join_ranks
+with join_ranks() as ranks:
+    print(ranks.broadcast_json(sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address, and ports for each run")
+def test_two_job_groups_of_a_machine_meet_each_for_itself_on_one_port() -> None:
+    port = str(free_port())
+    started = {
+        (group, rank): subprocess.Popen(
+            [sys.executable, "-c", MEETING, group],
+            env=os.environ
+            | {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+            | {"JOBGROUP_ENDPOINTS": json.dumps({f"ppo-trainer-0:{port}": f"{address}:{port}"})},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for group, address in (("first", "127.77.0.1"), ("second", "127.77.0.2"))
+        for rank in "10"
+    }
+    for (group, _), process in started.items():
+        assert process.communicate(timeout=LIMIT_SECONDS)[0].splitlines()[-1] == group

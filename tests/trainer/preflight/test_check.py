@@ -19,13 +19,13 @@ from services.core.errors import ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
-from trainer.config import TrainerSettings, Transport
+from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
 from trainer.preflight.check import Machine, check, preflight
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import GIB, Limits, VolumeRoom, Work, choose, find_limits, needed, plan_records
+from trainer.preflight.sizes import GIB, Limits, VolumeRoom, Work, choose, find_limits, needed, plan_records, work_of
 
 ROOT = Path(__file__).parents[3]
 SHAPES = {label: ModelShape.of(CONFIGS[label][1]) for label in ("0.5B", "8B")}
@@ -263,9 +263,16 @@ def test_the_job_groups_have_what_their_model_needs(file: str) -> None:
 
 @pytest.mark.parametrize(("rank", "versions"), [(0, 2), (8, 1)])
 def test_a_broadcast_has_one_version_in_memory_while_another_is_written(rank: int, versions: int) -> None:
-    by = {transport: chosen("8B", 1, 8, publish_transport=transport, lora_rank=rank) for transport in Transport}
-    disk, broadcast = (needed(SHAPES["8B"], by[transport]).total("host") for transport in Transport)
+    by = [chosen("8B", 1, 8, publish_transport=transport, lora_rank=rank) for transport in ("disk", "broadcast")]
+    disk, broadcast = (needed(SHAPES["8B"], work).total("host") for work in by)
     assert broadcast - disk == pytest.approx((versions - 1) * 2 * SHAPES["8B"].parameters)
+
+
+@pytest.mark.parametrize(("memory", "shared"), [(0, 2), (80 * GIB, 0)], ids=["processor", "GPU"])
+def test_on_processors_a_shared_version_takes_room_in_shared_memory(memory: int, shared: int) -> None:
+    given = settings(publish_transport="local")
+    work = work_of(given, SHAPES["0.5B"], memory=memory, nodes=1, ranks_per_node=1, compute_bytes=2)
+    assert needed(SHAPES["0.5B"], work).total("shm") == shared * SHAPES["0.5B"].parameters
 
 
 def test_lora_needs_no_gradients_and_moments_of_the_model() -> None:

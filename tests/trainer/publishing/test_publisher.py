@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Coroutine, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ import torch
 from safetensors import SafetensorError
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
-from services.core.errors import DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import InterruptedCallError, ServiceThread
+from services.engines.router import ENGINE_LABEL, Worker
 from services.weights.policy_store import PolicyStore
+from services.weights.shared_tensors import SharedMemory, memory_directory, pack_bucket, unpack_bucket
 from tests.fake_service import fake_service
 from tests.trainer.rank_jobs import change, make_learner
 from tests.trainer.tiny import FAMILIES, save_model
@@ -37,7 +39,15 @@ from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import Rounding
 from trainer.model.saving import DiskFullError
 from trainer.publishing import publisher as module
-from trainer.publishing.publisher import WRITES, Publisher, VersionGoneError, VersionWriter, write_version
+from trainer.publishing import shared
+from trainer.publishing.publisher import (
+    WRITES,
+    Publisher,
+    VersionGoneError,
+    VersionWriter,
+    write_version,
+)
+from trainer.publishing.shared import check_shares_memory
 from trainer.rank_calls import RankCalls
 
 
@@ -196,13 +206,67 @@ def test_a_full_disk_leaves_nothing_of_the_version_that_it_did_not_take(
 
     publisher = make(tmp_path, alone, transport)
     monkeypatch.setattr(saving, "save_torch_state_dict", fail)
-    if transport is Transport.BROADCAST:
+    if transport is not Transport.DISK:
         publisher.writer.write(0)  # beside the training, so that the next version meets the error
         wait_until(publisher.writer._writes[0].done, "the write has failed")
     with pytest.raises(DiskFullError, match=r"the disk is full: .*/policy/.* cannot be written"):
         publisher.writer.write(1)
     publisher.writer.close()
     assert list(publisher.writer.store.policy_dir.iterdir()) == []
+
+
+def test_without_room_for_shared_memory_a_run_ends_with_what_would_do(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make(tmp_path, alone, Transport.LOCAL)
+    monkeypatch.setattr(shared, "SharedMemory", lambda name, size: SharedMemory(name, size + (1 << 60)))
+    with pytest.raises(ConfigurationError, match=r"has no room for a policy version .* set PUBLISH_TRANSPORT=disk"):
+        publisher.writer.write(0)
+
+
+def test_a_version_that_is_being_written_keeps_its_shared_memory(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = make(tmp_path, alone, Transport.LOCAL).writer
+    write = module.write_version
+    versions: list[int] = []
+
+    def slow(store: PolicyStore, version: int, save: Any) -> None:
+        time.sleep(0.5)  # for the next version, which must not come
+        assert writer.part is not None
+        versions.append(writer.part.version)
+        write(store, version, save)
+
+    monkeypatch.setattr(module, "write_version", slow)
+    for version in range(3):
+        with torch.no_grad():
+            for parameter in writer.policy.parameters():
+                parameter.add_(1)
+        writer.write(version)
+        wait_until(lambda: not writer._next, "the thread has begun")
+    assert writer.part is not None
+    tensors = unpack_bucket(pack_bucket(writer.part, writer.state)).tensors
+    whole = {name: value.clone() for name, value in tensors.items()}
+    writer.close()
+    assert versions == [0, 1, 2]
+    assert not (memory_directory() / writer.part.file).exists()
+    read = safetensors.torch.load_file(writer.store.path(2) / "model.safetensors")
+    assert all(torch.equal(read[name], value) for name, value in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("url", "engine", "reason"),
+    [
+        ("http://192.0.2.1:30001", "embedded", "on another host"),
+        ("http://127.0.0.1:30001", "sglang", "on GPUs only"),
+        ("http://127.0.0.1:30001", "embedded", None),
+    ],
+)
+def test_workers_that_cannot_share_memory_are_refused(url: str, engine: str, reason: str | None) -> None:
+    worker = Worker(id="w", url=url, is_healthy=True, metadata={ENGINE_LABEL: engine})
+    refusal = nullcontext() if reason is None else pytest.raises(ConfigurationError, match=reason)
+    with refusal:
+        check_shares_memory([worker], torch.device("cpu"))
 
 
 def test_a_volume_that_takes_no_version_is_a_lost_dependency(

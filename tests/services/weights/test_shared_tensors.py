@@ -1,0 +1,131 @@
+"""Versions in memory that trainer and engine share: whole, or refused."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.core.endpoints import is_own_address
+from services.weights import shared_tensors
+from services.weights.shared_tensors import BucketError, FilePart, SharedMemory, pack_bucket, unpack_bucket
+
+STATE = {
+    "a": torch.arange(6, dtype=torch.float32).view(2, 3),
+    "b": torch.tensor([-1.0]),
+    "c": torch.randn(3, 1, generator=torch.Generator().manual_seed(0)),
+}
+SIZE = sum(value.nbytes for value in STATE.values())
+NAME = f"grpo-test-{os.getpid()}"
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    made = SharedMemory(NAME, SIZE)
+    yield made
+    made.remove()
+
+
+def fill(memory: SharedMemory, version: int, factor: float = 1.0) -> bytes:
+    memory.begin()
+    state = {name: memory.copy_of(value * factor) for name, value in STATE.items()}
+    return pack_bucket(memory.finish(version), state)
+
+
+def test_another_process_reads_the_tensors(memory: SharedMemory) -> None:
+    packed = base64.b64encode(fill(memory, 3)).decode()
+    script = (
+        "import base64, sys, torch; from services.weights.shared_tensors import unpack_bucket\n"
+        "torch.save(unpack_bucket(base64.b64decode(sys.argv[1])).tensors, sys.stdout.buffer)"
+    )
+    reader = subprocess.run([sys.executable, "-c", script, packed], capture_output=True, check=True)
+    path = memory.path.with_suffix(".read")
+    try:
+        path.write_bytes(reader.stdout)
+        read = torch.load(path)
+    finally:
+        path.unlink()
+    assert list(read) == list(STATE)
+    assert all(torch.equal(read[name], value) for name, value in STATE.items())
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_version_that_is_written_over_is_noticed(memory: SharedMemory, is_finished: bool) -> None:
+    packed = fill(memory, 3)
+    bucket = unpack_bucket(packed)
+    assert bucket.is_intact()
+    fill(memory, 4, 2.0) if is_finished else memory.begin()
+    assert not bucket.is_intact()
+    with pytest.raises(BucketError, match="does not hold policy version 3"):
+        unpack_bucket(packed)
+
+
+def test_who_reads_changes_nothing(memory: SharedMemory) -> None:
+    packed = fill(memory, 3)
+    unpack_bucket(packed).tensors["a"].zero_()
+    assert torch.equal(unpack_bucket(packed).tensors["a"], STATE["a"])
+
+
+def test_the_memory_of_another_host_is_not_there(memory: SharedMemory) -> None:
+    packed = fill(memory, 3)
+    bucket = unpack_bucket(packed)
+    memory.remove()
+    assert torch.equal(bucket.tensors["a"], STATE["a"]), "who has mapped it keeps it"
+    with pytest.raises(BucketError, match=r"does not exist; do trainer and engine run on the same host\?"):
+        unpack_bucket(packed)
+
+
+def test_only_files_in_memory_are_read(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(100))
+    for name in (str(tmp_path / "secret"), "../secret", ".."):
+        with pytest.raises(BucketError, match="cannot be read"):
+            unpack_bucket(pack_bucket(FilePart(name, 0, 8), {"a": torch.zeros(2)}))
+
+
+def test_nothing_of_a_pickle_is_executed() -> None:
+    class Attack:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, ("true",)
+
+    with pytest.raises(BucketError, match="is not allowed"):
+        unpack_bucket(pickle.dumps({"flattened_tensor": Attack(), "metadata": []}))
+    with pytest.raises(BucketError):
+        unpack_bucket(b"no pickle")
+
+
+def test_memory_that_is_not_there_is_an_error_and_leaves_no_file() -> None:
+    directory = shared_tensors.memory_directory()
+    if not hasattr(os, "posix_fallocate"):
+        pytest.skip("this system does not tell")
+    with pytest.raises(OSError, match="No space left"):
+        SharedMemory(NAME, 2 * shutil.disk_usage(directory).total)
+    assert not (directory / NAME).exists()
+
+
+def test_the_memory_of_a_trainer_that_was_killed_is_replaced() -> None:
+    script = (
+        "import os, signal, sys; from services.weights.shared_tensors import SharedMemory\n"
+        f"memory = SharedMemory({NAME!r}, {SIZE}); memory.begin(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
+    memory = SharedMemory(NAME, SIZE)
+    try:
+        assert torch.equal(unpack_bucket(fill(memory, 5)).tensors["c"], STATE["c"])
+    finally:
+        memory.remove()
+
+
+def test_a_host_knows_its_own_addresses() -> None:
+    assert is_own_address("127.0.0.1")
+    assert is_own_address("localhost")
+    assert not is_own_address("192.0.2.1")  # an address for documents
+    assert not is_own_address("no-such-host.invalid")
