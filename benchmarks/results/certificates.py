@@ -24,7 +24,11 @@ GROUPS = {
     "make demo-agent": ROOT / "jobgroups/agent.yaml",
     "make demo-environment": ROOT / "jobgroups/environment.yaml",
 }
-SETTINGS = {name: env_file(ROOT / f"examples/{name.removeprefix('make ')}.env") for name in GROUPS}
+_ROLLOUTS = {"make demo": "completion", "make demo-agent": "agent", "make demo-environment": "environment"}
+SETTINGS = {
+    name: env_file(ROOT / f"examples/{name.removeprefix('make ')}.env") | {"ROLLOUT": rollout}
+    for name, rollout in _ROLLOUTS.items()
+}
 PLAN = ("--every", "5s", "--for", "50s", "--small")
 
 

@@ -320,12 +320,15 @@ def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model
         (["--model", "8B", "--gpus", "H100 8"], "expected NAME:COUNT"),
         (["--model", "0.5B", "--trainer-nodes", "0"], "--trainer-nodes"),
         (["--model", "8B", "--stock"], r"needs 79.1 GiB of GPU memory"),
-        (["--model", "8B", "--stock"], "--gpus H100:2, or with LORA_RANK=32"),
+        (["--model", "8B", "--stock"], "--gpus H100:2, or with CPU_OFFLOAD=true and 247.1 GiB of host memory"),
         (
             ["--model", "1.5B", "--gpus", "L4:1", "--trainer-nodes", "1", "--stock"],
-            "with --gpus L4:2, or with LORA_RANK=32.",
+            "with --gpus L4:2, or with CPU_OFFLOAD=true and 49.0 GiB of host memory on each node, or with LORA_RANK",
         ),
-        (["--model", "70B", "--gpus", "H100:8", "--stock"], "with --trainer-nodes 3, or with LORA_RANK=32."),
+        (
+            ["--model", "70B", "--gpus", "H100:8", "--stock"],
+            "with --trainer-nodes 3, or with CPU_OFFLOAD=true and 2126.7 GiB",
+        ),
         (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=16"], "an engine needs 16 GPUs"),
         (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=3"], "allowed are 1, 2, 4, 8"),
         (["--model", "0.5B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=4"], "the 14 attention heads of"),
