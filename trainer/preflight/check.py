@@ -105,21 +105,7 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_n
             total, there = gigabytes(sum(parts.values())), gigabytes(getattr(limits, place))
             log.info(f"preflight: {name}", needs=total, has=there, **sizes)
     if work.device == "cuda":
-        log.info(
-            "preflight: chosen",
-            activation_checkpointing=work.checkpointing,
-            micro_batch_tokens=work.micro_batch_tokens,
-            shard_parameters=work.frees_parameters,
-            copies_of_the_state=work.replicas,
-            cpu_offload=work.has_offload,
-        )
-        if work.has_offload and settings.cpu_offload == "auto":
-            resident = settings.model_copy(update={"cpu_offload": False})
-            ways = (*_settings_to_fit(resident, shape, machine), *_nodes_to_fit(resident, machine, name_nodes))
-            log.warning(
-                "preflight: no GPU holds the state, so it stays in host memory, and steps take longer",
-                without_it=_first_fitting(shape, work, iter(ways)) or "more or larger GPUs",
-            )
+        _log_choice(settings, shape, machine, work, name_nodes)
     for place in PLACES:
         if not _fits(need, work, limits, place):
             resumes = place == "volume" and any(settings.checkpoint_dir.glob("step-[0-9]*"))
@@ -130,6 +116,27 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_n
         remedy = f"MICRO_BATCH_TOKENS={tokens}" if tokens else "a smaller MAX_NEW_TOKENS, or more memory"
         log.warning("preflight: full micro-batches would not fit into memory", remedy=remedy)
     return work
+
+
+def _log_choice(
+    settings: TrainerSettings, shape: ModelShape, machine: Machine, work: Work, name_nodes: NameNodes
+) -> None:
+    """Log what was chosen for GPUs, and what would do without a slow choice that nobody asked for."""
+    log.info(
+        "preflight: chosen",
+        activation_checkpointing=work.checkpointing,
+        micro_batch_tokens=work.micro_batch_tokens,
+        shard_parameters=work.frees_parameters,
+        copies_of_the_state=work.replicas,
+        cpu_offload=work.has_offload,
+    )
+    if work.has_offload and settings.cpu_offload == "auto":
+        resident = settings.model_copy(update={"cpu_offload": False})
+        ways = (*_settings_to_fit(resident, shape, machine), *_nodes_to_fit(resident, machine, name_nodes))
+        log.warning(
+            "preflight: no GPU holds the state, so it stays in host memory, and steps take longer",
+            without_it=_first_fitting(shape, work, iter(ways)) or "more or larger GPUs",
+        )
 
 
 def check_context(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> None:
