@@ -46,6 +46,7 @@ def create_app(settings: EngineSettings) -> FastAPI:
     weight_routes.add_disk_route(app)
     weight_routes.add_group_routes(app)
     weight_routes.add_broadcast_routes(app)
+    weight_routes.add_shared_memory_route(app)
     weight_routes.add_adapter_routes(app)
     openai_routes.add_routes(app)
     return app

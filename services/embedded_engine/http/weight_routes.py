@@ -230,7 +230,7 @@ def add_group_routes(app: FastAPI) -> None:
 
 
 def add_broadcast_routes(app: FastAPI) -> None:
-    """Add the routes of an update by broadcast or shared memory."""
+    """Add the routes of an update by broadcast; those that open and close one serve shared memory, too."""
 
     @app.post("/begin_weight_update", tags=["weights"])
     async def begin_weight_update(body: BeginUpdate, http: Request) -> Response:
@@ -261,18 +261,6 @@ def add_broadcast_routes(app: FastAPI) -> None:
         async with state.receiver_lock:
             return await _reply_to("weights received", lambda: in_background(receive), tensors=len(body.names))
 
-    @app.post("/update_weights_from_tensor", tags=["weights"])
-    async def update_weights_from_tensor(body: UpdateFromTensor, http: Request) -> Response:
-        """Map tensors in memory of this host; they serve once /end_weight_update has copied them."""
-        state = state_of(http)
-
-        def receive() -> None:
-            data = _decoded(body.serialized_named_tensors[0])
-            state.receiver.map_shared(data, version=body.weight_version, flush_cache=body.flush_cache)
-
-        async with state.receiver_lock:
-            return await _reply_to("weights mapped", lambda: in_background(receive))
-
     @app.post("/end_weight_update", tags=["weights"])
     async def end_weight_update(http: Request) -> Response:
         """Serve the tensors received since /begin_weight_update, or change nothing if they are not the whole model.
@@ -292,6 +280,22 @@ def add_broadcast_routes(app: FastAPI) -> None:
 
         async with state.receiver_lock:
             return await _reply_to("update closed", end)
+
+
+def add_shared_memory_route(app: FastAPI) -> None:
+    """Add the route of an update by shared memory, between the first and the last of one by broadcast."""
+
+    @app.post("/update_weights_from_tensor", tags=["weights"])
+    async def update_weights_from_tensor(body: UpdateFromTensor, http: Request) -> Response:
+        """Map tensors in memory of this host; they serve once /end_weight_update has copied them."""
+        state = state_of(http)
+
+        def receive() -> None:
+            data = _decoded(body.serialized_named_tensors[0])
+            state.receiver.map_shared(data, version=body.weight_version, flush_cache=body.flush_cache)
+
+        async with state.receiver_lock:
+            return await _reply_to("weights mapped", lambda: in_background(receive))
 
 
 def _decoded(text: str) -> bytes:
