@@ -145,7 +145,7 @@ def pretended_learner(
         patch.setattr(policy, "load_model", on_the_device)
         patch.setattr(policy, "ValueHead", _ValueHead)
         patch.setattr(policy, "with_adapters", _adapted_on_the_device)
-        patch.setattr(sharding, "_receive", lambda *_: None)
+        patch.setattr(sharding, "_receive", lambda *_, **__: None)
         patch.setattr(policy, "weights_digest", lambda model: "")
         patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
         patch.setattr(logprobs, "_fused", lambda function, device: function)
