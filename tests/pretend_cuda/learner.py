@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -29,6 +30,7 @@ from trainer.config import TrainerSettings
 from trainer.model import attention, loading, logprobs, policy, sharding
 from trainer.model.attention import TREE_ATTENTION
 from trainer.model.learner import Learner
+from trainer.model.optimizer import make_optimizer
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 
@@ -114,6 +116,40 @@ def packed_sequences(tokens: int, sequence: int, context: Context = ALONE) -> Mi
     """Return a rank's part of a micro-batch of sequences of equal length, on the CPU."""
     half = [trained_sequence([7] * (sequence - 1), [-1.0] * (sequence - 1), [0.1] * (sequence - 1))]
     return pack([TrainingGroup([5, 5], half) for _ in range(tokens // sequence)], TreeMask, context)
+
+
+@dataclass(frozen=True)
+class TrackedPass:
+    """A first forward and backward pass, whose allocations are counted."""
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    batch: MicroBatch
+    tracker: Any
+
+
+def bytes_of_device(tracker: Any, moment: str) -> int:
+    """Return the bytes of the device at the fullest moment so far (``peak``), or now (``current``)."""
+    snapshot = tracker.get_tracker_snapshot(moment)
+    total: int = next(found["Total"] for device, found in snapshot.items() if device.type == "cuda")
+    return total
+
+
+@contextmanager
+def tracked_pass(
+    config: PretrainedConfig, settings: TrainerSettings, tokens: int, sequence: int, *, gpus: int = 1
+) -> Iterator[TrackedPass]:
+    """Make a pass over ``tokens`` tokens, in sequences of equal length; count what the block allocates, too."""
+    batch = packed_sequences(tokens, sequence)
+    with pretended_ranks(gpus=gpus) as ranks, FakeTensorMode(allow_non_fake_inputs=True):
+        checkpointing = settings.activation_checkpointing is True
+        trained = pretended_policy(config, settings, ranks, has_checkpointing=checkpointing)
+        optimizer, tracker = make_optimizer(settings, trained), cast("Any", MemTracker())
+        batch = batch.to(ranks.device)
+        tracker.track_external(trained, optimizer)
+        with tracker:
+            trained(batch).logprobs.sum().backward()
+            yield TrackedPass(trained, optimizer, batch, tracker)
 
 
 @contextmanager

@@ -7,20 +7,20 @@ the tracker does not see compiled code, and compared with the bytes of layers th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import PretrainedConfig, Qwen3MoeConfig
 
 from scripts.launch.models import CONFIGS
 from tests.pretend_cuda.compiled import kept_bytes
-from tests.pretend_cuda.learner import packed_sequences, pretended_policy, pretended_ranks, without_compilation
+from tests.pretend_cuda.learner import (
+    bytes_of_device,
+    tracked_pass,
+    without_compilation,
+)
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing
-from trainer.model.optimizer import make_optimizer
 from trainer.preflight import sizes
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import CUDA_CONTEXT, needed, stored_bytes, work_of
@@ -48,17 +48,8 @@ def _without_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def step(config: PretrainedConfig, *, has_checkpointing: bool) -> Step:
     settings = settings_of(has_checkpointing=has_checkpointing)
-    batch = packed_sequences(TOKENS, SEQUENCE)
-    with pretended_ranks(gpus=RANKS) as ranks, FakeTensorMode(allow_non_fake_inputs=True):
-        trained = pretended_policy(config, settings, ranks, has_checkpointing=has_checkpointing)
-        optimizer = make_optimizer(settings, trained)
-        batch = batch.to(ranks.device)
-        tracker: Any = MemTracker()
-        tracker.track_external(trained, optimizer)
-        with tracker:
-            trained(batch).logprobs.sum().backward()
-        snapshot = tracker.get_tracker_snapshot("peak")
-        peak = next(found["Total"] for device, found in snapshot.items() if device.type == "cuda")
+    with tracked_pass(config, settings, TOKENS, SEQUENCE, gpus=RANKS) as tracked:
+        peak = bytes_of_device(tracked.tracker, "peak")
     return Step(peak, forecast(config, settings))
 
 

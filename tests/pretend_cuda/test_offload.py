@@ -8,15 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from scripts.launch.models import CONFIGS
-from tests.pretend_cuda.learner import packed_sequences, pretended_policy, pretended_ranks, without_compilation
+from tests.pretend_cuda.learner import (
+    bytes_of_device,
+    packed_sequences,
+    pretended_policy,
+    pretended_ranks,
+    tracked_pass,
+    without_compilation,
+)
 from tests.pretend_cuda.seen import Seen
 from tests.pretend_cuda.test_memory import RANKS, SEQUENCE, TOKENS, with_layers
 from tests.pretend_cuda.test_step import is_copy_to_the_device
 from trainer.config import TrainerSettings
-from trainer.model.optimizer import make_optimizer
 from trainer.preflight import sizes
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import CUDA_CONTEXT, needed, work_of
@@ -50,24 +55,15 @@ def settings_of(**changes: Any) -> TrainerSettings:
 def peak(layers: int) -> tuple[int, int]:
     """Return the bytes of the device at the fullest moment of a step, with layers of 32B, and the preflight's."""
     config, settings = with_layers(CONFIGS["32B"][1], layers), settings_of()
-    batch = packed_sequences(TOKENS, SEQUENCE)
-    with pretended_ranks(gpus=RANKS) as ranks, FakeTensorMode(allow_non_fake_inputs=True):
-        trained = pretended_policy(config, settings, ranks, has_checkpointing=True)
-        optimizer = make_optimizer(settings, trained)
-        batch = batch.to(ranks.device)
-        tracker: Any = MemTracker()
-        tracker.track_external(trained, optimizer)
-        with tracker:
-            trained(batch).logprobs.sum().backward()
-            assert all(p.grad is not None and p.grad.device.type == "cpu" for p in trained.parameters())
-            # Before the optimizer's step, whose operator is tried on whole tensors that do not exist.
-            snapshot = tracker.get_tracker_snapshot("peak")
-        optimizer.step()
-        assert {x.device.type for moments in optimizer.state.values() for x in moments.values()} == {"cpu"}
+    with tracked_pass(config, settings, TOKENS, SEQUENCE, gpus=RANKS) as tracked:
+        assert {p.grad.device.type for p in tracked.policy.parameters() if p.grad is not None} == {"cpu"}
+        # Before the optimizer's step, whose operator is tried on whole tensors that do not exist.
+        found = bytes_of_device(tracked.tracker, "peak")
+        tracked.optimizer.step()
+    assert {x.device.type for moments in tracked.optimizer.state.values() for x in moments.values()} == {"cpu"}
     shape = ModelShape.of(config)
     memory = torch.cuda.get_device_properties(0).total_memory
     need = needed(shape, work_of(settings, shape, memory=memory, nodes=1, ranks_per_node=RANKS, compute_bytes=2))
-    found = next(x["Total"] for device, x in snapshot.items() if device.type == "cuda")
     return found, need.total("device") - CUDA_CONTEXT
 
 

@@ -19,10 +19,16 @@ from transformers import PretrainedConfig
 from benchmarks.scaling.one_gpu import BETWEEN_STEPS, LABELS, PRESET
 from local_runner.spec import env_file
 from scripts.launch.models import CONFIGS
-from tests.pretend_cuda.learner import packed_sequences, pretended_policy, pretended_ranks, without_compilation
+from tests.pretend_cuda.learner import (
+    bytes_of_device,
+    packed_sequences,
+    pretended_policy,
+    pretended_ranks,
+    tracked_pass,
+    without_compilation,
+)
 from tests.pretend_cuda.test_memory import DEPTHS, with_layers
 from trainer.config import TrainerSettings
-from trainer.model.optimizer import make_optimizer
 from trainer.model.sharding import leave_gpu
 from trainer.preflight import sizes
 from trainer.preflight.shape import ModelShape
@@ -62,20 +68,13 @@ def settings_of(**changes: Any) -> TrainerSettings:
 
 
 def counted(config: PretrainedConfig, settings: TrainerSettings) -> Bytes:
-    batch = packed_sequences(settings.micro_batch_tokens, SEQUENCE)
-    with pretended_ranks() as ranks, FakeTensorMode(allow_non_fake_inputs=True):
-        trained = pretended_policy(config, settings, ranks, has_checkpointing=True)
-        optimizer = make_optimizer(settings, trained)
-        batch = batch.to(ranks.device)
-        tracker: Any = MemTracker()
-        tracker.track_external(trained, optimizer)
-        with tracker:
-            trained(batch).logprobs.sum().backward()
-            step = _on_device(tracker, "peak")
-            optimizer.step()
-            optimizer.zero_grad()
-            leave_gpu([trained])
-            between = _on_device(tracker, "current")
+    with tracked_pass(config, settings, settings.micro_batch_tokens, SEQUENCE) as tracked:
+        step = bytes_of_device(tracked.tracker, "peak")
+        tracked.optimizer.step()
+        tracked.optimizer.zero_grad()
+        leave_gpu([tracked.policy])
+        between = bytes_of_device(tracked.tracker, "current")
+    batch = tracked.batch
     return Bytes(step, between - sum(t.nbytes for t in vars(batch).values() if hasattr(t, "nbytes")))
 
 
@@ -93,20 +92,14 @@ def test_nothing_that_any_model_gathered_stays_while_the_engine_generates() -> N
         tracker: Any = MemTracker()
         tracker.track_external(*models)
         with tracker:
-            before = _on_device(tracker, "current")
+            before = bytes_of_device(tracker, "current")
             for model in models:
                 model(batch)
             gathered = 2 * config.vocab_size * config.hidden_size
-            assert _on_device(tracker, "current") - before > len(models) * gathered
+            assert bytes_of_device(tracker, "current") - before > len(models) * gathered
             rank_calls.leave_gpu()
             # The batch keeps its mask.
-            assert _on_device(tracker, "current") == pytest.approx(before, abs=1 << 20)
-
-
-def _on_device(tracker: Any, moment: str) -> int:
-    snapshot = tracker.get_tracker_snapshot(moment)
-    total: int = next(found["Total"] for device, found in snapshot.items() if device.type == "cuda")
-    return total
+            assert bytes_of_device(tracker, "current") == pytest.approx(before, abs=1 << 20)
 
 
 def foreseen(config: PretrainedConfig, settings: TrainerSettings) -> Bytes:

@@ -40,7 +40,7 @@ SGLANG_ALLOWS = {
     ("torch.storage", "TypedStorage"),
     ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
 }
-"""Those classes of SafeUnpickler.ALLOWED_GLOBALS of SGLang 0.5.23 (srt/utils/common.py) that a bucket may need."""
+"""The classes that a bucket may need, of SafeUnpickler.ALLOWED_GLOBALS in SGLang 0.5.23 (srt/utils/common.py)."""
 
 
 class SafeUnpickler(pickle.Unpickler):
@@ -71,7 +71,7 @@ def as_bytes(value: torch.Tensor) -> torch.Tensor:
 
 
 def read(data: bytes, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What SGLang's FlattenedTensorBucket.reconstruct_tensors makes of a bucket."""
+    """Return a bucket's tensors as SGLang's FlattenedTensorBucket.reconstruct_tensors does."""
     content = SafeUnpickler(data, flat).load()
     whole = content["flattened_tensor"]
     tensors = {}

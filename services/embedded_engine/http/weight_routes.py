@@ -268,18 +268,19 @@ def add_broadcast_routes(app: FastAPI) -> None:
         Requests in flight end first, unless generation is paused.
         """
         state = state_of(http)
-
-        async def end() -> int:
-            update = state.receiver.end()
-            if not update.tensors:
-                return 0
-            weights = await in_background(lambda: state.loaded.pack(update.tensors))
-            update.check_intact()
-            async with state.update_lock:
-                return await _change(state, weights, update.version, flush_cache=update.flush_cache)
-
         async with state.receiver_lock:
-            return await _reply_to("update closed", end)
+            return await _reply_to("update closed", lambda: _end_update(state))
+
+
+async def _end_update(state: EngineState) -> int:
+    """Exchange weights and version for those received; return the number of paused sequences."""
+    update = state.receiver.end()
+    if not update.tensors:
+        return 0
+    weights = await in_background(lambda: state.loaded.pack(update.tensors))
+    update.check_intact()
+    async with state.update_lock:
+        return await _change(state, weights, update.version, flush_cache=update.flush_cache)
 
 
 def add_shared_memory_route(app: FastAPI) -> None:

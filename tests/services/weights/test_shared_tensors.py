@@ -102,10 +102,9 @@ def test_nothing_of_a_pickle_is_executed() -> None:
         unpack_bucket(b"no pickle")
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system cannot reserve the room of a file")
 def test_memory_that_is_not_there_is_an_error_and_leaves_no_file() -> None:
     directory = shared_tensors.memory_directory()
-    if not hasattr(os, "posix_fallocate"):
-        pytest.skip("this system does not tell")
     with pytest.raises(OSError, match="No space left"):
         SharedMemory(NAME, 2 * shutil.disk_usage(directory).total)
     assert not (directory / NAME).exists()
