@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from services.core.errors import ConfigurationError
 from services.protocol.prompts import Cursor
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import PerToken
@@ -77,6 +78,19 @@ def updates_of_many_shapes(
 ) -> list[Trained]:
     """Make one update with each of several settings."""
     return [update(ranks, model, settings, groups) for settings in cases]
+
+
+def updates_of_models(
+    ranks: Ranks, cases: Mapping[str, tuple[Path, dict[str, Any]]], groups: Sequence[TrainingGroup]
+) -> dict[str, Trained | str]:
+    """Make an update of each model with its settings; return what it gave, or the message of its error."""
+    updates: dict[str, Trained | str] = {}
+    for name, (model, settings) in cases.items():
+        try:
+            updates[name] = update(ranks, model, settings, groups)
+        except (RuntimeError, ValueError, ConfigurationError) as error:
+            updates[name] = f"{type(error).__name__}: {error}"
+    return updates
 
 
 def weights_of(policy: nn.Module) -> Arrays:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch._dynamo.config as dynamo
 import torch._functorch.config as partitioner
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -205,6 +206,9 @@ def compile_layers(layers: Sequence[nn.Module], settings: TrainerSettings) -> No
     """
     is_selective = settings.activation_checkpointing == "selective"
     partitioner.activation_memory_budget = SELECTIVE_BUDGET if is_selective else 1.0
+    # With the default an FSDP module's numbers, such as the width of a head, become variables of the graph, for which
+    # torch cannot make the attention's kernel.
+    dynamo.skip_fsdp_guards = False
     for layer in layers:
         layer.forward = torch.compile(  # type: ignore[call-overload]  # the overloads lack the limit
             layer.forward, dynamic=True, fullgraph=True, recompile_limit=GRAPHS

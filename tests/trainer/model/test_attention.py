@@ -17,12 +17,10 @@ from tests.sequences import trained_sequence
 from tests.trainer.tiny import FAMILIES, SHAPE, plain_logprobs, plain_model, random_groups, random_trees, save_model
 from trainer.algorithm.attention_layout import AttentionLayout, TreeMask
 from trainer.algorithm.packing import TrainingGroup, pack
-from trainer.config import TrainerSettings
 from trainer.model import policy as policies
 from trainer.model.attention import TREE_ATTENTION, check_config, check_model, tree_attention
 from trainer.model.logprobs import token_logprobs
 from trainer.model.policy import Policy
-from trainer.model.sharding import compile_layers
 
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
 
@@ -111,18 +109,6 @@ def test_the_attention_of_cuda_computes_what_that_of_a_cpu_does(
         gradients.append({name: parameter.grad for name, parameter in policy.named_parameters()})
     torch.testing.assert_close(*results, **CLOSE)
     torch.testing.assert_close(*gradients, **CLOSE)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_the_compiled_kernel_computes_what_a_cpu_does(directory: Path) -> None:
-    groups = random_groups(1, longest=20)
-    expected = packed_policy(directory)(pack(groups)).logprobs
-    policy = packed_policy(directory).to("cuda")
-    compile_layers(policy.model.base_model.layers, TrainerSettings.load())
-    logprobs = policy(pack(groups, TreeMask).to(torch.device("cuda"))).logprobs
-    logprobs.sum().backward()
-    torch.testing.assert_close(logprobs.cpu(), expected, rtol=0, atol=1e-3)
 
 
 def test_a_group_may_have_completions_without_tokens(directory: Path) -> None:
