@@ -77,8 +77,10 @@ TREE_ATTENTION = "token_tree"
 UNSUPPORTED_OPTIONS = ("sliding_window", "softcap", "s_aux")
 """Options with which models ask for sliding windows, capped scores or attention sinks."""
 
-KERNEL_OPTIONS: Any = {"BACKEND": "TRITON", "ROWS_GUARANTEED_SAFE": True}
-"""One kernel for micro-batches of any length; every token sees itself, so no row is without a score."""
+KERNEL_OPTIONS: Any = {"BACKEND": "TRITON"}
+"""One kernel for micro-batches of any length. Without ROWS_GUARANTEED_SAFE, which looks true, because every token sees
+itself: the kernel goes through the keys tile by tile, and where a token sees none of its first tile's keys, that option
+makes the token's output NaN."""
 
 
 class SharedLayout(NamedTuple):
