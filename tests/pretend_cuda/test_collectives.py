@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tests.pretend_cuda.learner import pretended_learner, without_compilation
 from tests.pretend_cuda.seen import Call, Seen
-from tests.trainer.tiny import FAMILIES, random_groups
+from tests.trainer.tiny import random_groups, with_heads_of
 from trainer.model.gathering import by_layer
 
 pytestmark = pytest.mark.cuda
@@ -66,7 +66,11 @@ def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             patch.setattr(owner, "synchronize", lambda *_, name=owner.__name__: waits.append(name))
         with (
             pretended_learner(
-                tmp_path_factory.mktemp("model"), FAMILIES["qwen2"], nodes=nodes, gpus=GPUS, shard_parameters=frees
+                tmp_path_factory.mktemp("model"),
+                with_heads_of(16, "qwen2"),
+                nodes=nodes,
+                gpus=GPUS,
+                shard_parameters=frees,
             ) as learner,
             Seen() as seen,
         ):

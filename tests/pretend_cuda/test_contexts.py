@@ -22,7 +22,7 @@ from tests.pretend_cuda.learner import (
 )
 from tests.pretend_cuda.seen import Seen
 from tests.pretend_cuda.test_memory import with_layers
-from tests.trainer.tiny import FAMILIES, random_groups
+from tests.trainer.tiny import random_groups, with_heads_of
 from trainer.algorithm.attention_layout import TILE
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing
@@ -38,7 +38,7 @@ DEPTHS = (1, 2)
 
 
 def test_a_layer_is_one_graph_and_exchanges_tokens_for_heads(tmp_path: Path) -> None:
-    config, size = FAMILIES["qwen3"], 2
+    config, size = with_heads_of(16, "qwen3"), 2
     counters.clear()
     with (
         pretended_learner(tmp_path, config, gpus=GPUS, context=size, activation_checkpointing=False) as learner,

@@ -12,27 +12,23 @@ from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
 from transformers import PretrainedConfig
 
+from services.core.errors import ConfigurationError
 from tests.pretend_cuda.learner import pretended_ranks
 from tests.trainer.rank_jobs import make_learner
-from tests.trainer.tiny import FAMILIES, random_groups, save_model
+from tests.trainer.tiny import FAMILIES, random_groups, save_model, with_heads_of
 
 pytestmark = pytest.mark.cuda
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("qwen2", {}),
+    "heads as of Qwen2.5-0.5B": ("qwen2", {}),
     "qwen3, some activations again": ("qwen3", {"activation_checkpointing": "selective"}),
     "mixture": ("qwen3_moe", {}),
     "adapters": ("llama", {"lora_rank": 4}),
 }
 
 
-class _Compiled(Exception):
+class _CompiledError(Exception):
     """The layer has been compiled and would run."""
-
-
-def wide(family: str) -> PretrainedConfig:
-    """Return a family's tiny configuration with heads of 64 numbers, as Qwen2.5-0.5B has."""
-    return type(FAMILIES[family])(**{**FAMILIES[family].to_dict(), "hidden_size": 256, "head_dim": 64})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -44,19 +40,34 @@ def test_a_sharded_layer_compiles_forward_and_backward_for_micro_batches_of_any_
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
     def stop(*_: Any) -> None:
-        raise _Compiled
+        raise _CompiledError
 
     monkeypatch.setattr(CompiledFxGraph, "__call__", stop)
     torch._dynamo.reset()
-    save_model(tmp_path / "model", wide(family))
+    save_model(tmp_path / "model", with_heads_of(64, family))
     with (
         pretended_ranks() as ranks,
-        config.patch(compile_threads=1),
+        config.patch(compile_threads=1, shape_padding=False),  # the padding is timed on the device
         functorch.patch(force_non_lazy_backward_lowering=True),
     ):
         learner = make_learner(ranks, tmp_path / "model", compute_type="bfloat16", **settings)
-        with pytest.raises(_Compiled):
+        with pytest.raises(_CompiledError):
             learner.update(random_groups(0, n_groups=12, longest=20), 0)
     compiled = {path.name for path in (tmp_path / "triton").rglob("*.cubin")}
-    assert any("flex_attention_backward" in name for name in compiled), compiled
-    assert any("tem_fused_flex_attention" in name and "backward" not in name for name in compiled), compiled
+    attention = {name for name in compiled if "_tem_" in name and "flex_attention" in name}
+    assert {"backward" in name for name in attention} == {False, True}, compiled
+
+
+@pytest.mark.parametrize(
+    ("config", "compute_type", "message"),
+    [
+        (FAMILIES["llama"], "bfloat16", "MODEL_NAME: llama has attention heads of 8 numbers"),
+        (with_heads_of(16, "qwen3_moe"), "float32", "COMPUTE_TYPE=float32: on a GPU .* set COMPUTE_TYPE=bfloat16"),
+    ],
+)
+def test_a_model_that_no_kernel_computes_is_refused(
+    config: PretrainedConfig, compute_type: str, message: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, config)
+    with pretended_ranks() as ranks, pytest.raises(ConfigurationError, match=message):
+        make_learner(ranks, tmp_path, compute_type=compute_type)

@@ -15,7 +15,7 @@ from services.core.errors import ConfigurationError
 from services.engines.router import GPUS_LABEL, Worker
 from services.weights.broadcast_group import flattened
 from services.weights.shared_tensors import pack_bucket, unpack_bucket
-from tests.trainer.tiny import FAMILIES, save_model
+from tests.trainer.tiny import save_model, with_heads_of
 from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
@@ -157,7 +157,7 @@ def test_a_version_is_on_the_gpu_in_buckets_until_it_is_released(
 ) -> None:
     monkeypatch.setattr(broadcast, "BUCKET_BYTES", 1 << 12)
     settings = TrainerSettings.load(
-        model_name=str(save_model(tmp_path / "model", FAMILIES["qwen2"])),
+        model_name=str(save_model(tmp_path / "model", with_heads_of(16, "qwen2"))),
         shared_dir=tmp_path,
         run_id="r",
         publish_type="float32",  # rounding to bfloat16 would call cuBLAS, which is not pretended

@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from tests.pretend_cuda.learner import pretended_learner, pretended_ranks
 from tests.pretend_cuda.seen import Call, Seen
 from tests.sequences import trained_sequence
-from tests.trainer.tiny import FAMILIES, random_groups
+from tests.trainer.tiny import random_groups, with_heads_of
 from tests.waiting import LIMIT_SECONDS
 from trainer.algorithm.attention_layout import TILE, TreeMask
 from trainer.algorithm.loss import StepSize
-from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
+from trainer.algorithm.packing import Context, MicroBatch, TrainingGroup, pack
 from trainer.checkpoints import checkpoint
 from trainer.model import attention, micro_batching
 from trainer.model.policy import load_policy
@@ -68,7 +68,7 @@ def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     counters.clear()
     directory = tmp_path_factory.mktemp("model")
     with (
-        pretended_learner(directory, FAMILIES[case.family], **case.settings) as learner,
+        pretended_learner(directory, with_heads_of(16, case.family), **case.settings) as learner,
         Seen() as seen,
         pytest.raises(DataDependentOutputException) as wait,
     ):
@@ -124,7 +124,7 @@ def test_the_experts_of_a_mixture_are_products_by_group(step: Step) -> None:
 def test_a_long_prompt_is_computed_once_for_all_its_completions_and_no_key_is_copied(tmp_path: Path) -> None:
     answers = [trained_sequence([token] * 10, [-1.0] * 10, [0.1] * 10) for token in range(3, 11)]
     group = TrainingGroup([2] * 100, answers)
-    with pretended_learner(tmp_path, FAMILIES["qwen2"]) as learner, Seen() as seen:
+    with pretended_learner(tmp_path, with_heads_of(16, "qwen2")) as learner, Seen() as seen:
         with pytest.raises(DataDependentOutputException):
             learner.update([group], 0)
         (on_a_cpu,) = micro_batching.share_out([group], 1, learner.settings.micro_batch_tokens)
@@ -136,7 +136,7 @@ def test_a_long_prompt_is_computed_once_for_all_its_completions_and_no_key_is_co
 
 
 def test_an_optimizer_that_was_saved_before_its_first_step_counts_steps_on_the_device(tmp_path: Path) -> None:
-    with pretended_learner(tmp_path, FAMILIES["qwen2"]) as learner:
+    with pretended_learner(tmp_path, with_heads_of(16, "qwen2")) as learner:
         checkpoint._begin(learner.optimizer)
         states = list(learner.optimizer.state.values())
         assert {state[name].device.type for state in states for name in ("step", "exp_avg", "exp_avg_sq")} == {"cuda"}
@@ -147,12 +147,12 @@ def test_the_next_micro_batch_is_packed_into_pinned_memory_while_the_device_comp
 ) -> None:
     second, threads = threading.Event(), set()
 
-    def watched(pieces: Sequence[TrainingGroup], order: Any) -> MicroBatch:
+    def watched(pieces: Sequence[TrainingGroup], order: Any, context: Context) -> MicroBatch:
         assert order is TreeMask
         threads.add(threading.current_thread())
         if pieces == [GROUPS[1]]:
             second.set()
-        return pack(pieces, order)
+        return pack(pieces, order, context)
 
     pinned = []
     monkeypatch.setattr(micro_batching, "pack", watched)
@@ -193,7 +193,7 @@ def test_rows_of_any_length_share_graphs_and_attention_is_always_one_kernel(
     monkeypatch.setattr(attention, "flex_attention", watched)
     # No work on a rank, one tile, several; whole tiles and tiles in part. Packed outside of FakeTensorMode.
     rows = [pack(random_groups(1, n_groups=n, longest=12) if n else [], TreeMask) for n in (0, 1, 5, 25)]
-    with pretended_learner(tmp_path, FAMILIES[family], **settings) as learner:
+    with pretended_learner(tmp_path, with_heads_of(16, family), **settings) as learner:
         models = [learner.policy]
         if settings.get("kl_coef") and not settings.get("lora_rank"):
             models.append(load_policy(learner.settings, learner.ranks, trainable=False))

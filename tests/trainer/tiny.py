@@ -64,6 +64,12 @@ def has_signal(group: Group, settings: TrainerSettings) -> bool:
     return objective.has_signal(objective.training_group(group))
 
 
+def with_heads_of(width: int, family: str) -> PretrainedConfig:
+    """Return a family's configuration with heads of a width; kernels of attention on GPUs have at least 16 numbers."""
+    config = FAMILIES[family]
+    return type(config)(**{**config.to_dict(), "head_dim": width, "hidden_size": width * config.num_attention_heads})
+
+
 def save_model(directory: Path, config: PretrainedConfig, seed: int = 0) -> Path:
     """Write a model with random weights and a tokenizer as a Hugging Face directory."""
     model = random_model(config, seed, noise=(0.1, 0.1))

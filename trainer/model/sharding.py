@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 # The argument of FSDP's public set_custom_reduce_scatter; the class itself is not exported.
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.nn.functional import grouped_mm
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from services.core.errors import ConfigurationError
@@ -166,10 +166,11 @@ def shard(
         has_checkpointing: recompute whole layers in the backward pass.
 
     Raises:
-        ConfigurationError: the decoder has no list of layers.
+        ConfigurationError: the decoder has no list of layers, or no kernel on a GPU computes it.
     """
     layers = _decoder_layers(decoder)
     if ranks.device.type == "cuda":
+        _check_kernels(decoder.config, chosen)
         decoder.set_experts_implementation(GATHERED_EXPERTS)
         compile_layers(layers, settings)
     if has_checkpointing:
@@ -190,6 +191,24 @@ def _decoder_layers(decoder: PreTrainedModel) -> list[nn.Module]:
             f"choose a model of another family ({FAMILIES})"
         )
     return list(layers)
+
+
+NARROWEST_HEAD = 16
+"""The smallest size of a head that the kernel of attention has on GPUs."""
+
+
+def _check_kernels(config: PretrainedConfig, chosen: Compute) -> None:
+    """Refuse a model whose layers could not be compiled for a GPU."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if width < NARROWEST_HEAD:
+        raise ConfigurationError(
+            f"MODEL_NAME: {config.model_type} has attention heads of {width} numbers, and on a GPU at least "
+            f"{NARROWEST_HEAD} are needed; choose another model, or set CUDA_VISIBLE_DEVICES= to train on the processor"
+        )
+    if chosen.compute_type == "float32" and getattr(config, "num_experts", None):
+        raise ConfigurationError(
+            "COMPUTE_TYPE=float32: on a GPU a mixture of experts computes in bfloat16 only; set COMPUTE_TYPE=bfloat16"
+        )
 
 
 GRAPHS = 64

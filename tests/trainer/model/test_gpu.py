@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig
 
 from tests.trainer import rank_jobs
 from tests.trainer.model.test_learner import CUT, assert_same_gradients
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Trained
-from tests.trainer.tiny import FAMILIES, save_model
+from tests.trainer.tiny import FAMILIES, save_model, with_heads_of
 
 pytestmark = pytest.mark.gpu
 
@@ -40,15 +39,10 @@ def close(settings: Mapping[str, Any]) -> float:
     return 0.2 if settings.get("compute_type") == "bfloat16" else 1e-4
 
 
-def wider(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a configuration with heads of 16 numbers."""
-    return type(config)(**{**config.to_dict(), "hidden_size": 64, "head_dim": 16})
-
-
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny model of each family, with heads of 16 numbers, the fewest that the kernel of attention has."""
-    return {name: save_model(tmp_path_factory.mktemp(name), wider(config)) for name, config in FAMILIES.items()}
+    """A tiny model of each family."""
+    return {name: save_model(tmp_path_factory.mktemp(name), with_heads_of(16, name)) for name in FAMILIES}
 
 
 @pytest.fixture(scope="module")
