@@ -56,6 +56,8 @@ def test_a_sharded_layer_compiles_forward_and_backward_for_micro_batches_of_any_
     compiled = {path.name for path in (tmp_path / "triton").rglob("*.cubin")}
     attention = {name for name in compiled if "_tem_" in name and "flex_attention" in name}
     assert {"backward" in name for name in attention} == {False, True}, compiled
+    code = [path.read_text() for path in (tmp_path / "inductor").rglob("*.py")]
+    assert not any('"f64[][]cpu"' in text for text in code), "no number is a tensor on the host"
 
 
 @pytest.mark.parametrize(

@@ -225,9 +225,10 @@ def compile_layers(layers: Sequence[nn.Module], settings: TrainerSettings) -> No
     """
     is_selective = settings.activation_checkpointing == "selective"
     partitioner.activation_memory_budget = SELECTIVE_BUDGET if is_selective else 1.0
-    # With the default an FSDP module's numbers, such as the width of a head, become variables of the graph, for which
-    # torch cannot make the attention's kernel.
+    # By default an FSDP module's integers, such as the width of a head, become variables of the graph, for which torch
+    # cannot make the attention's kernel; floats, such as the scale of adapters, become tensors on the host.
     dynamo.skip_fsdp_guards = False
+    dynamo.specialize_float = True
     for layer in layers:
         layer.forward = torch.compile(  # type: ignore[call-overload]  # the overloads lack the limit
             layer.forward, dynamic=True, fullgraph=True, recompile_limit=GRAPHS
