@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.graph import GraphLowering
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.scheduler import ExternKernelSchedulerNode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -134,6 +135,32 @@ def _compiled_layer(
 
 def _head_size(model: PretrainedConfig) -> int:
     return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+
+
+class NotRunError(Exception):
+    """A graph has been compiled to machine code and would run."""
+
+
+@contextmanager
+def compiled_alone() -> Iterator[None]:
+    """Within this context the first graph is compiled, with its backward pass, and NotRunError ends the context."""
+
+    def stop(*_: Any) -> None:
+        raise NotRunError
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        # Whether to pad a product is timed on the device.
+        config.patch(compile_threads=1, shape_padding=False),
+        partitioner.patch(force_non_lazy_backward_lowering=True),
+    ):
+        torch._dynamo.reset()
+        patch.setattr(CompiledFxGraph, "__call__", stop)
+        try:
+            yield
+        except NotRunError:
+            return
+        raise AssertionError("no graph was compiled")
 
 
 class _CountedError(Exception):

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch._functorch.config as functorch
-from torch._inductor import config
-from torch._inductor.output_code import CompiledFxGraph
 from transformers import PretrainedConfig
 
 from services.core.errors import ConfigurationError
+from tests.pretend_cuda.compiled import compiled_alone
 from tests.pretend_cuda.learner import pretended_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, random_groups, save_model, with_heads_of
@@ -27,10 +24,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class _CompiledError(Exception):
-    """The layer has been compiled and would run."""
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_sharded_layer_compiles_forward_and_backward_for_micro_batches_of_any_length(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -38,20 +31,10 @@ def test_a_sharded_layer_compiles_forward_and_backward_for_micro_batches_of_any_
     family, settings = CASES[case]
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-
-    def stop(*_: Any) -> None:
-        raise _CompiledError
-
-    monkeypatch.setattr(CompiledFxGraph, "__call__", stop)
-    torch._dynamo.reset()
     save_model(tmp_path / "model", with_heads_of(64, family))
-    with (
-        pretended_ranks() as ranks,
-        config.patch(compile_threads=1, shape_padding=False),  # the padding is timed on the device
-        functorch.patch(force_non_lazy_backward_lowering=True),
-    ):
+    with pretended_ranks() as ranks:
         learner = make_learner(ranks, tmp_path / "model", compute_type="bfloat16", **settings)
-        with pytest.raises(_CompiledError):
+        with compiled_alone():
             learner.update(random_groups(0, n_groups=12, longest=20), 0)
     compiled = {path.name for path in (tmp_path / "triton").rglob("*.cubin")}
     attention = {name for name in compiled if "_tem_" in name and "flex_attention" in name}

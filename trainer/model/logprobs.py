@@ -264,8 +264,17 @@ def _differentiate(
 
 @cache
 def _fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return the function for a device: on CUDA as one kernel that reads the logits once, without buffers."""
-    return torch.compile(function, dynamic=True, fullgraph=True) if device.type == "cuda" else function
+    """Return a function of logits [n, V] and others for a device: on CUDA as one kernel, without buffers."""
+    if device.type != "cuda":
+        return function
+    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+
+    def call(logits: Tensor, *others: Any) -> Any:
+        # A kernel for any V could not count on rows that begin at 16 bytes, and would move 4 bytes at a time.
+        torch._dynamo.mark_static(logits, 1)
+        return compiled(logits, *others)
+
+    return call
 
 
 class _Head:
