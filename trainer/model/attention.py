@@ -78,9 +78,8 @@ UNSUPPORTED_OPTIONS = ("sliding_window", "softcap", "s_aux")
 """Options with which models ask for sliding windows, capped scores or attention sinks."""
 
 KERNEL_OPTIONS: Any = {"BACKEND": "TRITON"}
-"""One kernel for micro-batches of any length. Without ROWS_GUARANTEED_SAFE, which looks true, because every token sees
-itself: the kernel goes through the keys tile by tile, and where a token sees none of its first tile's keys, that option
-makes the token's output NaN."""
+"""One kernel for micro-batches of any length. ROWS_GUARANTEED_SAFE must stay off, although every token sees itself: the
+kernel goes through the keys tile by tile, and with that option a token that sees no key of its first tile gets NaN."""
 
 
 class SharedLayout(NamedTuple):
