@@ -407,6 +407,8 @@ def _missing_files(settings: Settings) -> Iterator[str]:
     try:
         if model := getattr(settings, "model_name", None):
             check_model(model)
+        for teacher in getattr(settings, "teacher_models", ()):
+            check_model(teacher, "TEACHER_MODEL")
     except ConfigurationError as error:
         yield str(error)
     if not isinstance(settings, DataSettings):

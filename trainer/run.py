@@ -34,7 +34,7 @@ from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import writing
-from trainer.model.teachers import check_endpoints, load_teachers
+from trainer.model.teachers import check_endpoints, load_teachers, naming_the_teacher
 from trainer.preflight.check import preflight
 from trainer.preflight.sizes import VolumeRoom
 from trainer.publishing.publisher import VersionWriter
@@ -91,8 +91,10 @@ def run_rank() -> int:
             match_engines_nccl()
         tracker_of(settings)  # refuses one that cannot be used
         # Before the ranks join, because they wait for each other with a shorter deadline.
-        for name in (settings.model_name, *settings.teacher_models):
-            models.download_model(name)
+        models.download_model(settings.model_name)
+        for name in settings.teacher_models:
+            with naming_the_teacher():
+                models.download_model(name)
         try:
             with stop.handled(), join_ranks() as ranks:
                 train(settings, ranks, stop)

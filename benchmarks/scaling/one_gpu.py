@@ -1,6 +1,6 @@
 """The memory of one GPU that engine and trainer share, at its two fullest moments, with examples/one-gpu.env.
 
-The trainer's bytes are those of its preflight. The engine's weights, keys and values follow from the model;
+The bytes are those of the trainer's preflight. The engine's weights, keys and values follow from the model;
 ``ENGINE_ASLEEP`` and ``ENGINE_AWAKE``, which are the rest of it, are assumed and not measured.
 """
 
@@ -17,16 +17,12 @@ from services.engines.settings import RolloutSettings
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import ENGINE_ASLEEP, GIB, USABLE, Limits, Need, choose, needed, work_of
+from trainer.preflight.sizes import ENGINE_ASLEEP, GIB, USABLE, EngineBeside, Limits, choose, needed, work_of
 
 PRESET = ROOT / "examples/one-gpu.env"
 LABELS = ("0.5B", "1.5B")
 CARDS = {"16 GB": 16_000 * 2**20, "24 GB": MEMORY["L4"]}
 """Bytes that programs see of a card."""
-ENGINE_AWAKE = 3 * GIB
-"""Assumed memory of SGLang while it generates, without weights, keys and values: ENGINE_ASLEEP, and activations."""
-BETWEEN_STEPS = ("weights", "moments", "reference", "critic", "CUDA")
-"""The parts that the trainer keeps on the GPU while the engine generates."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +52,17 @@ class Shared:
 def shared(model: Model, settings: TrainerSettings, engine_tokens: int, card: int) -> Shared:
     """Return the memory of a model's training and generation on a card of ``card`` bytes."""
     limits = Limits(device=card - ENGINE_ASLEEP, host=0, shm=0, volume=0)
-    flat = work_of(settings, model.shape, memory=card, nodes=1, ranks_per_node=1, compute_bytes=WEIGHT_BYTES)
+    engine = EngineBeside(gpus=1, tokens=engine_tokens)
+    flat = work_of(
+        settings, model.shape, memory=card, nodes=1, ranks_per_node=1, compute_bytes=WEIGHT_BYTES, engine=engine
+    )
     work = choose(settings, model.shape, flat, limits)
-    need: Need = needed(model.shape, work)
-    weights = WEIGHT_BYTES * model.parameters
-    engine = weights + int(engine_tokens * model.kv_bytes) + ENGINE_AWAKE
+    need = needed(model.shape, work)
     return Shared(
         card=card,
         training=need.total("device") + ENGINE_ASLEEP,
-        generating=sum(need.device.get(part, 0) for part in BETWEEN_STEPS) + engine,
-        host=need.total("host") + weights,
+        generating=need.total("generating") + ENGINE_ASLEEP,
+        host=need.total("host") + engine.weights(model.shape),
         recomputes=work.checkpointing,
     )
 

@@ -63,8 +63,8 @@ def remove_directory(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def check_model_directory(model: str) -> None:
-    """Check that MODEL_NAME exists if it is a path: it begins with ``.``, ``/`` or ``~``, or has more than one ``/``.
+def check_model_directory(model: str, setting: str = "MODEL_NAME") -> None:
+    """Check that a setting's model exists if it is a path: with ``.``, ``/`` or ``~`` first, or more than one ``/``.
 
     Raises:
         ConfigurationError: it is a path that does not exist, or has a file that cannot be read.
@@ -78,7 +78,7 @@ def check_model_directory(model: str) -> None:
             return
     except OSError as error:
         raise ConfigurationError(
-            f"MODEL_NAME={model}: {error.filename} cannot be read ({error.strerror}); let this user read it, or give "
+            f"{setting}={model}: {error.filename} cannot be read ({error.strerror}); let this user read it, or give "
             "another directory"
         ) from error
     remedy = "give a directory that has the model, or a Hugging Face name"
@@ -86,20 +86,20 @@ def check_model_directory(model: str) -> None:
         remedy = f"`make demo` makes it, or `grpo demo-model {model}`"
         if (demo := PROJECT / ".cache/models" / DEMO_MODEL).is_dir():
             remedy += f"; it is there as --env MODEL_NAME={demo}"
-    raise ConfigurationError(f"MODEL_NAME={model}: the directory does not exist, seen from {Path.cwd()}; {remedy}")
+    raise ConfigurationError(f"{setting}={model}: the directory does not exist, seen from {Path.cwd()}; {remedy}")
 
 
-def check_model(model: str) -> None:
-    """Check that MODEL_NAME is a model's directory, or a name that may be on the hub.
+def check_model(model: str, setting: str = "MODEL_NAME") -> None:
+    """Check that a setting has a model's directory, or a name that may be on the hub.
 
     Raises:
         ConfigurationError: it is a path that does not exist or cannot be read, or has no config.json.
     """
-    check_model_directory(model)
+    check_model_directory(model, setting)
     path = Path(model).expanduser()
     if path.exists() and not (path / "config.json").exists():
         raise ConfigurationError(
-            f"MODEL_NAME={model}: {path.resolve()} has no config.json, so it is not a model's directory; give one, "
+            f"{setting}={model}: {path.resolve()} has no config.json, so it is not a model's directory; give one, "
             "such as the model/ of a run, or a Hugging Face name"
         )
 

@@ -10,6 +10,9 @@ from pydantic import Field, field_validator
 from services.core.machine import ComputeType
 from services.core.settings import ContextSettings, EnginesSection, MemorySettings, ModelSettings
 
+EMBEDDED_MAX_TOTAL_TOKENS = 65_536
+"""ENGINE_MAX_TOTAL_TOKENS of the embedded engine where it is unset, unless the context is longer."""
+
 
 class EngineSettings(ModelSettings, ContextSettings, MemorySettings):
     """The environment variables of a rollout node's engine."""

@@ -16,7 +16,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig
 
-from benchmarks.scaling.one_gpu import BETWEEN_STEPS, LABELS, PRESET
+from benchmarks.scaling.one_gpu import LABELS, PRESET
 from local_runner.spec import env_file
 from scripts.launch.models import CONFIGS
 from tests.pretend_cuda.learner import (
@@ -32,7 +32,7 @@ from trainer.config import TrainerSettings
 from trainer.model.sharding import leave_gpu
 from trainer.preflight import sizes
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import needed, work_of
+from trainer.preflight.sizes import BETWEEN_STEPS, needed, work_of
 from trainer.rank_calls import RankCalls
 
 pytestmark = pytest.mark.cuda

@@ -39,7 +39,7 @@ def load_teachers(settings: TrainerSettings, policy: Policy, ranks: Ranks) -> di
     """
     teachers = {}
     for name in settings.teacher_models:
-        with _naming_the_teacher():
+        with naming_the_teacher():
             teachers[name] = load_policy(as_model(settings, name), ranks, trainable=False, is_described=True)
     ranks.on_main(partial(_check_weights, settings, policy, teachers), ConfigurationError)
     return teachers
@@ -51,12 +51,12 @@ def load_teacher_config(settings: TrainerSettings, name: str) -> PretrainedConfi
     Raises:
         ConfigurationError: it cannot be loaded, or its architecture is not supported.
     """
-    with _naming_the_teacher():
+    with naming_the_teacher():
         return load_config(as_model(settings, name))
 
 
 @contextmanager
-def _naming_the_teacher() -> Iterator[None]:
+def naming_the_teacher() -> Iterator[None]:
     """Let errors within the context name the setting of the teacher in place of the student's."""
     try:
         yield
@@ -85,7 +85,7 @@ def check_teachers(settings: TrainerSettings) -> None:
         longest = max(s.way.longest_answer for s in settings.by_source().values() if s.teacher_model == name)
         check_context(f"TEACHER_MODEL={name}", context_length(name, "TEACHER_MODEL"), longest)
         student = load_tokenizer(settings.model_name)
-        with _naming_the_teacher():
+        with naming_the_teacher():
             teacher = load_tokenizer(name)
         if difference := tokenizer_difference(student, teacher):
             raise ConfigurationError(

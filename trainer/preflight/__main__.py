@@ -15,7 +15,7 @@ from services.core.endpoints import num_nodes
 from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
 from trainer.config import TrainerSettings
 from trainer.model.saving import DiskFullError
-from trainer.preflight.check import Machine, check, chosen_work, shape_of
+from trainer.preflight.check import Machine, check, chosen_work, engine_beside, shape_of
 from trainer.preflight.sizes import find_limits, needed
 from trainer.reporting.trackers import tracker_of
 
@@ -39,8 +39,9 @@ def main() -> None:
         "COMPUTE_TYPE", settings.compute_type, device=device.type, multiplies_bfloat16=has_bfloat16, threads=1
     ).compute_type
     limits = find_limits(device, settings.run_dir, is_shared=settings.engine_sleeps)
-    nodes = Machine(num_nodes(), machine.promised_gpus() or 1, getattr(torch, kind).itemsize, limits)
-    shape = shape_of(settings)
+    shape, gpus = shape_of(settings), machine.promised_gpus() or 1
+    engine = engine_beside(settings, shape, gpus, limits.device)
+    nodes = Machine(num_nodes(), gpus, getattr(torch, kind).itemsize, limits, engine)
     work = chosen_work(settings, shape, nodes)
     refusal = None
     try:

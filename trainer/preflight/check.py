@@ -16,6 +16,10 @@ import torch
 from services.core.endpoints import mapped_addresses
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
+from services.core.machine import ComputeType
+from services.engines.kinds import choose_engine
+from services.engines.placement import SizeFacts, read_config
+from services.engines.settings import EMBEDDED_MAX_TOTAL_TOKENS, EngineKind, RolloutSettings
 from trainer.config import TrainerSettings
 from trainer.model.loading import choose_compute, load_config
 from trainer.model.ranks import Ranks
@@ -23,8 +27,11 @@ from trainer.model.saving import DiskFullError
 from trainer.model.teachers import check_teachers, load_teacher_config
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import (
+    ENGINE_ASLEEP,
     GIB,
+    PROMPT_TOKENS,
     USABLE,
+    EngineBeside,
     Limits,
     Need,
     VolumeRoom,
@@ -41,10 +48,12 @@ log = get_logger(__name__)
 
 PLACES = {
     "device": "GPU memory",
+    "generating": "GPU memory while the engine generates",
     "host": "host memory of a node",
     "shm": "/dev/shm",
     "volume": "the volume of the run directory",
 }
+ON_GPU = ("device", "generating")
 LENGTHS = ("activations", "logits and backward pass")
 """Parts that are smaller for completions shorter than MAX_NEW_TOKENS. On a CPU they warn and refuse nothing."""
 NODE_GPUS = (1, 2, 4, 8)
@@ -71,6 +80,8 @@ class Machine:
     ranks_per_node: int
     compute_bytes: int
     limits: Limits
+    engine: EngineBeside | None = None
+    """The engine on the same GPUs, if there is one."""
 
 
 Way = tuple[str, TrainerSettings, Machine]
@@ -106,6 +117,7 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_n
             log.info(f"preflight: {name}", needs=total, has=there, **sizes)
     if work.device == "cuda":
         _log_choice(settings, shape, machine, work, name_nodes)
+    _check_limit_of_keys(settings, shape, machine, work)
     for place in PLACES:
         if not _fits(need, work, limits, place):
             resumes = place == "volume" and any(settings.checkpoint_dir.glob("step-[0-9]*"))
@@ -136,6 +148,22 @@ def _log_choice(
         log.warning(
             "preflight: no GPU holds the state, so it stays in host memory, and steps take longer",
             without_it=_first_fitting(shape, work, iter(ways)) or "more or larger GPUs",
+        )
+
+
+def _check_limit_of_keys(settings: TrainerSettings, shape: ModelShape, machine: Machine, work: Work) -> None:
+    """Check that an engine on the trainer's GPUs has a limit of keys and values, if there is room for any.
+
+    Raises:
+        ConfigurationError: it has none; the message has the largest.
+    """
+    if machine.engine is None or machine.engine.tokens:
+        return
+    if tokens := engine_tokens_that_fit(settings, shape, machine, work):
+        raise ConfigurationError(
+            "ENGINE_MAX_TOTAL_TOKENS is unset, so SGLang would fill the GPU, which it shares with the trainer "
+            f"(ENGINE_SLEEPS), before the trainer has loaded its model; set ENGINE_MAX_TOTAL_TOKENS={tokens}, which is "
+            "what fits beside the trainer, or less"
         )
 
 
@@ -176,6 +204,7 @@ def chosen_work(settings: TrainerSettings, shape: ModelShape, machine: Machine) 
         nodes=machine.nodes,
         ranks_per_node=machine.ranks_per_node,
         compute_bytes=machine.compute_bytes,
+        engine=machine.engine,
     )
     work = choose(settings, shape, work, machine.limits)
     kept, size = plan_records(settings, machine.limits.volume - needed(shape, work).total("volume"))
@@ -188,7 +217,7 @@ def _parts(need: Need, work: Work, place: str) -> dict[str, int]:
 
 
 def _fits(need: Need, work: Work, limits: Limits, place: str) -> bool:
-    there: float = getattr(limits, place) * (USABLE if place == "device" else 1)
+    there: float = getattr(limits, place) * (USABLE if place in ON_GPU else 1)
     return _size(need, work, place) <= there
 
 
@@ -239,6 +268,7 @@ def _remedy(
     kinds = (
         _settings_to_fit(settings, shape, machine),
         _nodes_to_fit(settings, machine, name_nodes),
+        _fewer_keys(settings, shape, machine, work) if place == "generating" else iter(()),
         _offload(settings, shape, machine),
         _adapters(settings, machine),
     )
@@ -257,7 +287,8 @@ def _fits_volume(settings: TrainerSettings, shape: ModelShape, machine: Machine)
 def _first_fitting(shape: ModelShape, work: Work, ways: Iterator[Way]) -> str | None:
     """Return the text of the first way that takes no more memory than a GPU has."""
     for text, changed, machine in ways:
-        if _fits(needed(shape, chosen_work(changed, shape, machine)), work, machine.limits, "device"):
+        need = needed(shape, chosen_work(changed, shape, machine))
+        if all(_fits(need, work, machine.limits, place) for place in ON_GPU):
             return text
     return None
 
@@ -289,6 +320,50 @@ def _nodes_to_fit(settings: TrainerSettings, machine: Machine, name_nodes: NameN
         for gpus in NODE_GPUS:
             if gpus >= machine.ranks_per_node:
                 yield name_nodes(nodes, gpus), open_, replace(machine, nodes=nodes, ranks_per_node=gpus)
+
+
+def _fewer_keys(settings: TrainerSettings, shape: ModelShape, machine: Machine, work: Work) -> Iterator[Way]:
+    """Yield the engine with as many keys and values as fit, if they are enough for the longest completion."""
+    assert machine.engine is not None, "only then is there such a place"
+    tokens = engine_tokens_that_fit(settings, shape, machine, work)
+    if tokens >= PROMPT_TOKENS + settings.longest_answer:
+        fewer = replace(machine, engine=replace(machine.engine, tokens=tokens))
+        yield f"ENGINE_MAX_TOTAL_TOKENS={tokens}", settings, fewer
+
+
+def engine_tokens_that_fit(settings: TrainerSettings, shape: ModelShape, machine: Machine, work: Work) -> int:
+    """Return the most tokens, a multiple of 1024, whose keys and values fit beside the trainer; at least 0."""
+    assert machine.engine is not None, "only then does an engine share the GPUs"
+    need = needed(shape, work)
+    others = need.total("generating") - need.generating["keys and values"]
+    left = USABLE * machine.limits.generating - others
+    return max(0, int(left / machine.engine.token_bytes(shape)) // 1024 * 1024)
+
+
+def engine_beside(settings: TrainerSettings, shape: ModelShape, gpus: int, memory: int) -> EngineBeside | None:
+    """Return the engine that shares GPUs with the trainer (ENGINE_SLEEPS), by the variables of this node's environment.
+
+    Its ``tokens`` are 0 where SGLang, without ENGINE_MAX_TOTAL_TOKENS, takes all memory that it finds.
+
+    Args:
+        settings: the run's settings.
+        shape: the model.
+        gpus: GPUs of the node.
+        memory: bytes of a GPU without those of a sleeping engine (``find_limits``); 0 without GPUs.
+
+    Raises:
+        ConfigurationError: an engine needs more than the node has.
+    """
+    if not settings.engine_sleeps or not memory:
+        return None
+    rollout = RolloutSettings.load()
+    number_bytes = 4 if rollout.engine_dtype is ComputeType.FLOAT32 else 2
+    facts = SizeFacts(read_config(settings.model_name), number_bytes * shape.parameters, memory + ENGINE_ASLEEP)
+    engine = choose_engine(rollout, gpus)
+    is_embedded = engine.kind is EngineKind.EMBEDDED
+    tokens = rollout.engine_max_total_tokens or (EMBEDDED_MAX_TOTAL_TOKENS if is_embedded else 0)
+    split = engine.split(rollout, gpus, lambda: facts)
+    return EngineBeside(split.tensor_parallel, tokens, number_bytes, keeps_weights=is_embedded)
 
 
 def _offload(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Iterator[Way]:
@@ -352,7 +427,8 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
     def choose() -> dict[str, Any]:
         shape = shape_of(settings)
         bytes_ = getattr(torch, chosen.compute_type).itemsize
-        machine = Machine(ranks.world_size // ranks_per_node, ranks_per_node, bytes_, limits)
+        engine = engine_beside(settings, shape, ranks_per_node, limits.device)
+        machine = Machine(ranks.world_size // ranks_per_node, ranks_per_node, bytes_, limits, engine)
         work = check(settings, shape, machine)
         return {
             "replicas": work.replicas,

@@ -43,6 +43,28 @@ MOMENTS = 2
 
 
 @dataclass(frozen=True)
+class EngineBeside:
+    """An engine on GPUs of the trainer, which generates while the trainer waits."""
+
+    gpus: int
+    """GPUs over which it spreads its weights, keys and values."""
+    tokens: int
+    """ENGINE_MAX_TOTAL_TOKENS."""
+    number_bytes: int = 2
+    """Bytes of a number of its weights, keys and values."""
+    keeps_weights: bool = False
+    """True for an engine that keeps its weights on the GPU while it sleeps."""
+
+    def weights(self, shape: ModelShape) -> int:
+        """Return the bytes of its weights on each GPU."""
+        return self.number_bytes * shape.parameters // self.gpus
+
+    def token_bytes(self, shape: ModelShape) -> int:
+        """Return the bytes of the keys and values of a token on each GPU."""
+        return 2 * self.number_bytes * shape.layers * shape.head_size * max(1, shape.kv_heads // self.gpus)
+
+
+@dataclass(frozen=True)
 class Work:
     """A run's use of a model, and the number of its ranks."""
 
@@ -66,6 +88,8 @@ class Work:
     """Published versions in rank 0's memory at the same time: one is sent while another is written."""
     shares_versions: bool
     """The version in memory is a file in /dev/shm."""
+    shares_on_gpus: bool
+    """Every rank's GPU has the whole version while it is published."""
     checkpointing: Checkpointing
     """ACTIVATION_CHECKPOINTING."""
     frees_parameters: bool
@@ -87,6 +111,8 @@ class Work:
     """The steps whose groups are recorded."""
     record_bytes: int = 0
     """Most bytes of these records."""
+    engine: EngineBeside | None = None
+    """The engine on the same GPUs, if there is one."""
 
     @property
     def shards(self) -> int:
@@ -100,6 +126,8 @@ class Need:
 
     device: dict[str, int]
     """Memory of one rank: of its GPU, or of the process without one."""
+    generating: dict[str, int]
+    """Memory of a rank's GPU while the engine that shares it generates; empty without such an engine."""
     host: dict[str, int]
     """Memory of the node of rank 0, which needs the most."""
     shm: dict[str, int]
@@ -135,6 +163,7 @@ def needed(shape: ModelShape, work: Work) -> Need:
     merged = 4 if work.lora_rank else work.published_bytes
     return Need(
         device=device,
+        generating=_generating(shape, work, device, published),
         host=host,
         shm={
             **({"NCCL": SHM_BYTES} if work.device == "cuda" and work.ranks_per_node > 1 else {}),
@@ -147,6 +176,26 @@ def needed(shape: ModelShape, work: Work) -> Need:
             **({"recorded groups": work.record_bytes} if work.record_bytes else {}),
         },
     )
+
+
+BETWEEN_STEPS = ("weights", "moments", "reference", "teachers", "critic", "CUDA")
+"""The parts that the trainer keeps on a GPU while an engine generates."""
+ENGINE_ASLEEP = 3 * 2**29
+"""Assumed bytes of a GPU that a sleeping SGLang keeps: CUDA's context, CUDA graphs, attention's workspace, adapters."""
+ENGINE_AWAKE = 3 * GIB
+"""Assumed bytes of SGLang while it generates, without weights, keys and values: ENGINE_ASLEEP, and activations."""
+
+
+def _generating(shape: ModelShape, work: Work, device: dict[str, int], published: int) -> dict[str, int]:
+    """Return the bytes of a GPU when its engine has just woken, besides what the engine keeps asleep."""
+    if (engine := work.engine) is None:
+        return {}
+    return {part: device[part] for part in BETWEEN_STEPS if part in device} | {
+        **({"version": published} if work.shares_on_gpus else {}),
+        "weights of the engine": engine.weights(shape),
+        "keys and values": engine.tokens * engine.token_bytes(shape),
+        "rest of the engine": ENGINE_AWAKE - ENGINE_ASLEEP,
+    }
 
 
 def _trained(shape: ModelShape, work: Work) -> int:
@@ -176,6 +225,7 @@ def _device(shape: ModelShape, work: Work) -> dict[str, int]:
         "activations": stored,
         "logits and backward pass": head,
         "CUDA": CUDA_CONTEXT if work.device == "cuda" else 0,
+        "weights of the engine": work.engine.weights(shape) if work.engine and work.engine.keeps_weights else 0,
     }
     return {name: size for name, size in parts.items() if size}
 
@@ -326,10 +376,6 @@ def _root(shape: ModelShape, work: Work) -> int:
     return max(0, reduced - work.tokens * shape.layers * stored_bytes(shape, work))
 
 
-ENGINE_ASLEEP = 3 * 2**29
-"""Assumed bytes of a GPU that a sleeping SGLang keeps: CUDA's context, CUDA graphs, attention's workspace, adapters."""
-
-
 @dataclass(frozen=True)
 class Limits:
     """Bytes that are there; 0 where a place does not exist."""
@@ -341,6 +387,11 @@ class Limits:
     shm: int
     volume: int
     """Free space of the run directory's volume, and what this run holds of it already."""
+
+    @property
+    def generating(self) -> int:
+        """Memory of this rank's GPU while an engine generates."""
+        return self.device
 
     def smallest(self, others: Iterable[dict[str, int]]) -> Limits:
         """Return the least of each place, among ranks' limits as ``vars`` gives them."""
@@ -415,7 +466,14 @@ USABLE = 0.94
 
 
 def work_of(
-    settings: TrainerSettings, shape: ModelShape, *, memory: int, nodes: int, ranks_per_node: int, compute_bytes: int
+    settings: TrainerSettings,
+    shape: ModelShape,
+    *,
+    memory: int,
+    nodes: int,
+    ranks_per_node: int,
+    compute_bytes: int,
+    engine: EngineBeside | None = None,
 ) -> Work:
     """Return the work of a run, on a flat mesh and without activation checkpointing.
 
@@ -426,6 +484,7 @@ def work_of(
         nodes: nodes of ppo-trainer.
         ranks_per_node: GPUs of a node, or 1.
         compute_bytes: bytes of a number in forward and backward passes.
+        engine: the engine on the same GPUs, if there is one.
     """
     sequence, context = _longest(settings), settings.context_parallel_size
     share = math.ceil(settings.batch_size * settings.largest_group * context / (nodes * ranks_per_node)) * sequence
@@ -446,6 +505,7 @@ def work_of(
         published_bytes=2 if settings.publish_type is PublishedType.BFLOAT16 else 4,
         published_copies=1 if is_disk or settings.lora_rank or is_file else 2,
         shares_versions=is_file,
+        shares_on_gpus=settings.publish_transport is Transport.LOCAL and memory > 0 and not settings.lora_rank,
         checkpointing=False if settings.activation_checkpointing == "auto" else settings.activation_checkpointing,
         frees_parameters=settings.shard_parameters is not False,
         has_offload=settings.cpu_offload is True and memory > 0,
@@ -455,6 +515,7 @@ def work_of(
         compares_vocabularies=bool(shape.teachers) and settings.teacher_jsd_beta is not None,
         checkpoints=_checkpoints(settings),
         context=context,
+        engine=engine,
     )
 
 
@@ -490,7 +551,7 @@ def choose(settings: TrainerSettings, shape: ModelShape, work: Work, limits: Lim
     def fits(way: Work) -> bool:
         need = needed(shape, way)
         has_room = way.has_offload is ways[0].has_offload or need.total("host") <= limits.host
-        return has_room and need.total("device") <= USABLE * limits.device
+        return has_room and max(need.total("device"), need.total("generating")) <= USABLE * limits.device
 
     asked = (way for way in ways if way.has_offload is ways[0].has_offload)
     return next(filter(fits, ways), min(asked, key=lambda way: needed(shape, way).total("device")))

@@ -19,12 +19,11 @@ from services.core.logs import get_logger
 from services.embedded_engine.compute.kv_cache import KVCache
 from services.embedded_engine.compute.model import Model, Weights, pack_weights
 from services.embedded_engine.compute.weights import Architecture, WeightsError, read_directory
-from services.engines.settings import EngineSettings
+from services.engines.settings import EMBEDDED_MAX_TOTAL_TOKENS, EngineSettings
 
 log = get_logger(__name__)
 
 DEFAULT_MAX_RUNNING = 64
-DEFAULT_MAX_TOTAL_TOKENS = 65_536
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def load(settings: EngineSettings) -> Loaded:
     log.info("computing", **vars(chosen))
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.compute_type)
     directory = _find_model(settings.model_name)
-    max_tokens = settings.engine_max_total_tokens or max(DEFAULT_MAX_TOTAL_TOKENS, settings.engine_context_length or 0)
+    max_tokens = settings.engine_max_total_tokens or max(EMBEDDED_MAX_TOTAL_TOKENS, settings.engine_context_length or 0)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +24,20 @@ from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
-from trainer.preflight.check import Machine, check, preflight
+from trainer.preflight.check import Machine, check, engine_beside, preflight
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import GIB, Limits, VolumeRoom, Work, choose, find_limits, needed, plan_records, work_of
+from trainer.preflight.sizes import (
+    GIB,
+    EngineBeside,
+    Limits,
+    VolumeRoom,
+    Work,
+    choose,
+    find_limits,
+    needed,
+    plan_records,
+    work_of,
+)
 
 ROOT = Path(__file__).parents[3]
 SHAPES = {label: ModelShape.of(CONFIGS[label][1]) for label in ("0.5B", "8B")}
@@ -352,3 +364,59 @@ def test_ranks_form_the_context_groups_that_are_asked(model: Path, tmp_path: Pat
 
 def test_all_ranks_choose_alike(model: Path, tmp_path: Path) -> None:
     assert run_on_ranks(2, replicas_and_settings, model, tmp_path) == [(1, "False True")] * 2
+
+
+SLEEPING = {"engine_sleeps": True, "lora_rank": 0, "batch_size": 8, "group_size": 8, "max_new_tokens": 512}
+CARD = Limits(device=22 * GIB, host=512 * GIB, shm=64 * GIB, volume=1000 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("label", "tokens", "given", "refusal"),
+    [
+        ("0.5B", 65_536, {}, ""),
+        (
+            "0.5B",
+            0,
+            {},
+            r"ENGINE_MAX_TOTAL_TOKENS is unset.*set ENGINE_MAX_TOTAL_TOKENS=",
+        ),
+        ("0.5B", 2_000_000, {}, r"GPU memory while the engine generates.*It fits with ENGINE_MAX_TOTAL_TOKENS=\d+"),
+        ("8B", 65_536, {"cpu_offload": True}, r"weights of the engine.*LORA_RANK|choose a smaller model"),
+        ("0.5B", 65_536, {"publish_transport": "local"}, ""),
+    ],
+)
+def test_an_engine_on_the_same_gpu_has_room_to_generate(
+    label: str, tokens: int, given: dict[str, Any], refusal: str
+) -> None:
+    machine = Machine(1, 1, 2, CARD, EngineBeside(gpus=1, tokens=tokens))
+    told = settings(**(SLEEPING | given))
+    if not refusal:
+        check(told, SHAPES[label], machine)
+        return
+    with pytest.raises(ConfigurationError, match=refusal) as refused:
+        check(told, SHAPES[label], machine)
+    if found := re.search(r"ENGINE_MAX_TOTAL_TOKENS=(\d+)", str(refused.value)):
+        check(told, SHAPES[label], replace(machine, engine=EngineBeside(gpus=1, tokens=int(found[1]))))
+
+
+def test_a_version_on_the_gpu_and_the_woken_engine_are_there_at_once() -> None:
+    flat = {"memory": CARD.device, "nodes": 1, "ranks_per_node": 4, "compute_bytes": 2}
+    shape, engine = SHAPES["8B"], EngineBeside(gpus=2, tokens=1024)
+    need = needed(shape, work_of(settings(publish_transport="local"), shape, engine=engine, **flat)).generating
+    assert need["version"] == 2 * shape.parameters, "whole on each rank"
+    assert need["weights of the engine"] == shape.parameters, "two bytes each, over two GPUs"
+    assert need["keys and values"] == 1024 * 2 * 2 * 36 * 4 * 128, "a GPU has four of eight heads"
+    assert need["moments"] == 8 * shape.parameters // 4
+
+
+def test_the_engine_beside_the_trainer_is_that_of_the_variables(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setenv("MODEL_NAME", str(model))
+    monkeypatch.setenv("ENGINE_DTYPE", "auto")
+    given, shape = settings(**SLEEPING, model_name=str(model)), SHAPES["0.5B"]
+    assert engine_beside(given, shape, 4, 0) is None, "without GPUs"
+    assert engine_beside(given.model_copy(update={"engine_sleeps": False}), shape, 4, 22 * GIB) is None
+    assert engine_beside(given, shape, 1, 22 * GIB) == EngineBeside(gpus=1, tokens=0)
+    monkeypatch.setenv("ENGINE_MAX_TOTAL_TOKENS", "4096")
+    assert engine_beside(given, shape, 1, 22 * GIB) == EngineBeside(gpus=1, tokens=4096)
+    monkeypatch.setenv("ROLLOUT_ENGINE", "embedded")
+    assert engine_beside(given, shape, 1, 22 * GIB) == EngineBeside(gpus=1, tokens=4096, keeps_weights=True)
