@@ -1,4 +1,4 @@
-# Images of a job group's nodes with everything that their `setup` installs: `make image` builds all three.
+# Images of a job group's nodes with everything that their `setup` installs: `make image` builds all of them.
 #
 # pip still installs the checkout that SkyPilot uploads, which takes seconds and no network, and what has changed in
 # pyproject.toml since. python:3.11-bookworm and SGLang's image are those of jobgroup.yaml.
@@ -38,4 +38,12 @@ COPY . /tmp/checkout
 WORKDIR /tmp/checkout
 RUN pip install --no-cache-dir '.[sglang]'
 RUN PIP_NO_INDEX=1 pip install --no-deps --force-reinstall . && pip uninstall --yes skypilot-grpo
+WORKDIR /root
+
+# A trainer with engines on its nodes: SGLang pins a torch of its own, so that the trainer has an environment beside it.
+FROM rollout AS colocated
+WORKDIR /tmp/checkout
+RUN python -m venv /opt/trainer && /opt/trainer/bin/pip install --no-cache-dir 'setuptools>=77'
+RUN /opt/trainer/bin/pip install --no-cache-dir --constraint constraints.txt 'torch==2.14.1' '.[trainer,rollout,trackio,mlflow,evaluation]'
+RUN PIP_NO_INDEX=1 /opt/trainer/bin/pip install --no-deps --force-reinstall . && /opt/trainer/bin/pip uninstall --yes skypilot-grpo
 WORKDIR /root

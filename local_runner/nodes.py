@@ -112,11 +112,15 @@ def _addresses(group: JobGroup, node_hosts: Sequence[str], *, keep_ports: bool) 
     """Return the addresses of all nodes, whose hosts are ``node_hosts`` in the order of the file."""
     hosts: dict[str, list[str]] = {}
     endpoints = {}
+    ports = {
+        task.name: [port for name in task.components if name in set(Task) for port in PORTS[Task(name)]]
+        for task in group.tasks
+    }
     with contextlib.ExitStack() as stack:
         ranks = [(task.name, rank) for task in group.tasks for rank in range(task.num_nodes)]
         for host, (task, rank) in zip(node_hosts, ranks, strict=True):
             hosts.setdefault(task, []).append(host)
-            for port in PORTS.get(Task(task), ()) if task in set(Task) else ():
+            for port in ports[task]:
                 # All ports stay bound until the last is found, so that no two nodes get the same.
                 probe = stack.enter_context(socket.socket())
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

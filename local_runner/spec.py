@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from dotenv import dotenv_values
 
+from services.core.endpoints import Task, is_colocated
 from services.core.errors import ConfigurationError
 
 HEADER_KEYS = {"name", "execution", "primary_tasks", "termination_delay", "inter_connection"}
@@ -24,7 +25,7 @@ DURATION = re.compile(r"(\d+)\s*([smhdw]?)", re.IGNORECASE)
 ROOT = Path(__file__).parents[1]
 JOB_GROUPS = (
     *("jobgroup.yaml", "jobgroups/async.yaml", "jobgroups/agent.yaml", "jobgroups/environment.yaml"),
-    "jobgroups/sft.yaml",
+    *("jobgroups/sft.yaml", "jobgroups/colocated.yaml"),
 )
 """The job groups of this project."""
 FORMER = {
@@ -55,6 +56,12 @@ class TaskSpec:
     termination_delay: float = 0.0
     """Seconds that the task continues after the primary tasks."""
     is_primary: bool = False
+
+    @property
+    def components(self) -> list[str]:
+        """Its name, and the names of other tasks whose components run on its nodes."""
+        is_host = self.name == Task.TRAINER and is_colocated(self.environment)
+        return [self.name, *([Task.ROLLOUT_SERVER.value] if is_host else [])]
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,20 @@ from typing import Any
 import pytest
 import yaml
 
-from local_runner.spec import JOB_GROUPS
-from scripts.launch.__main__ import IMAGES
+from local_runner.spec import JOB_GROUPS, load
+from scripts.launch.__main__ import image_part
 
 ROOT = Path(__file__).parents[1]
 LINES = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
 INSTRUCTIONS = [line.split(maxsplit=1) for line in LINES if line and not line.startswith("#")]
-TASKS = [task for name in JOB_GROUPS for task in list(yaml.safe_load_all((ROOT / name).read_text()))[1:]]
+TASKS = [
+    (task, image_part(described))
+    for name in JOB_GROUPS
+    for task, described in zip(
+        list(yaml.safe_load_all((ROOT / name).read_text()))[1:], load(ROOT / name).tasks, strict=True
+    )
+]
+PARTS = {part for _, part in TASKS}
 
 
 def stages() -> dict[str, tuple[str, list[list[str]]]]:
@@ -42,12 +49,12 @@ def requirements(command: str) -> tuple[set[str], set[str]]:
     return set(asked.split(",")), set(re.findall(r"'([a-z]+==[^']+)'", command))
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task["name"])
-def test_a_nodes_image_has_what_its_setup_installs(task: dict[str, Any]) -> None:
-    image, its = stages()[IMAGES.get(task["name"], "services")]
+@pytest.mark.parametrize(("task", "part"), TASKS, ids=lambda one: one if isinstance(one, str) else one["name"])
+def test_a_nodes_image_has_what_its_setup_installs(task: dict[str, Any], part: str) -> None:
+    image, its = stages()[part]
     assert task["resources"]["image_id"] == f"docker:{image}"
     [install] = [line for line in task["setup"].splitlines() if "pip install" in line]
-    [there] = [rest for instruction, rest in its if instruction == "RUN" and "'.[" in rest]
+    there = [rest for instruction, rest in its if instruction == "RUN" and "'.[" in rest][-1]
     assert all(wanted <= given for wanted, given in zip(requirements(install), requirements(there), strict=True))
     assert ("--constraint constraints.txt" in install) == ("--constraint constraints.txt" in there)
 
@@ -55,12 +62,13 @@ def test_a_nodes_image_has_what_its_setup_installs(task: dict[str, Any]) -> None
 def test_the_last_step_of_each_image_installs_a_checkout_without_an_index() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     [backend] = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    for name in {*IMAGES.values(), "services"}:
+    for name in PARTS:
         _, its = stages()[name]
         assert ["ENV", "PIP_NO_BUILD_ISOLATION=0"] in its
         assert ["RUN", f"pip install --no-cache-dir '{backend}'"] in its
-        assert its[-2][1].startswith("PIP_NO_INDEX=1 pip install --no-deps --force-reinstall . ")
-        [there] = [rest for instruction, rest in its if instruction == "RUN" and "'.[" in rest]
+        pip = "/opt/trainer/bin/pip" if name == "colocated" else "pip"
+        assert its[-2][1].startswith(f"PIP_NO_INDEX=1 {pip} install --no-deps --force-reinstall . ")
+        there = [rest for instruction, rest in its if instruction == "RUN" and "'.[" in rest][-1]
         assert requirements(there)[0] <= extras.keys()
 
 
@@ -97,7 +105,7 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_make_builds_all_images() -> None:
     done = make("--dry-run", "image", "IMAGE=r/grpo:1")
     assert done.returncode == 0, done.stderr
-    for name in {*IMAGES.values(), "services"}:
+    for name in PARTS:
         assert f"docker build --target {name} --tag r/grpo:1-{name} ." in done.stdout
 
 
@@ -124,7 +132,7 @@ def test_the_trainer_has_the_libraries_without_which_nccl_uses_tcp(name: str) ->
     [trainer] = [task for task in yaml.safe_load_all((ROOT / name).read_text()) if task["name"] == "ppo-trainer"]
     [install] = [line for line in trainer["setup"].splitlines() if "apt-get install" in line]
     assert set(install.split()) >= LIBRARIES
-    _, its = stages()[IMAGES["ppo-trainer"]]
+    _, its = stages()["trainer"]
     assert any(set(rest.split()) >= LIBRARIES for instruction, rest in its if instruction == "RUN")
 
 

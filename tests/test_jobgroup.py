@@ -128,6 +128,7 @@ ADDED = {
     "jobgroups/agent.yaml": {"gateway"},
     "jobgroups/environment.yaml": {"gateway", "environment-server"},
     "jobgroups/sft.yaml": set(),
+    "jobgroups/colocated.yaml": set(),
 }
 """The tasks that a job group has besides those of jobgroup.yaml."""
 VARIABLES = {
@@ -140,6 +141,14 @@ VARIABLES = {
     "jobgroups/sft.yaml": {
         "ppo-trainer": {"METHOD": "sft", "LEARNING_RATE": "1e-5", "DATASET": "rows.jsonl"},
         "data-server": {"METHOD": "sft", "DATASET": "rows.jsonl"},
+    },
+    "jobgroups/colocated.yaml": {
+        "ppo-trainer": {
+            "COLOCATE": "true",
+            "ENGINE_SLEEPS": "true",
+            "PUBLISH_TRANSPORT": "local",
+            "ENGINE_MAX_TOTAL_TOKENS": 262144,
+        }
     },
 }
 """The variables in which a job group's tasks differ from those of jobgroup.yaml."""
@@ -161,6 +170,13 @@ def test_every_job_group_repeats_the_tasks_of_the_first(file):
     if file == "jobgroups/sft.yaml":  # nothing is sampled
         expected = {name: expected[name] for name in ("grpo", *VARIABLES[file])}
         del expected["grpo"]["termination_delay"]["replay-buffer"]
+    if file == "jobgroups/colocated.yaml":  # the trainer's nodes run the engines
+        del expected["rollout-server"]
+        its, others = found["ppo-trainer"], expected["ppo-trainer"]
+        assert its["setup"].splitlines()[:5] == others["setup"].splitlines()[:5], "the libraries of NCCL"
+        assert its["run"].splitlines()[-1] == others["run"].splitlines()[-1]
+        others["resources"] |= {key: its["resources"][key] for key in ("image_id", "memory")}
+        others |= {key: its[key] for key in ("num_nodes", "setup", "run")}
     assert found.keys() - expected.keys() == ADDED[file]
     assert {name: found[name] for name in expected} == expected
 

@@ -1,7 +1,8 @@
 """``python -m trainer``: one rank of the trainer, or the launcher of this node's ranks when the job has several.
 
 SkyPilot runs the same command on every node of the task. If the job has one rank, this process trains. Otherwise it
-starts one process a GPU (one process on a node without GPUs) with the same command, as torchrun would.
+starts one process a GPU (one process on a node without GPUs) with the same command, as torchrun would. With COLOCATE it
+also starts the node's engines, and always a process for the ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from services.core import machine
-from services.core.endpoints import TRAINER_RENDEZVOUS_PORT, Task, endpoint, node_addresses, node_rank, num_nodes
+from services.core.endpoints import (
+    TRAINER_RENDEZVOUS_PORT,
+    Task,
+    endpoint,
+    hosting_task,
+    node_addresses,
+    node_rank,
+    num_nodes,
+)
 from services.core.errors import (
     EXIT_CONFIGURATION,
     EXIT_PEER_LOST,
@@ -26,9 +35,11 @@ from services.core.errors import (
     say_error,
 )
 from services.core.imports import pause_collection
-from services.core.processes import end_all, kill_stale_processes, shell_code
+from services.core.processes import Command, end_all, kill_stale_processes, shell_code
 from trainer.config import TrainerSettings
 
+ENGINES = Command("engines", sys.executable, "services.rollout_server", ())
+"""The engines of a node of a colocated job group, and on the first node their router."""
 POLL_SECONDS = 0.2
 """Time between two looks at the ranks."""
 STOP_SECONDS = 600.0
@@ -53,9 +64,10 @@ def main() -> int:
         except ConfigurationError as error:
             say_error(error)
             return EXIT_CONFIGURATION
-        if n_ranks > 1:
+        engines = [ENGINES] if hosting_task(Task.ROLLOUT_SERVER) is Task.TRAINER else []
+        if n_ranks > 1 or engines:
             # Check the settings before any process starts, so that a mistake gives one line and not a traceback a rank.
-            return exit_code_of(TrainerSettings.load) or launch_ranks(n_ranks // num_nodes())
+            return exit_code_of(TrainerSettings.load) or launch_ranks(n_ranks // num_nodes(), beside=engines)
     with pause_collection():
         from trainer.run import run_rank
 
@@ -99,12 +111,19 @@ def ranks_per_node() -> int:
     return gpus
 
 
-def launch_ranks(count: int, command: Sequence[str] = (sys.executable, "-m", "trainer")) -> int:
+def launch_ranks(
+    count: int, command: Sequence[str] = (sys.executable, "-m", "trainer"), beside: Sequence[Command] = ()
+) -> int:
     """Run a process for each of ``count`` ranks, with torchrun's variables, and return the node's exit code.
 
     The first rank that fails ends the others, and so does a signal: with SIGTERM, and with SIGKILL after
     FAILED_SECONDS, or STOP_SECONDS for a signal. torchrun itself would import torch, for seconds, before any rank could
     begin to.
+
+    Args:
+        count: ranks of this node.
+        command: the command of a rank.
+        beside: commands that run as long as the ranks do; the end of one counts as a rank's failure.
     """
     meeting = endpoint(Task.TRAINER, TRAINER_RENDEZVOUS_PORT)
     environment = os.environ | {
@@ -121,14 +140,20 @@ def launch_ranks(count: int, command: Sequence[str] = (sys.executable, "-m", "tr
         numbers = {"RANK": str(node_rank() * count + local), "LOCAL_RANK": str(local)}
         # In a session of its own, so that a signal reaches a rank once: from here.
         ranks.append(subprocess.Popen(command, env=environment | numbers, start_new_session=True))
+    others = [
+        subprocess.Popen(one.line, env=one.variables(), stdin=subprocess.DEVNULL, start_new_session=True)
+        for one in beside
+    ]
     codes = [rank.poll() for rank in ranks]
-    while None in codes and not received and not any(codes):
+    ended: list[int] = []
+    while None in codes and not received and not any(codes) and not ended:
         time.sleep(POLL_SECONDS)
         codes = [rank.poll() for rank in ranks]
-    end_all(ranks, STOP_SECONDS if received else FAILED_SECONDS)
+        ended = [code or EXIT_RECOVERABLE for other in others if (code := other.poll()) is not None]
+    end_all([*ranks, *others], STOP_SECONDS if received else FAILED_SECONDS)
     if received:
         return 128 + received[0]
-    failed = {code for code in codes if code}
+    failed = {code for code in (*codes, *ended) if code}
     return node_code(failed) if failed else 0
 
 

@@ -41,7 +41,7 @@ from scripts.launch.sizes import (
 )
 from scripts.launch.tables import table, wrapped
 from services.core import logs
-from services.core.endpoints import Task
+from services.core.endpoints import Task, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
 from services.engines.settings import RolloutSettings
@@ -54,7 +54,8 @@ CHECKS = {"check-trainer": Task.TRAINER, "check-rollout": Task.ROLLOUT_SERVER}
 """The task whose GPU each task of CHECK tries."""
 CONTROLLER = "and, once for all jobs, SkyPilot's controller: 4 CPUs, 16 GB"
 IMAGES = {Task.TRAINER.value: "trainer", Task.ROLLOUT_SERVER.value: "rollout"}
-"""The Dockerfile's target by task; all other tasks have ``services``."""
+"""The Dockerfile's target by task; all other tasks have ``services``, and a trainer with engines ``colocated``."""
+COLOCATED = ROOT / "jobgroups/colocated.yaml"
 TAGGED = re.compile(r"[^@]*[^/:@]:[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """The name of an image with its tag; the colon of a registry's port is before a slash."""
 WIDTH = 120
@@ -83,6 +84,10 @@ def main(
     ] = None,
     rollout_gpus: Annotated[str | None, Option(help="GPUs of a rollout node; default: --gpus.")] = None,
     asynchronous: Annotated[bool, Option("--async", help="Generate while the step trains.")] = False,
+    colocate: Annotated[
+        bool,
+        Option("--colocate", help="Engines and trainer take turns on the same GPUs; --gpus of each trainer node."),
+    ] = False,
     agent: Annotated[str | None, Option(help="MODULE:FUNCTION of an agent that answers the prompts.")] = None,
     environment: Annotated[str | None, Option(help="The environment whose episodes the model plays.")] = None,
     env: Annotated[list[str] | None, Option(help="NAME=VALUE, a setting. Repeatable.")] = None,
@@ -108,10 +113,13 @@ def main(
     logs.configure("launch", "error")
     options = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
     secrets = spec.assignments(secret or [], "--secret")
-    file, chosen = job_group_of(options, asynchronous=asynchronous, agent=agent, environment=environment)
-    plan = plan_of(file, size, options, chosen, secrets, image, None if stock else preset_of(options))
+    if colocate or is_colocated(options):
+        file, chosen = colocated_group(options, size, [asynchronous, agent, environment])
+    else:
+        file, chosen = job_group_of(options, asynchronous=asynchronous, agent=agent, environment=environment)
+    plan = plan_of(file, size, options, chosen, secrets, image, None if stock else preset_of(options, file))
     text = _check_group(plan, options) if check else plan.text
-    files = _write(plan, text, CHECK if check else file, output or _directory(plan.model, size))
+    files = _write(plan, text, CHECK if check else file, output or _directory(plan.model, size, file))
     _launch(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tuple(CHECKS) if check else (Task.TRAINER,))
 
 
@@ -184,9 +192,8 @@ def plan_of(
     group = spec.load(file, spec.Overrides(settings | chosen, secrets))
     checks.check_names(group, settings | chosen | secrets, {})
     is_open = preset is not None and not size.rollout_nodes and not OTHER_ENGINES.intersection(options)
-    chosen_tiers, sizes, reason = _sizes(group, model, tiers, is_open=is_open)
-    derived = {"MIN_WORKERS": str(sizes.min_workers)}
-    wanted = derived | settings | chosen
+    chosen_tiers, sizes, reason = _sizes(group, model, tiers, options, is_open=is_open)
+    wanted = sizes.derived | settings | chosen
     changes = sizes.changes | _variables(group, wanted) | _images(group, image)
     of_preset = set() if preset is None else _of_preset(changes, size, preset.keys() - options.keys())
     of_preset |= {(Task.ROLLOUT_SERVER.value, "num_nodes")} if chosen_tiers != tiers else set()
@@ -194,7 +201,7 @@ def plan_of(
         model=model,
         tiers=chosen_tiers,
         variables=wanted,
-        derived=derived.keys() - settings.keys(),
+        derived=sizes.derived.keys() - settings.keys(),
         preset=of_preset,
         reason=reason,
         volume=max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text())["size"]))),
@@ -235,7 +242,7 @@ def job_group_of(
     if options.get("PUBLISH_TRANSPORT") == "local":
         raise ConfigurationError(
             "PUBLISH_TRANSPORT is local, but the job group's trainer and engines run on different hosts; leave it out, "
-            "or share one machine by `grpo run --env-file examples/one-node.env`"
+            "or have them share GPUs by --colocate"
         )
     agent, environment = agent or options.get("AGENT"), environment or options.get("ENVIRONMENT")
     rollouts = _rollouts(options)
@@ -253,10 +260,34 @@ def job_group_of(
     return ROOT / ("jobgroups/async.yaml" if asynchronous else "jobgroup.yaml"), {}
 
 
-def preset_of(options: Mapping[str, str]) -> dict[str, str]:
+def colocated_group(options: Mapping[str, str], size: Size, others: Sequence[object]) -> tuple[Path, dict[str, str]]:
+    """Return the file of the colocated job group, and the variables that its number of nodes and adapters need.
+
+    Args:
+        options: the settings of the options.
+        size: the options about nodes and GPUs.
+        others: the options for other job groups.
+
+    Raises:
+        ConfigurationError: an option is for engines or tasks that this job group does not have.
+    """
+    if size.rollout_nodes or size.rollout_gpus:
+        raise ConfigurationError(
+            "--colocate has no rollout nodes; give --trainer-nodes and --gpus, or leave --colocate out"
+        )
+    if any(others):
+        raise ConfigurationError(
+            "--colocate cannot go with --async, because engines sleep while the trainer trains, nor with --agent and "
+            "--environment, whose services jobgroups/colocated.yaml does not have; leave one out"
+        )
+    shares = (size.trainer_nodes or 1) == 1 and options.get("LORA_RANK", "0") == "0"
+    return COLOCATED, {} if shares or "PUBLISH_TRANSPORT" in options else {"PUBLISH_TRANSPORT": "disk"}
+
+
+def preset_of(options: Mapping[str, str], file: Path) -> dict[str, str]:
     """Return the settings of PRESET that go with the options: NCCL needs engines with CUDA and GPUs of their own."""
     preset = spec.env_file(PRESET)
-    if OTHER_ENGINES.intersection(options):
+    if OTHER_ENGINES.intersection(options) or file == COLOCATED:
         del preset["PUBLISH_TRANSPORT"]
     return preset
 
@@ -268,20 +299,21 @@ def _of_preset(changes: Mapping[tuple[str, str], str], size: Size, names: Set[st
 
 
 def _tiers(text: str, size: Size) -> dict[str, Tier]:
-    """Return the nodes of rollout-server and ppo-trainer: those of the options, else those of the file."""
+    """Return the nodes of the job group's tasks with GPUs: those of the options, else those of the file."""
     written = {document["name"]: document for document in list(yaml.safe_load_all(text))[1:]}
     tiers = {}
     for task, count, gpus in (
         (Task.ROLLOUT_SERVER, size.rollout_nodes, size.rollout_gpus or size.gpus),
         (Task.TRAINER, size.trainer_nodes, size.gpus),
     ):
-        choices = gpus or ",".join(written[task]["resources"]["accelerators"])
-        tiers[task.value] = Tier(count or written[task]["num_nodes"], parse_gpus(choices))
+        if task in written:
+            choices = gpus or ",".join(written[task]["resources"]["accelerators"])
+            tiers[task.value] = Tier(count or written[task]["num_nodes"], parse_gpus(choices))
     return tiers
 
 
-def _directory(model: Model, size: Size) -> Path:
-    """Return the directory of a model's YAMLs for a size, so that those of two sizes stay."""
+def _directory(model: Model, size: Size, file: Path) -> Path:
+    """Return the directory of a model's YAMLs for a job group and a size, so that those of two sizes stay."""
     named = {
         "": size.gpus,
         "rollout-": size.rollout_gpus,
@@ -289,12 +321,13 @@ def _directory(model: Model, size: Size) -> Path:
         "trainer-nodes-": size.trainer_nodes,
     }
     name = model.name.rstrip("/").rpartition("/")[2]
-    parts = [name, *(f"{prefix}{value}" for prefix, value in named.items() if value)]
+    kind = [] if file.stem == "jobgroup" else [file.stem]
+    parts = [name, *kind, *(f"{prefix}{value}" for prefix, value in named.items() if value)]
     return Path(".cache/launch") / re.sub(r"[:, ]+", "-", "-".join(parts)).lower()
 
 
 def _sizes(
-    group: spec.JobGroup, model: Model, tiers: dict[str, Tier], *, is_open: bool
+    group: spec.JobGroup, model: Model, tiers: dict[str, Tier], options: Mapping[str, str], *, is_open: bool
 ) -> tuple[dict[str, Tier], Sizes, str]:
     """Check all settings, and return the nodes and the sizes that follow from them.
 
@@ -303,12 +336,17 @@ def _sizes(
     """
     with nodes.allocate(group) as addresses:
         run = Run(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
-        settings = {task.name: one for task, _, one in checks.load_all(run)}
-    trainer, rollout = settings[Task.TRAINER], settings[Task.ROLLOUT_SERVER]
-    assert isinstance(trainer, TrainerSettings)
-    assert isinstance(rollout, RolloutSettings)
-    sizes = derive(trainer, rollout, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER])
-    if not is_open or any(one.rollout is not Rollout.COMPLETION for one in trainer.by_source().values()):
+        loaded = checks.load_all(run)
+    [trainer] = [one for task, _, one in loaded if isinstance(one, TrainerSettings) and task.name == Task.TRAINER]
+    [rollout] = [one for _, _, one in loaded if isinstance(one, RolloutSettings)]
+    if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
+        rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
+    sizes = derive(trainer, rollout, model, tiers.get(Task.ROLLOUT_SERVER), tiers[Task.TRAINER])
+    if (
+        not is_open
+        or Task.ROLLOUT_SERVER not in tiers
+        or any(one.rollout is not Rollout.COMPLETION for one in trainer.by_source().values())
+    ):
         return tiers, sizes, ""
     present = tiers[Task.ROLLOUT_SERVER]
     engines = engines_of(rollout, model, present.choices[0])
@@ -321,9 +359,11 @@ def _sizes(
 
 def layout_of(tiers: Mapping[str, Tier]) -> Layout:
     """Return the layout with the first choice of GPUs."""
-    rollout, trainer = (tiers[task] for task in (Task.ROLLOUT_SERVER, Task.TRAINER))
-    first, trainer_first = rollout.choices[0], trainer.choices[0]
-    return Layout(rollout.nodes, first.count, trainer.nodes, trainer_first.count, first.name, trainer_first.name)
+    trainer = tiers[Task.TRAINER]
+    rollout = tiers.get(Task.ROLLOUT_SERVER, trainer)
+    first, other = rollout.choices[0], trainer.choices[0]
+    shares_gpus = Task.ROLLOUT_SERVER not in tiers
+    return Layout(rollout.nodes, first.count, trainer.nodes, other.count, first.name, other.name, shares_gpus)
 
 
 def _variables(group: spec.JobGroup, variables: Mapping[str, str]) -> dict[tuple[str, str], str]:
@@ -333,7 +373,7 @@ def _variables(group: spec.JobGroup, variables: Mapping[str, str]) -> dict[tuple
         (task.name, f"{job_group_text.ENVS}.{name}"): job_group_text.scalar(value)
         for name, value in variables.items()
         for task in group.tasks
-        if name in task.declared or task.name in readers.get(name.upper(), [task.name])
+        if name in task.declared or not set(task.components).isdisjoint(readers.get(name.upper(), [task.name]))
     }
 
 
@@ -349,8 +389,13 @@ def _images(group: spec.JobGroup, image: str | None) -> dict[tuple[str, str], st
         raise ConfigurationError(
             f"--image {image} has no tag; give the one of `make image`: --image {image.partition('@')[0]}:v1"
         )
-    parts = {task.name: IMAGES.get(task.name, "services") for task in group.tasks}
+    parts = {task.name: image_part(task) for task in group.tasks}
     return {(task, "resources.image_id"): f"docker:{image}-{part}" for task, part in parts.items()}
+
+
+def image_part(task: spec.TaskSpec) -> str:
+    """Return the Dockerfile's target with what a task installs."""
+    return "colocated" if len(task.components) > 1 else IMAGES.get(task.name, "services")
 
 
 def _write(plan: Plan, text: str, file: Path, directory: Path) -> tuple[Path, Path]:
@@ -397,6 +442,8 @@ def _advise(plan: Plan) -> None:
     """Print the reason for the number of rollout nodes, and advice that must be tried on the cluster first."""
     if plan.reason:
         print(plan.reason)
+    if Task.ROLLOUT_SERVER not in plan.tiers:
+        return
     layout = layout_of(plan.tiers)
     transport, seconds = publishing(plan.model, layout)
     if transport != "disk" and not {"PUBLISH_TRANSPORT", "LORA_RANK"}.intersection(plan.variables):
@@ -425,7 +472,7 @@ def _check_group(plan: Plan, options: Mapping[str, str]) -> str:
     images = " ".join({value.strip("'"): None for (_, key), value in written.items() if key == "resources.image_id"})
     changes = _variables(spec.load(CHECK), {**options, "MODEL_NAME": plan.model.name, "CHECK_IMAGES": images})
     for name, task in CHECKS.items():
-        cards = ", ".join(f"{choice.name}:1" for choice in plan.tiers[task].choices)
+        cards = ", ".join(f"{choice.name}:1" for choice in plan.tiers.get(task, plan.tiers[Task.TRAINER]).choices)
         changes[name, "resources.accelerators"] = f"[{cards}]"
         changes[name, "resources.image_id"] = written[Task.DATA_SERVER, "resources.image_id"]
     return job_group_text.edited(before, changes)

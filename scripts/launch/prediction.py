@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from scripts.launch.models import CARDS, MEMORY, WEIGHT_BYTES, Model
-from scripts.launch.sizes import ASSUMED, GPU, PROMPT_TOKENS, Layout, cached_sequences
+from scripts.launch.sizes import ASSUMED, GPU, MEAN_PROMPT_TOKENS, Layout, cached_sequences
 from trainer.config import TrainerSettings
 from trainer.preflight import sizes
 
@@ -42,7 +42,7 @@ class Batch:
 
     prompts: int = 128
     group_size: int = 16
-    prompt_tokens: int = PROMPT_TOKENS
+    prompt_tokens: int = MEAN_PROMPT_TOKENS
     completion_tokens: int = 500
     """Mean length of a completion."""
     longest: int = 2048
@@ -52,7 +52,7 @@ class Batch:
     def of(cls, settings: TrainerSettings) -> Batch:
         """Return the batch of the settings; a completion has half of its most tokens on average."""
         most = settings.longest_answer
-        return cls(settings.batch_size, settings.largest_group, PROMPT_TOKENS, most // 2, most, settings.lora_rank)
+        return cls(settings.batch_size, settings.largest_group, MEAN_PROMPT_TOKENS, most // 2, most, settings.lora_rank)
 
     @property
     def cached_tokens(self) -> int:

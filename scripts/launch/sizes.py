@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,19 +16,29 @@ from pathlib import Path
 from scripts.launch.models import MEMORY, WEIGHT_BYTES, Model, config_of, find_model
 from services.core.errors import ConfigurationError
 from services.engines.kinds import choose_engine
-from services.engines.placement import SizeFacts
+from services.engines.placement import SizeFacts, Split
 from services.engines.settings import RolloutSettings
 from trainer.config import TrainerSettings
 from trainer.preflight.check import Machine, NameNodes, check
 from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import GIB, PROCESS_BYTES, Limits, Need, needed
+from trainer.preflight.sizes import (
+    ENGINE_ASLEEP,
+    GIB,
+    PROCESS_BYTES,
+    PROMPT_TOKENS,
+    USABLE,
+    EngineBeside,
+    Limits,
+    Need,
+    needed,
+)
 
 PRESET = Path(__file__).parents[2] / "examples/gpu.env"
 """Settings of a batch that fills GPUs."""
 NODE_GPUS = (1, 2, 4, 8)
 GPU = "H100"
 """The card of a plan."""
-PROMPT_TOKENS = 150
+MEAN_PROMPT_TOKENS = 150
 """Mean length of a prompt, as far as an engine's cache is concerned."""
 LEAST_SEQUENCES = 16
 """Completions that an engine must be able to hold at the same time."""
@@ -74,8 +85,9 @@ class Sizes:
     """The values to write into the job group, by task and key."""
     volume: int
     """Gibibytes of the volume."""
-    min_workers: int
-    """MIN_WORKERS, for the GPUs that have the fewest engines."""
+    derived: dict[str, str]
+    """The settings that follow: MIN_WORKERS for the GPUs that have the fewest engines, and on GPUs that the trainer
+    shares ENGINE_MAX_TOTAL_TOKENS for those with the least room."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +123,14 @@ class Layout:
     trainer_gpus: int
     rollout_card: str = GPU
     trainer_card: str = GPU
+    shares_gpus: bool = False
+    """The engines' nodes and GPUs are the trainer's."""
 
     @property
     def gpus(self) -> int:
         """GPUs of all nodes."""
-        return self.rollout_nodes * self.rollout_gpus + self.trainer_nodes * self.trainer_gpus
+        rollout = 0 if self.shares_gpus else self.rollout_nodes * self.rollout_gpus
+        return rollout + self.trainer_nodes * self.trainer_gpus
 
 
 def parse_gpus(text: str) -> tuple[Gpus, ...]:
@@ -155,17 +170,19 @@ def gibibytes(size: str) -> int:
 
 
 def derive(
-    settings: TrainerSettings, rollout_settings: RolloutSettings, model: Model, rollout: Tier, trainer: Tier
+    settings: TrainerSettings, rollout_settings: RolloutSettings, model: Model, rollout: Tier | None, trainer: Tier
 ) -> Sizes:
-    """Return the sizes that follow from the settings, the model and the nodes.
+    """Return the sizes that follow from the settings, the model and the nodes; without ``rollout`` they are colocated.
 
     Raises:
         ConfigurationError: GPUs are too small for the model; the message says what would fit.
     """
-    _check_engines(settings, model, rollout.choices)
     # By default records take a part of the volume's room, whatever its size.
     settings = settings.model_copy(update={"record_groups": settings.record_groups or "off"})
     shape = replace(model.shape, teachers=tuple(find_model(name).shape for name in settings.teacher_models))
+    if rollout is None:
+        return _derive_colocated(settings, rollout_settings, model, shape, trainer)
+    _check_engines(settings, model, rollout.choices)
     engines = {gpus: engines_of(rollout_settings, model, gpus) for gpus in rollout.choices}
     if settings.min_workers > (most := rollout.nodes * min(engines.values())):
         raise ConfigurationError(
@@ -182,17 +199,49 @@ def derive(
         volume = max(volume, volume_gibibytes(need))
     for task, tier in (("rollout-server", rollout), ("ppo-trainer", trainer)):
         written[task, "resources.accelerators"] = f"[{', '.join(map(str, tier.choices))}]"
-    return Sizes(written, volume, min_workers(rollout.nodes, min(engines.values())))
+    return Sizes(written, volume, {"MIN_WORKERS": str(min_workers(rollout.nodes, min(engines.values())))})
 
 
-def trainer_need(settings: TrainerSettings, shape: ModelShape, trainer: Tier, gpus: Gpus) -> Need:
-    """Return the bytes that the trainer needs on nodes with ``gpus``.
+def _derive_colocated(
+    settings: TrainerSettings, rollout_settings: RolloutSettings, model: Model, shape: ModelShape, trainer: Tier
+) -> Sizes:
+    """Return the sizes of a group whose trainer's nodes run the engines; see ``derive``."""
+    written: dict[tuple[str, str], str] = {}
+    volume, tokens, engines = 0, sys.maxsize, sys.maxsize
+    for gpus in trainer.choices:
+        split = split_of(rollout_settings, model, gpus)
+        # Room for one answer, if not for those of the settings; what is left over comes after that.
+        least = PROMPT_TOKENS + settings.longest_answer
+        beside = EngineBeside(split.tensor_parallel, rollout_settings.engine_max_total_tokens or least)
+        need = trainer_need(settings, shape, trainer, gpus, beside)
+        left = USABLE * (gpus.memory - ENGINE_ASLEEP) - need.total("generating")
+        step = math.ceil(settings.batch_size * settings.largest_group / (trainer.nodes * split.engines)) * least
+        fits = beside.tokens + int(left / beside.token_bytes(shape))
+        tokens, engines = min(tokens, fits, max(step, least)), min(engines, split.engines)
+        host = need.total("host") + need.total("shm")
+        host += split.engines * model.parameters * WEIGHT_BYTES + gpus.count * PROCESS_BYTES
+        sizes = {"cpus": _rollout_cpus(gpus.count, split.engines) + 8, "memory": _rounded(96, host / GIB)}
+        for key, size in sizes.items():
+            name = ("ppo-trainer", f"resources.{key}")
+            written[name] = max(written.get(name, ""), f"{size}+", key=_amount)
+        volume = max(volume, volume_gibibytes(need))
+    written["ppo-trainer", "num_nodes"] = str(trainer.nodes)
+    written["ppo-trainer", "resources.accelerators"] = f"[{', '.join(map(str, trainer.choices))}]"
+    derived = {"MIN_WORKERS": min_workers(trainer.nodes, engines), "ENGINE_MAX_TOTAL_TOKENS": tokens // 1024 * 1024}
+    return Sizes(written, volume, {name: str(value) for name, value in derived.items()})
+
+
+def trainer_need(
+    settings: TrainerSettings, shape: ModelShape, trainer: Tier, gpus: Gpus, beside: EngineBeside | None = None
+) -> Need:
+    """Return the bytes that the trainer needs on nodes with ``gpus``, which it shares with an engine if there is one.
 
     Raises:
         ConfigurationError: the GPUs are too small; the message says what would fit.
     """
-    limits = Limits(device=gpus.memory, host=_ENOUGH, shm=_ENOUGH, volume=_ENOUGH)
-    machine = Machine(trainer.nodes, gpus.count, WEIGHT_BYTES, limits)
+    memory = gpus.memory - (ENGINE_ASLEEP if beside else 0)
+    limits = Limits(device=memory, host=_ENOUGH, shm=_ENOUGH, volume=_ENOUGH)
+    machine = Machine(trainer.nodes, gpus.count, WEIGHT_BYTES, limits, beside)
     # A node has as much memory as is asked for, and so would always offload rather than take more nodes.
     settings = settings.model_copy(update={"cpu_offload": settings.cpu_offload is True})
     try:
@@ -214,12 +263,17 @@ def _options(trainer: Tier, gpus: Gpus) -> NameNodes:
 
 def engines_of(settings: RolloutSettings, model: Model, gpus: Gpus) -> int:
     """Return the number of engines of a rollout node, as its launcher will choose it."""
+    return split_of(settings, model, gpus).engines
+
+
+def split_of(settings: RolloutSettings, model: Model, gpus: Gpus) -> Split:
+    """Return the engines into which a launcher will split the GPUs of its node."""
 
     def facts() -> SizeFacts:
         config = config_of(model.name).to_dict()
         return SizeFacts(config | config.get("text_config", {}), model.parameters * WEIGHT_BYTES, gpus.memory)
 
-    return choose_engine(settings, gpus.count).split(settings, gpus.count, facts).engines
+    return choose_engine(settings, gpus.count).split(settings, gpus.count, facts)
 
 
 def _amount(size: str) -> float:
@@ -229,7 +283,7 @@ def _amount(size: str) -> float:
 
 def _check_engines(settings: TrainerSettings, model: Model, choices: Sequence[Gpus]) -> None:
     """Check that the GPUs of a rollout node hold an engine's weights and the keys and values of some completions."""
-    tokens = PROMPT_TOKENS + settings.longest_answer
+    tokens = MEAN_PROMPT_TOKENS + settings.longest_answer
     for gpus in choices:
         if cached_sequences(model, tokens, gpus.count, gpus.memory) >= LEAST_SEQUENCES:
             continue
@@ -253,8 +307,14 @@ def cached_sequences(model: Model, tokens: int, gpus: int, memory: float) -> int
 
 
 def publishing(model: Model, layout: Layout) -> tuple[str, float]:
-    """Return PUBLISH_TRANSPORT and its seconds: every node reads the version from the volume, or gets a broadcast."""
+    """Return PUBLISH_TRANSPORT and its seconds: every node reads the version from the volume, or gets a broadcast.
+
+    On one node that engines and trainer share, the version is copied from GPU to GPU.
+    """
     seconds = publish_seconds(model, layout)
+    if layout.shares_gpus:
+        transport = "local" if layout.trainer_nodes == 1 else "disk"
+        return transport, seconds["broadcast" if transport == "local" else "disk"]
     transport = "disk" if seconds["disk"] <= max(DISK_SECONDS, seconds["broadcast"]) else "broadcast"
     return transport, seconds[transport]
 

@@ -106,7 +106,7 @@ def main(
     size = Size(target, rollout_nodes, trainer_nodes, gpus, rollout_gpus)
     default, chosen = job_group_of(options, asynchronous=asynchronous)
     file = default if path is None else spec.find(path)
-    preset = None if stock else preset_of(options)
+    preset = None if stock else preset_of(options, file)
     os.environ |= secrets
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
         folder = (keep or Path(temporary)).resolve()
@@ -334,7 +334,7 @@ class Rehearsal:
         self.line("trainer's GPUs", f"{gigabytes(need.total('device'))} of {has} each: {parts}")
         tokens = round(statistics.fmean(length for *_, length in prompts))
         batch = replace(Batch.of(trainer), prompt_tokens=tokens)
-        engines = engines_of(rollout, plan.model, plan.tiers[Task.ROLLOUT_SERVER].choices[0])
+        engines = engines_of(rollout, plan.model, plan.tiers.get(Task.ROLLOUT_SERVER, tier).choices[0])
         gpus, memory = layout.rollout_gpus // engines, MEMORY[layout.rollout_card]
         held = cached_sequences(plan.model, tokens + batch.longest, gpus, memory)
         weights = gigabytes(plan.model.parameters * WEIGHT_BYTES)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -71,6 +72,7 @@ PORTS: dict[Task, tuple[int, ...]] = {
 """The ports of each task, its main port first."""
 
 ENDPOINTS_VARIABLE = "JOBGROUP_ENDPOINTS"
+COLOCATE_VARIABLE = "COLOCATE"
 EVERYWHERE = "0.0.0.0"
 
 _ADDRESSES = TypeAdapter(dict[str, Annotated[str, Field(pattern=r"^.+:\d+$")]])
@@ -90,6 +92,16 @@ class Endpoint:
         return f"http://{host}:{self.port}"
 
 
+def is_colocated(environment: Mapping[str, str]) -> bool:
+    """Return whether the variables of a task say that engines run on the trainer's nodes (COLOCATE)."""
+    return environment.get(COLOCATE_VARIABLE, "").strip().lower() in ("1", "t", "true", "y", "yes", "on")
+
+
+def hosting_task(task: Task) -> Task:
+    """Return the task on whose nodes a component runs: with COLOCATE the engines and their router are the trainer's."""
+    return Task.TRAINER if task is Task.ROLLOUT_SERVER and is_colocated(os.environ) else task
+
+
 def endpoint(task: Task, port: int | None = None, rank: int = 0) -> Endpoint:
     """Return where every node of the job group reaches ``port`` (default: the main one) of node ``rank`` of ``task``.
 
@@ -99,7 +111,7 @@ def endpoint(task: Task, port: int | None = None, rank: int = 0) -> Endpoint:
     Raises:
         ConfigurationError: JOBGROUP_ENDPOINTS is malformed, or lacks the node of a task of which it has others.
     """
-    port = PORTS[task][0] if port is None else port
+    port, task = PORTS[task][0] if port is None else port, hosting_task(task)
     mapping = mapped_addresses()
     is_lacking = bool(mapping) and not any(key.startswith(f"{task.value}-") for key in mapping)
     mapped = None if is_lacking else _mapped(task, port, rank)
@@ -118,7 +130,7 @@ def bind_address(task: Task, port: int | None = None, rank: int | None = None) -
     listens on 127.0.0.1 alone.
     """
     port = PORTS[task][0] if port is None else port
-    mapped = _mapped(task, port, node_rank() if rank is None else rank)
+    mapped = _mapped(hosting_task(task), port, node_rank() if rank is None else rank)
     if mapped is not None:
         return mapped
     return Endpoint(EVERYWHERE if NODE_RANK_VARIABLE in os.environ else "127.0.0.1", port)

@@ -46,11 +46,14 @@ class Command:
         """The whole command line."""
         return [self.python, str(CHILD), self.module, *self.arguments]
 
+    def variables(self) -> dict[str, str]:
+        """Return the child's environment variables if this process starts it."""
+        return {**os.environ, **self.environment, LAUNCHER_VARIABLE: str(os.getpid())}
+
     async def start(self, **pipes: Any) -> asyncio.subprocess.Process:
         """Start the child, without input unless ``pipes``, arguments of create_subprocess_exec, give it one."""
-        environment = {**os.environ, **self.environment, LAUNCHER_VARIABLE: str(os.getpid())}
         pipes = {"stdin": asyncio.subprocess.DEVNULL, **pipes}
-        return await asyncio.create_subprocess_exec(*self.line, env=environment, start_new_session=True, **pipes)
+        return await asyncio.create_subprocess_exec(*self.line, env=self.variables(), start_new_session=True, **pipes)
 
 
 def signal_group(group: int, number: int) -> bool:

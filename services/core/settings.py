@@ -227,6 +227,9 @@ class EnginesSection(Settings):
     engine_start_seconds: float = Field(1800.0, gt=0)
     """An engine that does not answer that long after its start is killed and restarted. At its start the trainer waits
     for services and workers for SERVICE_DEADLINE_SECONDS more than this. [advanced]"""
+    colocate: bool = False
+    """Engines run on the trainer's nodes and GPUs, where `python -m trainer` starts them. Needs a job group without a
+    rollout-server and ENGINE_SLEEPS; jobgroups/colocated.yaml has both."""
     engine_sleeps: bool = False
     """Engines that share the trainer's GPU give its memory away while the trainer trains, and take it back with the
     next version (`MODE=sync`); docs/guides/one-gpu.md has a preset. SGLang keeps a copy of its weights in host memory

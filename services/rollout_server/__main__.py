@@ -11,14 +11,16 @@ import argparse
 import asyncio
 import importlib.util
 import math
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from services.core import endpoints, logs, machine, models
+from services.core.child import LAUNCHER_VARIABLE
 from services.core.endpoints import Task
-from services.core.errors import EXIT_CONFIGURATION, exit_code_of
+from services.core.errors import EXIT_CONFIGURATION, ConfigurationError, exit_code_of
 from services.core.processes import Command, kill_stale_processes
 from services.core.supervisor import ChildRefusedError, SupervisedProcess
 from services.core.tasks import run_until_first_ends
@@ -143,6 +145,11 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = RolloutSettings.load()
     logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
+    if settings.colocate and LAUNCHER_VARIABLE not in os.environ:
+        raise ConfigurationError(
+            "COLOCATE is set, but this is a rollout-server of its own, and engines are looked for on the trainer's "
+            "nodes; take jobgroups/colocated.yaml, or unset COLOCATE"
+        )
     kill_stale_processes()
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
     n_gpus = number_of_gpus()

@@ -165,7 +165,7 @@ def _worker_name(worker_url: str) -> str:
     """
     url = httpx.URL(worker_url)
     node, port = url.host.partition(".")[0], str(url.port)
-    if not node.startswith(Task.ROLLOUT_SERVER.value):
+    if not node.startswith((Task.ROLLOUT_SERVER.value, Task.TRAINER.value)):
         mapped = endpoints.mapped_addresses().items()
         keys = [key for key, address in mapped if worker_url.endswith(f"//{address}")]
         if not keys:

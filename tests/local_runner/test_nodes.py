@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -252,14 +253,21 @@ def test_engine_and_trainer_share_a_gpu_only_where_there_is_one(gpus, trainers, 
 
 def test_engines_and_trainer_share_all_gpus_of_a_machine():
     root = Path(__file__).parents[2]
-    preset = spec.env_file(root / "examples/one-node.env") | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    group = spec.load(root / "jobgroup.yaml", spec.Overrides(environment=preset, other_nodes=1))
+    given = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    group = spec.load(root / "jobgroups/colocated.yaml", spec.Overrides(environment=given))
     run = run_of(*group.tasks, gpus=("0", "1", "2", "3"))
     nodes.check_gpus(run)
-    for task in group.tasks:
-        own = nodes.node_environment(run, task, 0)
-        if task.name in ("ppo-trainer", "rollout-server"):
-            assert (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"]) == ("0,1,2,3", "4")
+    own = nodes.node_environment(run, group.tasks[0], 0)
+    assert (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"]) == ("0,1,2,3", "4")
+
+
+def test_a_trainers_node_that_runs_engines_has_their_addresses():
+    root = Path(__file__).parents[2]
+    group = spec.load(root / "jobgroups/colocated.yaml")
+    with nodes.allocate(group) as addresses:
+        assert not [key for key in addresses.endpoints if key.startswith("rollout-server")]
+        with mock.patch.dict(os.environ, {endpoints.ENDPOINTS_VARIABLE: addresses.variable, "COLOCATE": "true"}):
+            assert endpoints.endpoint(Task.ROLLOUT_SERVER).url == f"http://{addresses.find('ppo-trainer', 0, 30000)}"
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,45 @@ def test_a_launch_whose_engines_run_elsewhere_shares_no_memory() -> None:
         job_group_of({"PUBLISH_TRANSPORT": "local"}, asynchronous=False)
 
 
+def test_engines_on_the_trainers_gpus_have_the_room_that_is_left(tmp_path: Path) -> None:
+    output, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--colocate")
+    values = job_group_text.values(text)
+    assert {task for task, _ in values} == {"ppo-trainer", "data-server", "reward-server", "replay-buffer"}
+    assert values["ppo-trainer", "resources.accelerators"] == "[H100:8]"
+    assert values["ppo-trainer", "envs.PUBLISH_TRANSPORT"] == "local"
+    assert values["ppo-trainer", "envs.MIN_WORKERS"] == "4", "half of eight engines"
+    tokens = int(values["ppo-trainer", "envs.ENGINE_MAX_TOTAL_TOKENS"])
+    assert 100_000 < tokens < 262_144, "of a step's 262,144 tokens of an engine, what fits beside the trainer's 8B"
+    [together] = [line.split() for line in output.splitlines() if line.startswith("together")]
+    assert together[1:3] == ["4", "8"], "no node and no GPU for engines alone"
+    given = ["--model", "8B", "--gpus", "H100:8", "--colocate", "--image", "r/grpo:1"]
+    _, text = launch(tmp_path, *given, "--env", f"ENGINE_MAX_TOTAL_TOKENS={tokens}")
+    assert job_group_text.values(text)["ppo-trainer", "resources.image_id"] == "'docker:r/grpo:1-colocated'"
+    (tmp_path / "jobgroup.yaml").unlink()
+    (tmp_path / "volume.yaml").unlink()
+    more = refusal(tmp_path, *given, "--env", f"ENGINE_MAX_TOTAL_TOKENS={3 * tokens}")
+    assert f"It fits with ENGINE_MAX_TOTAL_TOKENS={tokens}" in more
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "32B"], "It fits with PUBLISH_TRANSPORT=disk, CPU_OFFLOAD=true and "),
+        (["--rollout-nodes", "2"], "--colocate has no rollout nodes; give --trainer-nodes and --gpus"),
+        (["--async"], "because engines sleep while the trainer trains"),
+        (["--agent", "mine:solve"], "whose services jobgroups/colocated.yaml does not have; leave one out"),
+    ],
+)
+def test_what_no_shared_gpu_can_do_is_refused(tmp_path: Path, arguments: list[str], told: str) -> None:
+    assert told in refusal(tmp_path, "--gpus", "H100:8", "--colocate", *arguments)
+
+
+@pytest.mark.parametrize("arguments", [["--trainer-nodes", "2"], ["--env", "LORA_RANK=32"]])
+def test_several_nodes_and_adapters_take_versions_from_the_volume(tmp_path: Path, arguments: list[str]) -> None:
+    _, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--env", "COLOCATE=true", *arguments)
+    assert job_group_text.values(text)["ppo-trainer", "envs.PUBLISH_TRANSPORT"] == "disk"
+
+
 def test_options_win_over_the_preset_and_stock_leaves_it_out(tmp_path: Path) -> None:
     given = ["--env", "BATCH_SIZE=8", "--env", "GROUP_SIZE=4", "--env", "PUBLISH_TRANSPORT=disk"]
     output, text = launch(tmp_path, "--model", "0.5B", "--trainer-nodes", "2", *given)

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+import pytest
 import yaml
 
 from local_runner.supervisor import PRIMARY_STOP_SECONDS
-from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST
+from services.core.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_PEER_LOST, EXIT_RECOVERABLE
 from tests.waiting import LIMIT_SECONDS
 from trainer import __main__ as program
 
@@ -43,6 +45,33 @@ def test_ranks_get_torchruns_variables() -> None:
     assert node.returncode == 0
     assert sorted(line.rsplit(" ", 1)[0] for line in lines) == ["2 0 4 2 10.0.0.1", "3 1 4 2 10.0.0.1"]
     assert len({line.rsplit(" ", 1)[1] for line in lines}) == 1
+
+
+BESIDE = """
+import sys
+from services.core.processes import Command
+from trainer.__main__ import launch_ranks
+sys.exit(launch_ranks(1, [sys.executable, "-c", sys.argv[1]], [Command("engines", sys.executable, sys.argv[2], [])]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "engines", "code"),
+    [
+        ("pass", "import time; time.sleep(999)", 0),
+        ("import time; time.sleep(999)", f"raise SystemExit({EXIT_CONFIGURATION})", EXIT_CONFIGURATION),
+        ("import time; time.sleep(999)", "pass", EXIT_RECOVERABLE),
+        ("import time; time.sleep(999)", "import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL),
+    ],
+    ids=["ranks end", "engines refuse", "engines end", "engines are killed"],
+)
+def test_ranks_and_the_engines_beside_them_end_together(tmp_path: Path, rank: str, engines: str, code: int) -> None:
+    (tmp_path / "beside.py").write_text(f"open({str(tmp_path / 'started')!r}, 'w')\n{engines}\n")
+    waits = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'started')!r}): time.sleep(0.01)\n"
+    environment = NODE | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-c", BESIDE, waits + rank, "beside"]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=LIMIT_SECONDS).returncode == code
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] and "beside" in p.info["cmdline"]]
 
 
 def test_the_first_rank_that_fails_ends_the_others_and_gives_the_nodes_code() -> None:

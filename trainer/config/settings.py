@@ -313,6 +313,15 @@ def target_is_compared(settings: TrainerSettings) -> None:
             )
 
 
+def engines_take_turns(settings: TrainerSettings) -> None:
+    """Check that engines on the trainer's GPUs (COLOCATE) leave them to the trainer."""
+    if settings.colocate and not settings.engine_sleeps:
+        raise ValueError(
+            "COLOCATE is set, but ENGINE_SLEEPS is not, so engines would keep memory that the trainer needs; "
+            "set ENGINE_SLEEPS=true, or take a job group with a rollout-server and unset COLOCATE"
+        )
+
+
 def engines_can_sleep(settings: TrainerSettings) -> None:
     """Check that ENGINE_SLEEPS finds engines that have nothing to do."""
     if not settings.engine_sleeps:
@@ -515,6 +524,7 @@ def samples_nothing(settings: TrainerSettings) -> None:
 
 CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     samples_nothing,
+    engines_take_turns,
     lengths_fit,
     target_is_compared,
     engines_can_sleep,

@@ -20,7 +20,7 @@ from services.core.machine import ComputeType
 from services.engines.kinds import choose_engine
 from services.engines.placement import SizeFacts, read_config
 from services.engines.settings import EMBEDDED_MAX_TOTAL_TOKENS, EngineKind, RolloutSettings
-from trainer.config import TrainerSettings
+from trainer.config import TrainerSettings, Transport
 from trainer.model.loading import choose_compute, load_config
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
@@ -269,6 +269,7 @@ def _remedy(
         _settings_to_fit(settings, shape, machine),
         _nodes_to_fit(settings, machine, name_nodes),
         _fewer_keys(settings, shape, machine, work) if place == "generating" else iter(()),
+        _by_volume(settings, shape, machine) if work.shares_on_gpus else iter(()),
         _offload(settings, shape, machine),
         _adapters(settings, machine),
     )
@@ -329,6 +330,14 @@ def _fewer_keys(settings: TrainerSettings, shape: ModelShape, machine: Machine, 
     if tokens >= PROMPT_TOKENS + settings.longest_answer:
         fewer = replace(machine, engine=replace(machine.engine, tokens=tokens))
         yield f"ENGINE_MAX_TOTAL_TOKENS={tokens}", settings, fewer
+
+
+def _by_volume(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Iterator[Way]:
+    """Yield versions that no GPU has as a whole, then with the state in host memory."""
+    by_volume = settings.model_copy(update={"publish_transport": Transport.DISK})
+    yield "PUBLISH_TRANSPORT=disk", by_volume, machine
+    for text, moved, there in _offload(by_volume, shape, machine):
+        yield f"PUBLISH_TRANSPORT=disk, {text}", moved, there
 
 
 def engine_tokens_that_fit(settings: TrainerSettings, shape: ModelShape, machine: Machine, work: Work) -> int:
