@@ -39,6 +39,7 @@ from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import write_json
 from services.run_page.directory import first_failure, read_object
+from services.weights.policy_store import memory_file
 
 JobGroupPath = Annotated[
     Path, typer.Argument(metavar="JOBGROUP", help="The job group's YAML: a file here, or one that this project has.")
@@ -230,7 +231,10 @@ def _execute(run: Run, launch: Launch | None, recorded: Launch, console: Console
     with directory.locked(run.run_dir), processes.guard(run.mark):
         directory.record_nodes(run)
         record_launch(run.run_dir, recorded)
-        return asyncio.run(_run_with_view(run, launch, console, live=live))
+        try:
+            return asyncio.run(_run_with_view(run, launch, console, live=live))
+        finally:
+            memory_file(run.run_dir / "policy").unlink(missing_ok=True)  # that of a trainer that was killed
 
 
 async def _run_with_view(run: Run, launch: Launch | None, console: Console, *, live: bool) -> int:

@@ -9,8 +9,10 @@ With LORA_RANK a version is a LoRA adapter: PEFT's configuration and tensors, wh
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 import shutil
+import tempfile
 import time
 import uuid
 from dataclasses import dataclass
@@ -26,6 +28,18 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _NAME = re.compile(r"v(\d{6,})")
 _BEGUN = re.compile(r"v(\d{6,})|\.v(\d{6,})\.partial")
 _HOLD = re.compile(r"\.v(\d{6,})\.held-[0-9a-f]+")
+
+
+def memory_directory() -> Path:
+    """Return the directory whose files are in memory; without /dev/shm, as on macOS, that of temporary files."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+
+
+def memory_file(policy_dir: Path) -> Path:
+    """Return the file in memory by which a run's trainer shares its versions with engines of its host."""
+    run = hashlib.blake2b(str(policy_dir.resolve()).encode(), digest_size=8).hexdigest()
+    return memory_directory() / f"grpo-{run}"
 
 
 @dataclass(frozen=True)

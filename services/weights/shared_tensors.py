@@ -15,7 +15,6 @@ import io
 import mmap
 import os
 import pickle
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -25,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
+
+from services.weights.policy_store import memory_directory
 
 HEADER = 64
 """Bytes before the tensors, of which the first 8 are the version; a multiple of every type's size."""
@@ -47,26 +48,20 @@ class FilePart:
     """Bytes of the tensors, which follow the header."""
 
 
-def memory_directory() -> Path:
-    """Return the directory whose files are in memory; without /dev/shm, as on macOS, that of temporary files."""
-    memory = Path("/dev/shm")
-    return memory if memory.is_dir() else Path(tempfile.gettempdir())
-
-
 class SharedMemory:
     """A file in memory for one version at a time. Later versions are copied into the same pages, four times as fast."""
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, path: Path, size: int) -> None:
         """Make the file, in place of that of a trainer that died.
 
         Args:
-            name: its name in ``memory_directory``.
+            path: the file, in ``memory_directory``.
             size: bytes of a version.
 
         Raises:
             OSError: there is no room.
         """
-        self.path = memory_directory() / name
+        self.path = path
         self.path.unlink(missing_ok=True)
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:

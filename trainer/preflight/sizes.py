@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from services.core.machine import host_memory
-from services.weights.shared_tensors import memory_directory
+from services.weights.policy_store import memory_directory
 from trainer.config import CriticModel, PublishedType, TrainerSettings, Transport
 from trainer.config.sections import SELECTIVE_BUDGET, Checkpointing, RecordGroups
 from trainer.model.logprobs import CPU_CHUNK, CUDA_MEMORY_SHARE, LEAST_CUDA_CHUNK

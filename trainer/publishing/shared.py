@@ -9,7 +9,6 @@ and closed.
 from __future__ import annotations
 
 import base64
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,8 @@ from services.engines.router import ENGINE_LABEL, GPUS_LABEL, Worker
 from services.engines.settings import EngineKind
 from services.engines.versions import Form
 from services.weights.broadcast_group import flattened
-from services.weights.shared_tensors import SharedMemory, memory_directory, pack_bucket
+from services.weights.policy_store import memory_directory, memory_file
+from services.weights.shared_tensors import SharedMemory, pack_bucket
 from trainer.config import TrainerSettings
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
@@ -64,9 +64,8 @@ def shared_memory(settings: TrainerSettings, policy: Policy, dtype: torch.dtype)
         ConfigurationError: there is no room.
     """
     size = sum(parameter.numel() for parameter in policy.model.parameters()) * dtype.itemsize
-    run = hashlib.blake2b(str(settings.policy_dir.resolve()).encode(), digest_size=8).hexdigest()
     try:
-        return SharedMemory(f"grpo-{run}", size)
+        return SharedMemory(memory_file(settings.policy_dir), size)
     except OSError as error:
         directory = memory_directory()
         raise ConfigurationError(

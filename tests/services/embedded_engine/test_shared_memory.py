@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from services.embedded_engine.compute import model
 from services.embedded_engine.http.app import create_app
+from services.weights.policy_store import memory_directory
 from services.weights.shared_tensors import SharedMemory, pack_bucket
 from tests.services.embedded_engine.conftest import settings_for
 from tests.services.embedded_engine.test_broadcast import from_directory, logprobs, version
@@ -30,7 +31,7 @@ class Trainer:
         weights = load_file(directory / "model.safetensors")
         self.weights = {name: (value * 1.5).to(torch.bfloat16) for name, value in weights.items()}
         size = sum(value.nbytes for value in self.weights.values())
-        self.memory = SharedMemory(f"grpo-test-engine-{os.getpid()}", size)
+        self.memory = SharedMemory(memory_directory() / f"grpo-test-engine-{os.getpid()}", size)
 
     def body(self, number: int, leave_out: str = "") -> dict[str, Any]:
         self.memory.begin()

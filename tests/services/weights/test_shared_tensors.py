@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from services.core.endpoints import is_own_address
-from services.weights import shared_tensors
+from services.weights.policy_store import memory_directory
 from services.weights.shared_tensors import BucketError, FilePart, SharedMemory, pack_bucket, unpack_bucket
 
 STATE = {
@@ -25,12 +25,12 @@ STATE = {
     "c": torch.randn(3, 1, generator=torch.Generator().manual_seed(0)),
 }
 SIZE = sum(value.nbytes for value in STATE.values())
-NAME = f"grpo-test-{os.getpid()}"
+FILE = memory_directory() / f"grpo-test-{os.getpid()}"
 
 
 @pytest.fixture
 def memory() -> Iterator[SharedMemory]:
-    made = SharedMemory(NAME, SIZE)
+    made = SharedMemory(FILE, SIZE)
     yield made
     made.remove()
 
@@ -104,19 +104,18 @@ def test_nothing_of_a_pickle_is_executed() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system cannot reserve the room of a file")
 def test_memory_that_is_not_there_is_an_error_and_leaves_no_file() -> None:
-    directory = shared_tensors.memory_directory()
     with pytest.raises(OSError, match="No space left"):
-        SharedMemory(NAME, 2 * shutil.disk_usage(directory).total)
-    assert not (directory / NAME).exists()
+        SharedMemory(FILE, 2 * shutil.disk_usage(FILE.parent).total)
+    assert not FILE.exists()
 
 
 def test_the_memory_of_a_trainer_that_was_killed_is_replaced() -> None:
     script = (
-        "import os, signal, sys; from services.weights.shared_tensors import SharedMemory\n"
-        f"memory = SharedMemory({NAME!r}, {SIZE}); memory.begin(); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path; from services.weights.shared_tensors import SharedMemory\n"
+        f"memory = SharedMemory(Path({str(FILE)!r}), {SIZE}); memory.begin(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
-    memory = SharedMemory(NAME, SIZE)
+    memory = SharedMemory(FILE, SIZE)
     try:
         assert torch.equal(unpack_bucket(fill(memory, 5)).tensors["c"], STATE["c"])
     finally:

@@ -24,8 +24,8 @@ from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import InterruptedCallError, ServiceThread
 from services.engines.router import ENGINE_LABEL, Worker
-from services.weights.policy_store import PolicyStore
-from services.weights.shared_tensors import SharedMemory, memory_directory, pack_bucket, unpack_bucket
+from services.weights.policy_store import PolicyStore, memory_directory
+from services.weights.shared_tensors import SharedMemory, pack_bucket, unpack_bucket
 from tests.fake_service import fake_service
 from tests.trainer.rank_jobs import change, make_learner
 from tests.trainer.tiny import FAMILIES, save_model
@@ -219,7 +219,7 @@ def test_without_room_for_shared_memory_a_run_ends_with_what_would_do(
     alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = make(tmp_path, alone, Transport.LOCAL)
-    monkeypatch.setattr(shared, "SharedMemory", lambda name, size: SharedMemory(name, size + (1 << 60)))
+    monkeypatch.setattr(shared, "SharedMemory", lambda path, size: SharedMemory(path, size + (1 << 60)))
     with pytest.raises(ConfigurationError, match=r"has no room for a policy version .* set PUBLISH_TRANSPORT=disk"):
         publisher.writer.write(0)
 
