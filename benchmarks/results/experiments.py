@@ -153,21 +153,31 @@ del DEMO_METHODS["SFT on the group's best"]
 
 # --- several rewards, teachers and examples ---------------------------------------------------------------------------
 
-PARITY, LARGE = "benchmarks.results.parity:parity", "benchmarks.results.parity:large"
-TWO_REWARDS = TINY | {"REWARD_FN": f"{PARITY}=1,{LARGE}=0.1", "LEARNING_RATE": "2e-3"}
-BY_COMPONENT: Variants = {
-    name: (settings, partial(job_runs.train, columns=(f"reward_part_{PARITY}", f"reward_part_{LARGE}")))
-    for name, settings in {
+PARITY, LARGE, PERCENTAGE = (f"benchmarks.results.parity:{name}" for name in ("parity", "large", "percentage"))
+
+
+def by_component(second: str, weight: str, *, equal: str) -> list[Run]:
+    """Return the runs of parity beside a second reward: their weighted sum, GDPO, and the sum of equal scales.
+
+    Args:
+        second: the second reward.
+        weight: its weight.
+        equal: the weight with which it counts as much as parity, whose weight is 1.
+    """
+    task = TINY | {"REWARD_FN": f"{PARITY}=1,{second}={weight}", "LEARNING_RATE": "2e-3"}
+    variants: dict[str, Settings] = {
         "weighted sum": {},
         "GDPO": {"ADVANTAGE": "gdpo"},
-        "sum of equal weights": {"REWARD_FN": f"{PARITY}=1,{LARGE}=1"},
-    }.items()
-}
+        "sum of equal weights": {"REWARD_FN": f"{PARITY}=1,{second}={equal}"},
+    }
+    train = partial(job_runs.train, columns=(f"reward_part_{PARITY}", f"reward_part_{second}"))
+    name = "two rewards" if second == LARGE else "a percentage"
+    return runs_of(name, task, range(5), {variant: (settings, train) for variant, settings in variants.items()})
 
 
-def part_change(results: Results, variant: str, function: str) -> str:
+def part_change(results: Results, task: str, variant: str, function: str) -> str:
     """Return the means of a reward function at the first and at the last step of a variant's runs."""
-    runs = [result for result in results if result.variant == variant]
+    runs = [result for result in results if (result.task, result.variant) == (task, variant)]
     return job_runs.change(runs, f"reward_part_benchmarks.results.parity:{function}")
 
 
@@ -335,7 +345,11 @@ PARTS = (
     ),
     Part("sft_first", runs_of("form", examples.RL_SETTINGS, range(5), examples.variants())),
     Part("expert_iteration", runs_of("demo", DEMO_TASK, range(5), examples.by_rounds())),
-    Part("components", runs_of("two rewards", TWO_REWARDS, range(5), BY_COMPONENT), {"part_change": part_change}),
+    Part(
+        "components",
+        [*by_component(LARGE, "0.1", equal="1"), *by_component(PERCENTAGE, "1", equal="0.01")],
+        {"part_change": part_change},
+    ),
     Part(
         "tasks",
         [

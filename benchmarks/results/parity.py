@@ -14,3 +14,8 @@ def parity(prompt: str, response: str) -> float:
 def large(response: str) -> float:
     """Return the share of PARITY_TOKENS that are digits above 4."""
     return sum(character in "56789" for character in response) / PARITY_TOKENS
+
+
+def percentage(response: str) -> float:
+    """Return ``large`` as a percentage."""
+    return 100 * large(response)

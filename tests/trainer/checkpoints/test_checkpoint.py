@@ -59,6 +59,19 @@ def test_a_resumed_run_ends_with_the_very_weights_of_the_undisturbed_one(
     assert greatest_difference(weights, undisturbed) == 0
 
 
+def test_a_state_in_host_memory_is_saved_and_resumed_to_the_bit(
+    alone: Ranks, model: Path, trained: tuple[Path, Arrays], tmp_path: Path
+) -> None:
+    directory, undisturbed = trained
+    offload = {"cpu_offload": True}
+    _, weights = resume_and_train(alone, model, directory, GROUPS, LAST, offload)
+    assert greatest_difference(weights, undisturbed) == 0, "from the checkpoint of a run without it"
+    train_and_save(alone, model, tmp_path, GROUPS, SAVED, SAVED, offload)
+    step, weights = resume_and_train(alone, model, tmp_path, GROUPS, LAST)
+    assert step == SAVED
+    assert greatest_difference(weights, undisturbed) == 0, "by a run without it"
+
+
 def test_a_resumed_run_with_adapters_ends_with_the_very_adapters_of_the_undisturbed_one(
     alone: Ranks, model: Path, tmp_path: Path
 ) -> None:
