@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from local_runner.spec import JOB_GROUPS, load
-from scripts.launch.__main__ import image_part
+from scripts.launch.plan import image_part
 
 ROOT = Path(__file__).parents[1]
 LINES = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from benchmarks.scaling.plan import MODELS
 from local_runner import spec
 from scripts.launch import job_group_text, skypilot
-from scripts.launch.__main__ import job_group_of, main
+from scripts.launch.__main__ import main
 from scripts.launch.models import find_model
+from scripts.launch.plan import job_group_of
 from scripts.launch.prediction import Batch, trainer_work
 from scripts.launch.sizes import Layout, changes, volume_gibibytes
 from services.core.errors import ConfigurationError
@@ -97,7 +98,8 @@ def test_a_volume_is_at_least_as_large_as_its_file_says(
 ) -> None:
     file = tmp_path / "volume.yaml"
     file.write_text((ROOT / "jobgroups" / "volume.yaml").read_text().replace("size: 200Gi", f"size: {written}"))
-    monkeypatch.setattr("scripts.launch.__main__.VOLUME", file)
+    for module in ("plan", "launching"):
+        monkeypatch.setattr(f"scripts.launch.{module}.VOLUME", file)
     launch(tmp_path / "out", "--model", "0.5B")
     assert yaml.safe_load((tmp_path / "out" / "volume.yaml").read_text())["size"] == expected
 
@@ -561,7 +563,7 @@ MIX = """
 
 
 def test_sources_choose_the_job_group_and_reach_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.launch.__main__.ROOT", tmp_path)
+    monkeypatch.setattr("scripts.launch.plan.ROOT", tmp_path)
     (tmp_path / "jobgroups").symlink_to(ROOT / "jobgroups")
     for folder in (tmp_path, tmp_path / "below", tmp_path / "out"):
         folder.mkdir(exist_ok=True)

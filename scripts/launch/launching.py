@@ -1,0 +1,220 @@
+"""What ``grpo launch`` shows and does: the differences from the file, the size on the cluster, the launch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import typer
+import yaml
+
+from local_runner import spec
+from local_runner.directory import grpo_command
+from scripts.launch import job_group_text, skypilot
+from scripts.launch.models import Model
+from scripts.launch.plan import ROOT, VOLUME, Plan, Size, layout_of, variables_of
+from scripts.launch.sizes import ASSUMED, gibibytes, parse_gpus, publish_seconds, publishing
+from scripts.launch.tables import table, wrapped
+from services.core.endpoints import Task
+from services.core.errors import ConfigurationError
+
+CHECK = Path(__file__).with_name("check.yaml")
+CHECKS = {"check-trainer": Task.TRAINER, "check-rollout": Task.ROLLOUT_SERVER}
+"""The task whose GPU each task of CHECK tries."""
+CONTROLLER = "and, once for all jobs, SkyPilot's controller: 4 CPUs, 16 GB"
+WIDTH = 120
+"""Columns of the output."""
+
+
+def launch(
+    plan: Plan,
+    file: Path,
+    options: Mapping[str, str],
+    secrets: Mapping[str, str],
+    output: Path | None,
+    *,
+    checks_cluster: bool,
+    dry_run: bool,
+    yes: bool,
+) -> None:
+    """Write the YAMLs of a plan, show them, and launch them unless it is a dry run.
+
+    Args:
+        plan: the plan.
+        file: the job group's file, which the plan is compared with.
+        options: the settings of the options.
+        secrets: values of the job group's secrets.
+        output: the directory of the YAMLs; None: one by model, job group and size.
+        checks_cluster: launch the pods that try the cluster, in place of the job group.
+        dry_run: launch nothing.
+        yes: do not ask.
+    """
+    text = _check_group(plan, options) if checks_cluster else plan.text
+    directory = output or _directory(plan.model, plan.size, file)
+    files = _write(plan, text, CHECK if checks_cluster else file, directory)
+    tasks = tuple(CHECKS) if checks_cluster else (Task.TRAINER,)
+    _start(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tasks)
+
+
+def _directory(model: Model, size: Size, file: Path) -> Path:
+    """Return the directory of a model's YAMLs for a job group and a size, so that those of two sizes stay."""
+    named = {
+        "": size.gpus,
+        "rollout-": size.rollout_gpus,
+        "rollout-nodes-": size.rollout_nodes,
+        "trainer-nodes-": size.trainer_nodes,
+    }
+    name = model.name.rstrip("/").rpartition("/")[2]
+    kind = [] if file.stem == "jobgroup" else [file.stem]
+    parts = [name, *kind, *(f"{prefix}{value}" for prefix, value in named.items() if value)]
+    return Path(".cache/launch") / re.sub(r"[:, ]+", "-", "-".join(parts)).lower()
+
+
+def _write(plan: Plan, text: str, file: Path, directory: Path) -> tuple[Path, Path]:
+    """Write a job group and its volume, print how the job group differs from its file, and return their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files = directory / (file.name if file == CHECK else "jobgroup.yaml"), directory / VOLUME.name
+    files[0].write_text(text)
+    lines = VOLUME.read_text().splitlines()
+    size = f"size: {plan.volume}Gi"
+    files[1].write_text("\n".join(size if line.startswith("size:") else line for line in lines) + "\n")
+    # Refuses what SkyPilot would ignore, such as a key that is there twice.
+    spec.load(files[0])
+    _print_changes(file.read_text(), text, plan)
+    if file != CHECK:
+        _advise(plan)
+    print(f"\nwritten: {files[0]} and {files[1]}", flush=True)
+    return files
+
+
+def _print_changes(before: str, after: str, plan: Plan) -> None:
+    """Print what differs from the file, and what the job group takes on the cluster."""
+    old, new = job_group_text.values(before), job_group_text.values(after)
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for (task, key), value in new.items():
+        if value != old.get((task, key)):
+            name = key.rpartition(".")[2]
+            origin = "derived" if name in plan.derived or name in ("cpus", "memory") else "given"
+            origin = "preset" if (task, key) in plan.preset else origin
+            rows.setdefault(
+                (key.removeprefix(f"{job_group_text.ENVS}."), old.get((task, key), "-"), value, origin), []
+            ).append(task)
+    size = str(yaml.safe_load(VOLUME.read_text())["size"])
+    if gibibytes(size) != plan.volume:
+        rows["size", size, f"{plan.volume}Gi", "derived"] = [VOLUME.name]
+    lines = [[", ".join(tasks), *(cell.strip("'") or "''" for cell in row)] for row, tasks in rows.items()]
+    print(wrapped(["changed in", "key", "file", "here", "source"], lines, WIDTH))
+    if plan.preset:
+        print("preset: a batch that fills the GPUs (examples/gpu.env); options replace it, and --stock leaves it out")
+    print("\n" + "\n".join(table(["on the cluster", "nodes", "GPUs", "CPUs", "GB"], _footprint(after))))
+    print(f"a volume of {plan.volume} GiB, {CONTROLLER}")
+
+
+def _advise(plan: Plan) -> None:
+    """Print the reason for the number of rollout nodes, and advice that must be tried on the cluster first."""
+    if plan.reason:
+        print(plan.reason)
+    if Task.ROLLOUT_SERVER not in plan.tiers:
+        return
+    layout = layout_of(plan.tiers)
+    transport, seconds = publishing(plan.model, layout)
+    if transport != "disk" and not {"PUBLISH_TRANSPORT", "LORA_RANK"}.intersection(plan.variables):
+        print(
+            f"publishing takes about {publish_seconds(plan.model, layout)['disk']:.0f} s a step through a volume of "
+            f"{ASSUMED.volume_bandwidth / 1e9:g} GB/s, "
+            f"and {seconds:.1f} s with --env PUBLISH_TRANSPORT={transport}, which nobody has run on GPUs yet"
+        )
+
+
+def _footprint(text: str) -> list[list[str]]:
+    """Return the nodes, GPUs, CPUs and gigabytes that each task asks for at least, and their sums."""
+    rows = []
+    for task in list(yaml.safe_load_all(text))[1:]:
+        resources, count = task["resources"], task.get("num_nodes", 1)
+        gpus = max((choice.count for one in resources.get("accelerators", []) for choice in parse_gpus(one)), default=0)
+        sizes = [gpus, *(int(resources[key].rstrip("+")) for key in ("cpus", "memory"))]
+        rows.append([task["name"], count, *(count * size for size in sizes)])
+    rows.append(["together", *(sum(column) for column in list(zip(*rows, strict=True))[1:])])
+    return [list(map(str, row)) for row in rows]
+
+
+def _check_group(plan: Plan, options: Mapping[str, str]) -> str:
+    """Return the job group that tries the cluster for a plan."""
+    before, written = CHECK.read_text(), job_group_text.values(plan.text)
+    images = " ".join({value.strip("'"): None for (_, key), value in written.items() if key == "resources.image_id"})
+    changes = variables_of(spec.load(CHECK), {**options, "MODEL_NAME": plan.model.name, "CHECK_IMAGES": images})
+    for name, task in CHECKS.items():
+        cards = ", ".join(f"{choice.name}:1" for choice in plan.tiers.get(task, plan.tiers[Task.TRAINER]).choices)
+        changes[name, "resources.accelerators"] = f"[{cards}]"
+        changes[name, "resources.image_id"] = written[Task.DATA_SERVER, "resources.image_id"]
+    return job_group_text.edited(before, changes)
+
+
+def _start(
+    files: tuple[Path, Path], text: str, secrets: Mapping[str, str], *, dry_run: bool, yes: bool, tasks: Sequence[str]
+) -> None:
+    """Launch the files, unless it is a dry run, and print the commands that follow: the logs are those of ``tasks``."""
+    job = _ask_skypilot(files, secrets, dry_run=dry_run, confirm=partial(_confirm, text, secrets, yes=yes))
+    if job is None:
+        _print_commands(files, secrets)
+    else:
+        logs_of = " and ".join(f"sky jobs logs {job} {task}" for task in tasks)
+        print(f"job {job}; its log: {logs_of}; to end it: sky jobs cancel {job}")
+
+
+def _confirm(text: str, secrets: Mapping[str, str], *, yes: bool) -> None:
+    """Ask whether to launch a job group; without a terminal, print the command that launches it, and exit with 2."""
+    if yes:
+        return
+    _, count, gpus, *_ = _footprint(text)[-1]
+    size = f"{count} nodes with {gpus} GPUs"
+    if sys.stdin.isatty():
+        typer.confirm(f"Launch {size}?", abort=True)
+        return
+    typed = sys.argv[sys.argv.index("launch") + 1 :]
+    for name, value in secrets.items():
+        typed = [word.removesuffix(f"={value}") if f"{name}=" in word else word for word in typed]
+    command = shlex.join([grpo_command(), "launch", *typed, "--yes"])
+    print(f"launch: there is no terminal on which to ask about {size}; to launch them: {command}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def _ask_skypilot(
+    files: tuple[Path, Path], secrets: Mapping[str, str], *, dry_run: bool, confirm: Callable[[], None]
+) -> int | None:
+    """Have SkyPilot check the files, and launch them unless it is a dry run; return the job's number.
+
+    Raises:
+        ConfigurationError: SkyPilot is not installed and needed, or refuses the files.
+    """
+    python = skypilot.interpreter()
+    if python is None:
+        if dry_run:
+            return None
+        raise ConfigurationError(f"SkyPilot is not installed: {skypilot.INSTALL}")
+    if not dry_run:
+        confirm()
+    job, error = skypilot.ask(python, files, secrets, launch=not dry_run)
+    if dry_run and error.startswith("ConnectionError"):
+        print(f"SkyPilot's loader could not check it without a network: {error}")
+        return None
+    if error:
+        raise ConfigurationError(f"SkyPilot refuses it: {error}; try `sky check kubernetes` and `sky api info`")
+    if dry_run:
+        print("SkyPilot's loader accepts it")
+    return job
+
+
+def _print_commands(files: tuple[Path, Path], secrets: Mapping[str, str]) -> None:
+    """Print the commands that launch the files."""
+    options = [part for name in secrets for part in ("--secret", name)]
+    if not ROOT.samefile("."):
+        # SkyPilot uploads the current directory.
+        print(f"to launch it, first: cd {shlex.quote(str(ROOT))}")
+        files = files[0].resolve(), files[1].resolve()
+    print(f"to launch it: sky volumes apply {shlex.quote(str(files[1]))}")
+    print(f"              {shlex.join(['sky', 'jobs', 'launch', str(files[0]), *options])}")

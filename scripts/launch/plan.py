@@ -1,0 +1,287 @@
+"""What ``grpo launch`` launches: the job group's file with what follows from model, nodes and settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from local_runner import checks, nodes, spec
+from local_runner.nodes import Run
+from scripts.launch import job_group_text
+from scripts.launch.models import Model, find_model
+from scripts.launch.prediction import Batch, choose_rollout_nodes, trainer_shares
+from scripts.launch.sizes import PRESET, Layout, Sizes, Tier, derive, engines_of, gibibytes, parse_gpus
+from services.core.endpoints import Task
+from services.core.errors import ConfigurationError
+from services.core.sources import load_sources
+from services.engines.settings import RolloutSettings
+from trainer.config import Rollout, TrainerSettings
+
+ROOT = Path(__file__).parents[2]
+VOLUME = ROOT / "jobgroups" / "volume.yaml"
+COLOCATED = ROOT / "jobgroups/colocated.yaml"
+IMAGES = {Task.TRAINER.value: "trainer", Task.ROLLOUT_SERVER.value: "rollout"}
+"""The Dockerfile's target by task; all other tasks have ``services``, and a trainer with engines ``colocated``."""
+TAGGED = re.compile(r"[^@]*[^/:@]:[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""The name of an image with its tag; the colon of a registry's port is before a slash."""
+OTHER_ENGINES = {"ROLLOUT_ENGINE", "CUDA_VISIBLE_DEVICES", "ENGINE_SLEEPS"}
+"""Settings of engines without CUDA or without GPUs of their own."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The options that say how large a job group is; what is None stays as the job group's file has it."""
+
+    model: str | None
+    rollout_nodes: int | None
+    trainer_nodes: int | None
+    gpus: str | None
+    rollout_gpus: str | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job group of a given size."""
+
+    model: Model
+    size: Size
+    tiers: dict[str, Tier]
+    """The nodes of rollout-server and ppo-trainer."""
+    variables: dict[str, str]
+    """The settings: those of the options, and those that follow from the size."""
+    derived: set[str]
+    """The names of the settings that follow from the size."""
+    preset: set[tuple[str, str]]
+    """The tasks and keys whose values the preset gives, because no option does."""
+    reason: str
+    """The reason for the number of rollout nodes; empty where it is the file's or the option's."""
+    volume: int
+    """Gibibytes of the volume."""
+    text: str
+    """The job group's YAML."""
+
+
+def plan_of(
+    file: Path,
+    size: Size,
+    options: Mapping[str, str],
+    chosen: dict[str, str],
+    secrets: dict[str, str],
+    image: str | None,
+    preset: Mapping[str, str] | None,
+) -> Plan:
+    """Derive a job group's sizes, and write them into the text of its file.
+
+    Args:
+        file: the job group's file.
+        size: the options about model, nodes and GPUs.
+        options: the settings of the options.
+        chosen: the settings that go with the file, such as MODE.
+        secrets: values of the job group's secrets.
+        image: the images of `make image`.
+        preset: the settings that those of the options replace; with them go one trainer node, and as many rollout nodes
+            as keep both tiers busy. None: the file's.
+    """
+    before = file.read_text()
+    written = job_group_text.values(before)[Task.TRAINER, "envs.MODEL_NAME"]
+    model = find_model(size.model or options.get("MODEL_NAME") or written)
+    settings = {**(preset or {}), **options, "MODEL_NAME": model.name}
+    tiers = _tiers(before, size if preset is None else replace(size, trainer_nodes=size.trainer_nodes or 1))
+    group = spec.load(file, spec.Overrides(settings | chosen, secrets))
+    checks.check_names(group, settings | chosen | secrets, {})
+    is_open = preset is not None and not size.rollout_nodes and not OTHER_ENGINES.intersection(options)
+    chosen_tiers, sizes, reason = _sizes(group, model, tiers, options, is_open=is_open)
+    wanted = sizes.derived | settings | chosen
+    changes = sizes.changes | variables_of(group, wanted) | _images(group, image)
+    of_preset = set() if preset is None else _of_preset(changes, size, preset.keys() - options.keys())
+    of_preset |= {(Task.ROLLOUT_SERVER.value, "num_nodes")} if chosen_tiers != tiers else set()
+    return Plan(
+        model=model,
+        size=size,
+        tiers=chosen_tiers,
+        variables=wanted,
+        derived=sizes.derived.keys() - settings.keys(),
+        preset=of_preset,
+        reason=reason,
+        volume=max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text())["size"]))),
+        text=job_group_text.edited(before, changes),
+    )
+
+
+def _rollouts(options: Mapping[str, str]) -> set[str]:
+    """Return the ways of rolling out that the sources name; empty without SOURCES.
+
+    Raises:
+        ConfigurationError: the file is not valid, or SkyPilot would not upload it.
+    """
+    if not (name := options.get("SOURCES")):
+        return set()
+    if Path(name).is_absolute() or Path(name).resolve() != (ROOT / name).resolve():
+        raise ConfigurationError(
+            f"SOURCES is {name!r}, but nodes get the files below {ROOT}: put it there, and name it from there, as in "
+            "SOURCES=mix.yaml"
+        )
+    return {source.settings.get("rollout", "completion") for source in load_sources(Path(name)).all}
+
+
+def job_group_of(
+    options: Mapping[str, str], *, asynchronous: bool, agent: str | None = None, environment: str | None = None
+) -> tuple[Path, dict[str, str]]:
+    """Return the job group's file, and the variables that say the same.
+
+    Args:
+        options: the settings of the options.
+        asynchronous: generate while the step trains.
+        agent: the agent that answers the prompts; default: AGENT of the settings.
+        environment: the environment whose episodes the model plays; default: ENVIRONMENT of the settings.
+
+    Raises:
+        ConfigurationError: an agent and an environment are given, or PUBLISH_TRANSPORT=local.
+    """
+    if options.get("PUBLISH_TRANSPORT") == "local":
+        raise ConfigurationError(
+            "PUBLISH_TRANSPORT is local, but the job group's trainer and engines run on different hosts; leave it out, "
+            "or have them share GPUs by --colocate"
+        )
+    agent, environment = agent or options.get("AGENT"), environment or options.get("ENVIRONMENT")
+    rollouts = _rollouts(options)
+    if agent and environment:
+        raise ConfigurationError("give --agent or --environment, not both: each answers the prompts")
+    mode = {"MODE": "async"} if asynchronous else {}
+    if rollouts - {"completion"}:
+        # It has the services of every way. A source says itself what it does not share with the others.
+        named = {"ENVIRONMENT": environment} if environment else {}
+        return ROOT / "jobgroups/environment.yaml", {"ROLLOUT": "completion"} | named | mode
+    if agent:
+        return ROOT / "jobgroups/agent.yaml", {"AGENT": agent} | mode
+    if environment:
+        return ROOT / "jobgroups/environment.yaml", {"ENVIRONMENT": environment} | mode
+    return ROOT / ("jobgroups/async.yaml" if asynchronous else "jobgroup.yaml"), {}
+
+
+def colocated_group(options: Mapping[str, str], size: Size, others: Sequence[object]) -> tuple[Path, dict[str, str]]:
+    """Return the file of the colocated job group, and the variables that its number of nodes and adapters need.
+
+    Args:
+        options: the settings of the options.
+        size: the options about nodes and GPUs.
+        others: the options for other job groups.
+
+    Raises:
+        ConfigurationError: an option is for engines or tasks that this job group does not have.
+    """
+    if size.rollout_nodes or size.rollout_gpus:
+        raise ConfigurationError(
+            "--colocate has no rollout nodes; give --trainer-nodes and --gpus, or leave --colocate out"
+        )
+    if any(others):
+        raise ConfigurationError(
+            "--colocate cannot go with --async, because engines sleep while the trainer trains, nor with --agent and "
+            "--environment, whose services jobgroups/colocated.yaml does not have; leave one out"
+        )
+    shares = (size.trainer_nodes or 1) == 1 and options.get("LORA_RANK", "0") == "0"
+    return COLOCATED, {} if shares or "PUBLISH_TRANSPORT" in options else {"PUBLISH_TRANSPORT": "disk"}
+
+
+def preset_of(options: Mapping[str, str], file: Path) -> dict[str, str]:
+    """Return the settings of PRESET that go with the options: NCCL needs engines with CUDA and GPUs of their own."""
+    preset = spec.env_file(PRESET)
+    if OTHER_ENGINES.intersection(options) or file == COLOCATED:
+        del preset["PUBLISH_TRANSPORT"]
+    return preset
+
+
+def _of_preset(changes: Mapping[tuple[str, str], str], size: Size, names: Set[str]) -> set[tuple[str, str]]:
+    """Return the tasks and keys that the preset changes: the settings ``names``, and the number of trainer nodes."""
+    keys = {(task, key) for task, key in changes if key.removeprefix(f"{job_group_text.ENVS}.") in names}
+    return keys if size.trainer_nodes else {*keys, (Task.TRAINER.value, "num_nodes")}
+
+
+def _tiers(text: str, size: Size) -> dict[str, Tier]:
+    """Return the nodes of the job group's tasks with GPUs: those of the options, else those of the file."""
+    written = {document["name"]: document for document in list(yaml.safe_load_all(text))[1:]}
+    tiers = {}
+    for task, count, gpus in (
+        (Task.ROLLOUT_SERVER, size.rollout_nodes, size.rollout_gpus or size.gpus),
+        (Task.TRAINER, size.trainer_nodes, size.gpus),
+    ):
+        if task in written:
+            choices = gpus or ",".join(written[task]["resources"]["accelerators"])
+            tiers[task.value] = Tier(count or written[task]["num_nodes"], parse_gpus(choices))
+    return tiers
+
+
+def _sizes(
+    group: spec.JobGroup, model: Model, tiers: dict[str, Tier], options: Mapping[str, str], *, is_open: bool
+) -> tuple[dict[str, Tier], Sizes, str]:
+    """Check all settings, and return the nodes and the sizes that follow from them.
+
+    The number of rollout nodes, if it ``is_open``, is chosen, and the reason returned. It stays where agents or
+    environments answer the prompts, because the time that they take is unknown.
+    """
+    with nodes.allocate(group) as addresses:
+        run = Run(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
+        loaded = checks.load_all(run)
+    [trainer] = [one for task, _, one in loaded if isinstance(one, TrainerSettings) and task.name == Task.TRAINER]
+    [rollout] = [one for _, _, one in loaded if isinstance(one, RolloutSettings)]
+    if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
+        rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
+    sizes = derive(trainer, rollout, model, tiers.get(Task.ROLLOUT_SERVER), tiers[Task.TRAINER])
+    if (
+        not is_open
+        or Task.ROLLOUT_SERVER not in tiers
+        or any(one.rollout is not Rollout.COMPLETION for one in trainer.by_source().values())
+    ):
+        return tiers, sizes, ""
+    present = tiers[Task.ROLLOUT_SERVER]
+    engines = engines_of(rollout, model, present.choices[0])
+    shares = trainer_shares(model, Batch.of(trainer), layout_of(tiers), engines)
+    enough = {nodes: share for nodes, share in shares.items() if nodes * engines >= trainer.min_workers}
+    count, reason = choose_rollout_nodes(enough, present.nodes)
+    tiers = {**tiers, Task.ROLLOUT_SERVER.value: replace(present, nodes=count)}
+    return tiers, derive(trainer, rollout, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER]), reason
+
+
+def layout_of(tiers: Mapping[str, Tier]) -> Layout:
+    """Return the layout with the first choice of GPUs."""
+    trainer = tiers[Task.TRAINER]
+    rollout = tiers.get(Task.ROLLOUT_SERVER, trainer)
+    first, other = rollout.choices[0], trainer.choices[0]
+    shares_gpus = Task.ROLLOUT_SERVER not in tiers
+    return Layout(rollout.nodes, first.count, trainer.nodes, other.count, first.name, other.name, shares_gpus)
+
+
+def variables_of(group: spec.JobGroup, variables: Mapping[str, str]) -> dict[tuple[str, str], str]:
+    """Return the variables as values to write, each into the tasks that read it; a library's variable into all."""
+    readers = checks.tasks_by_variable()
+    return {
+        (task.name, f"{job_group_text.ENVS}.{name}"): job_group_text.scalar(value)
+        for name, value in variables.items()
+        for task in group.tasks
+        if name in task.declared or not set(task.components).isdisjoint(readers.get(name.upper(), [task.name]))
+    }
+
+
+def _images(group: spec.JobGroup, image: str | None) -> dict[tuple[str, str], str]:
+    """Return each task's image among those of `make image` as a value to write; nothing without an ``image``.
+
+    Raises:
+        ConfigurationError: the image has no tag, to which `make image` appends the part.
+    """
+    if image is None:
+        return {}
+    if not TAGGED.fullmatch(image):
+        raise ConfigurationError(
+            f"--image {image} has no tag; give the one of `make image`: --image {image.partition('@')[0]}:v1"
+        )
+    parts = {task.name: image_part(task) for task in group.tasks}
+    return {(task, "resources.image_id"): f"docker:{image}-{part}" for task, part in parts.items()}
+
+
+def image_part(task: spec.TaskSpec) -> str:
+    """Return the Dockerfile's target with what a task installs."""
+    return "colocated" if len(task.components) > 1 else IMAGES.get(task.name, "services")
