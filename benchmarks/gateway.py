@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,23 @@ from benchmarks.models import PRETRAINED
 from benchmarks.service import Connection, Figure, percentile
 from services.core.endpoints import ENDPOINTS_VARIABLE
 
-SESSIONS = 64
-TURNS = 4
+
+@dataclass(frozen=True)
+class Shape:
+    """The conversations of a load."""
+
+    sessions: int = 64
+    """Sessions at once."""
+    turns: int = 4
+    """Calls of a session."""
+    paragraphs: int = 5
+    """Paragraphs of what an agent adds between two calls, each of 22 tokens."""
+
+
+MANY = Shape(sessions=1000, turns=20, paragraphs=13)
+"""Agents at scale: the last prompt of a session has 8,000 tokens."""
+MANY_SECONDS = 1.2
+"""The time of an answer of 60 tokens from an engine that has 1,000 of them under way."""
 RATES = (100, 200)
 """Calls a second."""
 ENGINE_SECONDS = 0.1
@@ -63,29 +78,37 @@ class Load:
     port: int
     rate: float | None
     """Calls a second; None: each session calls again at once."""
+    shape: Shape = Shape()
     milliseconds: list[float] = field(default_factory=list)
     """Latencies of the calls."""
     seconds: float = 0.0
     """The time of all calls, without the creation of sessions and their traces."""
+    tracing: float = 0.0
+    """The time in which all traces were read, one after the other."""
+    tokens: int = 0
+    """Tokens of the last session."""
     _started: float = 0.0
 
     async def run(self, waves: int) -> None:
         """Play ``waves`` episodes in each session's place, one after the other."""
         for wave in range(waves):
             async with service.connect(self.port) as connection:
-                for place in range(SESSIONS):
+                for place in range(self.shape.sessions):
                     request = {"id": f"{self.name}-{wave}-{place}", "seed": place}
                     await connection.request("POST", "/sessions", orjson.dumps(request))
             self._started = time.perf_counter()
-            await asyncio.gather(*(self._episode(wave, place) for place in range(SESSIONS)))
+            await asyncio.gather(*(self._episode(wave, place) for place in range(self.shape.sessions)))
             self.seconds += time.perf_counter() - self._started
             async with service.connect(self.port) as connection:
-                for place in range(SESSIONS):
+                began = time.perf_counter()
+                for place in range(self.shape.sessions):
                     trace = orjson.loads(
                         await connection.request("POST", f"/sessions/{self.name}-{wave}-{place}/finish")
                     )
-                    assert trace["turns"] == TURNS
-                    assert len(trace["sequences"]) == 1, "a conversation was broken"
+                    assert trace["turns"] == self.shape.turns
+                    [sequence] = trace["sequences"]  # else a conversation was broken
+                self.tracing += time.perf_counter() - began
+                self.tokens = len(sequence["prompt_ids"]) + len(sequence["completion_ids"])
 
     async def _episode(self, wave: int, place: int) -> None:
         messages: list[dict[str, Any]] = [
@@ -93,13 +116,15 @@ class Load:
             {"role": "user", "content": f"Where does river {wave}-{place} end? " + PARAGRAPH * 4},
         ]
         async with service.connect(self.port) as connection:
-            for turn in range(TURNS):
+            for turn in range(self.shape.turns):
                 if self.rate is not None:
-                    begin = self._started + (turn * SESSIONS + place) / self.rate
+                    begin = self._started + (turn * self.shape.sessions + place) / self.rate
                     await asyncio.sleep(begin - time.perf_counter())
                 message = await self._call(connection, f"{self.name}-{wave}-{place}", messages)
                 messages.append(message)
-                text = f"Article {wave}-{place}-{turn}. " + PARAGRAPH * 5  # Another one for each call.
+                text = (
+                    f"Article {wave}-{place}-{turn}. " + PARAGRAPH * self.shape.paragraphs
+                )  # Another one for each call.
                 if calls := message.get("tool_calls"):
                     messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": text})
                 else:
@@ -177,6 +202,24 @@ def figures(model: Path, directory: str | None, waves: int) -> Iterator[Figure]:
         yield percentile(f"at {rate} a second, added", 99, added, at_most=30)
 
 
+def many_figures(model: Path, directory: str | None, shape: Shape) -> Iterator[Figure]:
+    """Measure a thousand sessions at once, whose prompts grow to 8,000 tokens."""
+    with gateway(model, directory, MANY_SECONDS) as process:
+        uvloop.run(Load("first", process.port, None, Shape(sessions=8)).run(1))
+        load, before = Load("next", process.port, None, shape), process.cpu_seconds()
+        uvloop.run(load.run(1))
+        used, calls = process.cpu_seconds() - before, len(load.milliseconds)
+        yield Figure("calls", calls / load.seconds, "1/s")
+        yield Figure("engines alone, calls", shape.sessions / MANY_SECONDS, "1/s")
+        yield Figure("tokens of a session", load.tokens, "")
+        for share in (50, 99):
+            added = [latency - 1e3 * MANY_SECONDS for latency in load.milliseconds]
+            yield percentile("added", share, added)
+        yield Figure("gateway's CPU a call, sessions included", 1e3 * used / calls, "ms")
+        yield Figure("a trace", 1e3 * load.tracing / shape.sessions, "ms")
+        yield Figure("gateway's memory", process.memory_mb(), "MB")
+
+
 def measure(args: Args) -> list[Side]:
     """Measure how many calls a second the gateway records, and what it adds to the engine's time.
 
@@ -190,13 +233,19 @@ def measure(args: Args) -> list[Side]:
     """
     with tempfile.TemporaryDirectory() as name:
         write_model(args.model, Path(name))
-        load = partial(figures, Path(name), args.directory, 2 if args.quick else 8)
-        return service.measure_figures({"gateway": load}, args)
+        model = Path(name)
+        loads = {
+            "64 sessions of 4 turns": partial(figures, model, args.directory, 2 if args.quick else 8),
+            "1,000 sessions of 20 turns": partial(
+                many_figures, model, args.directory, replace(MANY, sessions=250) if args.quick else MANY
+            ),
+        }
+        return service.measure_figures(loads, args)
 
 
 GATEWAY = Benchmark(
     measure=measure,
-    tables=service.figure_table(f"{SESSIONS} sessions of {TURNS} turns"),
+    tables=service.figure_table("the gateway with an engine that costs nothing"),
     rounds=3,
     options={
         "model": Option(PRETRAINED, "whose tokenizer to use"),
