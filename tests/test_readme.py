@@ -109,6 +109,12 @@ def test_the_variables_in_its_table_are_settings():
     assert named <= known
 
 
+def test_the_time_beside_trl_is_that_of_the_results() -> None:
+    results = (ROOT / "docs/results.md").read_text()
+    [(ours, trls)] = re.findall(r"to a mean reward of 0\.9 .*: (\d+ s \(.*?\)), TRL (\d+ s \(.*?\))\.", results)
+    assert f"it takes {ours} and {trls}" in README.replace("\n", " ")
+
+
 def test_figures_are_those_of_the_records():
     assert demo.main(["--check"]) == 0
     [shares] = re.findall(r"\[([\d.]+) of TRL's time\]\S+ in float32 and ([\d.]+) in bfloat16", README)

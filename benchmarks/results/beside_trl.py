@@ -47,6 +47,20 @@ def _processor_seconds() -> float:
     return time.process_time() + float(times.children_user + times.children_system)
 
 
+def seconds_to(results: Results, task: str, variant: str, reward: str) -> str:
+    """Return the seconds of steps until the mean of three steps is at least ``reward``: the median, least and most."""
+    times = []
+    for run in by_variant(results, task).get(variant, []):
+        reached = (
+            last
+            for last in range(3, len(run.rewards) + 1)
+            if statistics.fmean(run.rewards[last - 3 : last]) >= float(reward)
+        )
+        if (last := next(reached, None)) is not None:
+            times.append(sum(run.seconds[:last]))
+    return f"{statistics.median(times):.0f} s ({min(times):.0f} to {max(times):.0f})" if times else ""
+
+
 def stages(results: Results, task: str) -> str:
     """Return a table of the differences of this project's mean reward from TRL's, by stages of a run."""
     variants = by_variant(results, task)

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.harness import ROOT
 from benchmarks.job import Job, kill
 from benchmarks.results import certificates, distillation, examples, in_process, job_runs, methods, mix, off_policy
-from benchmarks.results.beside_trl import OURS, TRL, stages, train_trl
+from benchmarks.results.beside_trl import OURS, TRL, seconds_to, stages, train_trl
 from benchmarks.results.episodes import (
     AGENT_SETTINGS,
     ENVIRONMENT_SETTINGS,
@@ -25,6 +25,7 @@ from benchmarks.results.episodes import (
     train_agent,
     train_environment,
 )
+from benchmarks.results.plots import by_clock
 from benchmarks.results.rounding import train_from_bfloat16
 from benchmarks.results.runs import Part, Result, Results, Run, Settings, Train, runs_of
 from benchmarks.results.tasks import DEMO_TASK, TINY
@@ -177,8 +178,16 @@ def by_component(second: str, weight: str, *, equal: str) -> list[Run]:
 
 def part_change(results: Results, task: str, variant: str, function: str) -> str:
     """Return the means of a reward function at the first and at the last step of a variant's runs."""
-    runs = [result for result in results if (result.task, result.variant) == (task, variant)]
-    return job_runs.change(runs, f"reward_part_benchmarks.results.parity:{function}")
+    return job_runs.change(_of_variant(results, task, variant), f"reward_part_benchmarks.results.parity:{function}")
+
+
+def part_after(results: Results, task: str, variant: str, function: str) -> str:
+    """Return the mean of a reward function at the last step of a variant's runs."""
+    return job_runs.after(_of_variant(results, task, variant), f"reward_part_benchmarks.results.parity:{function}")
+
+
+def _of_variant(results: Results, task: str, variant: str) -> list[Result]:
+    return [result for result in results if (result.task, result.variant) == (task, variant)]
 
 
 TAUGHT = TINY | {"LEARNING_RATE": "1e-3"}
@@ -348,7 +357,7 @@ PARTS = (
     Part(
         "components",
         [*by_component(LARGE, "0.1", equal="1"), *by_component(PERCENTAGE, "1", equal="0.01")],
-        {"part_change": part_change},
+        {"part_change": part_change, "part_after": part_after},
     ),
     Part(
         "tasks",
@@ -391,7 +400,7 @@ PARTS = (
                 task, settings | NO_EVALUATION, range(5), {OURS: ({}, in_process.train), TRL: ({}, train_trl)}
             )
         ],
-        {"stages": stages},
+        {"by_clock": by_clock, "seconds_to": seconds_to, "stages": stages},
     ),
     Part("gsm8k", runs_of("GSM8K", GSM8K, range(3), variants({"GRPO": {}}, train_gsm8k))),
 )

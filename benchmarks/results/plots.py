@@ -50,6 +50,25 @@ def curves(results: Results, name: str, task: str, title: str, timed: str = "") 
     return _saved(figure, name, title)
 
 
+def by_clock(results: Results, name: str, task: str, title: str) -> str:
+    """Draw a task's rewards by the seconds of its steps to KEPT/NAME.svg, a line a seed; return a Markdown image of it.
+
+    Only runs on the processor that made most of the task's runs count.
+    """
+    results = [result for result in results if result.task == task and result.processor == commonest_processor(results)]
+    if not results:
+        return ""
+    figure = _figure(name, (8, 3.6))
+    axes = figure.subplots()
+    for number, (variant, runs) in enumerate(by_variant(results, task).items()):
+        for place, run in enumerate(runs):
+            label = variant if place == 0 else "_"  # no line of its own in the legend
+            axes.plot(np.cumsum(run.seconds), run.rewards, linewidth=1.2, color=f"C{number}", alpha=0.8, label=label)
+    axes.set(xlabel="seconds of steps", ylabel="mean reward", title=title, xlim=(0, None), ylim=(0, 1))
+    axes.legend(loc="lower right", fontsize="small")
+    return _saved(figure, name, title)
+
+
 def _figure(name: str, size: tuple[float, float]) -> Figure:
     import matplotlib
     from matplotlib.figure import Figure
