@@ -14,6 +14,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -212,6 +213,12 @@ def host_memory() -> int:
     texts = [file.read_text().strip() for file in CGROUP_FILES if file.exists()]
     limits = [int(text) for text in (*texts, os.environ.get(POD_MEMORY_VARIABLE, "")) if text.isdecimal()]
     return min([whole, *filter(None, limits)])
+
+
+def memory_directory() -> Path:
+    """Return the directory whose files are in memory; without /dev/shm, as on macOS, that of temporary files."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
 def keep_freed_memory() -> None:

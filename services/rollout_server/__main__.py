@@ -13,25 +13,29 @@ import importlib.util
 import math
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from services.core import endpoints, logs, machine, models
-from services.core.endpoints import Task
+from services.core.endpoints import Endpoint, Task
 from services.core.errors import EXIT_CONFIGURATION, exit_code_of
+from services.core.machine import ComputeType
 from services.core.processes import Command, kill_stale_processes
 from services.core.supervisor import ChildRefusedError, SupervisedProcess
 from services.core.tasks import run_until_first_ends
 from services.engines.engine import Engine, listen_flags
 from services.engines.kinds import choose_engine
-from services.engines.placement import EnginePlace, place_engines, size_facts
+from services.engines.placement import EnginePlace, place_engines, read_config, size_facts, weight_bytes
 from services.engines.router import RouterAdmin, check_router_installed, router_command
 from services.engines.settings import RolloutSettings
 from services.http import provenance
 from services.http.client import HttpClient
+from services.http.server import DRAIN_SECONDS, listen, serving
 from services.rollout_server.node_addresses import Addresses, choose_addresses
+from services.rollout_server.node_copy import NodeCopy, create_app
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.watch import EngineWatch
+from services.weights.deltas import check_room
 
 log = logs.get_logger(__name__)
 
@@ -56,12 +60,14 @@ async def run_node(
         check_router_installed()
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(RouterAdmin(addresses.public_router, settings.token))
+        copy = await stack.enter_async_context(_node_copy(settings, addresses.launcher))
         registrations, parts = [], []
         for place, listen, reached_at in zip(places, addresses.engines, addresses.own_workers, strict=True):
             log.info("engine placed", engine=engine_class.kind.value, **vars(place), listen=listen.url)
             # A worker may take as long to load a version as to load its first weights.
             worker = engine_class(reached_at.url, settings.token, timeout=settings.engine_start_seconds)
             worker.gpus = place.devices if len(place.devices) == place.tensor_parallel else ()
+            worker.launcher = addresses.public_launcher.url if addresses.public_launcher else ""
             await stack.enter_async_context(worker)
             process = SupervisedProcess(
                 engine_class.command(settings, listen, place),
@@ -70,7 +76,7 @@ async def run_node(
                 start_seconds=settings.engine_start_seconds,
                 hang_seconds=settings.engine_hang_seconds,
             )
-            registration = WorkerRegistration(settings, worker, router, process)
+            registration = WorkerRegistration(settings, worker, router, process, copy)
             process.before_restart = registration.withdraw
             registrations.append(registration)
             watch = EngineWatch(settings, worker, process, registration.is_updating)
@@ -89,6 +95,27 @@ async def run_node(
         if rank == 0:
             parts.append(_run_router(settings, addresses, router))
         await run_until_first_ends(*parts)
+
+
+@asynccontextmanager
+async def _node_copy(settings: RolloutSettings, address: Endpoint | None) -> AsyncIterator[NodeCopy | None]:
+    """Yield the node's copy of the newest version, and serve its route at ``address``; None without PUBLISH_DELTA.
+
+    Raises:
+        ConfigurationError: the node has no room for the copy, or the address is taken.
+    """
+    if address is None:
+        yield None
+        return
+    copy = NodeCopy(settings.policy_dir)
+    if (config := read_config(settings.model_name)) is not None:
+        check_room(copy.model.path.parent, weight_bytes(settings.model_name, config, ComputeType.BFLOAT16) or 0)
+    listener = listen(address.host, address.port)
+    async with serving(create_app(copy, settings.token), listener, timeout_graceful_shutdown=DRAIN_SECONDS):
+        try:
+            yield copy
+        finally:
+            copy.model.remove()
 
 
 async def _run_router(settings: RolloutSettings, addresses: Addresses, public: RouterAdmin) -> None:
@@ -150,7 +177,12 @@ def main() -> None:
     engine_class.check_installed(settings)
     models.download_model(settings.model_name)
     places = place_engines(engine_class.split(settings, n_gpus, lambda: size_facts(settings)), n_gpus)
-    addresses = choose_addresses(has_token=settings.token is not None, n_engines=len(places), **vars(arguments))
+    addresses = choose_addresses(
+        has_token=settings.token is not None,
+        has_copy=settings.publish_delta,
+        n_engines=len(places),
+        **vars(arguments),
+    )
     try:
         asyncio.run(run_node(settings, engine_class, places, addresses))
     except ChildRefusedError as error:

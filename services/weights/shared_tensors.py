@@ -15,7 +15,6 @@ import io
 import mmap
 import os
 import pickle
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -25,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
+
+from services.core.machine import memory_directory
 
 HEADER = 64
 """Bytes before the tensors, of which the first 8 are the version; a multiple of every type's size."""
@@ -45,12 +46,6 @@ class FilePart:
     version: int
     size: int
     """Bytes of the tensors, which follow the header."""
-
-
-def memory_directory() -> Path:
-    """Return the directory whose files are in memory; without /dev/shm, as on macOS, that of temporary files."""
-    memory = Path("/dev/shm")
-    return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
 class SharedMemory:

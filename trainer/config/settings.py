@@ -338,6 +338,27 @@ def versions_can_be_shared(settings: TrainerSettings) -> None:
         )
 
 
+def deltas_can_be_written(settings: TrainerSettings) -> None:
+    """Check that PUBLISH_DELTA finds whole weights on the volume, few of which a step changes."""
+    if not settings.publish_delta:
+        return
+    if settings.lora_rank:
+        raise ValueError(
+            f"PUBLISH_DELTA is set, but LORA_RANK is {settings.lora_rank}, whose versions are adapters and small; "
+            "unset PUBLISH_DELTA"
+        )
+    if settings.publish_transport is not Transport.DISK:
+        raise ValueError(
+            f"PUBLISH_DELTA is set, but PUBLISH_TRANSPORT={settings.publish_transport} sends whole weights to the "
+            "workers; set PUBLISH_TRANSPORT=disk, or unset PUBLISH_DELTA"
+        )
+    if settings.publish_type is PublishedType.FLOAT32:
+        raise ValueError(
+            "PUBLISH_DELTA is set, but PUBLISH_TYPE is float32, in which a step changes nearly all weights; set "
+            "PUBLISH_TYPE=bfloat16, or unset PUBLISH_DELTA"
+        )
+
+
 def state_can_be_offloaded(settings: TrainerSettings) -> None:
     """Check that CPU_OFFLOAD saves what it is set for."""
     if settings.cpu_offload is not True:
@@ -520,6 +541,7 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     engines_can_sleep,
     state_can_be_offloaded,
     versions_can_be_shared,
+    deltas_can_be_written,
     check_way,
     episodes_fit,
     methods_exist,

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from services.core.endpoints import is_own_address
 from services.core.errors import ConfigurationError
-from services.core.machine import VISIBLE_GPUS_VARIABLE, listed_gpus
+from services.core.machine import VISIBLE_GPUS_VARIABLE, listed_gpus, memory_directory
 from services.engines.engine import Engine
 from services.engines.kinds import ROUTED
 from services.engines.router import ENGINE_LABEL, GPUS_LABEL, Worker
 from services.engines.settings import EngineKind
 from services.engines.versions import Form
 from services.weights.broadcast_group import flattened
-from services.weights.shared_tensors import SharedMemory, memory_directory, pack_bucket
+from services.weights.shared_tensors import SharedMemory, pack_bucket
 from trainer.config import TrainerSettings
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks

@@ -1,0 +1,99 @@
+"""A rollout node's copy of the newest policy version (PUBLISH_DELTA), which all engines of the node load.
+
+The launcher brings the copy up to date when the trainer asks for a version, before any engine pauses for it, and when
+an engine must catch up. Engines load the copy as they load any model directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from services.core.endpoints import node_rank
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.machine import memory_directory
+from services.core.tasks import in_background
+from services.http.json_body import JsonResponse
+from services.http.middleware import ServiceMiddleware
+from services.http.problems import problem_response
+from services.weights.deltas import DAMAGE, ModelCopy
+from services.weights.policy_store import PolicyStore
+
+COPY_SECONDS = 600.0
+"""Longest time until the copy is a version, as long as the trainer waits for a worker to load one."""
+
+
+class NodeCopy:
+    """The copy of the newest version; it never changes while the launcher has an engine load it."""
+
+    def __init__(self, policy_dir: Path) -> None:
+        """Begin without a copy.
+
+        Args:
+            policy_dir: the run's versions on the shared volume.
+        """
+        run = hashlib.blake2b(str(policy_dir.resolve()).encode(), digest_size=8).hexdigest()
+        self._store = PolicyStore(policy_dir)
+        self.model = ModelCopy(self._store, memory_directory() / f"grpo-{run}-rollout-{node_rank()}")
+        self._turn = asyncio.Condition()
+        self._readers = 0
+
+    @asynccontextmanager
+    async def of(self, version: int) -> AsyncIterator[Path]:
+        """Make the copy a version, and yield its directory, which does not change within the context.
+
+        A damaged version is removed from the volume, so that the trainer writes it again, whole.
+
+        Raises:
+            DependencyLostError: the volume has lost the version, has it damaged, or takes longer than COPY_SECONDS.
+            ConfigurationError: the node has no room for a copy.
+        """
+        try:
+            async with asyncio.timeout(COPY_SECONDS), self._turn:
+                record = await in_background(partial(self._store.record, version))
+                await self._turn.wait_for(lambda: not self._readers or self.model.identity == record.identity)
+                await in_background(partial(self.model.become, record))
+                self._readers += 1
+        except DAMAGE as error:
+            await in_background(partial(self._store.remove, version))
+            raise DependencyLostError(
+                f"policy version {version} in {self._store.policy_dir} is damaged: {error}; the trainer writes it anew"
+            ) from error
+        except (OSError, TimeoutError) as error:
+            raise DependencyLostError(
+                f"policy version {version} in {self._store.policy_dir} cannot be copied ({str(error) or 'timed out'})"
+            ) from error
+        try:
+            yield self.model.path
+        finally:
+            async with self._turn:
+                self._readers -= 1
+                self._turn.notify_all()
+
+
+def create_app(copy: NodeCopy, token: str | None) -> ASGIApp:
+    """Return an application by which the trainer has the copy become a version: ``POST /versions/{version}``.
+
+    It answers with the copy's directory. The trainer lets every engine of the node load that before it asks for another
+    version.
+    """
+
+    async def become(request: Request) -> Response:
+        try:
+            async with copy.of(request.path_params["version"]) as path:
+                return JsonResponse({"path": str(path)})
+        except (DependencyLostError, ConfigurationError) as error:
+            return problem_response(409, str(error))
+
+    app = Starlette()
+    app.add_route("/versions/{version:int}", become, methods=["POST"])
+    return ServiceMiddleware(app, service="launcher", token=token, is_ready=lambda: True)
