@@ -13,29 +13,26 @@ import importlib.util
 import math
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 from services.core import endpoints, logs, machine, models
-from services.core.endpoints import Endpoint, Task
+from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, exit_code_of
-from services.core.machine import ComputeType
 from services.core.processes import Command, kill_stale_processes
 from services.core.supervisor import ChildRefusedError, SupervisedProcess
 from services.core.tasks import run_until_first_ends
 from services.engines.engine import Engine, listen_flags
 from services.engines.kinds import choose_engine
-from services.engines.placement import EnginePlace, place_engines, read_config, size_facts, weight_bytes
+from services.engines.placement import EnginePlace, place_engines, size_facts
 from services.engines.router import RouterAdmin, check_router_installed, router_command
 from services.engines.settings import RolloutSettings
 from services.http import provenance
 from services.http.client import HttpClient
-from services.http.server import DRAIN_SECONDS, listen, serving
 from services.rollout_server.node_addresses import Addresses, choose_addresses
-from services.rollout_server.node_copy import NodeCopy, create_app
+from services.rollout_server.node_copy import node_copy
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.watch import EngineWatch
-from services.weights.deltas import check_room
 
 log = logs.get_logger(__name__)
 
@@ -60,7 +57,7 @@ async def run_node(
         check_router_installed()
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(RouterAdmin(addresses.public_router, settings.token))
-        copy = await stack.enter_async_context(_node_copy(settings, addresses.launcher))
+        copy = await stack.enter_async_context(node_copy(settings, addresses.launcher))
         registrations, parts = [], []
         for place, listen, reached_at in zip(places, addresses.engines, addresses.own_workers, strict=True):
             log.info("engine placed", engine=engine_class.kind.value, **vars(place), listen=listen.url)
@@ -76,7 +73,8 @@ async def run_node(
                 start_seconds=settings.engine_start_seconds,
                 hang_seconds=settings.engine_hang_seconds,
             )
-            registration = WorkerRegistration(settings, worker, router, process, copy)
+            registration = WorkerRegistration(settings, worker, router, process)
+            registration.copy = copy
             process.before_restart = registration.withdraw
             registrations.append(registration)
             watch = EngineWatch(settings, worker, process, registration.is_updating)
@@ -95,27 +93,6 @@ async def run_node(
         if rank == 0:
             parts.append(_run_router(settings, addresses, router))
         await run_until_first_ends(*parts)
-
-
-@asynccontextmanager
-async def _node_copy(settings: RolloutSettings, address: Endpoint | None) -> AsyncIterator[NodeCopy | None]:
-    """Yield the node's copy of the newest version, and serve its route at ``address``; None without PUBLISH_DELTA.
-
-    Raises:
-        ConfigurationError: the node has no room for the copy, or the address is taken.
-    """
-    if address is None:
-        yield None
-        return
-    copy = NodeCopy(settings.policy_dir)
-    if (config := read_config(settings.model_name)) is not None:
-        check_room(copy.model.path.parent, weight_bytes(settings.model_name, config, ComputeType.BFLOAT16) or 0)
-    listener = listen(address.host, address.port)
-    async with serving(create_app(copy, settings.token), listener, timeout_graceful_shutdown=DRAIN_SECONDS):
-        try:
-            yield copy
-        finally:
-            copy.model.remove()
 
 
 async def _run_router(settings: RolloutSettings, addresses: Addresses, public: RouterAdmin) -> None:

@@ -18,14 +18,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from services.core.endpoints import node_rank
+from services.core.endpoints import Endpoint, node_rank
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.machine import memory_directory
+from services.core.machine import ComputeType, memory_directory
 from services.core.tasks import in_background
+from services.engines.placement import read_config, weight_bytes
+from services.engines.settings import RolloutSettings
 from services.http.json_body import JsonResponse
 from services.http.middleware import ServiceMiddleware
 from services.http.problems import problem_response
-from services.weights.deltas import DAMAGE, ModelCopy
+from services.http.server import DRAIN_SECONDS, listen, serving
+from services.weights.deltas import DAMAGE, ModelCopy, check_room
 from services.weights.policy_store import PolicyStore
 
 COPY_SECONDS = 600.0
@@ -78,6 +81,27 @@ class NodeCopy:
             async with self._turn:
                 self._readers -= 1
                 self._turn.notify_all()
+
+
+@asynccontextmanager
+async def node_copy(settings: RolloutSettings, address: Endpoint | None) -> AsyncIterator[NodeCopy | None]:
+    """Yield this node's copy, and serve its route at ``address``; None without PUBLISH_DELTA.
+
+    Raises:
+        ConfigurationError: the node has no room for the copy, or the address is taken.
+    """
+    if address is None:
+        yield None
+        return
+    copy = NodeCopy(settings.policy_dir)
+    if (config := read_config(settings.model_name)) is not None:
+        check_room(copy.model.path.parent, weight_bytes(settings.model_name, config, ComputeType.BFLOAT16) or 0)
+    app, listener = create_app(copy, settings.token), listen(address.host, address.port)
+    async with serving(app, listener, timeout_graceful_shutdown=DRAIN_SECONDS):
+        try:
+            yield copy
+        finally:
+            copy.model.remove()
 
 
 def create_app(copy: NodeCopy, token: str | None) -> ASGIApp:

@@ -49,12 +49,7 @@ class WorkerRegistration:
     """The registration of one node's worker with the router."""
 
     def __init__(
-        self,
-        settings: RolloutSettings,
-        worker: Engine,
-        router: RouterAdmin,
-        engine: SupervisedProcess,
-        copy: NodeCopy | None = None,
+        self, settings: RolloutSettings, worker: Engine, router: RouterAdmin, engine: SupervisedProcess
     ) -> None:
         self.store = PolicyStore(settings.policy_dir)
         self._settings = settings
@@ -63,7 +58,7 @@ class WorkerRegistration:
         self._log = log.bind(url=worker.url)
         self._router = router
         self._engine = engine
-        self._copy = copy
+        self.copy: NodeCopy | None = None
         """The node's copy of the newest version, with PUBLISH_DELTA."""
         self._newest_seen = -1
         self._has_first_weights = True
@@ -275,10 +270,10 @@ class WorkerRegistration:
             f"hold policy version {policy.version} in", lambda: self.store.hold(policy.version)
         )
         try:
-            if self._copy is None:
+            if self.copy is None:
                 yield None
             else:
-                async with self._copy.of(policy.version) as path:
+                async with self.copy.of(policy.version) as path:
                     yield path
         finally:
             # A hold that stays expires after a while.

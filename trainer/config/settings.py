@@ -340,23 +340,16 @@ def versions_can_be_shared(settings: TrainerSettings) -> None:
 
 def deltas_can_be_written(settings: TrainerSettings) -> None:
     """Check that PUBLISH_DELTA finds whole weights on the volume, few of which a step changes."""
-    if not settings.publish_delta:
-        return
-    if settings.lora_rank:
-        raise ValueError(
-            f"PUBLISH_DELTA is set, but LORA_RANK is {settings.lora_rank}, whose versions are adapters and small; "
-            "unset PUBLISH_DELTA"
-        )
-    if settings.publish_transport is not Transport.DISK:
-        raise ValueError(
-            f"PUBLISH_DELTA is set, but PUBLISH_TRANSPORT={settings.publish_transport} sends whole weights to the "
-            "workers; set PUBLISH_TRANSPORT=disk, or unset PUBLISH_DELTA"
-        )
-    if settings.publish_type is PublishedType.FLOAT32:
-        raise ValueError(
-            "PUBLISH_DELTA is set, but PUBLISH_TYPE is float32, in which a step changes nearly all weights; set "
-            "PUBLISH_TYPE=bfloat16, or unset PUBLISH_DELTA"
-        )
+    rank, transport = settings.lora_rank, settings.publish_transport
+    reasons = {
+        f"LORA_RANK is {rank}, whose versions are adapters and small; unset it": rank > 0,
+        f"PUBLISH_TRANSPORT={transport} sends whole weights; set it to disk": transport is not Transport.DISK,
+        "a step changes nearly all weights in float32; set PUBLISH_TYPE=bfloat16": settings.publish_type
+        is PublishedType.FLOAT32,
+    }
+    if settings.publish_delta and any(reasons.values()):
+        reason = next(reason for reason, is_so in reasons.items() if is_so)
+        raise ValueError(f"PUBLISH_DELTA is set, but {reason}, or unset PUBLISH_DELTA")
 
 
 def state_can_be_offloaded(settings: TrainerSettings) -> None:
