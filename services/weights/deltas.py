@@ -38,27 +38,30 @@ and the new words."""
 FARTHEST = 1 << 16
 """Every so many words one counts as changed, so that each gap fits into 16 bits."""
 
-DAMAGE = (ValueError, KeyError, IndexError, SafetensorError)
+DAMAGE = (ValueError, TypeError, AttributeError, LookupError, SafetensorError)
 """Errors of files that were cut off or have other bytes than were written."""
 
 
 def checksums(tensors: Mapping[str, Words]) -> dict[str, int]:
     """Return the CRC-32 of each tensor's bytes."""
-    with ThreadPoolExecutor(cores()) as pool:  # zlib computes without Python's lock
+    with ThreadPoolExecutor(cores()) as pool:  # zlib and numpy compute without Python's lock
         return dict(zip(tensors, pool.map(zlib.crc32, tensors.values()), strict=True))
 
 
 def changes(before: Mapping[str, Words], after: Mapping[str, Words]) -> dict[str, Words]:
     """Return the arrays of a delta: GAPS and VALUES of each tensor that has changed."""
-    arrays: dict[str, Words] = {}
-    for name, words in after.items():
-        differs = words != before[name]
-        if differs.any():
-            differs[FARTHEST - 1 :: FARTHEST] = True
-            places = np.flatnonzero(differs)
-            arrays[name + GAPS] = (np.diff(places, prepend=-1) - 1).astype(np.uint16)
-            arrays[name + VALUES] = words[places]
-    return arrays
+
+    def of(name: str) -> dict[str, Words]:
+        differs = after[name] != before[name]
+        if not differs.any():
+            return {}
+        differs[FARTHEST - 1 :: FARTHEST] = True
+        places = np.flatnonzero(differs)
+        gaps = (np.diff(places, prepend=-1) - 1).astype(np.uint16)
+        return {name + GAPS: gaps, name + VALUES: after[name][places]}
+
+    with ThreadPoolExecutor(cores()) as pool:
+        return {key: array for arrays in pool.map(of, after) for key, array in arrays.items()}
 
 
 def apply(tensors: Mapping[str, Words], arrays: Mapping[str, Any]) -> None:

@@ -28,6 +28,9 @@ from services.weights.deltas import VALUES, Words, changes, checksums
 from services.weights.policy_store import CHANGES_FILE, RECORD_FILE, DeltaRecord, PolicyStore
 from trainer.model.saving import follow_umask
 
+MOST_DELTAS = 100
+"""Deltas after which there is a new anchor although they are small, so that a late node reads few files."""
+
 
 class DeltaWriter:
     """The writer of versions as anchors and deltas, on rank 0. It keeps the words of the version that it wrote last."""
@@ -66,7 +69,7 @@ class DeltaWriter:
         has_base = bool(self._chain) and self._chain[-1][0] < version and self._store.is_complete(self._chain[-1][0])
         arrays = changes(self._words, words) if has_base else {}
         delta, whole = _size(arrays), _size(words)
-        is_whole = not has_base or self._delta_bytes + delta > whole
+        is_whole = not has_base or self._delta_bytes + delta > whole or len(self._chain) > MOST_DELTAS
         chain = [*([] if is_whole else self._chain), (version, identity)]
 
         def save(directory: Path) -> None:

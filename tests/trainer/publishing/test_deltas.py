@@ -112,6 +112,18 @@ def test_a_new_anchor_is_due_when_the_deltas_since_have_more_bytes_than_a_whole_
     assert not is_delta(writer.store.path(version + 3))
 
 
+def test_many_small_deltas_have_an_anchor_now_and_then(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_DELTAS", 2)
+    writer = make(tmp_path, alone)
+    whole = []
+    for version in range(8):
+        writer.write(version)
+        whole += [] if is_delta(writer.store.path(version)) else [version]
+    assert whole == [0, 3, 6]
+
+
 def test_a_version_that_is_written_again_or_has_lost_its_base_is_whole(alone: Alone, tmp_path: Path) -> None:
     writer = make(tmp_path, alone)
     writer.write(1)
