@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -36,7 +37,7 @@ COPY_SECONDS = 600.0
 
 
 class NodeCopy:
-    """The copy of the newest version; it never changes while the launcher has an engine load it."""
+    """The copy of the newest version; it never changes while the launcher, or the trainer, has an engine load it."""
 
     def __init__(self, policy_dir: Path) -> None:
         """Begin without a copy.
@@ -49,12 +50,15 @@ class NodeCopy:
         self.model = ModelCopy(self._store, memory_directory() / f"grpo-{run}-rollout-{node_rank()}")
         self._turn = asyncio.Condition()
         self._readers = 0
+        self._lent_until = 0.0
+        """The time, by time.monotonic, until which the trainer may have engines load the copy."""
 
     @asynccontextmanager
-    async def of(self, version: int) -> AsyncIterator[Path]:
+    async def of(self, version: int, *, lends: bool = False) -> AsyncIterator[Path]:
         """Make the copy a version, and yield its directory, which does not change within the context.
 
-        A damaged version is removed from the volume, so that the trainer writes it again, whole.
+        With ``lends`` it belongs to the trainer afterwards, for COPY_SECONDS or until ``take_back``. A damaged version
+        is removed from the volume, so that the trainer writes it again, whole.
 
         Raises:
             DependencyLostError: the volume has lost the version, has it damaged, or takes longer than COPY_SECONDS.
@@ -63,9 +67,10 @@ class NodeCopy:
         try:
             async with asyncio.timeout(COPY_SECONDS), self._turn:
                 record = await in_background(partial(self._store.record, version))
-                await self._turn.wait_for(lambda: not self._readers or self.model.identity == record.identity)
+                await self._turn.wait_for(lambda: self.model.identity == record.identity or self._is_free(lends))
                 await in_background(partial(self.model.become, record))
                 self._readers += 1
+                self._lent_until = time.monotonic() + COPY_SECONDS if lends else self._lent_until
         except DAMAGE as error:
             await in_background(partial(self._store.remove, version))
             raise DependencyLostError(
@@ -78,9 +83,18 @@ class NodeCopy:
         try:
             yield self.model.path
         finally:
+            self._readers -= 1
             async with self._turn:
-                self._readers -= 1
                 self._turn.notify_all()
+
+    async def take_back(self) -> None:
+        """Let the copy become another version, because the trainer has no engine load it any more."""
+        self._lent_until = 0.0
+        async with self._turn:
+            self._turn.notify_all()
+
+    def _is_free(self, is_trainer: bool) -> bool:
+        return not self._readers and (is_trainer or time.monotonic() > self._lent_until)
 
 
 @asynccontextmanager
@@ -107,17 +121,21 @@ async def node_copy(settings: RolloutSettings, address: Endpoint | None) -> Asyn
 def create_app(copy: NodeCopy, token: str | None) -> ASGIApp:
     """Return an application by which the trainer has the copy become a version: ``POST /versions/{version}``.
 
-    It answers with the copy's directory. The trainer lets every engine of the node load that before it asks for another
-    version.
+    It answers with the copy's directory, which stays that version until ``DELETE /versions``.
     """
 
     async def become(request: Request) -> Response:
         try:
-            async with copy.of(request.path_params["version"]) as path:
+            async with copy.of(request.path_params["version"], lends=True) as path:
                 return JsonResponse({"path": str(path)})
         except (DependencyLostError, ConfigurationError) as error:
             return problem_response(409, str(error))
 
+    async def take_back(_: Request) -> Response:
+        await copy.take_back()
+        return JsonResponse({})
+
     app = Starlette()
     app.add_route("/versions/{version:int}", become, methods=["POST"])
+    app.add_route("/versions", take_back, methods=["DELETE"])
     return ServiceMiddleware(app, service="launcher", token=token, is_ready=lambda: True)

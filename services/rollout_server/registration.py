@@ -27,7 +27,7 @@ from services.engines.settings import RolloutSettings
 from services.engines.versions import FIRST_VERSION, Directory, serve
 from services.http.client import RequestRefusedError
 from services.rollout_server.node_copy import NodeCopy
-from services.weights.policy_store import PolicyStore, PublishedPolicy
+from services.weights.policy_store import RECORD_FILE, PolicyStore, PublishedPolicy
 
 T = TypeVar("T")
 log = get_logger(__name__)
@@ -252,7 +252,8 @@ class WorkerRegistration:
             )
 
     async def _newest(self) -> PublishedPolicy | None:
-        newest = await self._on_volume("read", self.store.newest)
+        # A volume may have deltas of an earlier start of the run, which only a copy can follow.
+        newest = await self._on_volume("read", lambda: self.store.newest(is_whole=self.copy is None))
         if newest is not None:
             self._newest_seen = max(self._newest_seen, newest.version)
         return newest
@@ -270,7 +271,8 @@ class WorkerRegistration:
             f"hold policy version {policy.version} in", lambda: self.store.hold(policy.version)
         )
         try:
-            if self.copy is None:
+            # A version of a start without PUBLISH_DELTA has no record, and is loaded from the volume.
+            if self.copy is None or not await self._on_volume("read", (policy.path / RECORD_FILE).is_file):
                 yield None
             else:
                 async with self.copy.of(policy.version) as path:

@@ -73,9 +73,10 @@ class PolicyStore:
         names = [(match, path) for path in self.policy_dir.iterdir() if (match := _NAME.fullmatch(path.name))]
         return sorted((PublishedPolicy(int(m[1]), path) for m, path in names), key=lambda policy: policy.version)
 
-    def newest(self) -> PublishedPolicy | None:
-        """Return the newest complete version; None if nothing was published."""
-        return next(reversed(self.published()), None)
+    def newest(self, *, is_whole: bool = False) -> PublishedPolicy | None:
+        """Return the newest complete version, or the newest that is not a delta; None if nothing was published."""
+        newest_first = reversed(self.published())
+        return next((policy for policy in newest_first if not (is_whole and is_delta(policy.path))), None)
 
     def newest_begun(self) -> int | None:
         """Return the number of the newest version that is complete or being written; None if there is none."""

@@ -8,12 +8,14 @@ than two whole versions.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import numpy as np
 import torch
 from safetensors.numpy import save_file
@@ -99,6 +101,7 @@ class NodesCopy(Form):
     """Longest wait for a copy to be the version."""
     paths: dict[str, str] = field(default_factory=dict)
     """The copy's directory by a worker's URL."""
+    launchers: set[str] = field(default_factory=set)
 
     async def fetch(self, worker: Engine) -> None:
         """See Form: the launcher reads what has changed, while its engines generate.
@@ -112,8 +115,8 @@ class NodesCopy(Form):
                 f"PUBLISH_DELTA is set, but the launcher of worker {worker.url} keeps no copy of the weights; give "
                 "rollout-server the same PUBLISH_DELTA as ppo-trainer"
             )
-        async with HttpClient(worker.launcher, token=self.token, service="launcher", timeout=self.seconds) as launcher:
-            reply = await launcher.send_once("POST", f"/versions/{self.version}", seconds=self.seconds)
+        reply = await self._ask(worker.launcher, "POST", f"/versions/{self.version}")
+        self.launchers.add(worker.launcher)
         if reply.status_code != 200:
             raise WorkerRefusedError(f"launcher {worker.launcher}: {reply.status_code} {reply.text[:500]}")
         self.paths[worker.url] = reply.json()["path"]
@@ -121,6 +124,15 @@ class NodesCopy(Form):
     async def load(self, worker: Engine) -> None:
         """See Form."""
         await worker.load_model(self.paths[worker.url], self.version)
+
+    async def close(self) -> None:
+        """See Form: the copies may become other versions. One whose launcher does not answer may in a while."""
+        asked = (self._ask(launcher, "DELETE", "/versions") for launcher in self.launchers)
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _ask(self, launcher: str, method: str, path: str) -> httpx.Response:
+        async with HttpClient(launcher, token=self.token, service="launcher", timeout=self.seconds) as client:
+            return await client.send_once(method, path, seconds=self.seconds)
 
 
 def _words(value: Tensor) -> Words:

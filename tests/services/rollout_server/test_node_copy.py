@@ -73,6 +73,27 @@ async def test_the_trainer_gets_the_directory_or_the_reason(volume: Volume, copy
         assert "policy version 7" in reply.json()["detail"]
 
 
+async def test_the_copy_stays_what_the_trainer_has_engines_load(volume: Volume, copy: NodeCopy) -> None:
+    async def become(version: int) -> None:
+        async with copy.of(version):
+            assert is_version(copy.model, volume.states[version])
+
+    async with (
+        asyncio.timeout(IDLE_SECONDS),
+        serving(create_app(copy, None)) as url,
+        httpx.AsyncClient(base_url=url, trust_env=False) as client,
+    ):
+        await client.post("/versions/3")
+        volume.store.remove(3)  # another node has found it damaged, so that version 2 is the newest
+        waiting = asyncio.create_task(become(2))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        assert is_version(copy.model, volume.states[3])
+        assert (await client.delete("/versions")).status_code == 200
+        await waiting
+        assert (await client.post("/versions/1")).status_code == 200, "a trainer that came back waits for no other"
+
+
 async def test_what_is_damaged_is_removed_so_that_the_trainer_writes_it_again(volume: Volume, copy: NodeCopy) -> None:
     flip_a_bit(volume.store.path(3) / CHANGES_FILE)
     with pytest.raises(

@@ -189,6 +189,13 @@ def test_what_a_kept_or_held_delta_is_read_with_is_kept(volume: Volume) -> None:
     assert volume.versions() == [4, 5]
 
 
+def test_who_follows_no_deltas_finds_the_newest_whole_version(volume: Volume) -> None:
+    newest, whole = volume.store.newest(), volume.store.newest(is_whole=True)
+    assert newest is not None
+    assert whole is not None
+    assert (newest.version, whole.version) == (3, 1)
+
+
 def test_a_version_is_there_when_everything_that_makes_it_is(volume: Volume) -> None:
     assert volume.store.is_complete(3)
     volume.store.remove(2)
