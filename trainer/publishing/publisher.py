@@ -415,7 +415,7 @@ class Publisher:
     def _form(self, version: int, workers: Sequence[Worker]) -> Form:
         """Return the form in which the workers get the version that was written last."""
         state, path = self.writer.state, self.writer.store.path(version)
-        if self.writer.deltas is not None:
+        if self.settings.publish_delta:
             return NodesCopy(version, self.settings.token, PUBLISH_SECONDS)
         if not state:
             return Directory(version, path, is_adapter=self.settings.lora_rank > 0)

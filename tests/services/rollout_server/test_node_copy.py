@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import httpx
 import pytest
 
-from services.core.errors import DependencyLostError
+from services.core.endpoints import Endpoint
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.engines.settings import RolloutSettings
 from services.http.server import serving
 from services.rollout_server import node_copy as module
 from services.rollout_server.node_copy import NodeCopy, create_app
@@ -104,3 +107,14 @@ async def test_what_is_damaged_is_removed_so_that_the_trainer_writes_it_again(vo
     assert volume.versions() == [1, 2]
     async with copy.of(2):
         assert is_version(copy.model, volume.states[2])
+
+
+async def test_a_node_without_room_is_refused_before_its_engines_start(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    settings = RolloutSettings.load(model_name=str(tiny_model), shared_dir=tmp_path, run_id="r", publish_delta=True)
+    with pytest.raises(ConfigurationError, match=r"has no room for this node's copy .* unset PUBLISH_DELTA"):
+        async with module.node_copy(settings, Endpoint("127.0.0.1", 0)):
+            pass
