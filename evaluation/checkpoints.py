@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
-from services.weights.policy_store import PolicyStore, is_adapter
+from services.weights.policy_store import PolicyStore, is_adapter, is_delta
 
 CONFIG = "config.json"
 _STEP = re.compile(r"(?:v|step[-_]?|checkpoint[-_]|global_step[-_]?)0*(\d+)")
@@ -145,7 +145,7 @@ def _of_run(run_dir: Path) -> list[Checkpoint]:
     resolved = [
         Checkpoint(policy.path.name, str(policy.path), policy.version)
         for policy in published
-        if not is_adapter(policy.path)
+        if not is_adapter(policy.path) and not is_delta(policy.path)
     ]
     model = run_dir / "model"
     if (model / CONFIG).is_file():
@@ -153,7 +153,7 @@ def _of_run(run_dir: Path) -> list[Checkpoint]:
         # The last published policy is the trained model.
         if final.step is None or final.step not in {checkpoint.step for checkpoint in resolved}:
             resolved.append(final)
-    if not resolved and published:
+    if not resolved and published and is_adapter(published[-1].path):
         raise _adapter_refusal("run", published[-1].path)
     if not resolved:
         raise ConfigurationError(f"{str(run_dir)!r} has neither policy/v* nor model/; give a run's directory")

@@ -39,7 +39,6 @@ from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import write_json
 from services.run_page.directory import first_failure, read_object
-from services.weights.policy_store import memory_file
 
 JobGroupPath = Annotated[
     Path, typer.Argument(metavar="JOBGROUP", help="The job group's YAML: a file here, or one that this project has.")
@@ -234,7 +233,7 @@ def _execute(run: Run, launch: Launch | None, recorded: Launch, console: Console
         try:
             return asyncio.run(_run_with_view(run, launch, console, live=live))
         finally:
-            memory_file(run.run_dir / "policy").unlink(missing_ok=True)  # that of a trainer that was killed
+            machine.remove_memory(run.run_dir / "policy")  # that of nodes that were killed
 
 
 async def _run_with_view(run: Run, launch: Launch | None, console: Console, *, live: bool) -> int:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import hashlib
 import os
 import re
 import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -212,6 +214,26 @@ def host_memory() -> int:
     texts = [file.read_text().strip() for file in CGROUP_FILES if file.exists()]
     limits = [int(text) for text in (*texts, os.environ.get(POD_MEMORY_VARIABLE, "")) if text.isdecimal()]
     return min([whole, *filter(None, limits)])
+
+
+def memory_directory() -> Path:
+    """Return the directory whose files are in memory; without /dev/shm, as on macOS, that of temporary files."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+
+
+def memory_of_run(policy_dir: Path, part: str = "") -> Path:
+    """Return the path of what a run's trainer, or another ``part`` of it, has in memory on this machine."""
+    run = hashlib.blake2b(str(policy_dir.resolve()).encode(), digest_size=8).hexdigest()
+    return memory_directory() / f"grpo-{run}{part and f'-{part}'}"
+
+
+def remove_memory(policy_dir: Path) -> None:
+    """Remove what all parts of a run on this machine have in memory."""
+    trainers = memory_of_run(policy_dir)
+    trainers.unlink(missing_ok=True)
+    for path in trainers.parent.glob(f"{trainers.name}-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def keep_freed_memory() -> None:

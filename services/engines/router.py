@@ -25,6 +25,9 @@ ENGINE_LABEL = "engine"
 GPUS_LABEL = "gpus"
 """The label with the names of a worker's GPUs in CUDA_VISIBLE_DEVICES, by tensor-parallel rank."""
 
+LAUNCHER_LABEL = "launcher"
+"""The label with the URL of a worker's launcher, with PUBLISH_DELTA."""
+
 ROUTER_FLAGS = (
     # Requests of one X-SMG-Routing-Key go to one worker, which has the session in its cache; those of a new key to the
     # worker with the fewest requests. Requests without a key go to any.
@@ -83,7 +86,9 @@ class Worker(BaseModel):
                 f"worker {self.url} is an engine {kind!r}, which is none of {', '.join(ENGINES)}; does the "
                 "rollout-server run another version of this project?"
             )
-        return ENGINES[EngineKind(kind)](self.url, token, timeout=timeout)
+        engine = ENGINES[EngineKind(kind)](self.url, token, timeout=timeout)
+        engine.launcher = self.metadata.get(LAUNCHER_LABEL, "")
+        return engine
 
 
 class _Workers(BaseModel):
@@ -111,7 +116,8 @@ class RouterAdmin(HttpClient):
         """Register an engine; the router asks it for its model and then routes to it."""
         # The router's own requests to a worker carry the token only when it is given here.
         key = {"api_key": self._token} if self._token else {}
-        labels = {ENGINE_LABEL: engine.kind} | ({GPUS_LABEL: ",".join(engine.gpus)} if engine.gpus else {})
+        own = {GPUS_LABEL: ",".join(engine.gpus), LAUNCHER_LABEL: engine.launcher}
+        labels = {ENGINE_LABEL: engine.kind} | {label: value for label, value in own.items() if value}
         await self.request("POST", "/workers", {"url": engine.url, "labels": labels, **key})
 
     async def remove(self, url: str) -> None:

@@ -13,6 +13,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from services.core.errors import ConfigurationError, DependencyLostError
@@ -24,7 +26,8 @@ from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
 from services.engines.versions import FIRST_VERSION, Directory, serve
 from services.http.client import RequestRefusedError
-from services.weights.policy_store import PolicyStore, PublishedPolicy
+from services.rollout_server.node_copy import NodeCopy
+from services.weights.policy_store import RECORD_FILE, PolicyStore, PublishedPolicy
 
 T = TypeVar("T")
 log = get_logger(__name__)
@@ -55,6 +58,8 @@ class WorkerRegistration:
         self._log = log.bind(url=worker.url)
         self._router = router
         self._engine = engine
+        self.copy: NodeCopy | None = None
+        """The node's copy of the newest version, with PUBLISH_DELTA."""
         self._newest_seen = -1
         self._has_first_weights = True
         """True while the engine has the weights that it started with."""
@@ -198,8 +203,8 @@ class WorkerRegistration:
             self._has_first_weights = False
             self._is_loading = True
             try:
-                async with self._held(newest):
-                    seconds = await serve(self._worker, form, "abort")
+                async with self._held(newest) as copied:
+                    seconds = await serve(self._worker, replace(form, path=copied or form.path), "abort")
             finally:
                 self._is_loading = False
             self._log.info("worker caught up", policy_version=form.version, seconds=seconds)
@@ -247,22 +252,31 @@ class WorkerRegistration:
             )
 
     async def _newest(self) -> PublishedPolicy | None:
-        newest = await self._on_volume("read", self.store.newest)
+        # A volume may have deltas of an earlier start of the run, which only a copy can follow.
+        newest = await self._on_volume("read", lambda: self.store.newest(is_whole=self.copy is None))
         if newest is not None:
             self._newest_seen = max(self._newest_seen, newest.version)
         return newest
 
     @asynccontextmanager
-    async def _held(self, policy: PublishedPolicy | None) -> AsyncIterator[None]:
-        """Keep a version from being pruned while it is loaded, because SGLang dies of files that vanish."""
+    async def _held(self, policy: PublishedPolicy | None) -> AsyncIterator[Path | None]:
+        """Keep a version from being pruned while it is loaded, because SGLang dies of files that vanish.
+
+        Yield the directory with the node's copy of it; None without PUBLISH_DELTA.
+        """
         if policy is None:
-            yield
+            yield None
             return
         hold = await self._on_volume(
             f"hold policy version {policy.version} in", lambda: self.store.hold(policy.version)
         )
         try:
-            yield
+            # A version of a start without PUBLISH_DELTA has no record, and is loaded from the volume.
+            if self.copy is None or not await self._on_volume("read", (policy.path / RECORD_FILE).is_file):
+                yield None
+            else:
+                async with self.copy.of(policy.version) as path:
+                    yield path
         finally:
             # A hold that stays expires after a while.
             with contextlib.suppress(DependencyLostError):

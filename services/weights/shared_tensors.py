@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from services.weights.policy_store import memory_directory
+from services.core.machine import memory_directory
 
 HEADER = 64
 """Bytes before the tensors, of which the first 8 are the version; a multiple of every type's size."""

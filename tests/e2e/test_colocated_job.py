@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.weights.policy_store import memory_file
+from services.core.machine import memory_of_run
 from tests.e2e.system import System
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -38,7 +38,7 @@ def test_a_run_on_one_node_survives_the_loss_of_its_engines(tiny_model: Path, tm
     records = [record for record in run.metrics() if "loss" in record]
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert run.processes() == []
-    assert not memory_file(run.run_dir / "policy").exists()
+    assert not memory_of_run(run.run_dir / "policy").exists()
 
 
 @pytest.mark.slow

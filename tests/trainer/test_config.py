@@ -60,6 +60,21 @@ def test_engines_that_share_the_trainers_gpu_sleep_between_generations(
     TrainerSettings.load(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"lora_rank": 4}, "LORA_RANK is 4, .*, or unset PUBLISH_DELTA"),
+        ({"publish_transport": "broadcast"}, "PUBLISH_TRANSPORT=broadcast sends whole weights; set it to disk"),
+        ({"publish_transport": "local"}, "PUBLISH_TRANSPORT=local sends"),
+        ({"publish_type": "float32"}, "set PUBLISH_TYPE=bfloat16"),
+        ({"mode": "async"}, None),
+    ],
+)
+def test_deltas_are_of_whole_weights_on_the_volume(settings: dict[str, Any], remedy: str | None) -> None:
+    with nullcontext() if remedy is None else pytest.raises(ConfigurationError, match=remedy):
+        TrainerSettings.load(publish_delta=True, **settings)
+
+
 def test_adapters_are_not_shared_in_memory() -> None:
     with pytest.raises(ConfigurationError, match=r"LORA_RANK is 4.*set PUBLISH_TRANSPORT=broadcast"):
         TrainerSettings.load(publish_transport="local", lora_rank=4)

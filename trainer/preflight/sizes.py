@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch
 
-from services.core.machine import host_memory
-from services.weights.policy_store import memory_directory
+from services.core.machine import host_memory, memory_directory
 from trainer.config import CriticModel, PublishedType, TrainerSettings, Transport
 from trainer.config.sections import SELECTIVE_BUDGET, Checkpointing, RecordGroups
 from trainer.model.logprobs import CPU_CHUNK, CUDA_MEMORY_SHARE, LEAST_CUDA_CHUNK
@@ -90,6 +89,8 @@ class Work:
     """The version in memory is a file in /dev/shm."""
     shares_on_gpus: bool
     """Every rank's GPU has the whole version while it is published."""
+    writes_deltas: bool
+    """PUBLISH_DELTA: the version before stays in rank 0's memory, and the deltas of an anchor on the volume."""
     checkpointing: Checkpointing
     """ACTIVATION_CHECKPOINTING."""
     frees_parameters: bool
@@ -150,7 +151,7 @@ def needed(shape: ModelShape, work: Work) -> Need:
         # Loading ends before the first version and the first checkpoint.
         "loading, or publication and checkpoint": max(
             *(4 * model.parameters for model in (shape, *shape.teachers)),
-            work.published_copies * published + copies * work.replicas // work.nodes,
+            (work.published_copies + work.writes_deltas) * published + copies * work.replicas // work.nodes,
         ),
     }
     if work.device == "cpu":
@@ -171,7 +172,7 @@ def needed(shape: ModelShape, work: Work) -> Need:
         },
         volume={
             "checkpoints": work.checkpoints * copies,
-            "versions": VERSIONS * published,
+            "versions": (VERSIONS + work.writes_deltas) * published,
             "model": merged * whole,
             **({"recorded groups": work.record_bytes} if work.record_bytes else {}),
         },
@@ -506,6 +507,7 @@ def work_of(
         published_copies=1 if is_disk or settings.lora_rank or is_file else 2,
         shares_versions=is_file,
         shares_on_gpus=settings.publish_transport is Transport.LOCAL and memory > 0 and not settings.lora_rank,
+        writes_deltas=settings.publish_delta,
         checkpointing=False if settings.activation_checkpointing == "auto" else settings.activation_checkpointing,
         frees_parameters=settings.shard_parameters is not False,
         has_offload=settings.cpu_offload is True and memory > 0,

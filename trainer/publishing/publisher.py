@@ -46,6 +46,7 @@ from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import DiskFullError, write_adapter, write_model, writing
 from trainer.publishing.broadcast import MOST_UNFORMED, Broadcast, Broadcaster
+from trainer.publishing.deltas import DeltaWriter, NodesCopy
 from trainer.publishing.shared import GpuBuckets, SharedTensors, check_shares_memory, shared_memory
 
 log = get_logger(__name__)
@@ -97,6 +98,8 @@ class VersionWriter:
         """The newest version on the ranks' GPUs, with PUBLISH_TRANSPORT=local."""
         self.is_sent = settings.publish_transport is not Transport.DISK
         """Versions are sent to the workers and written while the next steps train. Rank 0's value counts."""
+        self.deltas = DeltaWriter(self.store) if settings.publish_delta else None
+        """Writes what a version changes, with PUBLISH_DELTA."""
         self._pool = ThreadPoolExecutor(1, "policy-writer")
         self._next: deque[tuple[int, Callable[[Path], None]]] = deque(maxlen=1)
         """The version that the thread writes next; a newer one takes its place."""
@@ -142,13 +145,17 @@ class VersionWriter:
                 self._writes.append(self._pool.submit(self._write_next))
             else:
                 self._check_writes(is_waiting=True)
-                write_version(self.store, version, save)
+                if self.deltas is None:
+                    write_version(self.store, version, save)
+                else:
+                    self.deltas.write(partial(write_version, self.store, version), version, state, save)
 
         self.ranks.on_main(write, DiskFullError, DependencyLostError)
         self.written = version
         if isinstance(rounding, MeasuredRounding):
             share = rounding.share(self.ranks)
             self.metrics = {} if share is None else {"publish_share": share}
+            self.metrics |= self.deltas.metrics if self.deltas else {}
         # The version was gathered in memory that workers on the same machine and GPUs need for the new weights.
         if not keeps_memory(self.settings.keep_memory):
             release_memory()
@@ -180,7 +187,7 @@ class VersionWriter:
         if not all(write.done() for write in self._writes):
             return True
         try:
-            return self.store.path(version).is_dir()
+            return self.store.is_complete(version)
         except OSError:
             return True  # The volume does not answer, so the version may still be there.
 
@@ -408,6 +415,8 @@ class Publisher:
     def _form(self, version: int, workers: Sequence[Worker]) -> Form:
         """Return the form in which the workers get the version that was written last."""
         state, path = self.writer.state, self.writer.store.path(version)
+        if self.settings.publish_delta:
+            return NodesCopy(version, self.settings.token, PUBLISH_SECONDS)
         if not state:
             return Directory(version, path, is_adapter=self.settings.lora_rank > 0)
         if self.settings.lora_rank:

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from services.core.endpoints import is_own_address
 from services.core.errors import ConfigurationError
-from services.core.machine import VISIBLE_GPUS_VARIABLE, listed_gpus
+from services.core.machine import VISIBLE_GPUS_VARIABLE, listed_gpus, memory_directory, memory_of_run
 from services.engines.engine import Engine
 from services.engines.kinds import ROUTED
 from services.engines.router import ENGINE_LABEL, GPUS_LABEL, Worker
 from services.engines.settings import EngineKind
 from services.engines.versions import Form
 from services.weights.broadcast_group import flattened
-from services.weights.policy_store import memory_directory, memory_file
 from services.weights.shared_tensors import SharedMemory, pack_bucket
 from trainer.config import TrainerSettings
 from trainer.model.policy import Policy
@@ -65,7 +64,7 @@ def shared_memory(settings: TrainerSettings, policy: Policy, dtype: torch.dtype)
     """
     size = sum(parameter.numel() for parameter in policy.model.parameters()) * dtype.itemsize
     try:
-        return SharedMemory(memory_file(settings.policy_dir), size)
+        return SharedMemory(memory_of_run(settings.policy_dir), size)
     except OSError as error:
         directory = memory_directory()
         raise ConfigurationError(

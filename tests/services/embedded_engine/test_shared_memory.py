@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.core.machine import memory_directory
 from services.embedded_engine.compute import model
 from services.embedded_engine.http.app import create_app
-from services.weights.policy_store import memory_directory
 from services.weights.shared_tensors import SharedMemory, pack_bucket
 from tests.services.embedded_engine.conftest import settings_for
 from tests.services.embedded_engine.test_broadcast import from_directory, logprobs, version

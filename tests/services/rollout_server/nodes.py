@@ -23,6 +23,7 @@ from services.core.endpoints import (
     ROUTER_INNER_PORT,
     ROUTER_METRICS_PORT,
     ROUTER_PORT,
+    VERSIONS_PORT,
     Endpoint,
 )
 from services.engines.sglang import Embedded, SGLang
@@ -78,11 +79,11 @@ class Nodes:
     environment: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ports = iter(free_ports((3 + len(ENGINE_PORTS)) * self.count))
+        ports = iter(free_ports((4 + len(ENGINE_PORTS)) * self.count))
         self.endpoints = {
             f"rollout-server-{rank}:{port}": f"127.0.0.1:{next(ports)}"
             for rank in range(self.count)
-            for port in (ROUTER_PORT, ROUTER_METRICS_PORT, ROUTER_INNER_PORT, *ENGINE_PORTS)
+            for port in (ROUTER_PORT, ROUTER_METRICS_PORT, ROUTER_INNER_PORT, VERSIONS_PORT, *ENGINE_PORTS)
         }
         self.nodes: dict[int, Node] = {}
 

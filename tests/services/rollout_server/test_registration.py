@@ -16,7 +16,7 @@ from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
 from services.engines.sglang import SGLang
 from services.rollout_server.registration import WorkerRegistration
-from services.weights.policy_store import PolicyStore
+from services.weights.policy_store import CHANGES_FILE, PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.waiting import IDLE_SECONDS
 
@@ -118,3 +118,14 @@ async def test_a_version_stays_while_a_worker_loads_it(node: Node, tmp_path: Pat
     assert node.loaded == ["1", "3"], "it loaded the version that it found, and then the newest"
     node.store.prune(1, HOLD_SECONDS)
     assert [path.name for path in node.store.policy_dir.iterdir()] == ["v000003"], "nothing is held any more"
+
+
+async def test_a_launcher_without_a_copy_takes_the_newest_whole_version(node: Node, tmp_path: Path) -> None:
+    node.loaded = ["first weights"]
+    node.publish(1)
+    (node.store.begin(2) / CHANGES_FILE).touch()
+    node.store.commit(2)
+    async with registered(node, tmp_path), asyncio.timeout(IDLE_SECONDS):
+        while not node.registered:  # noqa: ASYNC110  # in another thread
+            await asyncio.sleep(0.01)
+    assert node.loaded == ["first weights", "1"]

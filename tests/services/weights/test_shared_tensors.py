@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from services.core.endpoints import is_own_address
-from services.weights.policy_store import memory_directory
+from services.core.machine import memory_directory
 from services.weights.shared_tensors import BucketError, FilePart, SharedMemory, pack_bucket, unpack_bucket
 
 STATE = {

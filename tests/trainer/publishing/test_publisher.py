@@ -22,9 +22,10 @@ from safetensors import SafetensorError
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.machine import memory_directory
 from services.core.tasks import InterruptedCallError, ServiceThread
 from services.engines.router import ENGINE_LABEL, Worker
-from services.weights.policy_store import PolicyStore, memory_directory
+from services.weights.policy_store import PolicyStore
 from services.weights.shared_tensors import SharedMemory, pack_bucket, unpack_bucket
 from tests.fake_service import fake_service
 from tests.trainer.rank_jobs import change, make_learner
