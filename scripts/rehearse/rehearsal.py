@@ -239,7 +239,9 @@ class Rehearsal:
         text = f"mean of answers: {', '.join(means) or 'none'}; they differ at {differ} of {len(rows)} prompts"
         rate = tried["answers"] / max(tried["seconds"], 1e-9)
         self.line("rewards", f"{reward_fn}{_of(source)}: {text}; {rate:.0f} answers/s on this machine")
-        if failures:
+        if failures and not tried["answers"]:
+            self.change(f"{name}: no answer was tried, because {failures[0]}; a rehearsal needs the judge, too")
+        elif failures:
             self.change(
                 f"{name}: {len(failures)} of {tried['answers']} answers have no reward, the first with {failures[0]}; "
                 "let it give every answer a number"

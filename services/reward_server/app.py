@@ -20,7 +20,7 @@ from services.http.problems import unknown_source
 from services.protocol.base import Health
 from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult
 from services.reward_server.code import CodeReward
-from services.reward_server.judging import judge_of
+from services.reward_server.judging import START_SECONDS, judge_of
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import NeuralReward, Scorer
 from services.reward_server.settings import RewardSettings
@@ -31,9 +31,10 @@ log = get_logger(__name__)
 class Rewards:
     """The scorers of all sources, and the workers and models that they share."""
 
-    def __init__(self, settings: RewardSettings) -> None:
-        """Make them; ``serving`` starts them."""
+    def __init__(self, settings: RewardSettings, judge_seconds: float = START_SECONDS) -> None:
+        """Make them; ``serving`` starts them, and waits ``judge_seconds`` for a judge."""
         self.settings = settings
+        self._judge_seconds = judge_seconds
         self.pool = WorkerPool(settings)
         self.judge = judge_of(settings)
         self.code = CodeReward(settings) if "code" in settings.names else None
@@ -44,7 +45,7 @@ class Rewards:
         """Load and start everything that scores, and stop it when the context ends."""
         async with AsyncExitStack() as stack:
             if self.judge is not None:
-                await stack.enter_async_context(self.judge.serving())
+                await stack.enter_async_context(self.judge.serving(self._judge_seconds))
             if self.settings.reward_model is not None:
                 neural = await _start_reward_model(self.settings, stack)
                 for scorer in self.scorers.values():

@@ -67,17 +67,17 @@ class Judge:
         """The name that the judge answered with last."""
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        """Wait for the judge and open the verdicts; requests under way are cancelled at the end.
+    async def serving(self, seconds: float = START_SECONDS) -> AsyncIterator[None]:
+        """Wait ``seconds`` for the judge, and open the verdicts; requests under way are cancelled at the end.
 
         Raises:
             ConfigurationError: JUDGE_URL is not a judge's or refuses, or JUDGE_DIR cannot be used.
             DependencyLostError: another process uses JUDGE_DIR.
-            NeverReadyError: the judge did not answer within START_SECONDS.
+            NeverReadyError: the judge did not answer within ``seconds``.
         """
         async with self._client:
             try:
-                await self._probe(START_SECONDS)
+                await self._probe(seconds)
             except DependencyLostError as error:
                 raise NeverReadyError(str(error)) from error
             await self._verdicts.open()

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.core.errors import ConfigurationError, exit_code_of
+from services.core import logs
+from services.core.endpoints import Task
+from services.core.errors import ConfigurationError, NeverReadyError, exit_code_of
 from services.protocol.rewards import RewardItem
 from services.reward_server import pool, worker
 from services.reward_server.code import tests_of
-from services.reward_server.judging import judge_of
+from services.reward_server.judging import CHECK_SECONDS, judge_of
 from services.reward_server.rubric import find_rubric
 from services.reward_server.settings import RewardSettings
 from services.sandbox.probe import choose
@@ -50,6 +52,7 @@ def main() -> None:
     """
     settings = RewardSettings.load()
     if "--answers" in sys.argv:
+        logs.configure(Task.REWARD_SERVER.value, "error")  # the output is JSON
         print(json.dumps(asyncio.run(_try_answers(settings, Path(sys.argv[1]), sys.argv[3]))))
         return
     check(settings)
@@ -128,7 +131,7 @@ async def _try_answers(settings: RewardSettings, file: Path, form: str) -> dict[
     """Return the rewards of answers to some rows, by source: ``rows``, ``answers``, ``seconds``, ``failures``.
 
     A row has the best reward of its right answers, if it has a ground truth, and those of the others; null for no
-    reward. ``failures`` has a sentence for each answer without a reward.
+    reward. ``failures`` has a sentence for each answer without a reward, or one if the judge does not answer.
     """
     from fastapi import FastAPI
 
@@ -138,12 +141,17 @@ async def _try_answers(settings: RewardSettings, file: Path, form: str) -> dict[
     with file.open() as lines:
         for prompt_id, item, *_ in map(json.loads, lines):
             items[item.get("source", "")].append((prompt_id, item))
-    rewards, found = Rewards(settings), {}
-    async with rewards.serving(FastAPI()):
-        for source, own in settings.by_source().items():
-            most = JUDGED_ROWS if own.judges else TRIED_ROWS
-            chosen = items[source][:: max(1, len(items[source]) // most)][:most]
-            found[source] = await _try_rows(rewards.scorers[source], own, chosen, form)
+    rewards, sources = Rewards(settings, CHECK_SECONDS), settings.by_source()
+    found: dict[str, Any] = {}
+    try:
+        async with rewards.serving(FastAPI()):
+            for source, own in sources.items():
+                most = JUDGED_ROWS if own.judges else TRIED_ROWS
+                chosen = items[source][:: max(1, len(items[source]) // most)][:most]
+                found[source] = await _try_rows(rewards.scorers[source], own, chosen, form)
+    except NeverReadyError as error:  # the judge, without which the others have not been tried either
+        nothing = {"rows": [], "answers": 0, "seconds": 0.0}
+        found = {name: nothing | {"failures": [str(error)] if own.judges else []} for name, own in sources.items()}
     return found
 
 
