@@ -299,7 +299,7 @@ def check_services(loaded: Sequence[Loaded], group: JobGroup) -> None:
                 f"COLOCATE is set, but job group {group.name} has a rollout-server, whose engines would not be asked; "
                 "take jobgroups/colocated.yaml, or unset COLOCATE"
             )
-        if Task.ROLLOUT_SERVER not in tasks:
+        if Task.REPLAY_BUFFER in tasks and Task.ROLLOUT_SERVER not in tasks:
             raise ConfigurationError(
                 f"job group {group.name} has no rollout-server; take jobgroup.yaml, or set COLOCATE=true and "
                 "ENGINE_SLEEPS=true"
