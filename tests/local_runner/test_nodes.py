@@ -291,6 +291,26 @@ def test_engines_and_trainer_that_share_memory_have_the_same_gpus(variables, ref
         checks.check_shared_gpus(run, loaded)
 
 
+@pytest.mark.parametrize(
+    ("file", "variables", "refusal"),
+    [
+        (
+            "jobgroup.yaml",
+            {"COLOCATE": "true", "ENGINE_SLEEPS": "true"},
+            "has a rollout-server, whose engines would not",
+        ),
+        ("jobgroups/colocated.yaml", {"COLOCATE": "false"}, "has no rollout-server; take jobgroup.yaml"),
+        ("jobgroups/colocated.yaml", {"ENGINE_SLEEPS": "false"}, "COLOCATE is set, but ENGINE_SLEEPS is not"),
+        ("jobgroups/colocated.yaml", {"MODE": "async"}, "MODE=async generates while the trainer trains"),
+        ("jobgroups/colocated.yaml", {"LORA_RANK": "8"}, "set PUBLISH_TRANSPORT=broadcast, which sends adapters"),
+    ],
+)
+def test_engines_on_the_trainers_nodes_need_a_group_and_settings_that_fit(file, variables, refusal):
+    group = spec.load(Path(__file__).parents[2] / file, spec.Overrides(environment=variables))
+    with pytest.raises(ConfigurationError, match=refusal):
+        checks.check_services(checks.load_all(run_of(*group.tasks)), group)
+
+
 def test_a_machine_without_gpus_has_none_per_node():
     assert variables(TaskSpec("t", "", gpus_per_node=4))["SKYPILOT_NUM_GPUS_PER_NODE"] == "0"
 
