@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from local_runner.nodes import Run, gpus_of, node_environment
 from local_runner.spec import JobGroup, TaskSpec, nearest
-from services.core.endpoints import Task
+from services.core.endpoints import COLOCATE_VARIABLE, Task
 from services.core.errors import ConfigurationError
 from services.core.files import check_model, check_model_directory
 from services.core.machine import VISIBLE_GPUS_VARIABLE
@@ -299,10 +299,11 @@ def check_services(loaded: Sequence[Loaded], group: JobGroup) -> None:
                 f"COLOCATE is set, but job group {group.name} has a rollout-server, whose engines would not be asked; "
                 "take jobgroups/colocated.yaml, or unset COLOCATE"
             )
-        if Task.REPLAY_BUFFER in tasks and Task.ROLLOUT_SERVER not in tasks:
+        has_asked = any(COLOCATE_VARIABLE in task.declared for task in group.tasks)
+        if has_asked and Task.ROLLOUT_SERVER not in tasks:
             raise ConfigurationError(
-                f"job group {group.name} has no rollout-server; take jobgroup.yaml, or set COLOCATE=true and "
-                "ENGINE_SLEEPS=true"
+                f"COLOCATE is false, but job group {group.name} has no rollout-server; take jobgroup.yaml, or leave "
+                "COLOCATE as the file has it"
             )
         if missing := [task.value for task in settings.way.services if task not in tasks]:
             raise ConfigurationError(

@@ -299,7 +299,11 @@ def test_engines_and_trainer_that_share_memory_have_the_same_gpus(variables, ref
             {"COLOCATE": "true", "ENGINE_SLEEPS": "true"},
             "has a rollout-server, whose engines would not",
         ),
-        ("jobgroups/colocated.yaml", {"COLOCATE": "false"}, "has no rollout-server; take jobgroup.yaml"),
+        (
+            "jobgroups/colocated.yaml",
+            {"COLOCATE": "false"},
+            "COLOCATE is false, but job group grpo has no",
+        ),
         ("jobgroups/colocated.yaml", {"ENGINE_SLEEPS": "false"}, "COLOCATE is set, but ENGINE_SLEEPS is not"),
         ("jobgroups/colocated.yaml", {"MODE": "async"}, "MODE=async generates while the trainer trains"),
         ("jobgroups/colocated.yaml", {"LORA_RANK": "8"}, "set PUBLISH_TRANSPORT=broadcast, which sends adapters"),
