@@ -6,7 +6,7 @@ The bytes are those of the trainer's preflight. The engine's weights, keys and v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.harness import ROOT
 from benchmarks.scaling.roofline import RECOMPUTES
@@ -53,10 +53,8 @@ def shared(model: Model, settings: TrainerSettings, engine_tokens: int, card: in
     """Return the memory of a model's training and generation on a card of ``card`` bytes."""
     limits = Limits(device=card - ENGINE_ASLEEP, host=0, shm=0, volume=0)
     engine = EngineBeside(gpus=1, tokens=engine_tokens)
-    flat = work_of(
-        settings, model.shape, memory=card, nodes=1, ranks_per_node=1, compute_bytes=WEIGHT_BYTES, engine=engine
-    )
-    work = choose(settings, model.shape, flat, limits)
+    flat = work_of(settings, model.shape, memory=card, nodes=1, ranks_per_node=1, compute_bytes=WEIGHT_BYTES)
+    work = choose(settings, model.shape, replace(flat, engine=engine), limits)
     need = needed(model.shape, work)
     return Shared(
         card=card,

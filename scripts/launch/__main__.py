@@ -16,7 +16,6 @@ from typer import Option
 
 from local_runner import spec
 from services.core import logs
-from services.core.endpoints import is_colocated
 
 Count = Annotated[
     int | None, Option(min=1, help="Nodes; default: chosen by the model and its GPUs; with --stock, the file's.")
@@ -39,10 +38,7 @@ def main(
     ] = None,
     rollout_gpus: Annotated[str | None, Option(help="GPUs of a rollout node; default: --gpus.")] = None,
     asynchronous: Annotated[bool, Option("--async", help="Generate while the step trains.")] = False,
-    colocate: Annotated[
-        bool,
-        Option("--colocate", help="Engines and trainer take turns on the same GPUs; --gpus of each trainer node."),
-    ] = False,
+    colocate: Annotated[bool, Option("--colocate", help="Engines on the trainer's GPUs, which take turns.")] = False,
     agent: Annotated[str | None, Option(help="MODULE:FUNCTION of an agent that answers the prompts.")] = None,
     environment: Annotated[str | None, Option(help="The environment whose episodes the model plays.")] = None,
     env: Annotated[list[str] | None, Option(help="NAME=VALUE, a setting. Repeatable.")] = None,
@@ -70,10 +66,9 @@ def main(
     logs.configure("launch", "error")
     options = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
     secrets = spec.assignments(secret or [], "--secret")
-    if colocate or is_colocated(options):
-        file, chosen = plan.colocated_group(options, size, [asynchronous, agent, environment])
-    else:
-        file, chosen = plan.job_group_of(options, asynchronous=asynchronous, agent=agent, environment=environment)
+    file, chosen = plan.group_of(
+        options, size, colocate=colocate, asynchronous=asynchronous, agent=agent, environment=environment
+    )
     preset = None if stock else plan.preset_of(options, file)
     planned = plan.plan_of(file, size, options, chosen, secrets, image, preset)
     launching.launch(planned, file, options, secrets, output, checks_cluster=check, dry_run=dry_run, yes=yes)

@@ -1,4 +1,4 @@
-"""What ``grpo launch`` shows and does: the differences from the file, the size on the cluster, the launch."""
+"""The output and the launch of ``grpo launch``: the differences from the file, the size on the cluster, the launch."""
 
 from __future__ import annotations
 

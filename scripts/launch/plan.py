@@ -1,4 +1,4 @@
-"""What ``grpo launch`` launches: the job group's file with what follows from model, nodes and settings."""
+"""The plan of ``grpo launch``: the job group's file with what follows from model, nodes and settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scripts.launch import job_group_text
 from scripts.launch.models import Model, find_model
 from scripts.launch.prediction import Batch, choose_rollout_nodes, trainer_shares
 from scripts.launch.sizes import PRESET, Layout, Sizes, Tier, derive, engines_of, gibibytes, parse_gpus
-from services.core.endpoints import Task
+from services.core.endpoints import Task, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
 from services.engines.settings import RolloutSettings
@@ -126,6 +126,25 @@ def _rollouts(options: Mapping[str, str]) -> set[str]:
             "SOURCES=mix.yaml"
         )
     return {source.settings.get("rollout", "completion") for source in load_sources(Path(name)).all}
+
+
+def group_of(
+    options: Mapping[str, str],
+    size: Size,
+    *,
+    colocate: bool,
+    asynchronous: bool,
+    agent: str | None = None,
+    environment: str | None = None,
+) -> tuple[Path, dict[str, str]]:
+    """Return the job group's file, and the variables that say the same as the options of ``grpo launch``.
+
+    Raises:
+        ConfigurationError: the options do not go together.
+    """
+    if colocate or is_colocated(options):
+        return colocated_group(options, size, [asynchronous, agent, environment])
+    return job_group_of(options, asynchronous=asynchronous, agent=agent, environment=environment)
 
 
 def job_group_of(

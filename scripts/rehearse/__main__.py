@@ -22,10 +22,9 @@ from local_runner import spec
 from local_runner.run import Env, EnvFiles, Secrets
 from scripts.launch.__main__ import Count
 from services.core import logs
-from services.core.endpoints import is_colocated
 
 if TYPE_CHECKING:
-    from scripts.launch.plan import Plan
+    from scripts.launch.plan import Plan, Size
 
 
 def main(
@@ -42,31 +41,24 @@ def main(
     trainer_nodes: Count = None,
     asynchronous: Annotated[bool, Option("--async", help="Generate while the step trains.")] = False,
     colocate: Annotated[bool, Option("--colocate", help="As `grpo launch --colocate`.")] = False,
-    stock: Annotated[
-        bool, Option("--stock", help="Leave out examples/gpu.env, as `grpo launch --stock` does.")
-    ] = False,
+    stock: Annotated[bool, Option("--stock", help="As `grpo launch --stock`: without examples/gpu.env.")] = False,
     right: Annotated[str, Option(help="The form of a right answer; {} stands for the ground truth.")] = "{}",
     steps: Annotated[int, Option(min=0, help="Steps of the run; 0 leaves it out.")] = 2,
     minutes: Annotated[float, Option(min=0.1, help="Longest time of the run.")] = 15,
     keep: Annotated[Path | None, Option(metavar="DIR", help="Keep the run and the stand-in in this directory.")] = None,
 ) -> None:
     """Try a launch here before renting GPUs: its data, template, rewards and agents, with a stand-in for the model."""
-    from scripts.launch.plan import Size, colocated_group, job_group_of, plan_of, preset_of
+    from scripts.launch.plan import Size, group_of, plan_of, preset_of
     from scripts.rehearse import stand_in
-    from scripts.rehearse.rehearsal import Rehearsal
-    from trainer.config import TrainerSettings
+    from scripts.rehearse.rehearsal import Rehearsal, default_model
 
     logs.configure("rehearse", "error")
-    # So that it leaves no directory and no run behind.
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # leaves no directory and no run
     options = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
     secrets = spec.assignments(secret or [], "--secret")
-    target = model or options.get("MODEL_NAME") or TrainerSettings.model_fields["model_name"].default
+    target = model or options.get("MODEL_NAME") or default_model()
     size = Size(target, rollout_nodes, trainer_nodes, gpus, rollout_gpus)
-    if colocate or is_colocated(options):
-        default, chosen = colocated_group(options, size, [asynchronous])
-    else:
-        default, chosen = job_group_of(options, asynchronous=asynchronous)
+    default, chosen = group_of(options, size, colocate=colocate, asynchronous=asynchronous)
     file = default if path is None else spec.find(path)
     preset = None if stock else preset_of(options, file)
     os.environ |= secrets
@@ -82,18 +74,18 @@ def main(
         rehearsal.check(right, plan)
         if steps:
             rehearsal.run(steps, minutes)
-    sizes = {"--gpus": gpus, "--rollout-gpus": rollout_gpus, "--rollout-nodes": rollout_nodes}
-    sizes |= {"--trainer-nodes": trainer_nodes}
-    command = ["grpo", "launch", "--model", target, *_words({name: [size] for name, size in sizes.items() if size})]
-    command += [*["--async"] * asynchronous, *["--colocate"] * colocate]
-    command += [*["--stock"] * stock]
-    command += _words({"--env-file": env_file or (), "--env": env or (), "--secret": [*secrets]})
-    raise typer.Exit(rehearsal.verdict(shlex.join(command)))
+    flags = {"--async": asynchronous, "--colocate": colocate, "--stock": stock}
+    given = {"--env-file": env_file or (), "--env": env or (), "--secret": [*secrets]}
+    raise typer.Exit(rehearsal.verdict(_launch_command(target, size, flags, given)))
 
 
-def _words(options: Mapping[str, Sequence[object]]) -> list[str]:
-    """Return the words of repeated options."""
-    return [word for name, values in options.items() for value in values for word in (name, str(value))]
+def _launch_command(target: str, size: Size, flags: Mapping[str, bool], given: Mapping[str, Sequence[object]]) -> str:
+    """Return the command that launches what was rehearsed."""
+    sizes = {"--gpus": size.gpus, "--rollout-gpus": size.rollout_gpus, "--rollout-nodes": size.rollout_nodes}
+    sizes |= {"--trainer-nodes": size.trainer_nodes}
+    options = {name: [value] for name, value in sizes.items() if value} | dict(given)
+    words = [word for name, values in options.items() for value in values for word in (name, str(value))]
+    return shlex.join(["grpo", "launch", "--model", target, *(flag for flag in flags if flags[flag]), *words])
 
 
 if __name__ == "__main__":

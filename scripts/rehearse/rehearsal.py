@@ -66,6 +66,11 @@ STOP_SECONDS = 60.0
 """Longest wait for a run that was interrupted."""
 
 
+def default_model() -> str:
+    """Return the model of a run that names none."""
+    return str(TrainerSettings.model_fields["model_name"].default)
+
+
 @dataclass
 class Rehearsal:
     """A launch that is tried: its settings, the stand-in, and what was found."""

@@ -66,7 +66,7 @@ async def run_node(
             # A worker may take as long to load a version as to load its first weights.
             worker = engine_class(reached_at.url, settings.token, timeout=settings.engine_start_seconds)
             worker.gpus = place.devices if len(place.devices) == place.tensor_parallel else ()
-            worker.launcher = addresses.public_launcher.url if addresses.public_launcher else ""
+            worker.launcher = addresses.launcher_url
             await stack.enter_async_context(worker)
             process = SupervisedProcess(
                 engine_class.command(settings, listen, place),
@@ -75,26 +75,26 @@ async def run_node(
                 start_seconds=settings.engine_start_seconds,
                 hang_seconds=settings.engine_hang_seconds,
             )
-            registration = WorkerRegistration(settings, worker, router, process)
-            registration.copy = copy
+            registration = WorkerRegistration(settings, worker, router, process, copy)
             process.before_restart = registration.withdraw
             registrations.append(registration)
             watch = EngineWatch(settings, worker, process, registration.is_updating)
             parts += [process.run(), registration.run(), watch.run()]
 
-        async def withdraw_all() -> None:
-            await asyncio.gather(*(registration.withdraw_if_possible() for registration in registrations))
-
         async def stop_on_signal() -> None:
             await stopped.wait()
             log.info("stopping")
-            await withdraw_all()
+            await _withdraw(registrations)
 
-        await withdraw_all()
+        await _withdraw(registrations)
         parts.append(stop_on_signal())
         if rank == 0:
             parts.append(_run_router(settings, addresses, router))
         await run_until_first_ends(*parts)
+
+
+async def _withdraw(registrations: Sequence[WorkerRegistration]) -> None:
+    await asyncio.gather(*(registration.withdraw_if_possible() for registration in registrations))
 
 
 async def _run_router(settings: RolloutSettings, addresses: Addresses, public: RouterAdmin) -> None:

@@ -29,6 +29,11 @@ class Addresses:
     public_launcher: Endpoint | None
     """The address at which every node reaches the launcher."""
 
+    @property
+    def launcher_url(self) -> str:
+        """The URL of this address; empty without PUBLISH_DELTA."""
+        return self.public_launcher.url if self.public_launcher else ""
+
 
 def choose_addresses(
     *,
@@ -59,10 +64,7 @@ def choose_addresses(
     front = public(endpoints.ROUTER_PORT, port)
     usual_ports = endpoints.ENGINE_PORTS[:n_engines]
     engines = [public(usual, engine_port and engine_port + usual - endpoints.ENGINE_PORT) for usual in usual_ports]
-    own_workers = [
-        endpoints.reached_at(engine, endpoints.endpoint(Task.ROLLOUT_SERVER, usual, own_rank))
-        for engine, usual in zip(engines, usual_ports, strict=True)
-    ]
+    own_workers = [_reached(engine, usual) for engine, usual in zip(engines, usual_ports, strict=True)]
 
     def first_worker(rank: int) -> Endpoint:
         usual = endpoints.endpoint(Task.ROLLOUT_SERVER, endpoints.ENGINE_PORT, rank)
@@ -81,6 +83,10 @@ def choose_addresses(
         own_workers=own_workers,
         first_workers=[first_worker(rank) for rank in range(endpoints.num_nodes())],
         launcher=launcher,
-        public_launcher=launcher
-        and endpoints.reached_at(launcher, endpoints.endpoint(Task.ROLLOUT_SERVER, endpoints.VERSIONS_PORT, own_rank)),
+        public_launcher=launcher and _reached(launcher, endpoints.VERSIONS_PORT),
     )
+
+
+def _reached(listen: Endpoint, usual_port: int) -> Endpoint:
+    """Return the address at which every node reaches a program of this node."""
+    return endpoints.reached_at(listen, endpoints.endpoint(Task.ROLLOUT_SERVER, usual_port, endpoints.node_rank()))

@@ -49,7 +49,12 @@ class WorkerRegistration:
     """The registration of one node's worker with the router."""
 
     def __init__(
-        self, settings: RolloutSettings, worker: Engine, router: RouterAdmin, engine: SupervisedProcess
+        self,
+        settings: RolloutSettings,
+        worker: Engine,
+        router: RouterAdmin,
+        engine: SupervisedProcess,
+        copy: NodeCopy | None = None,
     ) -> None:
         self.store = PolicyStore(settings.policy_dir)
         self._settings = settings
@@ -58,7 +63,7 @@ class WorkerRegistration:
         self._log = log.bind(url=worker.url)
         self._router = router
         self._engine = engine
-        self.copy: NodeCopy | None = None
+        self.copy = copy
         """The node's copy of the newest version, with PUBLISH_DELTA."""
         self._newest_seen = -1
         self._has_first_weights = True

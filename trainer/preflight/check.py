@@ -204,9 +204,8 @@ def chosen_work(settings: TrainerSettings, shape: ModelShape, machine: Machine) 
         nodes=machine.nodes,
         ranks_per_node=machine.ranks_per_node,
         compute_bytes=machine.compute_bytes,
-        engine=machine.engine,
     )
-    work = choose(settings, shape, work, machine.limits)
+    work = choose(settings, shape, replace(work, engine=machine.engine), machine.limits)
     kept, size = plan_records(settings, machine.limits.volume - needed(shape, work).total("volume"))
     return replace(work, record_groups=kept, record_bytes=size)
 

@@ -474,7 +474,6 @@ def work_of(
     nodes: int,
     ranks_per_node: int,
     compute_bytes: int,
-    engine: EngineBeside | None = None,
 ) -> Work:
     """Return the work of a run, on a flat mesh and without activation checkpointing.
 
@@ -485,12 +484,11 @@ def work_of(
         nodes: nodes of ppo-trainer.
         ranks_per_node: GPUs of a node, or 1.
         compute_bytes: bytes of a number in forward and backward passes.
-        engine: the engine on the same GPUs, if there is one.
     """
     sequence, context = _longest(settings), settings.context_parallel_size
     share = math.ceil(settings.batch_size * settings.largest_group * context / (nodes * ranks_per_node)) * sequence
-    is_disk = settings.publish_transport is Transport.DISK
-    is_file = settings.publish_transport is Transport.LOCAL and not memory
+    is_shared = settings.publish_transport is Transport.LOCAL
+    is_sent = settings.publish_transport is Transport.BROADCAST or (is_shared and memory > 0)
     return Work(
         device="cuda" if memory else "cpu",
         nodes=nodes,
@@ -499,14 +497,12 @@ def work_of(
         # A completion longer than the MICRO_BATCH_TOKENS of a context group is a micro-batch by itself.
         tokens=max(sequence, min(settings.micro_batch_tokens, share)),
         micro_batch_tokens=settings.micro_batch_tokens,
-        chunk_states=max(LEAST_CUDA_CHUNK, memory // CUDA_MEMORY_SHARE // (shape.vocabulary * 4))
-        if memory
-        else CPU_CHUNK,
+        chunk_states=_chunk_states(shape, memory),
         compute_bytes=compute_bytes,
         published_bytes=2 if settings.publish_type is PublishedType.BFLOAT16 else 4,
-        published_copies=1 if is_disk or settings.lora_rank or is_file else 2,
-        shares_versions=is_file,
-        shares_on_gpus=settings.publish_transport is Transport.LOCAL and memory > 0 and not settings.lora_rank,
+        published_copies=2 if is_sent and not settings.lora_rank else 1,
+        shares_versions=is_shared and not memory,
+        shares_on_gpus=is_shared and memory > 0 and not settings.lora_rank,
         writes_deltas=settings.publish_delta,
         checkpointing=False if settings.activation_checkpointing == "auto" else settings.activation_checkpointing,
         frees_parameters=settings.shard_parameters is not False,
@@ -517,8 +513,11 @@ def work_of(
         compares_vocabularies=bool(shape.teachers) and settings.teacher_jsd_beta is not None,
         checkpoints=_checkpoints(settings),
         context=context,
-        engine=engine,
     )
+
+
+def _chunk_states(shape: ModelShape, memory: int) -> int:
+    return max(LEAST_CUDA_CHUNK, memory // CUDA_MEMORY_SHARE // (shape.vocabulary * 4)) if memory else CPU_CHUNK
 
 
 def _longest(settings: TrainerSettings) -> int:

@@ -137,18 +137,13 @@ class VersionWriter:
             self.state = state if is_sent else {}
             self.part = None if memory is None else memory.finish(version)
             if is_sent and not self.settings.lora_rank:
-                self._check_writes(is_waiting=False)
-                with writing(self.store.policy_dir):
-                    self.store.mark(version)
-                self._next.append((version, save))
-                self._began_write = self._began_write if self._writes else time.monotonic()
-                self._writes.append(self._pool.submit(self._write_next))
+                self._write_later(version, save)
+                return
+            self._check_writes(is_waiting=True)
+            if self.deltas is None:
+                write_version(self.store, version, save)
             else:
-                self._check_writes(is_waiting=True)
-                if self.deltas is None:
-                    write_version(self.store, version, save)
-                else:
-                    self.deltas.write(partial(write_version, self.store, version), version, state, save)
+                self.deltas.write(partial(write_version, self.store, version), version, state, save)
 
         self.ranks.on_main(write, DiskFullError, DependencyLostError)
         self.written = version
@@ -221,6 +216,15 @@ class VersionWriter:
 
         self.ranks.on_main(take, ConfigurationError, DiskFullError, DependencyLostError)
         return self._memory
+
+    def _write_later(self, version: int, save: Callable[[Path], None]) -> None:
+        """Have the thread write a version, in place of one that still waits."""
+        self._check_writes(is_waiting=False)
+        with writing(self.store.policy_dir):
+            self.store.mark(version)
+        self._next.append((version, save))
+        self._began_write = self._began_write if self._writes else time.monotonic()
+        self._writes.append(self._pool.submit(self._write_next))
 
     def _write_next(self) -> None:
         """Write the version that waits, unless an earlier call has written it; in the thread."""

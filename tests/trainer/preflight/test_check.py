@@ -409,7 +409,8 @@ def test_an_engine_on_the_same_gpu_has_room_to_generate(
 def test_a_version_on_the_gpu_and_the_woken_engine_are_there_at_once() -> None:
     flat = {"memory": CARD.device, "nodes": 1, "ranks_per_node": 4, "compute_bytes": 2}
     shape, engine = SHAPES["8B"], EngineBeside(gpus=2, tokens=1024)
-    need = needed(shape, work_of(settings(publish_transport="local"), shape, engine=engine, **flat)).generating
+    work = work_of(settings(publish_transport="local"), shape, **flat)
+    need = needed(shape, replace(work, engine=engine)).generating
     assert need["version"] == 2 * shape.parameters, "whole on each rank"
     assert need["weights of the engine"] == shape.parameters, "two bytes each, over two GPUs"
     assert need["keys and values"] == 1024 * 2 * 2 * 36 * 4 * 128, "a GPU has four of eight heads"
