@@ -79,8 +79,8 @@ def test_launches_are_accepted(command, tmp_path):
     _, _, *arguments = shlex.split(command)
     # Without SkyPilot, which takes seconds to ask: tests/scripts/test_launch.py does.
     start = (
-        "import sys; from scripts.launch import __main__ as launch; launch.skypilot.interpreter = lambda: None; "
-        "import typer; typer.run(launch.main)"
+        "import typer; from scripts.launch import __main__ as launch, skypilot; "
+        "skypilot.interpreter = lambda: None; typer.run(launch.main)"
     )
     options = {*arguments, "--dry-run"} - set(arguments)
     done = subprocess.run(
