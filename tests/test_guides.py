@@ -331,4 +331,5 @@ def test_kubectl_takes_the_commands_of_the_guides() -> None:
 def test_settings_of_the_larger_model_are_the_trainers() -> None:
     rows = re.findall(r"^\| [^|]+ \| [^|]*?`([A-Z_]+)=(\w+)`", PAGES["larger-model"].read_text(), re.MULTILINE)
     assert len(rows) >= 4
-    TrainerSettings.model_validate({name.lower(): value for name, value in rows})
+    for name, value in rows:  # one at a time, because adapters and deltas exclude each other
+        TrainerSettings.model_validate({name.lower(): value})
