@@ -149,7 +149,7 @@ def load_all(run: Run) -> list[Loaded]:
     problems: list[tuple[str, str]] = []
     for task in run.group.tasks:
         for reader in READERS:
-            if any(component in reader.tasks for component in task.components):
+            if not set(task.components).isdisjoint(reader.tasks):
                 try:
                     loaded.append(Loaded(task, reader, load_settings(run, task, reader.settings_class())))
                 except ConfigurationError as error:

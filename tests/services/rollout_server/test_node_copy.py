@@ -16,7 +16,7 @@ from services.http.server import serving
 from services.rollout_server import node_copy as module
 from services.rollout_server.node_copy import NodeCopy, create_app
 from services.weights.policy_store import CHANGES_FILE
-from tests.services.weights.test_deltas import Volume, flip_a_bit, is_version
+from tests.services.weights.test_deltas import Volume, flip_a_bit, is_version, three_versions
 from tests.waiting import IDLE_SECONDS
 
 TOKEN = "a-token-of-the-tests"
@@ -24,10 +24,7 @@ TOKEN = "a-token-of-the-tests"
 
 @pytest.fixture
 def volume(tmp_path: Path) -> Volume:
-    volume = Volume(tmp_path)
-    for version in (1, 2, 3):
-        volume.publish(version)
-    return volume
+    return three_versions(tmp_path)
 
 
 @pytest.fixture

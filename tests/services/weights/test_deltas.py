@@ -59,12 +59,17 @@ class Volume:
         return [policy.version for policy in self.store.published()]
 
 
-@pytest.fixture
-def volume(tmp_path: Path) -> Volume:
-    volume = Volume(tmp_path)
+def three_versions(directory: Path) -> Volume:
+    """A volume with an anchor and two deltas."""
+    volume = Volume(directory)
     for version in (1, 2, 3):
         volume.publish(version)
     return volume
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Volume:
+    return three_versions(tmp_path)
 
 
 @pytest.fixture
