@@ -41,6 +41,11 @@ class Engine(HttpClient, ABC):
     kind: ClassVar[EngineKind]
     generate_path: ClassVar[str]
     """The route of completions, at the engine and at the router."""
+    default_tokens: ClassVar[int] = 0
+    """Tokens with keys and values where ENGINE_MAX_TOTAL_TOKENS is unset, or the context length if it is longer; 0 if
+    the engine takes all memory that it finds."""
+    keeps_weights_asleep: ClassVar[bool] = False
+    """Its weights stay on the GPU while it sleeps."""
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float) -> None:
         super().__init__(url, token=token, service="worker", timeout=timeout)

@@ -27,7 +27,7 @@ from services.core.processes import Command
 from services.engines import placement
 from services.engines.engine import Engine, Requests, WorkerRefusedError, check_installed, listen_flags
 from services.engines.placement import Config, EnginePlace, SizeFacts, Split
-from services.engines.settings import EngineKind, RolloutSettings
+from services.engines.settings import EMBEDDED_MAX_TOTAL_TOKENS, EngineKind, RolloutSettings
 from services.engines.versions import FIRST_VERSION
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
@@ -358,6 +358,8 @@ class Embedded(SGLang):
     """The embedded engine, one process for each node. It reads its settings from the environment."""
 
     kind = EngineKind.EMBEDDED
+    default_tokens = EMBEDDED_MAX_TOTAL_TOKENS
+    keeps_weights_asleep = True
     continues_with_new_adapter = True
 
     @classmethod

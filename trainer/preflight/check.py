@@ -19,7 +19,7 @@ from services.core.logs import get_logger
 from services.core.machine import ComputeType
 from services.engines.kinds import choose_engine
 from services.engines.placement import SizeFacts, read_config
-from services.engines.settings import EMBEDDED_MAX_TOTAL_TOKENS, EngineKind, RolloutSettings
+from services.engines.settings import RolloutSettings
 from trainer.config import TrainerSettings, Transport
 from trainer.model.loading import choose_compute, load_config
 from trainer.model.ranks import Ranks
@@ -368,10 +368,10 @@ def engine_beside(settings: TrainerSettings, shape: ModelShape, gpus: int, memor
     number_bytes = 4 if rollout.engine_dtype is ComputeType.FLOAT32 else 2
     facts = SizeFacts(read_config(settings.model_name), number_bytes * shape.parameters, memory + ENGINE_ASLEEP)
     engine = choose_engine(rollout, gpus)
-    is_embedded = engine.kind is EngineKind.EMBEDDED
-    tokens = rollout.engine_max_total_tokens or (EMBEDDED_MAX_TOTAL_TOKENS if is_embedded else 0)
+    unset = max(engine.default_tokens, rollout.engine_context_length or 0) if engine.default_tokens else 0
     split = engine.split(rollout, gpus, lambda: facts)
-    return EngineBeside(split.tensor_parallel, tokens, number_bytes, keeps_weights=is_embedded)
+    tokens = rollout.engine_max_total_tokens or unset
+    return EngineBeside(split.tensor_parallel, tokens, number_bytes, keeps_weights=engine.keeps_weights_asleep)
 
 
 def _offload(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Iterator[Way]:

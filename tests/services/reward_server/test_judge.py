@@ -618,13 +618,12 @@ async def test_a_judge_out_of_reach_passes_the_check_and_is_waited_for_at_the_st
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("services.reward_server.judging.CHECK_SECONDS", 0.5)
-    monkeypatch.setattr("services.reward_server.judging.START_SECONDS", 0.5)
     settings = ScriptedJudge(f"http://127.0.0.1:{free_port()}/v1").settings(tmp_path)
     await made_of(settings).check()
     note = f"note: JUDGE_URL {settings.judge_url} was not checked, because it does not answer: "
     assert any(line.startswith(note) for line in capsys.readouterr().out.splitlines())
     with pytest.raises(NeverReadyError, match="judge did not answer"):
-        async with judging(settings):
+        async with made_of(settings).serving(0.5):
             pass
 
 

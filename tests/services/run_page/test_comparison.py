@@ -204,10 +204,10 @@ def test_the_table_is_there_before_the_metrics(open_page, runs):
     page = open_page(view(*runs[:2]), "/static/style.css", expected_problems="404")
     waiting: list[Route] = []
     page.route("**/api/metrics*", lambda route: waiting.append(route))
-    page.goto(page.url.replace("/static/style.css", "/"))
+    with page.expect_request("**/api/metrics*"):
+        page.goto(page.url.replace("/static/style.css", "/"))
     expect(page.locator(".runs tbody tr")).to_have_count(2)
     assert cells(page, "good")[:2] == ["succeeded", "40"]
-    assert waiting
     for route in waiting:
         route.continue_()
 

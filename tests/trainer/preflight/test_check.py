@@ -428,3 +428,7 @@ def test_the_engine_beside_the_trainer_is_that_of_the_variables(monkeypatch: pyt
     assert engine_beside(given, shape, 1, 22 * GIB) == EngineBeside(gpus=1, tokens=4096)
     monkeypatch.setenv("ROLLOUT_ENGINE", "embedded")
     assert engine_beside(given, shape, 1, 22 * GIB) == EngineBeside(gpus=1, tokens=4096, keeps_weights=True)
+    monkeypatch.delenv("ENGINE_MAX_TOTAL_TOKENS")
+    for context, tokens in (4096, 65536), (100_000, 100_000):
+        monkeypatch.setenv("ENGINE_CONTEXT_LENGTH", str(context))
+        assert engine_beside(given, shape, 1, 22 * GIB) == EngineBeside(gpus=1, tokens=tokens, keeps_weights=True)
