@@ -46,11 +46,11 @@ WARM_UP = 20
 """Requests to the evaluation head that are not measured."""
 
 
-def reward_figures(*, quick: bool) -> Iterator[Figure]:
+def reward_figures(args: Args) -> Iterator[Figure]:
     """Measure plain completions, and hostile ones among them, whose check exceeds its processor time."""
-    plain = [_plain(i) for i in range(5_000 if quick else 20_000)]
+    plain = [_plain(i) for i in range(5_000 if args.quick else 20_000)]
     # No two hostile completions are equal, so that no cache helps.
-    mixed = [_plain(i) if i % 100 else _hostile(9, i) for i in range(1_000 if quick else 3_000)]
+    mixed = [_plain(i) if i % 100 else _hostile(9, i) for i in range(1_000 if args.quick else 3_000)]
     with running("reward_server", REWARD_FN="math") as service:
         _score(service.port, plain[:1000])
         seconds, replies = _score(service.port, plain)
@@ -64,7 +64,7 @@ def reward_figures(*, quick: bool) -> Iterator[Figure]:
         rows = {str(i): json.dumps({"number": i, "tests": "x" * WIDE}) for i in range(ITEMS // GROUP_SIZE)}
         seconds, _ = _score(service.port, wide, rows)
         yield Figure(f"plain answers, {GROUP_SIZE} to a row of 64 KiB", len(wide) / seconds, "1/s")
-        latencies = asyncio.run(_plain_among_hostile(service.port, 20 if quick else 60))
+        latencies = asyncio.run(_plain_among_hostile(service.port, 20 if args.quick else 60))
         yield percentile("plain answer among hostile ones", 99, latencies)
         yield Figure("memory, workers included", service.memory_mb(), "MB")
 
@@ -106,20 +106,20 @@ async def _plain_among_hostile(port: int, hostile: int) -> list[float]:
 CLIENTS = 50
 
 
-def data_figures(*, quick: bool) -> Iterator[Figure]:
+def data_figures(args: Args) -> Iterator[Figure]:
     """Measure fifty clients at once on a GSM8K-sized file, and a file of a million rows."""
-    rows = 100_000 if quick else 1_000_000
+    rows = 100_000 if args.quick else 1_000_000
     with tempfile.TemporaryDirectory() as directory:
         cache = str(Path(directory) / "cache")
         small = _write_rows(Path(directory) / "small.jsonl", 7_473)
         with running("data_server", DATASET=str(small), HF_DATASETS_CACHE=cache) as service:
-            latencies, seconds = asyncio.run(_ask_for_prompts(service.port, 20 if quick else 200))
+            latencies, seconds = asyncio.run(_ask_for_prompts(service.port, 20 if args.quick else 200))
             yield percentile("50 clients", 50, latencies)
             yield percentile("50 clients", 99, latencies, at_most=50)
             yield Figure("50 clients, requests", len(latencies) / seconds, "1/s")
         wide = _write_rows(Path(directory) / "wide.jsonl", 1000, {"tests": "x" * WIDE})
         with running("data_server", DATASET=str(wide), HF_DATASETS_CACHE=cache) as service:
-            latencies, seconds = asyncio.run(_ask_for_prompts(service.port, 10 if quick else 50))
+            latencies, seconds = asyncio.run(_ask_for_prompts(service.port, 10 if args.quick else 50))
             yield percentile("50 clients, rows of 64 KiB", 99, latencies)
             yield Figure("50 clients, rows of 64 KiB, requests", len(latencies) / seconds, "1/s")
             yield Figure("rows of 64 KiB, memory", service.memory_mb(), "MB")
@@ -127,7 +127,7 @@ def data_figures(*, quick: bool) -> Iterator[Figure]:
         for start in ("first", "later"):
             with running("data_server", DATASET=str(large), HF_DATASETS_CACHE=cache) as service:
                 yield Figure(f"{rows} rows, {start} start", service.start_seconds, "s", at_most=15)
-                latencies, _ = asyncio.run(_ask_for_prompts(service.port, 10 if quick else 100, shared=True))
+                latencies, _ = asyncio.run(_ask_for_prompts(service.port, 10 if args.quick else 100, shared=True))
                 memory = service.memory_mb()
         yield percentile(f"{rows} rows", 99, latencies)
         yield Figure(f"{rows} rows, memory", memory, "MB", at_most=1000)
@@ -168,15 +168,15 @@ GROUP_SIZE = 8
 COMPLETION_TOKENS = 128
 
 
-def replay_figures(*, quick: bool) -> Iterator[Figure]:
-    """Measure adding groups, drawing from 100,000, snapshots, and a restart."""
-    count = 10_000 if quick else 100_000
+def replay_figures(args: Args) -> Iterator[Figure]:
+    """Measure adding groups, drawing from all of them, snapshots, and a restart."""
+    count = args.groups // 10 if args.quick else args.groups
     with tempfile.TemporaryDirectory() as directory:
         environment = {"REPLAY_DIR": directory, "REPLAY_CAPACITY": str(count)}
         with running("replay_buffer", **environment) as service:
             yield Figure("groups added", count / _add(service.port, count), "1/s", at_least=500)
             for strategy in ("priority", "recency", "uniform"):
-                latencies = asyncio.run(_sample(service.port, strategy, 30 if quick else 200))
+                latencies = asyncio.run(_sample(service.port, strategy, 30 if args.quick else 200))
                 yield percentile(f"64 of {count} by {strategy}", 50, latencies)
                 yield percentile(f"64 of {count} by {strategy}", 99, latencies, at_most=50)
             yield Figure(f"{count} groups, memory", service.memory_mb(), "MB")
@@ -249,10 +249,6 @@ async def _sample(port: int, strategy: str, requests: int) -> list[float]:
     return latencies
 
 
-EPISODES = 256
-"""Episodes that an environment-server plays at once."""
-
-
 def lean(state: list[float]) -> int:
     """Return the action for a state of CartPole; the pole falls after about forty steps."""
     return int(state[2] > 0)
@@ -305,30 +301,30 @@ class Load:
         return [result for result in orjson.loads(reply)["results"] if result["status"] == "running"]
 
 
-async def play(port: int, act: Callable[[Any], Any], clients: int, episodes: int) -> tuple[Load, float]:
-    """Play ``episodes`` by a number of clients; return the load and the seconds."""
+async def play(port: int, act: Callable[[Any], Any], clients: int, at_once: int, episodes: int) -> tuple[Load, float]:
+    """Play ``episodes``, ``at_once`` of them by a number of clients; return the load and the seconds."""
     load = Load(act, episodes)
 
     async def client() -> None:
         async with connect(port) as connection:
-            await load.play(connection, EPISODES // clients)
+            await load.play(connection, at_once // clients)
 
     started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
     return load, time.perf_counter() - started
 
 
-def environment_figures(*, quick: bool) -> Iterator[Figure]:
+def environment_figures(args: Args) -> Iterator[Figure]:
     """Measure each environment with one client that steps all episodes, and with a client for each episode.
 
     The clients push the cart to the side where the pole leans, and find the number by bisection.
     """
-    episodes = EPISODES * (1 if quick else 4)
+    episodes = args.episodes * (1 if args.quick else 4)
     for environment, act in ENVIRONMENTS.items():
         with running("environment_server", ENVIRONMENT=environment, JOBGROUP_TOKEN="") as server:
-            for clients in (1, EPISODES):
+            for clients in (1, args.episodes):
                 before = server.cpu_seconds()
-                load, seconds = asyncio.run(play(server.port, act, clients, episodes))
+                load, seconds = asyncio.run(play(server.port, act, clients, args.episodes, episodes))
                 cpu = server.cpu_seconds() - before
                 name = f"{environment}, {clients} client{'s' * (clients > 1)}"
                 yield Figure(f"{name}, episodes", episodes / seconds, "1/s")
@@ -343,7 +339,7 @@ STATES, NUMBERS, ACTIONS = 64, 512, 4
 """States of a request to the evaluation head, numbers of a state, and actions of the policy."""
 
 
-def head_figures(*, quick: bool) -> Iterator[Figure]:
+def head_figures(args: Args) -> Iterator[Figure]:
     """Measure POST /evaluate with a batch of states as JSON, as MessagePack and as raw float32.
 
     One client sends request after request. The policy is a linear layer, so that reading the body is most of the work.
@@ -363,7 +359,7 @@ def head_figures(*, quick: bool) -> Iterator[Figure]:
         ),
         "raw float32": (f"/evaluate?shape={STATES},{NUMBERS}", RAW, states.tobytes),
     }
-    count = 100 if quick else 500
+    count = 100 if args.quick else 500
     replies = []
     with tempfile.TemporaryDirectory() as directory:
         policy = Path(directory) / "policy.pt2"
@@ -414,13 +410,18 @@ def measure(args: Args) -> list[Side]:
     in every number. The table shows median, least and most of the rounds. A target is met if the median meets it. The
     exit code is 1 if a target is missed. With --quick loads are smaller.
     """
-    return measure_figures({name: partial(SERVICES[name], quick=args.quick) for name in args.only.split(",")}, args)
+    return measure_figures({name: partial(SERVICES[name], args) for name in args.only.split(",")}, args)
 
 
 SERVICES_UNDER_LOAD = Benchmark(
     measure=measure,
     tables=figure_table("services under load"),
     rounds=3,
-    options={"only": Option(",".join(SERVICES), "services, with commas"), "no-fail": NO_FAIL},
+    options={
+        "only": Option(",".join(SERVICES), "services, with commas"),
+        "groups": Option(100_000, "groups of the replay-buffer"),
+        "episodes": Option(256, "episodes that the environment-server plays at once"),
+        "no-fail": NO_FAIL,
+    },
     conclude=has_missed,
 )
