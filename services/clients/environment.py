@@ -448,13 +448,12 @@ def _none_found() -> str:
     return f"no server's name resolves, {first} included; see whether the task {Task.ENVIRONMENT_SERVER.value} runs"
 
 
-async def find_servers(least: int) -> list[Endpoint]:
-    """Return the nodes of the task environment-server, by rank.
+async def find_servers(least: int, task: Task = Task.ENVIRONMENT_SERVER) -> list[Endpoint]:
+    """Return the nodes of a task, by rank.
 
     Under SkyPilot those are the ranks whose names resolve, up to the first beyond ``least`` nodes that does not. The
     local runner lists all nodes in JOBGROUP_ENDPOINTS.
     """
-    task = Task.ENVIRONMENT_SERVER
     if mapping := mapped_addresses():
         ranks = sum(key.startswith(f"{task.value}-") for key in mapping)
         return [endpoint(task, rank=rank) for rank in range(ranks)]

@@ -11,6 +11,7 @@ import orjson
 from prometheus_client import Counter, Gauge
 
 from services.chat.tokenizers import import_transformers_alone
+from services.core.endpoints import num_nodes
 from services.core.errors import first_line
 from services.core.logs import get_logger
 from services.core.tasks import in_background
@@ -157,6 +158,7 @@ class Gateway:
             trace_tokens=self._account.trace_tokens,
             open_tokens=sum(session.sampled_tokens for session in sessions),
             lost_tokens=dict(self._account.lost),
+            nodes=num_nodes(),
         ).model_dump()
 
     async def create(self, request: CreateSessionRequest) -> SessionReply:

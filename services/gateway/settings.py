@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from services.core.endpoints import node_rank
 from services.core.settings import ContextSettings, ModelSettings, TemplateSettings
 
 
@@ -12,7 +13,8 @@ class GatewaySettings(ModelSettings, TemplateSettings, ContextSettings):
     """The gateway's environment variables."""
 
     gateway_dir: Path | None = None
-    """Where the sessions are kept, on a disk of this machine; default `gateway` in the run directory. [advanced]"""
+    """Where the sessions are kept, on a disk of this machine; default `gateway` in the run directory. Of several nodes,
+    all but the first append their rank: `gateway-1`. [advanced]"""
     forced_tool_calls: Literal["refuse", "auto"] = "refuse"
     """What happens to a request that forces a tool call (`tool_choice` is `required`, `any` or a tool), because engines
     cannot promise one: `refuse` answers 400; `auto` lets the model choose, for libraries that take any answer."""
@@ -20,4 +22,6 @@ class GatewaySettings(ModelSettings, TemplateSettings, ContextSettings):
     @property
     def directory(self) -> Path:
         """The directory of the sessions."""
-        return self.run_dir / "gateway" if self.gateway_dir is None else self.gateway_dir
+        first = self.run_dir / "gateway" if self.gateway_dir is None else self.gateway_dir
+        rank = node_rank()
+        return first.with_name(f"{first.name}-{rank}") if rank else first

@@ -97,6 +97,7 @@ class HttpClient:
         """
         self.service = service
         self.url = url.rstrip("/")
+        self.token = token
         self.timeout = timeout
         self.deadline = deadline
         self._retries = RETRIES.labels(service)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -131,3 +133,15 @@ class GatewayStats(WireModel):
     trace_tokens: int
     open_tokens: int
     lost_tokens: dict[str, int]
+    nodes: int = 1
+    """Nodes of the gateway, among which the sessions are shared."""
+
+    @classmethod
+    def sum_of(cls, nodes: Sequence[GatewayStats]) -> GatewayStats:
+        """Return the sums over the gateway's nodes."""
+        lost: Counter[str] = Counter()
+        for one in nodes:
+            lost.update(one.lost_tokens)
+        names = ("open_sessions", "calls_in_flight", "engine_tokens", "trace_tokens", "open_tokens")
+        sums = {name: sum(getattr(one, name) for one in nodes) for name in names}
+        return cls(**sums, lost_tokens=dict(lost), nodes=nodes[0].nodes)

@@ -25,6 +25,8 @@ POLL_SECONDS = 2.0
 REQUEST_SECONDS = 2.0
 AWAKE_SECONDS = 15.0
 
+MANY_NODES = (Task.GATEWAY, Task.ENVIRONMENT_SERVER)
+"""The services that may have any number of nodes, which appear once they are found."""
 SERVICES = (Task.DATA_SERVER, Task.REWARD_SERVER, Task.REPLAY_BUFFER, Task.ROLLOUT_SERVER)
 
 Json = dict[str, Any]
@@ -61,10 +63,9 @@ class ComponentMonitor:
         self._wake = asyncio.Event()
         self._stack = AsyncExitStack()
         self._clients: dict[str, HttpClient] = {}
-        self._has_environments = Task.ENVIRONMENT_SERVER in services
-        alone = [task for task in services if task not in (Task.ENVIRONMENT_SERVER, Task.ROLLOUT_SERVER)]
+        alone = [task for task in services if task not in (*MANY_NODES, Task.ROLLOUT_SERVER)]
         self._services = [Component(task.value, endpoints.endpoint(task).url) for task in alone]
-        self._environments: list[Component] = []
+        self._nodes: dict[Task, list[Component]] = {task: [] for task in MANY_NODES if task in services}
         routers = [task for task in services if task is Task.ROLLOUT_SERVER]
         self._routers = [Component("router", endpoints.endpoint(task).url) for task in routers]
         self._workers: dict[str, Component] = {}
@@ -78,7 +79,7 @@ class ComponentMonitor:
     def last_seen(self) -> list[Json]:
         """Return all components as last seen."""
         workers = [self._workers[url] for url in sorted(self._workers)]
-        return [c.shown() for c in (*self._services, *self._environments, *self._routers, *workers)]
+        return [c.shown() for c in (*self._services, *self._found, *self._routers, *workers)]
 
     async def run(self) -> None:
         """Poll the components while somebody looks, until cancelled."""
@@ -87,20 +88,27 @@ class ComponentMonitor:
                 if time.monotonic() > self._awake_until:
                     self._wake.clear()
                     await self._wake.wait()
-                await self._find_environments()
+                await self._find_nodes()
                 await asyncio.gather(
-                    *(self._poll(service, self._read_stats) for service in (*self._services, *self._environments)),
+                    *(self._poll(service, self._read_stats) for service in (*self._services, *self._found)),
                     *(self._poll(router, self._read_router) for router in self._routers),
                     *(self._poll(worker, self._read_worker) for worker in self._workers.values()),
                 )
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def _find_environments(self) -> None:
-        """Add the environment-servers that have come up; any number of them may be in the job group."""
-        count = len(self._environments)
-        for rank, address in enumerate(await find_servers(count) if self._has_environments else ()):
-            if rank >= count:
-                self._environments.append(Component(f"{Task.ENVIRONMENT_SERVER.value}-{rank}", address.url))
+    @property
+    def _found(self) -> list[Component]:
+        return [component for found in self._nodes.values() for component in found]
+
+    async def _find_nodes(self) -> None:
+        """Add the nodes of the tasks of MANY_NODES that have come up."""
+        for task, found in self._nodes.items():
+            addresses = await find_servers(len(found), task)
+            found += [
+                Component(f"{task.value}-{rank}", address.url)
+                for rank, address in enumerate(addresses)
+                if rank >= len(found)
+            ]
 
     async def _poll(self, component: Component, read: Read) -> None:
         """Update a component's health, and if it is healthy, its figures by ``read``."""

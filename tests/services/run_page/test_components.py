@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
-from services.core.endpoints import Task
+from services.core.endpoints import ENDPOINTS_VARIABLE, PORTS, Task
 from services.core.settings import Settings
 from services.http.app import create_service_app
 from services.run_page import components
@@ -134,11 +134,17 @@ async def test_each_component_shows_as_it_is(job_group):
     watching.cancel()
 
 
-def test_a_run_of_an_agent_shows_its_gateway():
+async def test_a_run_of_an_agent_shows_the_nodes_of_its_gateway(monkeypatch):
+    mapping = {f"{task.value}-0:{PORTS[task][0]}": "127.0.0.1:9" for task in components.SERVICES}
+    mapping |= {"gateway-0:8005": "127.0.0.1:9", "gateway-1:8005": "127.0.0.2:9"}
+    monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps(mapping))
     watch = ComponentMonitor(None, (*components.SERVICES, Task.GATEWAY))
-    shown = {component["name"]: component["url"] for component in watch.last_seen()}
-    assert shown["gateway"].endswith(":8005")
-    assert "gateway" not in {component["name"] for component in ComponentMonitor(None).last_seen()}
+    watching = asyncio.create_task(watch.run())
+    shown = await seen(watch, **{"gateway-1": "silent"})
+    watching.cancel()
+    assert shown["gateway-0"]["url"] == "http://127.0.0.1:9"
+    assert shown["gateway-1"]["url"] == "http://127.0.0.2:9"
+    assert "gateway-0" not in {component["name"] for component in ComponentMonitor(None).last_seen()}
 
 
 async def test_a_page_that_nobody_looks_at_asks_nobody(job_group, monkeypatch):
