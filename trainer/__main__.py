@@ -55,7 +55,6 @@ SkyPilot then kill the others and act on the first rank's exit code."""
 def main() -> int:
     """Run this node's part of the trainer and return its exit code."""
     machine.use_mounted_driver()
-    set_allocator()
     set_compiler()
     if "RANK" not in os.environ:
         try:
@@ -68,6 +67,7 @@ def main() -> int:
         if n_ranks > 1 or engines:
             # Check the settings before any process starts, so that a mistake gives one line and not a traceback a rank.
             return exit_code_of(TrainerSettings.load) or launch_ranks(n_ranks // num_nodes(), beside=engines)
+    set_allocator()  # of a rank alone: engines that sleep cannot have it
     with pause_collection():
         from trainer.run import run_rank
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from services.core import machine
 from services.core.child import API_KEY_FROM_TOKEN
 from services.core.endpoints import Endpoint, num_nodes
-from services.core.errors import DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.machine import ComputeType
 from services.core.processes import Command
@@ -407,6 +407,7 @@ def _flags(settings: RolloutSettings, address: Endpoint, place: EnginePlace) -> 
         flags += ["--lora-target-modules", *LORA_TARGETS, "--max-loras-per-batch", str(LORAS_PER_BATCH)]
     # The memory saver is for GPUs only; without it, SGLang's routes do the same and free nothing.
     if settings.engine_sleeps and place.devices:
+        _check_allocator()
         flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     if settings.engine_deterministic:
         flags += ["--enable-deterministic-inference"]
@@ -418,6 +419,16 @@ def _flags(settings: RolloutSettings, address: Endpoint, place: EnginePlace) -> 
         flags += ["--cuda-graph-max-bs-decode", str(most)]
     # Last, because the last of several values wins.
     return flags + [flag for flag in extra if flag != NO_FLOAT32_HEAD]
+
+
+def _check_allocator() -> None:
+    """Refuse expandable segments, whose memory SGLang's memory saver cannot give back while the engine sleeps."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
+            raise ConfigurationError(
+                f"{name} has expandable_segments:True, with which an engine keeps its memory while it sleeps "
+                "(ENGINE_SLEEPS); remove it from rollout-server's variables"
+            )
 
 
 def _graph_sequences(settings: RolloutSettings, place: EnginePlace) -> int:

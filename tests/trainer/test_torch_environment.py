@@ -7,6 +7,7 @@ import os
 import pytest
 
 from services.core import machine
+from trainer import __main__ as program
 from trainer.__main__ import set_allocator, set_compiler
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -27,6 +28,17 @@ def test_segments_are_expandable_unless_the_user_chose(
     monkeypatch.setattr(os, "environ", dict(given))
     set_allocator()
     assert os.environ.get(NAMES[0]) == expected
+
+
+def test_the_engines_of_a_colocated_node_do_not_get_the_ranks_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str | None] = []
+    monkeypatch.setattr(os, "environ", {"COLOCATE": "true", "ENGINE_SLEEPS": "true", "PATH": os.environ["PATH"]})
+    monkeypatch.setattr(program, "kill_stale_processes", lambda: None)
+    monkeypatch.setattr(
+        program, "launch_ranks", lambda count, beside: started.append(beside[0].variables().get(NAMES[0])) or 0
+    )
+    assert program.main() == 0
+    assert started == [None]
 
 
 COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"

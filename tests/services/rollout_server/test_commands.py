@@ -253,3 +253,15 @@ def test_an_engine_that_sleeps_has_a_memory_saver_on_a_gpu_only() -> None:
     assert not flags & set(sglang().arguments)
     on_cpu = SGLang.command(settings(engine_sleeps=True), BIND, EnginePlace())
     assert not flags & set(on_cpu.arguments)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_engine_that_sleeps_is_refused_memory_that_its_saver_cannot_give_back(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+    with pytest.raises(ConfigurationError, match=f"{name} has expandable_segments:True"):
+        sglang(engine_sleeps=True)
+    sglang()
+    monkeypatch.setenv(name, "expandable_segments:False")
+    sglang(engine_sleeps=True)
