@@ -10,11 +10,9 @@ import contextlib
 import functools
 import os
 import random
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +25,7 @@ from typer import Option
 from local_runner import directory, health, nodes, processes, spec
 from local_runner.certificate import LIMITS, Fault, Strike, as_markdown, certify
 from local_runner.directory import Nodes
-from local_runner.fork import STOP_SECONDS, in_this_python
+from local_runner.fork import in_this_python
 from local_runner.progress import GrowingFile
 from local_runner.run import Command as Command  # refuses settings that are given as options
 from local_runner.run import Env, EnvFiles, NumNodes, RunId, Secrets, SharedDir, Small, read_group
@@ -85,7 +83,12 @@ def main(
         run_dir = shared_dir.resolve() / "runs" / (run_id or nodes.new_run_id(group))
         names = [*overrides.secrets]
         launch = Launch(path, env or (), env_file or (), in_files, names, num_nodes or (), small, shared_dir)
-        start = functools.partial(_started, launch, overrides.secrets)
+        environment = os.environ | overrides.secrets
+
+        def start(run_dir: Path) -> AbstractContextManager[subprocess.Popen[bytes]]:
+            again = launch.again(run_dir.name)
+            return processes.running(in_this_python([*again, "--plain"]), env=environment)
+
         certificate = _disturb_new(group, run_dir, start, plan, undisturbed, is_compared=not no_compare)
     else:
         if env or env_file or secret or num_nodes or small or run_id:
@@ -273,20 +276,6 @@ def _kills_left(run_dir: Path, running: Nodes) -> dict[str, int]:
 
 
 _START = START_MARK.encode()
-
-
-@contextlib.contextmanager
-def _started(launch: Launch, secrets: Mapping[str, str], run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a run, and ask it to stop if this program ends first."""
-    command = in_this_python([*launch.again(run_dir.name), "--plain"])
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with subprocess.Popen(command, env=os.environ | secrets, start_new_session=True) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                process.wait(STOP_SECONDS)
 
 
 def _until(condition: Callable[[], bool], is_over: Callable[[], bool], seconds: float) -> bool:

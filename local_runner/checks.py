@@ -20,11 +20,11 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from local_runner.nodes import Run, gpus_of, node_environment
 from local_runner.spec import JobGroup, TaskSpec, nearest
-from services.core.endpoints import COLOCATE_VARIABLE, Task
+from services.core.endpoints import COLOCATE_VARIABLE, Task, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.files import check_model, check_model_directory
 from services.core.machine import VISIBLE_GPUS_VARIABLE
@@ -33,7 +33,7 @@ from services.core.sources import Source
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
 from services.reward_columns import JUDGES
-from services.reward_server.settings import RELATIVE
+from services.reward_server.settings import RELATIVE, RewardSettings
 
 if TYPE_CHECKING:
     from trainer.config import TrainerSettings
@@ -81,6 +81,15 @@ class Loaded(NamedTuple):
     settings: Settings
 
 
+def by_class(loaded: Sequence[Loaded]) -> dict[str, Loaded]:
+    """Return what was loaded by the name of its class; the trainer's, where collectors read the same class."""
+    found: dict[str, Loaded] = {}
+    for one in loaded:
+        if one.reader.name not in found or one.task.name == Task.TRAINER:
+            found[one.reader.name] = one
+    return found
+
+
 LIBRARIES = (
     *("AWS_", "AZURE_", "CUBLAS_", "CUDA_", "DNNL_", "DYLD_", "FI_", "FLASHINFER_", "GIT_", "GLIBC_", "GLOO_"),
     *("GOMP_", "GOOGLE_", "HF_", "HSA_", "HUGGING", "KMP_", "KUBE", "LC_", "LD_", "LIBC_", "MALLOC_", "MKL_", "NCCL_"),
@@ -93,6 +102,8 @@ LIBRARIES = (
 SYSTEM = {"CI", "DEBUG", "HOME", "HOSTNAME", "LANG", "NO_COLOR", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER"}
 LIKE_A_SETTING = 0.9
 """A library's variable counts as a misspelt setting if it is at least this similar to one (difflib's ratio)."""
+ASK_ENGINES = (Task.GATEWAY, Task.COLLECTOR)
+"""The tasks beside the trainer whose components send requests to the engines."""
 IMPORT_SECONDS = 120.0
 """Longest time that the import of a component's functions may take."""
 ERROR = "error: "
@@ -305,6 +316,12 @@ def check_services(loaded: Sequence[Loaded], group: JobGroup) -> None:
                 f"COLOCATE is false, but job group {group.name} has no rollout-server; take jobgroup.yaml, or leave "
                 "COLOCATE as the file has it"
             )
+        asking = [task for task in group.tasks if task.name in ASK_ENGINES]
+        if apart := [task.name for task in asking if is_colocated(task.environment) != settings.colocate]:
+            raise ConfigurationError(
+                f"{COLOCATE_VARIABLE} is {str(settings.colocate).lower()} for {Task.TRAINER.value}, but not for "
+                f"{' and '.join(apart)}, which would look for the engines elsewhere; give all of them the same value"
+            )
         if missing := [task.value for task in settings.way.services if task not in tasks]:
             raise ConfigurationError(
                 f"ROLLOUT is {settings.rollout.value}, which needs {' and '.join(missing)}, but job group {group.name} "
@@ -336,8 +353,7 @@ def check_judge(loaded: Sequence[Loaded]) -> None:
     Raises:
         ConfigurationError: the trainer would give up first, or evaluations would have no rewards.
     """
-    by_class: dict[str, Any] = {one.reader.name: one.settings for one in loaded}
-    reward, trainer = by_class.get("RewardSettings"), by_class.get("TrainerSettings")
+    reward, trainer = _rewards_and_trainer(loaded)
     if reward is None or trainer is None or not any(name in JUDGES for name in reward.names):
         return
     if reward.judge_seconds >= trainer.service_deadline_seconds:
@@ -355,7 +371,7 @@ def check_judge(loaded: Sequence[Loaded]) -> None:
                 "a function that scores it alone as well, such as math=1, or set EVAL_PROMPTS=0"
             )
 
-    cast("TrainerSettings", trainer).of_sources(check)
+    trainer.of_sources(check)
 
 
 def check_formula(loaded: Sequence[Loaded]) -> None:
@@ -364,8 +380,7 @@ def check_formula(loaded: Sequence[Loaded]) -> None:
     Raises:
         ConfigurationError: GDPO_WEIGHTS names a function that REWARD_FN lacks, or a weight is negative with maxrl.
     """
-    by_class: dict[str, Any] = {one.reader.name: one.settings for one in loaded}
-    reward, trainer = map(by_class.get, ("RewardSettings", "TrainerSettings"))
+    reward, trainer = _rewards_and_trainer(loaded)
     if reward is None or trainer is None or any(own.way.has_turns for own in trainer.by_source().values()):
         return
     if unknown := sorted((trainer.component_weights or {}).keys() - set(reward.names)):
@@ -377,6 +392,12 @@ def check_formula(loaded: Sequence[Loaded]) -> None:
         raise ConfigurationError(
             f"REWARD_FN gives {', '.join(below)} a negative weight, which ADVANTAGE=maxrl cannot have"
         )
+
+
+def _rewards_and_trainer(loaded: Sequence[Loaded]) -> tuple[RewardSettings | None, TrainerSettings | None]:
+    found = {name: one.settings for name, one in by_class(loaded).items()}
+    reward, trainer = map(found.get, ("RewardSettings", "TrainerSettings"))
+    return cast("RewardSettings | None", reward), cast("TrainerSettings | None", trainer)
 
 
 def unchecked_models(run: Run, loaded: Sequence[Loaded]) -> list[str]:

@@ -9,9 +9,7 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sqlite3
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +24,7 @@ import typer
 from rich.filesize import decimal
 
 from local_runner import directory
+from local_runner.processes import running
 from local_runner.spec import env_files
 from local_runner.summary import Launch
 from local_runner.view import duration
@@ -39,8 +38,6 @@ LAUNCH = "launch.json"
 SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
 """The names of variables whose values are not recorded; a fork takes them from its own environment."""
 POLL_SECONDS = 0.5
-STOP_SECONDS = 120.0
-"""Longest wait for a run that was asked to stop."""
 
 
 def main(
@@ -66,6 +63,12 @@ def main(
         raise ConfigurationError(
             f"{parent} has no {LAUNCH}, since `grpo run` did not start it. Give --prepare and a step that has a "
             f"checkpoint, and launch the job as before, with --env RUN_ID={fork.new.name} and the changed settings"
+        )
+    if prepare and not is_whole:
+        other = f"give --at {fork.start}, or " if fork.start else ""
+        raise ConfigurationError(
+            f"--prepare writes a run that goes on from a checkpoint, and {parent} has none of step {at}; {other}leave "
+            "--prepare out"
         )
     command = [] if launch is None else replace(launch, shared_dir=parent.parent.parent).again(fork.new.name)
     print("\n" + shlex.join([*command, *changed]))
@@ -201,7 +204,7 @@ class Fork:
             part.write(hidden / part.path)
         hidden.mkdir(exist_ok=True)
         self._replace(hidden / CHANGES, {change.partition("=")[0].lower() for change in changes})
-        write_json(hidden / FORK, {"parent": self.parent.name, "at": self.at, "changes": changes})
+        write_json(hidden / FORK, {"parent": self.parent.name, "at": self.at, "changes": [*map(_recorded, changes)]})
         hidden.rename(self.new)
 
     def _replace(self, record: Path, names: set[str]) -> None:
@@ -219,11 +222,9 @@ class Fork:
         """
         settings = ["--env", f"CHECKPOINT_EVERY={self.at}", "--env", "CHECKPOINTS_KEPT=9"]
         wanted = self.new / "checkpoints" / f"step-{self.at:06d}"
-        process = subprocess.Popen(in_this_python([*command, *settings]), cwd=where)
-        while process.poll() is None and not wanted.exists():
-            time.sleep(POLL_SECONDS)
-        process.send_signal(signal.SIGINT)
-        process.wait(STOP_SECONDS)
+        with running(in_this_python([*command, *settings]), cwd=where) as process:
+            while process.poll() is None and not wanted.exists():
+                time.sleep(POLL_SECONDS)
         if not wanted.exists():
             raise ConfigurationError(f"{self.new} ended before step {self.at}; see its logs")
         for path in self.new.glob("checkpoints/step-[0-9]*"):

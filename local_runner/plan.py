@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from local_runner.checks import Loaded, ask
+from local_runner.checks import Loaded, ask, by_class
 from local_runner.directory import shown_path
 from local_runner.nodes import Run, gpus_of
 from local_runner.progress import counted
@@ -44,8 +44,8 @@ class Plan:
             ConfigurationError: the data-server would refuse the rows, or they are too few for one step.
         """
         self._run = run
-        tasks = {reader.name: task for task, reader, _ in loaded}
-        self._settings: dict[str, Any] = {reader.name: settings for _, reader, settings in loaded}
+        found = by_class(loaded)
+        self._settings: dict[str, Any] = {name: one.settings for name, one in found.items()}
         self._trainer, self._data = (self._settings.get(name) for name in ("TrainerSettings", "DataSettings"))
         self._rows: dict[str, Any] = {}
         self._needs: dict[str, Any] = {}
@@ -55,11 +55,11 @@ class Plan:
             if find_spec(package) is None:
                 return {}
             try:
-                return dict(json.loads(ask(run, tasks[name], module, *arguments, seconds=READ_SECONDS) or "{}"))
+                return dict(json.loads(ask(run, found[name].task, module, *arguments, seconds=READ_SECONDS) or "{}"))
             except TimeoutError:
                 return {}
             except ConfigurationError as error:
-                raise ConfigurationError(f"{tasks[name].name}: {error}") from error
+                raise ConfigurationError(f"{found[name].task.name}: {error}") from error
 
         of_files = self._data is not None and any(is_path(own.dataset) for own in self._data.by_source().values())
         if self._data is not None and (is_dry_run or of_files):
@@ -70,10 +70,15 @@ class Plan:
                 self._rows = answer("DataSettings", "datasets", "services.data_server.look", *options)
                 if Path(items).exists():
                     answer("RewardSettings", "services", "services.reward_server.own_code", items)
-        if self._trainer is not None and self._rows.get("is_whole"):
+        if self._trainer is not None and self.has_all_rows:
             self._trainer.total_steps(self._rows["train"])
         if is_dry_run and self._trainer is not None and Path(self._trainer.model_name).expanduser().is_dir():
             self._needs = answer("TrainerSettings", "torch", "trainer.preflight")
+
+    @property
+    def has_all_rows(self) -> bool:
+        """True if all rows were read, and not the first ones of a dataset on the hub."""
+        return bool(self._rows.get("is_whole"))
 
     @property
     def rows(self) -> int:
@@ -109,7 +114,7 @@ class Plan:
                     yield f"source {source}: {own.caution}" if source else own.caution
         if self._trainer is not None:
             yield from self._trainer.cautions
-        if self._trainer is not None and self._rows.get("is_whole"):
+        if self._trainer is not None and self.has_all_rows:
             train, held_out = self._rows["train"], self._rows["held_out"]
             batch, wanted, steps = self._trainer.batch_size, self._trainer.max_steps, self._trainer.total_steps(train)
             if train < batch:
@@ -147,8 +152,8 @@ class Plan:
         if data is not None and data.sources is not None:
             yield from (("source", line) for line in data.of_sources(self._source_line).values())
         if trainer is not None:
-            whole = self._rows.get("is_whole")
-            steps = trainer.total_steps(self._rows["train"]) if whole else trainer.max_steps or "as the rows give"
+            all_steps = trainer.total_steps(self._rows["train"]) if self.has_all_rows else trainer.max_steps
+            steps = all_steps or "as the rows give"
             answers = "" if trainer.sources else f" with {_answers(trainer)}"
             yield "steps", f"{steps}, each of {trainer.batch_size} prompts{answers}"
         yield "not by default", ", ".join(dict.fromkeys(self._changed())) or "nothing"

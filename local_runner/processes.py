@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import psutil
 
@@ -29,6 +30,8 @@ MARK = "LOCAL_RUN_MARK"
 POLL_SECONDS = 0.05
 EXEC_SECONDS = 0.02
 KILL_SECONDS = 10.0
+STOP_SECONDS = 120.0
+"""Longest wait for a run that was asked to stop; then it is asked a second time, upon which it ends at once."""
 GRACE_SECONDS = 5.0
 """The time that the processes of a killed runner have to end after SIGTERM."""
 
@@ -133,6 +136,27 @@ def guard(mark: str) -> Iterator[None]:
         start_new_session=True,
     ):
         yield
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a runner in a session of its own, and stop its run if the context ends first; SIGTERM ends the context.
+
+    Args:
+        command: the runner's command line.
+        options: further arguments of Popen.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.send_signal(signal.SIGINT)
 
 
 def main() -> None:

@@ -115,7 +115,9 @@ def _print_changes(before: str, after: str, plan: Plan) -> None:
 
 
 def _advise(plan: Plan) -> None:
-    """Print the reason for the number of rollout nodes, and advice that must be tried on the cluster first."""
+    """Print cautions, the reason for the number of rollout nodes, and advice to try on the cluster first."""
+    for caution in plan.cautions:
+        print(f"caution: {caution}")
     if plan.reason:
         print(plan.reason)
     if Task.ROLLOUT_SERVER not in plan.tiers:

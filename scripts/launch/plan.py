@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -18,12 +20,14 @@ from scripts.launch.sizes import PRESET, Layout, Sizes, Tier, derive, engines_of
 from services.core.endpoints import Task, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
+from services.data_server.settings import DataSettings, named_files
 from services.engines.settings import RolloutSettings
 from trainer.config import Rollout, TrainerSettings
+from trainer.preflight.sizes import Need
 
 ROOT = Path(__file__).parents[2]
 VOLUME = ROOT / "jobgroups" / "volume.yaml"
-COLOCATED = ROOT / "jobgroups/colocated.yaml"
+ASYNC, COLOCATED = ROOT / "jobgroups/async.yaml", ROOT / "jobgroups/colocated.yaml"
 IMAGES = {Task.TRAINER.value: "trainer", Task.ROLLOUT_SERVER.value: "rollout"}
 """The Dockerfile's target by task; all other tasks have ``services``, and a trainer with engines ``colocated``."""
 TAGGED = re.compile(r"[^@]*[^/:@]:[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -59,6 +63,14 @@ class Plan:
     """The tasks and keys whose values the preset gives, because no option does."""
     reason: str
     """The reason for the number of rollout nodes; empty where it is the file's or the option's."""
+    trainer: TrainerSettings
+    """The trainer's settings on the cluster."""
+    rollout: RolloutSettings
+    """Those of the engines."""
+    need: Need
+    """The trainer's bytes on the first choice of GPUs."""
+    cautions: list[str]
+    """Sentences on what is allowed but probably a mistake."""
     volume: int
     """Gibibytes of the volume."""
     text: str
@@ -87,14 +99,16 @@ def plan_of(
             as keep both tiers busy. None: the file's.
     """
     before = file.read_text()
-    written = job_group_text.values(before)[Task.TRAINER, "envs.MODEL_NAME"]
+    written = job_group_text.values(before).get((Task.TRAINER, "envs.MODEL_NAME"), "")
     model = find_model(size.model or options.get("MODEL_NAME") or written)
     settings = {**(preset or {}), **options, "MODEL_NAME": model.name}
     tiers = _tiers(before, size if preset is None else replace(size, trainer_nodes=size.trainer_nodes or 1))
     group = spec.load(file, spec.Overrides(settings | chosen, secrets))
     checks.check_names(group, settings | chosen | secrets, {})
     is_open = preset is not None and not size.rollout_nodes and not OTHER_ENGINES.intersection(options)
-    chosen_tiers, sizes, reason = _sizes(group, model, tiers, options, is_open=is_open)
+    loaded = _loaded(group)
+    trainer, rollout = _settings(loaded, group, options)
+    chosen_tiers, sizes, reason = _sizes(trainer, rollout, model, tiers, is_open=is_open)
     wanted = sizes.derived | settings | chosen
     changes = sizes.changes | variables_of(group, wanted) | _images(group, image)
     of_preset = set() if preset is None else _of_preset(changes, size, preset.keys() - options.keys())
@@ -107,6 +121,10 @@ def plan_of(
         derived=sizes.derived.keys() - settings.keys(),
         preset=of_preset,
         reason=reason,
+        trainer=trainer,
+        rollout=rollout,
+        need=sizes.need,
+        cautions=[*_left_behind(loaded)],
         volume=max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text())["size"]))),
         text=job_group_text.edited(before, changes),
     )
@@ -179,7 +197,7 @@ def job_group_of(
         return ROOT / "jobgroups/agent.yaml", {"AGENT": agent} | mode
     if environment:
         return ROOT / "jobgroups/environment.yaml", {"ENVIRONMENT": environment} | mode
-    return ROOT / ("jobgroups/async.yaml" if asynchronous else "jobgroup.yaml"), {}
+    return ASYNC if asynchronous else ROOT / "jobgroup.yaml", {}
 
 
 def colocated_group(options: Mapping[str, str], size: Size, others: Sequence[object]) -> tuple[Path, dict[str, str]]:
@@ -209,7 +227,7 @@ def colocated_group(options: Mapping[str, str], size: Size, others: Sequence[obj
 def preset_of(options: Mapping[str, str], file: Path) -> dict[str, str]:
     """Return the settings of PRESET that go with the options: NCCL needs engines with CUDA and GPUs of their own."""
     preset = spec.env_file(PRESET)
-    if OTHER_ENGINES.intersection(options) or file == COLOCATED:
+    if OTHER_ENGINES.union({"PUBLISH_DELTA"}).intersection(options) or file.resolve() == COLOCATED:
         del preset["PUBLISH_TRANSPORT"]
     return preset
 
@@ -229,26 +247,84 @@ def _tiers(text: str, size: Size) -> dict[str, Tier]:
         (Task.TRAINER, size.trainer_nodes, size.gpus),
     ):
         if task in written:
-            choices = gpus or ",".join(written[task]["resources"]["accelerators"])
-            tiers[task.value] = Tier(count or written[task]["num_nodes"], parse_gpus(choices))
+            choices = gpus or ",".join(accelerators(written[task]))
+            if not choices:
+                raise ConfigurationError(f"{task.value} has no `accelerators`; give --gpus, such as --gpus H100:8")
+            tiers[task.value] = Tier(count or written[task].get("num_nodes", 1), parse_gpus(choices))
     return tiers
 
 
+def has_engines(file: Path) -> bool:
+    """Return whether a task of a job group's file runs engines, such as a rollout-server."""
+    return any(Task.ROLLOUT_SERVER in task.components for task in spec.load(file).tasks)
+
+
+def accelerators(document: Mapping[str, Any]) -> list[str]:
+    """Return the GPUs that a task's document asks for, NAME:COUNT each, in any of the forms that SkyPilot reads."""
+    given = document.get("resources", {}).get("accelerators") or []
+    if isinstance(given, str):
+        return [given]
+    return [f"{name}:{count}" for name, count in given.items()] if isinstance(given, Mapping) else list(given)
+
+
+def _loaded(group: spec.JobGroup) -> list[checks.Loaded]:
+    """Load the settings of all tasks as the nodes of a cluster will."""
+    with nodes.allocate(group) as addresses:
+        run = Run(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
+        return checks.load_all(run)
+
+
+def _left_behind(loaded: Sequence[checks.Loaded]) -> Iterator[str]:
+    """Yield a sentence for each model and file of this machine that SkyPilot does not upload."""
+    ignored = [line[1:] for line in (ROOT / ".skyignore").read_text().splitlines() if line.startswith("/")]
+    named: dict[str, str] = {}
+    for _, _, settings in loaded:
+        named |= {path: "MODEL_NAME" for path in [getattr(settings, "model_name", None)] if path}
+        named |= dict.fromkeys(getattr(settings, "teacher_models", ()), "TEACHER_MODEL")
+        for own in settings.by_source().values() if isinstance(settings, DataSettings) else ():
+            named |= {str(path): variable for variable, path in named_files(own).items()}
+    for path, variable in named.items():
+        if Path(path).is_absolute() or not Path(path).exists():
+            continue
+        is_below = Path(path).resolve() == (ROOT / path).resolve()
+        if not is_below or any(fnmatch(Path(path).parts[0], pattern) for pattern in ignored):
+            yield (
+                f"nodes do not get {variable}={path}: SkyPilot uploads what is below {ROOT}, without what .skyignore "
+                "names; put it there, or on the volume, as in /shared/models/NAME"
+            )
+
+
+def _settings(
+    loaded: Sequence[checks.Loaded], group: spec.JobGroup, options: Mapping[str, str]
+) -> tuple[TrainerSettings, RolloutSettings]:
+    """Check how the settings of the tasks go together, and return those of the trainer and of the engines.
+
+    Raises:
+        ConfigurationError: they do not go together, or not with the job group's services.
+    """
+    checks.check_judge(loaded)
+    checks.check_formula(loaded)
+    checks.check_services(loaded, group)
+    found = {name: one.settings for name, one in checks.by_class(loaded).items()}
+    trainer, rollout = found.get("TrainerSettings"), found.get("RolloutSettings")
+    if not isinstance(trainer, TrainerSettings) or not isinstance(rollout, RolloutSettings):
+        raise ConfigurationError(
+            f"job group {group.name} has no {Task.TRAINER.value} with engines, whose sizes could be derived; launch it "
+            "with `sky jobs launch`"
+        )
+    if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
+        rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
+    return trainer, rollout
+
+
 def _sizes(
-    group: spec.JobGroup, model: Model, tiers: dict[str, Tier], options: Mapping[str, str], *, is_open: bool
+    trainer: TrainerSettings, rollout: RolloutSettings, model: Model, tiers: dict[str, Tier], *, is_open: bool
 ) -> tuple[dict[str, Tier], Sizes, str]:
-    """Check all settings, and return the nodes and the sizes that follow from them.
+    """Return the nodes and the sizes that follow from the settings.
 
     The number of rollout nodes, if it ``is_open``, is chosen, and the reason returned. It stays where agents or
     environments answer the prompts, because the time that they take is unknown.
     """
-    with nodes.allocate(group) as addresses:
-        run = Run(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
-        loaded = checks.load_all(run)
-    [trainer] = [one for task, _, one in loaded if isinstance(one, TrainerSettings) and task.name == Task.TRAINER]
-    [rollout] = [one for _, _, one in loaded if isinstance(one, RolloutSettings)]
-    if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
-        rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
     sizes = derive(trainer, rollout, model, tiers.get(Task.ROLLOUT_SERVER), tiers[Task.TRAINER])
     if (
         not is_open

@@ -67,11 +67,13 @@ def check_image(image: str) -> str:
         try:
             ask()
         except HTTPError as error:
-            challenge = dict(re.findall(r'(\w+)="([^"]*)"', error.headers.get("WWW-Authenticate", "")))
-            if "realm" not in challenge:
+            header = error.headers.get("WWW-Authenticate", "")
+            challenge = dict(re.findall(r'(\w+)="([^"]*)"', header))
+            if not header.lower().startswith("bearer") or "realm" not in challenge:
                 raise
             scope = f"service={challenge.get('service', '')}&scope=repository:{repository}:pull"
-            token = json.loads(_get(f"{challenge['realm']}?{scope}"))["token"]
+            reply = json.loads(_get(f"{challenge['realm']}?{scope}"))
+            token = reply.get("token") or reply.get("access_token", "")
             ask(Authorization=f"Bearer {token}")
     except HTTPError as error:
         if error.code == 404:

@@ -88,6 +88,8 @@ class Sizes:
     derived: dict[str, str]
     """The settings that follow: MIN_WORKERS for the GPUs that have the fewest engines, and on GPUs that the trainer
     shares ENGINE_MAX_TOTAL_TOKENS for those with the least room."""
+    need: Need
+    """The trainer's bytes on the first choice of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -190,16 +192,17 @@ def derive(
             f"leave it out, or give more --rollout-nodes"
         )
     written: dict[tuple[str, str], str] = {}
-    volume = 0
+    volume, needs = 0, {gpus: trainer_need(settings, shape, trainer, gpus) for gpus in trainer.choices}
     for gpus, rollout_gpus in itertools.product(trainer.choices, rollout.choices):
-        need = trainer_need(settings, shape, trainer, gpus)
+        need = needs[gpus]
         layout = Layout(rollout.nodes, rollout_gpus.count, trainer.nodes, gpus.count)
         for key, value in changes(model, layout, need, engines[rollout_gpus], int(settings.publish_delta)).items():
             written[key] = max(written.get(key, value), value, key=_amount)
         volume = max(volume, volume_gibibytes(need))
     for task, tier in (("rollout-server", rollout), ("ppo-trainer", trainer)):
         written[task, "resources.accelerators"] = f"[{', '.join(map(str, tier.choices))}]"
-    return Sizes(written, volume, {"MIN_WORKERS": str(min_workers(rollout.nodes, min(engines.values())))})
+    derived = {"MIN_WORKERS": str(min_workers(rollout.nodes, min(engines.values())))}
+    return Sizes(written, volume, derived, needs[trainer.choices[0]])
 
 
 def _derive_colocated(
@@ -208,6 +211,7 @@ def _derive_colocated(
     """Return the sizes of a group whose trainer's nodes run the engines; see ``derive``."""
     written: dict[tuple[str, str], str] = {}
     volume, tokens, engines = 0, sys.maxsize, sys.maxsize
+    needs: list[Need] = []
     for gpus in trainer.choices:
         split = split_of(rollout_settings, model, gpus)
         # Room for one answer, if not for those of the settings; what is left over comes after that.
@@ -225,10 +229,11 @@ def _derive_colocated(
             name = ("ppo-trainer", f"resources.{key}")
             written[name] = max(written.get(name, ""), f"{size}+", key=_amount)
         volume = max(volume, volume_gibibytes(need))
+        needs.append(need)
     written["ppo-trainer", "num_nodes"] = str(trainer.nodes)
     written["ppo-trainer", "resources.accelerators"] = f"[{', '.join(map(str, trainer.choices))}]"
     derived = {"MIN_WORKERS": min_workers(trainer.nodes, engines), "ENGINE_MAX_TOTAL_TOKENS": tokens // 1024 * 1024}
-    return Sizes(written, volume, {name: str(value) for name, value in derived.items()})
+    return Sizes(written, volume, {name: str(value) for name, value in derived.items()}, needs[0])
 
 
 def trainer_need(

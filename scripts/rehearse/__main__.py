@@ -48,7 +48,7 @@ def main(
     keep: Annotated[Path | None, Option(metavar="DIR", help="Keep the run and the stand-in in this directory.")] = None,
 ) -> None:
     """Try a launch here before renting GPUs: its data, template, rewards and agents, with a stand-in for the model."""
-    from scripts.launch.plan import Size, group_of, plan_of, preset_of
+    from scripts.launch.plan import ASYNC, COLOCATED, Size, group_of, has_engines, plan_of, preset_of
     from scripts.rehearse import stand_in
     from scripts.rehearse.rehearsal import Rehearsal, default_model
 
@@ -58,8 +58,11 @@ def main(
     secrets = spec.assignments(secret or [], "--secret")
     target = model or options.get("MODEL_NAME") or default_model()
     size = Size(target, rollout_nodes, trainer_nodes, gpus, rollout_gpus)
-    default, chosen = group_of(options, size, colocate=colocate, asynchronous=asynchronous)
-    file = default if path is None else spec.find(path)
+    own = None if path is None else spec.find(path).resolve()
+    colocate, asynchronous = colocate or own == COLOCATED, asynchronous or own == ASYNC
+    file, chosen = group_of(options, size, colocate=colocate, asynchronous=asynchronous)
+    if is_own := own is not None and own != file:
+        file, chosen, stock = own, {}, True
     preset = None if stock else preset_of(options, file)
     os.environ |= secrets
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
@@ -69,23 +72,32 @@ def main(
         rehearsal = Rehearsal(file, (preset or {}) | options | chosen, secrets, target, small, folder)
         rehearsal.introduce()
         plan: Plan | None = None
-        with rehearsal.refusals():
-            plan = plan_of(file, size, options, chosen, secrets, None, preset)
+        if has_engines(file):
+            with rehearsal.refusals():
+                plan = plan_of(file, size, options, chosen, secrets, None, preset)
         rehearsal.check(right, plan)
         if steps:
             rehearsal.run(steps, minutes)
     flags = {"--async": asynchronous, "--colocate": colocate, "--stock": stock}
-    given = {"--env-file": env_file or (), "--env": env or (), "--secret": [*secrets]}
-    raise typer.Exit(rehearsal.verdict(_launch_command(target, size, flags, given)))
+    given: dict[str, Sequence[object]] = {"--env-file": env_file or (), "--env": env or (), "--secret": [*secrets]}
+    command = _launch_command(target, size, flags, given)
+    if is_own:
+        given["--env"] = [f"MODEL_NAME={target}", *given["--env"]]
+        command = shlex.join(["sky", "jobs", "launch", str(path), *_words(given)])
+    raise typer.Exit(rehearsal.verdict(command))
+
+
+def _words(given: Mapping[str, Sequence[object]]) -> list[str]:
+    return [word for name, values in given.items() for value in values for word in (name, str(value))]
 
 
 def _launch_command(target: str, size: Size, flags: Mapping[str, bool], given: Mapping[str, Sequence[object]]) -> str:
-    """Return the command that launches what was rehearsed."""
+    """Return the command by which `grpo launch` launches what was rehearsed."""
     sizes = {"--gpus": size.gpus, "--rollout-gpus": size.rollout_gpus, "--rollout-nodes": size.rollout_nodes}
     sizes |= {"--trainer-nodes": size.trainer_nodes}
     options = {name: [value] for name, value in sizes.items() if value} | dict(given)
-    words = [word for name, values in options.items() for value in values for word in (name, str(value))]
-    return shlex.join(["grpo", "launch", "--model", target, *(flag for flag in flags if flags[flag]), *words])
+    chosen = (flag for flag, is_chosen in flags.items() if is_chosen)
+    return shlex.join(["grpo", "launch", "--model", target, *chosen, *_words(options)])
 
 
 if __name__ == "__main__":

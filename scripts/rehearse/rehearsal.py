@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import statistics
 import subprocess
-import sys
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +18,9 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoConfig
 
-from local_runner import checks, directory, nodes, spec
+from local_runner import checks, directory, nodes, processes, spec
 from local_runner.doctor import checks_before_rows
+from local_runner.fork import in_this_python
 from local_runner.plan import Plan
 from local_runner.progress import counted
 from local_runner.run import read_group
@@ -31,16 +30,16 @@ from scripts.launch.models import MEMORY, WEIGHT_BYTES
 from scripts.launch.plan import Plan as LaunchPlan
 from scripts.launch.plan import layout_of
 from scripts.launch.prediction import Batch, generate_seconds, train_seconds
-from scripts.launch.sizes import cached_sequences, engines_of, publishing, trainer_need
+from scripts.launch.sizes import cached_sequences, engines_of, publishing
 from scripts.rehearse import stand_in
 from services.chat.prompts import IGNORES_TOOLS, ChatPrompts
 from services.chat.tokenizers import load_tokenizer
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
+from services.core.files import remove_directory
 from services.core.models import context_length
 from services.data_server.settings import PromptStyle
 from services.embedded_engine.compute.loading import end_token_ids
-from services.engines.settings import RolloutSettings
 from services.http.problems import ProblemError
 from trainer.config import Mode, TrainerSettings
 from trainer.preflight.check import gigabytes
@@ -58,12 +57,14 @@ RANDOM_TOKENS = 64
 """Most tokens of a completion of random weights, which seldom ends by itself."""
 LEFT_OUT_SHARE = 0.1
 """The share of rows that are left out from which on the data count as a mistake."""
+ITEMS = "items.jsonl"
+"""The file with what rewards get of each prompt."""
 REWARD_SECONDS = 300.0
 """Longest time of the answers that are scored before the run."""
 LEAST_SCORE_SECONDS = 1.0
 """The seconds of a step's rewards from which on they can be too slow: in a shorter step they cost little."""
-STOP_SECONDS = 60.0
-"""Longest wait for a run that was interrupted."""
+RUN_ID = "rehearsal"
+"""The id of the run."""
 
 
 def default_model() -> str:
@@ -111,8 +112,15 @@ class Rehearsal:
             self.change(str(error))
             self.is_refused |= stop_run
 
+    @property
+    def run_dir(self) -> Path:
+        """The directory of the run."""
+        return self.folder / "runs" / RUN_ID
+
     def introduce(self) -> None:
-        """Print what stands in for the model."""
+        """Print what stands in for the model, and remove what an earlier rehearsal has left in the directory."""
+        remove_directory(self.run_dir)
+        (self.folder / ITEMS).unlink(missing_ok=True)
         size = f"{self.small.parameters / 1e6:.1f}M parameters"
         text = f"{self.target} itself, {size}"
         if self.small.is_random:
@@ -133,17 +141,17 @@ class Rehearsal:
         with self.refusals(stop_run=True):
             group, *_ = read_group(self.file, self._settings({}), [], list(self.secrets), [], small=True)
             with nodes.allocate(group) as addresses:
-                run = nodes.Run(group, "rehearsal", self.folder, addresses, mark=f"rehearsal-{uuid.uuid4().hex}")
+                run = nodes.Run(group, RUN_ID, self.folder, addresses, mark=f"rehearsal-{uuid.uuid4().hex}")
                 loaded = checks.load_all(run)
                 for part in checks_before_rows(run, loaded).values():
                     with self.refusals(stop_run=True):
                         part()
-                settings: dict[str, Any] = {one.reader.name: one.settings for one in loaded}
+                settings: dict[str, Any] = {name: one.settings for name, one in checks.by_class(loaded).items()}
                 self.prompts = max(self.prompts, len(settings["TrainerSettings"].by_source()))
                 self._check_template(settings)
-                items = self.folder / "items.jsonl"
+                items, has_all_rows = self.folder / ITEMS, False
                 with self.refusals(stop_run=True):
-                    self._show_rows(Plan(run, loaded, is_dry_run=True, items_file=items))
+                    has_all_rows = self._show_rows(Plan(run, loaded, is_dry_run=True, items_file=items))
                 if items.exists():
                     prompts = [json.loads(line) for line in items.open()]
                     self._check_lengths(settings, prompts)
@@ -151,7 +159,8 @@ class Rehearsal:
                     with self.refusals():
                         tried = self._check_rewards(run, loaded, settings, items, right)
                     if plan is not None:
-                        self._predict(plan, settings, prompts, tried)
+                        lengths = [length for *_, length in prompts]
+                        self._predict(plan, lengths, tried, has_all_rows=has_all_rows)
 
     def _check_template(self, settings: Mapping[str, Any]) -> None:
         """Check the end tokens, and what conversations need of the chat template."""
@@ -187,8 +196,8 @@ class Rehearsal:
                 "generation_config.json"
             )
 
-    def _show_rows(self, plan: Plan) -> None:
-        """Print the rows that are left out and the cautions of a dry run."""
+    def _show_rows(self, plan: Plan) -> bool:
+        """Print the rows that are left out and the cautions of a dry run; return whether all rows were read."""
         for caution in plan.cautions():
             self.line("note", caution)
         if plan.left_out:
@@ -196,6 +205,7 @@ class Rehearsal:
             self.line("rows left out", f"{n} of {total} ({counted(plan.left_out)})")
             if n >= LEFT_OUT_SHARE * total:
                 self.change(f"{n} of {total} rows are left out: {counted(plan.left_out)}; correct them, or remove them")
+        return plan.has_all_rows
 
     def _check_lengths(self, settings: Mapping[str, Any], prompts: Sequence[Any]) -> None:
         """Print the prompts' tokens, and compare them and the longest answer with the context."""
@@ -224,12 +234,13 @@ class Rehearsal:
 
         Agents and environments, whose rewards are their own, are left to the run.
         """
-        trainer, tasks = settings["TrainerSettings"], {one.reader.name: one.task for one in loaded}
+        trainer = settings["TrainerSettings"]
         scored = [source for source, own in trainer.by_source().items() if not own.way.has_turns]
-        if not scored or not trainer.needs_rewards or "RewardSettings" not in tasks:
+        if not scored or not trainer.needs_rewards or "RewardSettings" not in settings:
             return None
         module, arguments = "services.reward_server.own_code", (str(items), "--answers", right)
-        tried = json.loads(checks.ask(run, tasks["RewardSettings"], module, *arguments, seconds=REWARD_SECONDS))
+        task = checks.by_class(loaded)["RewardSettings"].task
+        tried = json.loads(checks.ask(run, task, module, *arguments, seconds=REWARD_SECONDS))
         for source in scored:
             self._check_reward(settings["RewardSettings"].by_source()[source].reward_fn, source, tried[source])
         seconds = sum(one["seconds"] for one in tried.values())
@@ -259,24 +270,27 @@ class Rehearsal:
                 "give its form as --right 'TEXT {}'"
             )
 
-    def _predict(
-        self, plan: LaunchPlan, settings: Mapping[str, Any], prompts: Sequence[Any], rate: float | None
-    ) -> None:
-        """Print the memory, the seconds of a step and the GPU-hours of the launch; compare rewards with the rest."""
-        trainer: TrainerSettings = settings["TrainerSettings"]
-        rollout: RolloutSettings = settings["RolloutSettings"]
-        tier, layout = plan.tiers[Task.TRAINER], layout_of(plan.tiers)
-        need = trainer_need(
-            trainer.model_copy(update={"record_groups": "off"}), plan.model.shape, tier, tier.choices[0]
-        )
-        parts = ", ".join(f"{part} {gigabytes(size)}" for part, size in need.device.items())
+    def _predict(self, plan: LaunchPlan, lengths: Sequence[int], rate: float | None, *, has_all_rows: bool) -> None:
+        """Print the memory, the seconds of a step and the GPU-hours of the launch; compare rewards with the rest.
+
+        Args:
+            plan: the launch.
+            lengths: the tokens of each prompt.
+            rate: answers that the rewards score a second here; None where there are none.
+            has_all_rows: False if there may be more prompts.
+        """
+        for caution in plan.cautions:
+            self.line("caution", caution)
+        trainer, tier, layout = plan.trainer, plan.tiers[Task.TRAINER], layout_of(plan.tiers)
+        parts = ", ".join(f"{part} {gigabytes(size)}" for part, size in plan.need.device.items())
         has = gigabytes(MEMORY[layout.trainer_card])
-        self.line("trainer's GPUs", f"{gigabytes(need.total('device'))} of {has} each: {parts}")
-        tokens = round(statistics.fmean(length for *_, length in prompts))
+        self.line("trainer's GPUs", f"{gigabytes(plan.need.total('device'))} of {has} each: {parts}")
+        tokens = round(statistics.fmean(lengths))
         batch = replace(Batch.of(trainer), prompt_tokens=tokens)
-        engines = engines_of(rollout, plan.model, plan.tiers.get(Task.ROLLOUT_SERVER, tier).choices[0])
+        engines = engines_of(plan.rollout, plan.model, plan.tiers.get(Task.ROLLOUT_SERVER, tier).choices[0])
         gpus, memory = layout.rollout_gpus // engines, MEMORY[layout.rollout_card]
-        held = cached_sequences(plan.model, tokens + batch.longest, gpus, memory)
+        answer, limit = tokens + batch.longest, plan.variables.get("ENGINE_MAX_TOTAL_TOKENS")
+        held = int(limit) // answer if limit else cached_sequences(plan.model, answer, gpus, memory)
         weights = gigabytes(plan.model.parameters * WEIGHT_BYTES)
         self.line("engines", f"{weights} of weights on {gpus} x {gigabytes(memory)}, room for {held} longest answers")
         alone = replace(layout, rollout_gpus=gpus, rollout_nodes=layout.rollout_nodes * engines)
@@ -288,14 +302,14 @@ class Rehearsal:
         }
         rollouts, learning = seconds["generate"] + seconds["score"], seconds["train"] + seconds["publish"]
         step = max(rollouts, learning) if trainer.mode is Mode.ASYNC else rollouts + learning
-        steps = trainer.total_steps(len(prompts))
         phases = ", ".join(f"{phase} {value:.1f} s" for phase, value in seconds.items())
         self.line("step on GPUs", f"expected {step:.0f} s: {phases} (docs/scaling.md)")
-        hours = steps * step * layout.gpus / 3600
-        self.line(
-            "launch",
-            f"expected {duration(steps * step)} for {steps} steps, {hours:.1f} GPU-hours on {layout.gpus} GPUs",
-        )
+        hours = step * layout.gpus / 3600
+        if steps := trainer.total_steps(len(lengths)) if has_all_rows else trainer.max_steps:
+            text = f"expected {duration(steps * step)} for {steps} steps, {steps * hours:.1f} GPU-hours"
+        else:
+            text = f"expected {hours:.2g} GPU-hours a step, of which there are as many as the dataset's rows give,"
+        self.line("launch", f"{text} on {layout.gpus} GPUs")
         if seconds["score"] > max(step / 2, LEAST_SCORE_SECONDS):
             self.change(
                 f"rewards would take {seconds['score']:.0f} s of a step of {step:.0f} s: {rate:.1f} answers/s here, "
@@ -316,24 +330,21 @@ class Rehearsal:
             small=True,
             shared_dir=self.folder,
         )
-        command = [sys.executable, "-m", "scripts.grpo", *launch.again("rehearsal")[1:], "--plain"]
-        with (self.folder / "output.txt").open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        command = in_this_python([*launch.again(RUN_ID), "--plain"])
+        with (
+            (self.folder / "output.txt").open("w") as output,
+            processes.running(command, stdout=output, stderr=subprocess.STDOUT) as process,
+        ):
             try:
                 process.wait(60 * minutes)
             except subprocess.TimeoutExpired:
                 self.change(f"the run took more than --minutes {minutes:g}; its logs are kept with --keep DIR")
-            finally:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGINT)
-                    process.wait(STOP_SECONDS)
-        run_dir = self.folder / "runs" / "rehearsal"
-        if error := directory.error_of(run_dir):
+        if error := directory.error_of(self.run_dir):
             self.change(f"the run failed: {error}")
         elif process.returncode and not self.changes:
             lines = (self.folder / "output.txt").read_text().splitlines() or ["nothing"]
             self.change(f"the run ended with exit code {process.returncode}; it printed last: {lines[-1]}")
-        self._read(run_dir)
+        self._read()
 
     def _sizes(self, steps: int) -> dict[str, str]:
         """Return the settings of a small run."""
@@ -345,8 +356,9 @@ class Rehearsal:
             sizes["MAX_NEW_TOKENS"] = min(most, asked["MAX_NEW_TOKENS"])
         return {name: str(size) for name, size in sizes.items()}
 
-    def _read(self, run_dir: Path) -> None:
-        """Print what a run recorded, and add the failures of its answers to the changes."""
+    def _read(self) -> None:
+        """Print what the run recorded, and add the failures of its answers to the changes."""
+        run_dir = self.run_dir
         lines = [json.loads(line) for line in _lines(run_dir / "metrics.jsonl")]
         samples = [json.loads(line) for line in _lines(run_dir / "samples.jsonl")]
         text = "random text: " if self.small.is_random else ""

@@ -39,7 +39,7 @@ TRIED_SECONDS = 20.0
 MOST_FAILURES = 12
 """No further row is tried after so long, or after so many answers without a reward."""
 NONSENSE = "zvqx 0.000017 wumb"
-FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+FORMS = ("{}", "#### {}", "\\boxed{{}}", "<answer>{}</answer>")
 """The forms in which the built-in rewards read an answer, besides that of ``--answers``."""
 
 
@@ -163,7 +163,8 @@ async def _try_rows(
     rows: list[dict[str, float | None]] = []
     failures: list[str] = []
     for prompt_id, item in chosen:
-        texts = [one.format(item["ground_truth"]) for one in dict.fromkeys((form, *FORMS)) if item["ground_truth"]]
+        truth, forms = item["ground_truth"], dict.fromkeys((form, *FORMS))
+        texts = [one.replace("{}", truth) for one in forms] if truth else []
         texts += ["", NONSENSE]
         fields = {"completion_tokens": 1, "finish_reason": "stop"}
         tried = [RewardItem(**item | fields | {"response": text}) for text in texts]

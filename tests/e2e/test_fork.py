@@ -77,6 +77,20 @@ def test_without_the_replay_buffer_a_fork_is_another_run(base: System, tiny_mode
     assert metrics(forked)[2] != metrics(base.run_dir)[2]
 
 
+def test_only_a_run_that_goes_on_from_a_checkpoint_is_prepared(base: System) -> None:
+    command = [sys.executable, "-m", "scripts.grpo", "fork", str(base.run_dir), "--at", "3", "--prepare"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert "has none of step 3; give --at 2, or leave --prepare out" in done.stderr
+    assert done.returncode != 0
+    assert not base.run_dir.with_name("base-at-3").exists()
+
+
+def test_a_secret_is_not_in_the_record_of_a_fork(base: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork(base, "--at", "2", "--run-id", "secret", "--prepare", "--env", "WANDB_API_KEY=abc")
+    record = json.loads((base.run_dir.with_name("secret") / "fork.json").read_text())
+    assert record["changes"] == ["WANDB_API_KEY"]
+
+
 def test_a_fork_with_a_change_differs_from_the_next_step_on(base: System) -> None:
     fork(base, "--at", "2", "--env", "LEARNING_RATE=1e-3", "--run-id", "faster")
     forked = base.run_dir.with_name("faster")

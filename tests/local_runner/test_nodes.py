@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -313,6 +314,26 @@ def test_engines_on_the_trainers_nodes_need_a_group_and_settings_that_fit(file, 
     group = spec.load(Path(__file__).parents[2] / file, spec.Overrides(environment=variables))
     with pytest.raises(ConfigurationError, match=refusal):
         checks.check_services(checks.load_all(run_of(*group.tasks)), group)
+
+
+def test_a_gateway_that_looks_for_engines_elsewhere_is_refused():
+    given = {
+        "COLOCATE": "true",
+        "ENGINE_SLEEPS": "true",
+        "PUBLISH_TRANSPORT": "disk",
+        "AGENT": "mine:solve",
+        "ROLLOUT": "agent",
+    }
+    root = Path(__file__).parents[2]
+    colocated = spec.load(root / "jobgroups/colocated.yaml", spec.Overrides(environment=given))
+    agent = spec.load(root / "jobgroups/agent.yaml", spec.Overrides(environment={"AGENT": "mine:solve"}))
+    [gateway] = [task for task in agent.tasks if task.name == "gateway"]
+    for variables, refusal in ({}, "but not for gateway"), ({"COLOCATE": "true"}, None):
+        task = replace(gateway, environment={**gateway.environment, **variables})
+        group = replace(colocated, tasks=(*colocated.tasks, task))
+        loaded = checks.load_all(run_of(*group.tasks))
+        with nullcontext() if refusal is None else pytest.raises(ConfigurationError, match=refusal):
+            checks.check_services(loaded, group)
 
 
 def test_a_machine_without_gpus_has_none_per_node():

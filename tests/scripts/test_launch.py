@@ -19,7 +19,7 @@ from local_runner import spec
 from scripts.launch import job_group_text, skypilot
 from scripts.launch.__main__ import main
 from scripts.launch.models import find_model
-from scripts.launch.plan import job_group_of
+from scripts.launch.plan import accelerators, job_group_of
 from scripts.launch.prediction import Batch, trainer_work
 from scripts.launch.sizes import Layout, changes, volume_gibibytes
 from services.core.errors import ConfigurationError
@@ -360,8 +360,12 @@ def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model
         (["--model", "8B", "--gpus", "H100:0"], "expected NAME:COUNT"),
         (["--model", "8B", "--gpus", "H100 8"], "expected NAME:COUNT"),
         (["--model", "0.5B", "--trainer-nodes", "0"], "--trainer-nodes"),
-        (["--model", "8B", "--stock"], r"needs 79.1 GiB of GPU memory"),
-        (["--model", "8B", "--stock"], "--gpus H100:2, or with CPU_OFFLOAD=true and 247.1 GiB of host memory"),
+        (["--model", "8B", "--stock"], "needs 79.2 GiB of GPU memory"),
+        (["--model", "8B", "--stock"], "It fits with MICRO_BATCH_TOKENS=2048."),
+        (
+            ["--model", "8B", "--trainer-nodes", "1", "--stock"],
+            "--gpus H100:4, or with CPU_OFFLOAD=true and 247.1 GiB of host memory",
+        ),
         (
             ["--model", "1.5B", "--gpus", "L4:1", "--trainer-nodes", "1", "--stock"],
             "with --gpus L4:2, or with CPU_OFFLOAD=true and 49.0 GiB of host memory on each node, or with LORA_RANK",
@@ -381,6 +385,12 @@ def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model
         (["--model", "0.5B", "--env", "BATCHSIZE=4"], "the nearest setting is BATCH_SIZE"),
         (["--model", "0.5B", "--env", "BATCH_SIZE=none"], "BATCH_SIZE"),
         (["--model", "0.5B", "--agent", "a:b", "--environment", "c:d"], "not both"),
+        (
+            ["--model", "0.5B", "--env", "ROLLOUT=program", "--env", "AGENT_COMMAND=true"],
+            "ROLLOUT is program, which needs gateway",
+        ),
+        (["--model", "0.5B", "--env", "ADVANTAGE=gdpo", "--env", "GDPO_WEIGHTS=tone=1"], "GDPO_WEIGHTS names tone"),
+        (["--model", "0.5B", "--gpus", "H100:1", "--colocate", "--env", "COLOCATE=false"], "COLOCATE is false"),
     ],
 )
 def test_what_cannot_run_is_refused_with_what_would(
@@ -388,6 +398,34 @@ def test_what_cannot_run_is_refused_with_what_would(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert said in refusal(tmp_path, *arguments)
+
+
+def test_a_file_that_nodes_do_not_get_is_said(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_model.parent)
+    output, _ = launch(tmp_path, "--model", tiny_model.name, "--gpus", "L4:1")
+    assert f"caution: nodes do not get MODEL_NAME={tiny_model.name}: SkyPilot uploads what is below {ROOT}" in output
+    output, _ = launch(tmp_path, "--model", str(tiny_model), "--gpus", "L4:1")
+    assert "caution" not in output
+
+
+def test_the_preset_leaves_deltas_the_transport_that_they_need(tmp_path: Path) -> None:
+    _, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--env", "PUBLISH_DELTA=true")
+    assert ("ppo-trainer", "envs.PUBLISH_TRANSPORT") not in job_group_text.values(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("H100:8", ["H100:8"]),
+        ({"H100": 8, "A100-80GB": 8}, ["H100:8", "A100-80GB:8"]),
+        (["H100:1", "L4:1"], ["H100:1", "L4:1"]),
+        (None, []),
+    ],
+)
+def test_accelerators_are_read_in_each_of_skypilots_forms(given: object, expected: list[str]) -> None:
+    assert accelerators({"resources": {"accelerators": given}}) == expected
 
 
 def test_without_skypilot_a_launch_says_how_to_install_it(tmp_path: Path) -> None:
@@ -564,7 +602,8 @@ MIX = """
 
 def test_sources_choose_the_job_group_and_reach_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.launch.plan.ROOT", tmp_path)
-    (tmp_path / "jobgroups").symlink_to(ROOT / "jobgroups")
+    for name in ("jobgroups", ".skyignore"):
+        (tmp_path / name).symlink_to(ROOT / name)
     for folder in (tmp_path, tmp_path / "below", tmp_path / "out"):
         folder.mkdir(exist_ok=True)
         (folder / "mix.yaml").write_text(MIX)

@@ -76,8 +76,12 @@ class Site(BaseHTTPRequestHandler):
             code = 200
         elif path == "/team/gated/resolve/main/config.json":
             code = 200 if authorization == "Bearer hub-token" else 403
+        elif path == "/v2/team/basic/manifests/v1":
+            code = 401
         self.send_response(code)
-        if code == 401:
+        if "basic" in path:
+            self.send_header("WWW-Authenticate", 'Basic realm="Registry Realm"')
+        elif code == 401:
             self.send_header("WWW-Authenticate", f'Bearer realm="{here}/token",service="registry",scope="ignored"')
         self.end_headers()
         self.wfile.write(body)
@@ -103,7 +107,8 @@ def test_an_image_is_found_by_its_manifest(site: str, name: str) -> None:
 def test_an_image_that_is_not_there_fails_and_one_that_cannot_be_seen_is_said(site: str) -> None:
     with pytest.raises(CheckError, match=r"team/open:v2: its registry has no such tag; name another image"):
         probe.check_image(f"docker:{site}/team/open:v2")
-    assert "because its registry wants a login" in probe.check_image(f"docker:{site}/team/login:v1")
+    for name in ("login", "basic"):
+        assert "because its registry wants a login" in probe.check_image(f"docker:{site}/team/{name}:v1")
     assert "because pods do not reach its registry" in probe.check_image("docker:127.0.0.1:9/team/open:v1")
 
 

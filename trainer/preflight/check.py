@@ -69,7 +69,7 @@ NameNodes = Callable[[int, int], str]
 def name_in_file(nodes: int, gpus: int) -> str:
     """Return a number of nodes and GPUs with the keys of the job group's file."""
     size = f"{nodes} node{'s'[: nodes > 1]} of {gpus} GPU{'s'[: gpus > 1]}"
-    return f"{size} (num_nodes and accelerators of ppo-trainer in jobgroup.yaml)"
+    return f"{size} (num_nodes and accelerators of ppo-trainer in the job group's file)"
 
 
 @dataclass(frozen=True)
@@ -259,10 +259,12 @@ def _remedy(
         keep = f"Set {change}, or give" if change else "Give"
         # The local runner, which maps the addresses, has a directory in place of a volume.
         local = "a --shared-dir on another disk"
-        more = local if mapped_addresses() else f"jobgroups/volume.yaml `size: {math.ceil(wanted / GIB)}Gi` or more"
+        size = f"`size: {math.ceil((wanted + machine.limits.volume_used) / GIB)}Gi`"
+        more = local if mapped_addresses() else f"a new volume {size} or more (jobgroups/volume.yaml)"
         return f"{keep} {more}, or remove old runs (grpo clean)."
     if place == "host":
-        more = f"`memory: {math.ceil(wanted / GIB)}+` in jobgroup.yaml"
+        # SkyPilot's unit of memory is 10^9 bytes, that of volumes 2^30.
+        more = f"`memory: {math.ceil(wanted / 1e9)}+` in the job group's file"
         return f"Give ppo-trainer {more}, or more nodes, or set LORA_RANK={ADAPTERS}."
     kinds = (
         _settings_to_fit(settings, shape, machine),

@@ -388,6 +388,8 @@ class Limits:
     shm: int
     volume: int
     """Free space of the run directory's volume, and what this run holds of it already."""
+    volume_used: int = 0
+    """What others hold of the volume."""
 
     @property
     def generating(self) -> int:
@@ -404,12 +406,14 @@ def find_limits(device: torch.device, run_dir: Path, *, is_shared: bool = False)
     """Return the limits of this process; on a GPU that ``is_shared``, less what a sleeping engine keeps."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     memory -= ENGINE_ASLEEP if memory and is_shared else 0
-    there = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
+    disk = shutil.disk_usage(next(parent for parent in (run_dir, *run_dir.parents) if parent.exists()))
+    volume = disk.free + _size(run_dir, "checkpoints", "policy", "groups")
     return Limits(
         device=memory,
         host=host_memory(),
         shm=shutil.disk_usage(memory_directory()).total,
-        volume=shutil.disk_usage(there).free + _size(run_dir, "checkpoints", "policy", "groups"),
+        volume=volume,
+        volume_used=disk.total - volume,
     )
 
 

@@ -148,7 +148,7 @@ OTHERS = r", or with CPU_OFFLOAD=true and 2\d\d.\d GiB of host memory on each no
         ("8B", 1, 8, ROOM, {"activation_checkpointing": False}, "It fits with ACTIVATION_CHECKPOINTING=auto"),
         ("8B", 2, 8, replace(ROOM, host=64 * GIB), {}, r"host memory .*`memory: \d+\+`"),
         ("8B", 2, 8, replace(ROOM, shm=64 << 20), {}, "Mount a memory volume of 1Gi at /dev/shm"),
-        ("8B", 2, 8, replace(ROOM, volume=200 * GIB), {}, r"volume.yaml `size: \d+Gi`"),
+        ("8B", 2, 8, replace(ROOM, volume=200 * GIB), {}, r"a new volume `size: \d+Gi`"),
         ("8B", 2, 8, replace(ROOM, volume=400 * GIB), {}, "Set CHECKPOINTS_KEPT=1"),
         ("8B", 1, 8, ROOM, LONG, r"GPU memory .*It fits with CONTEXT_PARALLEL_SIZE=\d\."),
         ("8B", 2, 8, ROOM, {"record_groups": 15_000}, r"\(recorded groups \d+.*Set RECORD_GROUPS=off, or give"),
@@ -163,6 +163,21 @@ def test_what_cannot_fit_is_refused_with_what_would(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         chosen(label, nodes, gpus, limits, **given)
+
+
+def test_the_memory_and_the_volume_that_are_proposed_are_enough() -> None:
+    """In SkyPilot's units, 10^9 bytes of memory and 2^30 of a volume, which holds what others have there as well."""
+    with pytest.raises(ConfigurationError) as refused:
+        chosen("8B", 2, 8, replace(ROOM, host=64 * GIB))
+    [memory] = re.findall(r"`memory: (\d+)\+`", str(refused.value))
+    chosen("8B", 2, 8, replace(ROOM, host=int(memory) * 10**9))
+    small = replace(ROOM, volume=200 * GIB, volume_used=150 * GIB)
+    with pytest.raises(ConfigurationError) as refused:
+        chosen("8B", 2, 8, small, record_groups="off", checkpoints_kept=1)
+    [size] = re.findall(r"`size: (\d+)Gi`", str(refused.value))
+    chosen(
+        "8B", 2, 8, replace(small, volume=int(size) * GIB - small.volume_used), record_groups="off", checkpoints_kept=1
+    )
 
 
 def test_a_sequence_of_128k_tokens_fits_eight_gpus_together() -> None:
@@ -185,7 +200,7 @@ def test_a_volume_that_had_room_before_may_have_it_again(tmp_path: Path) -> None
     tiny, full = ModelShape.of(FAMILIES["qwen2"]), Limits(device=0, host=32 * GIB, shm=0, volume=1 << 17)
     given = settings(shared_dir=tmp_path, run_id="r")
     needs = r"needs \d+\.\d MiB of the volume of the run directory .*; there is 0\.1 MiB\. "
-    said = needs + r"Give jobgroups/volume\.yaml `size: 1Gi`"
+    said = needs + r"Give a new volume `size: 1Gi` or more \(jobgroups/volume\.yaml\)"
     with pytest.raises(ConfigurationError, match=said):
         check(given, tiny, Machine(1, 1, 4, full))
     (given.checkpoint_dir / "step-000002").mkdir(parents=True)
