@@ -20,7 +20,7 @@ from scripts.launch.sizes import PRESET, Layout, Sizes, Tier, derive, engines_of
 from services.core.endpoints import Task, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
-from services.data_server.settings import DataSettings, named_files
+from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
 from trainer.config import Rollout, TrainerSettings
 from trainer.preflight.sizes import Need
@@ -300,8 +300,15 @@ def _settings(
     """Check how the settings of the tasks go together, and return those of the trainer and of the engines.
 
     Raises:
-        ConfigurationError: they do not go together, or not with the job group's services.
+        ConfigurationError: they do not go together, or not with the job group's services, or a file that they name from
+            here cannot have rows.
     """
+    data = [settings for _, _, settings in loaded if isinstance(settings, DataSettings)]
+    for variable, path in (
+        item for one in data for own in one.by_source().values() for item in named_files(own).items()
+    ):
+        if not path.is_absolute():
+            check_file(variable, path)
     checks.check_judge(loaded)
     checks.check_formula(loaded)
     checks.check_services(loaded, group)

@@ -75,16 +75,17 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to a request of ``ask``."""
     import sky
     import yaml
-    from sky import jobs, volumes
+    from sky import jobs, sky_logging, volumes
     from sky.utils import dag_utils
 
     job = None
     try:
         path, volume = request["files"]
-        group = dag_utils.load_job_group_from_yaml(path)
-        give_secrets(group.tasks, request["secrets"])
-        dag_utils.fill_default_config_in_dag_for_job_launch(group)
-        group.validate()
+        with sky_logging.silent():  # else it marks up its progress for the client of its server
+            group = dag_utils.load_job_group_from_yaml(path)
+            give_secrets(group.tasks, request["secrets"])
+            dag_utils.fill_default_config_in_dag_for_job_launch(group)
+            group.validate()
         if request["launch"]:
             claim = volumes.Volume.from_yaml_config(yaml.safe_load(Path(volume).read_text()))
             claim.validate(skip_cloud_compatibility=True)

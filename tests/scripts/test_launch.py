@@ -384,6 +384,8 @@ def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model
         (["--model", "no-such-directory/model"], "its config.json cannot be used"),
         (["--model", "0.5B", "--env", "BATCHSIZE=4"], "the nearest setting is BATCH_SIZE"),
         (["--model", "0.5B", "--env", "BATCH_SIZE=none"], "BATCH_SIZE"),
+        (["--model", "0.5B", "--env", "DATASET=README.md"], "allowed are files that end in .jsonl or .parquet"),
+        (["--model", "0.5B", "--env", "DATASET=none.jsonl"], "DATASET 'none.jsonl' is not a file, seen from"),
         (["--model", "0.5B", "--agent", "a:b", "--environment", "c:d"], "not both"),
         (
             ["--model", "0.5B", "--env", "ROLLOUT=program", "--env", "AGENT_COMMAND=true"],
