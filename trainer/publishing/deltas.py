@@ -68,7 +68,8 @@ class DeltaWriter:
         sums = checksums(words)
         identity = hashlib.blake2b(json.dumps(sums).encode(), digest_size=16).hexdigest()
         # A version that is written again is written whole, because readers may have found its delta damaged.
-        has_base = bool(self._chain) and self._chain[-1][0] < version and self._store.is_complete(self._chain[-1][0])
+        is_next = bool(self._chain) and self._chain[-1][0] < version
+        has_base = is_next and all(self._store.path(link).is_dir() for link, _ in self._chain)
         arrays = changes(self._words, words) if has_base else {}
         delta, whole = _size(arrays), _size(words)
         is_whole = not has_base or self._delta_bytes + delta > whole or len(self._chain) > MOST_DELTAS
