@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from services.core.endpoints import Task, endpoint
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.files import RECORD_FILE
 from services.core.logs import get_logger
 from services.core.supervisor import SupervisedProcess
 from services.core.tasks import Stopwatch, in_background
@@ -29,7 +30,7 @@ from services.engines.versions import FIRST_VERSION, Directory, serve
 from services.http.client import HttpClient, RequestRefusedError
 from services.rollout_server.node_copy import CATCH_UP_COPIES, COPY_SECONDS, LOAD_SECONDS, NodeCopy
 from services.rollout_server.watch import UPDATE_SECONDS
-from services.weights.policy_store import RECORD_FILE, PolicyStore, PublishedPolicy
+from services.weights.policy_store import PolicyStore, PublishedPolicy
 
 T = TypeVar("T")
 log = get_logger(__name__)

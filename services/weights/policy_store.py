@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.core.files import replace_directory
+from services.core.files import CHANGES_FILE, RECORD_FILE, replace_directory
 from services.core.logs import get_logger
 from services.protocol.base import StrictModel
 
@@ -29,8 +29,6 @@ ADAPTER_NAME = "policy"
 """The name of the trained adapter on every rollout worker; a request gives it as ``lora_path``."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-CHANGES_FILE, RECORD_FILE = "delta.safetensors", "delta.json"
-"""The files of a version with PUBLISH_DELTA: what has changed, in a delta, and the record, in an anchor, too."""
 
 _NAME = re.compile(r"v(\d{6,})")
 _BEGUN = re.compile(r"v(\d{6,})|\.v(\d{6,})\.partial")

@@ -23,12 +23,12 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.files import atomic_write
+from services.core.files import CHANGES_FILE, RECORD_FILE, atomic_write
 from services.engines.engine import Engine, WorkerRefusedError
 from services.engines.versions import Form
 from services.http.client import HttpClient
 from services.weights.deltas import VALUES, Words, changes, checksums
-from services.weights.policy_store import CHANGES_FILE, RECORD_FILE, DeltaRecord, PolicyStore
+from services.weights.policy_store import DeltaRecord, PolicyStore
 from trainer.model.saving import follow_umask
 
 MOST_DELTAS = 100

@@ -15,12 +15,12 @@ import pytest
 
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.files import CHANGES_FILE
 from services.engines.settings import RolloutSettings
 from services.http.server import serving
 from services.rollout_server import node_copy as module
 from services.rollout_server.node_copy import NodeCopy, create_app
 from services.weights import deltas
-from services.weights.policy_store import CHANGES_FILE
 from tests.services.weights.test_deltas import Volume, flip_a_bit, is_version, three_versions
 from tests.waiting import IDLE_SECONDS
 

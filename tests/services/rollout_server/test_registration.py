@@ -17,6 +17,7 @@ import pytest
 
 from services.core import tasks
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
+from services.core.files import CHANGES_FILE
 from services.core.supervisor import SupervisedProcess
 from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
@@ -26,7 +27,7 @@ from services.rollout_server import registration as module
 from services.rollout_server.node_copy import NodeCopy
 from services.rollout_server.registration import WorkerRegistration
 from services.weights.deltas import DeltaRecord
-from services.weights.policy_store import CHANGES_FILE, PolicyStore
+from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.services.weights.test_deltas import three_versions
 from tests.waiting import IDLE_SECONDS

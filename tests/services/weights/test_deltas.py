@@ -11,9 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from services.core.errors import ConfigurationError
+from services.core.files import CHANGES_FILE, RECORD_FILE
 from services.weights import deltas
 from services.weights.deltas import DAMAGE, FARTHEST, ModelCopy, Words, apply, changes, checksums
-from services.weights.policy_store import CHANGES_FILE, RECORD_FILE, DeltaRecord, PolicyStore, is_delta
+from services.weights.policy_store import DeltaRecord, PolicyStore, is_delta
 
 HOLD_SECONDS = 600.0
 

@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError
+from services.core.files import CHANGES_FILE
 from services.core.tasks import ServiceThread
 from services.engines.engine import WorkerRefusedError
 from services.engines.router import LAUNCHER_LABEL
 from services.engines.sglang import SGLang
 from services.weights.deltas import ModelCopy
-from services.weights.policy_store import CHANGES_FILE, PolicyStore, is_delta
+from services.weights.policy_store import PolicyStore, is_delta
 from tests.fake_service import fake_service
 from tests.trainer.rank_jobs import change
 from tests.trainer.tiny import FAMILIES, save_model
