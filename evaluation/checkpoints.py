@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
+from services.core.files import check_is_whole
 from services.weights.policy_store import PolicyStore, is_adapter, is_delta
 
 CONFIG = "config.json"
@@ -87,7 +88,7 @@ def resolve(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
     """Return the checkpoints that a command names, ordered by step if all have one.
 
     Raises:
-        ConfigurationError: a directory is not a model, or two checkpoints are the same.
+        ConfigurationError: a directory is not a whole model, or two checkpoints are the same.
     """
     resolved = [_checkpoint(model) for model in models]
     if run_dir is not None:
@@ -117,6 +118,7 @@ def _checkpoint(model: str) -> Checkpoint:
     if path.is_dir():
         if is_adapter(path):
             raise _adapter_refusal("--model", path)
+        check_is_whole(path, f"--model {model!r}")
         if not (path / CONFIG).is_file():
             raise ConfigurationError(
                 f"--model {model!r} has no {CONFIG}; give the directory of a Hugging Face model, such as a run's "

@@ -81,8 +81,8 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
         raise lifecycle.failure
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket.
+def listen(host: str, port: int, remedy: str = "free it, or give another --host or --port") -> socket.socket:
+    """Return a listening TCP socket; ``remedy`` ends the message of a refusal.
 
     Raises:
         ConfigurationError: the address is taken, is not an address of this machine, or has an impossible port.
@@ -92,9 +92,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigurationError(
-            f"cannot listen on {host}:{port} ({reason}); free it, or give another --host or --port"
-        ) from error
+        raise ConfigurationError(f"cannot listen on {host}:{port} ({reason}); {remedy}") from error
 
 
 def run_service(

@@ -7,6 +7,7 @@ an engine must catch up. Engines load the copy as they load any model directory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,10 +30,15 @@ from services.http.middleware import ServiceMiddleware
 from services.http.problems import problem_response
 from services.http.server import DRAIN_SECONDS, listen, serving
 from services.weights.deltas import DAMAGE, ModelCopy, check_room
-from services.weights.policy_store import PolicyStore
+from services.weights.policy_store import DeltaRecord, PolicyStore
 
 COPY_SECONDS = 600.0
-"""Longest time until the copy is a version, as long as the trainer waits for a worker to load one."""
+"""Longest time until the copy is a version that the trainer asks for, and longest time that the trainer has it then."""
+CATCH_UP_COPIES = 3
+"""Times COPY_SECONDS that an engine which catches up has: the trainer may have the copy first, and a node that comes
+late may read as much as two whole versions."""
+LOAD_SECONDS = COPY_SECONDS / 3
+"""Longest time in which such an engine loads the copy, so that the trainer, which may wait for that, gets the next."""
 
 
 class NodeCopy:
@@ -50,6 +56,7 @@ class NodeCopy:
         self._readers = 0
         self._lent_until = 0.0
         """The time, by time.monotonic, until which the trainer may have engines load the copy."""
+        self._is_closed = False
 
     @asynccontextmanager
     async def of(self, version: int, *, lends: bool = False) -> AsyncIterator[Path]:
@@ -59,17 +66,20 @@ class NodeCopy:
         is removed from the volume, so that the trainer writes it again, whole.
 
         Raises:
-            DependencyLostError: the volume has lost the version, has it damaged, or takes longer than COPY_SECONDS.
+            DependencyLostError: the volume has lost the version, has it damaged, or takes longer than COPY_SECONDS,
+                without ``lends`` CATCH_UP_COPIES times as long; or the launcher ends.
             ConfigurationError: the node has no room for a copy.
         """
         try:
-            async with asyncio.timeout(COPY_SECONDS), self._turn:
+            async with asyncio.timeout(COPY_SECONDS * (1 if lends else CATCH_UP_COPIES)), self._turn:
                 record = await in_background(partial(self._store.record, version))
-                await self._turn.wait_for(lambda: self.model.identity == record.identity or self._is_free(lends))
+                await self._wait_until_free(record, lends=lends)
+                self._check_open()
                 await in_background(partial(self.model.become, record))
                 self._readers += 1
                 self._lent_until = time.monotonic() + COPY_SECONDS if lends else self._lent_until
         except DAMAGE as error:
+            self._check_open()  # what is removed at the end looks damaged
             await in_background(partial(self._store.remove, version))
             raise DependencyLostError(
                 f"policy version {version} in {self._store.policy_dir} is damaged: {error}; the trainer writes it anew"
@@ -91,8 +101,25 @@ class NodeCopy:
         async with self._turn:
             self._turn.notify_all()
 
-    def _is_free(self, is_trainer: bool) -> bool:
-        return not self._readers and (is_trainer or time.monotonic() > self._lent_until)
+    def close(self) -> None:
+        """Remove the copy, which becomes no version any more."""
+        self._is_closed = True
+        self.model.remove()
+
+    async def _wait_until_free(self, record: DeltaRecord, *, lends: bool) -> None:
+        """Wait, with the turn, until the copy is the version of a record or may become it."""
+        while self.model.identity != record.identity:
+            lent = 0.0 if lends else max(self._lent_until - time.monotonic(), 0.0)
+            if not self._readers and not lent:
+                return
+            # Nobody says so when the trainer's time is over.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(lent or None):
+                    await self._turn.wait()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise DependencyLostError("the launcher ends")
 
 
 @asynccontextmanager
@@ -105,15 +132,23 @@ async def node_copy(settings: RolloutSettings, address: Endpoint | None) -> Asyn
     if address is None:
         yield None
         return
-    copy = NodeCopy(settings.policy_dir)
-    if (config := read_config(settings.model_name)) is not None:
-        check_room(copy.model.path.parent, weight_bytes(settings.model_name, config, ComputeType.BFLOAT16) or 0)
-    app, listener = create_app(copy, settings.token), listen(address.host, address.port)
-    async with serving(app, listener, timeout_graceful_shutdown=DRAIN_SECONDS):
+    remedy = (
+        "a rollout-server brings its node's copy of the weights up to date there (PUBLISH_DELTA); end the program that "
+        "has the port, such as another rollout-server, or unset PUBLISH_DELTA"
+    )
+    with listen(address.host, address.port, remedy) as listener:
+        copy = NodeCopy(settings.policy_dir)
+        if (config := read_config(settings.model_name)) is not None:
+            check_room(copy.model.path.parent, weight_bytes(settings.model_name, config, ComputeType.BFLOAT16) or 0)
+        app = create_app(copy, settings.token)
         try:
-            yield copy
+            async with serving(app, listener, timeout_graceful_shutdown=DRAIN_SECONDS):
+                try:
+                    yield copy
+                finally:
+                    copy.close()
         finally:
-            copy.model.remove()
+            copy.close()  # again, because a request may have been answered meanwhile
 
 
 def create_app(copy: NodeCopy, token: str | None) -> ASGIApp:

@@ -12,22 +12,25 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from services.core.endpoints import Task, endpoint
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.files import RECORD_FILE
 from services.core.logs import get_logger
 from services.core.supervisor import SupervisedProcess
-from services.core.tasks import in_background
+from services.core.tasks import Stopwatch, in_background
 from services.engines.engine import Engine, WorkerRefusedError
 from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
 from services.engines.versions import FIRST_VERSION, Directory, serve
-from services.http.client import RequestRefusedError
-from services.rollout_server.node_copy import NodeCopy
-from services.weights.policy_store import RECORD_FILE, PolicyStore, PublishedPolicy
+from services.http.client import HttpClient, RequestRefusedError
+from services.rollout_server.node_copy import CATCH_UP_COPIES, COPY_SECONDS, LOAD_SECONDS, NodeCopy
+from services.rollout_server.watch import UPDATE_SECONDS
+from services.weights.policy_store import PolicyStore, PublishedPolicy
 
 T = TypeVar("T")
 log = get_logger(__name__)
@@ -43,6 +46,8 @@ WITHDRAW_SECONDS = 2.0
 """Longest time that the start and the end of a node spend on withdrawing its worker."""
 VOLUME_SECONDS = 30.0
 """Longest time for an access to the shared volume, which takes milliseconds when the volume is well."""
+PUBLICATION_SECONDS = 3 * UPDATE_SECONDS
+"""Longest publication by a trainer that answers: a node's copy, the pause of an engine and its load take turns."""
 
 
 class WorkerRegistration:
@@ -74,6 +79,11 @@ class WorkerRegistration:
         """False while the router, which starts after the first engine, has never answered."""
         self._removals = 0
         """Number of times that the worker was found removed from the routing while its engine ran."""
+        self._registered_at = 0.0
+        """The time, by time.monotonic, at which the worker was last found registered."""
+        self._copying = Stopwatch()
+        """Runs since then while the node's copy becomes the version to load."""
+        self._trainer_answered = 0.0
 
     async def run(self) -> None:
         """Keep the worker registered until cancelled.
@@ -127,7 +137,7 @@ class WorkerRegistration:
             ConfigurationError: the trainer seems to publish to another volume.
         """
         lost_seconds = self._settings.rollout_lost_seconds
-        registered_at = time.monotonic()
+        self._note_registered()
         was_registered = False
         stale_since: float | None = None
         refusals, logged = 0, ""
@@ -140,12 +150,15 @@ class WorkerRegistration:
                 self._removals += was_registered and not is_registered
                 was_registered = is_registered
                 stale_since = (stale_since or time.monotonic()) if is_registered and await self._is_stale() else None
-                is_late = stale_since and time.monotonic() - stale_since > self._settings.engine_stale_seconds
-                if not is_registered or is_late:
+                if not is_registered or (stale_since and await self._is_overdue(stale_since)):
                     await self._catch_up_and_register()
                     was_registered, stale_since = True, None
-                registered_at = time.monotonic()
+                self._note_registered()
                 refusals, logged = 0, ""
+            except TimeoutError:
+                self._log.error("engine does not load the node's copy: killed", seconds=LOAD_SECONDS)
+                self._engine.kill()
+                break
             except (DependencyLostError, WorkerRefusedError) as error:
                 if not self._engine.is_running(start):
                     break
@@ -160,11 +173,32 @@ class WorkerRegistration:
                     self._log.error("engine refuses the published version: killed")
                     self._engine.kill()
                     break
-                if time.monotonic() - registered_at > lost_seconds:
+                if self._lost_for() > lost_seconds:
                     raise DependencyLostError(
                         f"worker {self._url} could not be registered for {lost_seconds:g} s: {logged}"
                     ) from error
             await asyncio.sleep(POLL_SECONDS * (1 + refusals))
+
+    def _note_registered(self) -> None:
+        self._registered_at, self._copying = time.monotonic(), Stopwatch()
+
+    def _lost_for(self) -> float:
+        """Return the seconds since the worker was registered, without those in which the node read the version."""
+        copying = min(self._copying.seconds, CATCH_UP_COPIES * COPY_SECONDS)
+        return time.monotonic() - self._registered_at - copying
+
+    async def _is_overdue(self, stale_since: float) -> bool:
+        """Return whether a worker that has been stale since that time gets the newest version from nobody else.
+
+        A trainer that answers may be publishing it.
+        """
+        limit, now = self._settings.engine_stale_seconds, time.monotonic()
+        last = max(stale_since, self._trainer_answered)
+        if now - last > limit / 2:  # so that one answer that is lost does not count
+            async with HttpClient(endpoint(Task.TRAINER).url, service=Task.TRAINER.value) as trainer:
+                if await trainer.is_healthy():
+                    last = self._trainer_answered = now
+        return now - last > limit or now - stale_since > max(limit, PUBLICATION_SECONDS)
 
     async def _is_stale(self) -> bool:
         """Return whether the worker serves an older version than the newest published one."""
@@ -195,6 +229,9 @@ class WorkerRegistration:
         """Load the newest published version, whatever version the worker reports, and return its number.
 
         A worker whose update failed half-way may hold weights of two versions, so its report is not enough.
+
+        Raises:
+            TimeoutError: the engine does not load the node's copy within LOAD_SECONDS.
         """
         newest = await self._newest()
         if newest is None:
@@ -208,7 +245,7 @@ class WorkerRegistration:
             self._has_first_weights = False
             self._is_loading = True
             try:
-                async with self._held(newest) as copied:
+                async with self._held(newest) as copied, asyncio.timeout(LOAD_SECONDS if copied else None):
                     seconds = await serve(self._worker, replace(form, path=copied or form.path), "abort")
             finally:
                 self._is_loading = False
@@ -280,7 +317,9 @@ class WorkerRegistration:
             if self.copy is None or not await self._on_volume("read", (policy.path / RECORD_FILE).is_file):
                 yield None
             else:
-                async with self.copy.of(policy.version) as path:
+                async with AsyncExitStack() as copied:
+                    with self._copying.running():
+                        path = await copied.enter_async_context(self.copy.of(policy.version))
                     yield path
         finally:
             # A hold that stays expires after a while.

@@ -23,9 +23,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from services.core.errors import ConfigurationError
+from services.core.files import CHANGES_FILE
 from services.core.logs import get_logger
 from services.core.machine import cores
-from services.weights.policy_store import CHANGES_FILE, DeltaRecord, PolicyStore
+from services.weights.policy_store import DeltaRecord, PolicyStore
 
 log = get_logger(__name__)
 

@@ -19,15 +19,16 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.core.files import replace_directory
+from services.core.files import CHANGES_FILE, RECORD_FILE, replace_directory
+from services.core.logs import get_logger
 from services.protocol.base import StrictModel
+
+log = get_logger(__name__)
 
 ADAPTER_NAME = "policy"
 """The name of the trained adapter on every rollout worker; a request gives it as ``lora_path``."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-CHANGES_FILE, RECORD_FILE = "delta.safetensors", "delta.json"
-"""The files of a version with PUBLISH_DELTA: what has changed, in a delta, and the record, in an anchor, too."""
 
 _NAME = re.compile(r"v(\d{6,})")
 _BEGUN = re.compile(r"v(\d{6,})|\.v(\d{6,})\.partial")
@@ -93,19 +94,29 @@ class PolicyStore:
         return DeltaRecord.model_validate_json((self.path(version) / RECORD_FILE).read_bytes())
 
     def chain(self, version: int) -> list[int]:
-        """Return the versions whose directories make a version, the oldest first: for a whole one itself alone."""
+        """Return the versions whose directories make a version, the oldest first.
+
+        A whole version without a record, one that is gone, and one whose record is damaged have themselves alone.
+
+        Raises:
+            OSError: the volume does not give the record.
+        """
         try:
             return [link for link, _ in self.record(version).chain]
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return [version]
 
     def is_complete(self, version: int) -> bool:
-        """Return whether the volume has everything that makes a version."""
+        """Return whether the volume has everything that makes a version.
+
+        Raises:
+            OSError: the volume does not give the version's record.
+        """
         return all(self.path(link).is_dir() for link in self.chain(version))
 
     def remove(self, version: int) -> None:
         """Remove a version that a reader found damaged, so that its writer writes it again."""
-        with contextlib.suppress(OSError):  # another reader was faster
+        with contextlib.suppress(OSError):  # a version that stays is found damaged again
             self._remove(PublishedPolicy(version, self.path(version)))
 
     def mark(self, version: int) -> None:
@@ -151,25 +162,34 @@ class PolicyStore:
     def prune(self, keep: int, hold_seconds: float) -> None:
         """Remove all versions except the ``keep`` newest, the held ones, and those with which these are read.
 
-        A hold older than ``hold_seconds`` belongs to a reader that died, and is ignored.
+        A hold older than ``hold_seconds`` belongs to a reader that died, and is ignored. Nothing is removed while a
+        record cannot be read, because it may name any of the older versions.
         """
         published = self.published()
         superfluous = published[:-keep]
         if not superfluous:
             return
         needed = self._held(hold_seconds) | {policy.version for policy in published[-keep:]}
-        needed |= {link for version in needed for link in self.chain(version)}
+        try:
+            needed |= {link for version in needed for link in self.chain(version)}
+        except OSError as error:
+            log.warning("old policy versions stay: a record cannot be read", reason=str(error))
+            return
         for policy in superfluous:
             if policy.version not in needed:
                 self._remove(policy)
 
     def discard_after(self, version: int) -> None:
-        """Remove the versions after ``version``, from whose checkpoint the run resumes, and all unfinished ones."""
+        """Remove the versions after ``version``, from whose checkpoint the run resumes, and all unfinished ones.
+
+        What a process left that died while it removed or replaced a version goes, too.
+        """
         for policy in self.published():
             if policy.version > version:
                 self._remove(policy)
-        for unfinished in self.policy_dir.glob(".v*.partial"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        for ending in ("partial", "removed", "replaced"):
+            for left in self.policy_dir.glob(f".v*.{ending}"):
+                shutil.rmtree(left, ignore_errors=True)
 
     def _hidden(self, version: int) -> Path:
         return self.policy_dir / f".v{version:06d}.partial"
@@ -189,7 +209,8 @@ class PolicyStore:
         # Renamed first, so that no reader takes a partly removed directory for a complete one.
         doomed = policy.path.with_name(f".{policy.path.name}.removed")
         shutil.rmtree(doomed, ignore_errors=True)
-        policy.path.rename(doomed)
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            policy.path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -235,6 +235,17 @@ def test_engines_on_the_trainers_gpus_have_the_room_that_is_left(tmp_path: Path)
     assert f"It fits with ENGINE_MAX_TOTAL_TOKENS={tokens}" in more
 
 
+def test_a_node_of_engines_and_trainer_has_memory_for_the_engines_copy_and_the_version_before(tmp_path: Path) -> None:
+    memory = []
+    for delta in ("false", "true"):
+        directory = tmp_path / delta
+        directory.mkdir()
+        given = ["--env", "PUBLISH_TRANSPORT=disk", "--env", f"PUBLISH_DELTA={delta}"]
+        _, text = launch(directory, "--model", "32B", "--gpus", "B200:8", "--colocate", *given)
+        memory.append(int(job_group_text.values(text)["ppo-trainer", "resources.memory"].strip("'\"+")))
+    assert memory[1] - memory[0] >= 1.25 * 2 * 61 - 32, "two versions of 61 GiB and a quarter, in steps of 32"
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -91,6 +91,8 @@ class Work:
     """Every rank's GPU has the whole version while it is published."""
     writes_deltas: bool
     """PUBLISH_DELTA: the version before stays in rank 0's memory, and the deltas of an anchor on the volume."""
+    keeps_copies: bool
+    """PUBLISH_DELTA with engines on the trainer's nodes, whose launchers keep a copy of the version in /dev/shm."""
     checkpointing: Checkpointing
     """ACTIVATION_CHECKPOINTING."""
     frees_parameters: bool
@@ -169,6 +171,7 @@ def needed(shape: ModelShape, work: Work) -> Need:
         shm={
             **({"NCCL": SHM_BYTES} if work.device == "cuda" and work.ranks_per_node > 1 else {}),
             **({"version": published} if work.shares_versions else {}),
+            **({"copy of the version for engines": published} if work.keeps_copies else {}),
         },
         volume={
             "checkpoints": work.checkpoints * copies,
@@ -508,6 +511,7 @@ def work_of(
         shares_versions=is_shared and not memory,
         shares_on_gpus=is_shared and memory > 0 and not settings.lora_rank,
         writes_deltas=settings.publish_delta,
+        keeps_copies=settings.publish_delta and settings.engine_sleeps,
         checkpointing=False if settings.activation_checkpointing == "auto" else settings.activation_checkpointing,
         frees_parameters=settings.shard_parameters is not False,
         has_offload=settings.cpu_offload is True and memory > 0,

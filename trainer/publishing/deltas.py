@@ -9,6 +9,7 @@ than two whole versions.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -21,17 +22,21 @@ import torch
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from services.core.errors import ConfigurationError
-from services.core.files import atomic_write
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.files import CHANGES_FILE, RECORD_FILE, atomic_write
 from services.engines.engine import Engine, WorkerRefusedError
 from services.engines.versions import Form
 from services.http.client import HttpClient
 from services.weights.deltas import VALUES, Words, changes, checksums
-from services.weights.policy_store import CHANGES_FILE, RECORD_FILE, DeltaRecord, PolicyStore
+from services.weights.policy_store import DeltaRecord, PolicyStore
 from trainer.model.saving import follow_umask
 
 MOST_DELTAS = 100
 """Deltas after which there is a new anchor although they are small, so that a late node reads few files."""
+ANSWER_SECONDS = 30.0
+"""Time for a launcher's answer besides that of its work, so that the reason for a failure is the launcher's own."""
+TAKE_BACK_SECONDS = 60.0
+"""Longest time for a launcher to take its copy back, which it does by itself a while after it has lent the copy."""
 
 
 class DeltaWriter:
@@ -68,7 +73,8 @@ class DeltaWriter:
         sums = checksums(words)
         identity = hashlib.blake2b(json.dumps(sums).encode(), digest_size=16).hexdigest()
         # A version that is written again is written whole, because readers may have found its delta damaged.
-        has_base = bool(self._chain) and self._chain[-1][0] < version and self._store.is_complete(self._chain[-1][0])
+        is_next = bool(self._chain) and self._chain[-1][0] < version
+        has_base = is_next and all(self._store.path(link).is_dir() for link, _ in self._chain)
         arrays = changes(self._words, words) if has_base else {}
         delta, whole = _size(arrays), _size(words)
         is_whole = not has_base or self._delta_bytes + delta > whole or len(self._chain) > MOST_DELTAS
@@ -98,25 +104,33 @@ class NodesCopy(Form):
     version: int
     token: str | None
     seconds: float
-    """Longest wait for a copy to be the version."""
+    """Longest time that a launcher takes until its copy is the version."""
     paths: dict[str, str] = field(default_factory=dict)
     """The copy's directory by a worker's URL."""
     launchers: set[str] = field(default_factory=set)
+    """The launchers that were asked for the version, which may have lent their copy."""
 
     async def fetch(self, worker: Engine) -> None:
         """See Form: the launcher reads what has changed, while its engines generate.
 
         Raises:
             ConfigurationError: the worker's launcher keeps no copy.
-            WorkerRefusedError: the launcher cannot make its copy the version.
+            WorkerRefusedError: the launcher cannot make its copy the version, or does not answer.
         """
         if not worker.launcher:
             raise ConfigurationError(
                 f"PUBLISH_DELTA is set, but the launcher of worker {worker.url} keeps no copy of the weights; give "
                 "rollout-server the same PUBLISH_DELTA as ppo-trainer"
             )
-        reply = await self._ask(worker.launcher, "POST", f"/versions/{self.version}")
         self.launchers.add(worker.launcher)
+        seconds = self.seconds + ANSWER_SECONDS
+        try:
+            reply = await self._ask(worker.launcher, "POST", f"/versions/{self.version}", seconds)
+        except DependencyLostError as error:
+            raise WorkerRefusedError(
+                f"{error}; a rollout-server's launcher brings its node's copy of the weights up to date there "
+                "(PUBLISH_DELTA): see its log, and let ppo-trainer reach this port, or unset PUBLISH_DELTA"
+            ) from error
         if reply.status_code != 200:
             raise WorkerRefusedError(f"launcher {worker.launcher}: {reply.status_code} {reply.text[:500]}")
         self.paths[worker.url] = reply.json()["path"]
@@ -127,12 +141,16 @@ class NodesCopy(Form):
 
     async def close(self) -> None:
         """See Form: the copies may become other versions. One whose launcher does not answer may in a while."""
-        asked = (self._ask(launcher, "DELETE", "/versions") for launcher in self.launchers)
-        await asyncio.gather(*asked, return_exceptions=True)
 
-    async def _ask(self, launcher: str, method: str, path: str) -> httpx.Response:
-        async with HttpClient(launcher, token=self.token, service="launcher", timeout=self.seconds) as client:
-            return await client.send_once(method, path, seconds=self.seconds)
+        async def take_back(launcher: str) -> None:
+            with contextlib.suppress(DependencyLostError):
+                await self._ask(launcher, "DELETE", "/versions", TAKE_BACK_SECONDS)
+
+        await asyncio.gather(*map(take_back, self.launchers))
+
+    async def _ask(self, launcher: str, method: str, path: str, seconds: float) -> httpx.Response:
+        async with HttpClient(launcher, token=self.token, service="launcher", timeout=seconds) as client:
+            return await client.send_once(method, path, seconds=seconds)
 
 
 def _words(value: Tensor) -> Words:

@@ -347,6 +347,10 @@ class Publisher:
         if version is not None and not self.writer.is_on_volume(version):
             log.warning("policy version is written again", policy_version=version, reason="it has gone from the volume")
             self._write(version)
+            # It is sent to nobody: a worker that comes back loads it from the volume.
+            self.writer.state = {}
+            if self.writer.on_gpus is not None:
+                self._release()
 
     async def registered_workers(self, is_there: IsThere = lambda: True) -> list[Worker]:
         """Return the workers that the router knows, once they are at least MIN_WORKERS.

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from services.core.endpoints import ENDPOINTS_VARIABLE
+from services.core.files import CHANGES_FILE
 from services.core.machine import memory_directory
 from services.core.tasks import ServiceThread
-from services.weights.policy_store import CHANGES_FILE, is_delta
+from services.weights.policy_store import is_delta
 from tests.services.rollout_server.conftest import ENGINES, check_installed
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.trainer.rank_jobs import change

@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from services.core import tasks
+from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
+from services.core.files import CHANGES_FILE
 from services.core.supervisor import SupervisedProcess
 from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
 from services.engines.sglang import SGLang
+from services.rollout_server import node_copy
+from services.rollout_server import registration as module
+from services.rollout_server.node_copy import NodeCopy
 from services.rollout_server.registration import WorkerRegistration
-from services.weights.policy_store import CHANGES_FILE, PolicyStore
+from services.weights.deltas import DeltaRecord
+from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
+from tests.services.weights.test_deltas import three_versions
 from tests.waiting import IDLE_SECONDS
 
 HOLD_SECONDS = 600.0
 
 
 class RunningEngine:
-    """An engine that was started once, answered, and runs."""
+    """An engine that was started once, answered, and runs until it is killed."""
+
+    may_be_killed = False
+    is_killed = False
 
     async def wait_until_healthy(self, after: int) -> int:
         if after:
@@ -32,10 +47,11 @@ class RunningEngine:
         return 1
 
     def is_running(self, start: int) -> bool:
-        return start == 1
+        return start == 1 and not self.is_killed
 
     def kill(self) -> None:
-        raise AssertionError("the engine was killed")
+        assert self.may_be_killed, "the engine was killed"
+        self.is_killed = True
 
 
 class Node:
@@ -89,21 +105,32 @@ def node(tmp_path: Path) -> Iterator[Node]:
         yield Node(PolicyStore(settings(tmp_path).policy_dir), worker, router)
 
 
-def settings(directory: Path) -> RolloutSettings:
-    return RolloutSettings.load(shared_dir=directory, run_id="test")
+def settings(directory: Path, **fields: Any) -> RolloutSettings:
+    return RolloutSettings.load(shared_dir=directory, run_id="test", **fields)
+
+
+Until = Callable[[Callable[[], object]], Any]
 
 
 @asynccontextmanager
-async def registered(node: Node, directory: Path) -> AsyncIterator[None]:
-    """The registration runs within it."""
+async def registered(
+    node: Node, settings: RolloutSettings, engine: RunningEngine | None = None, copy: NodeCopy | None = None
+) -> AsyncIterator[Until]:
+    """The registration runs within it; it yields a wait for a condition, which ends with the registration."""
     async with (
+        asyncio.timeout(IDLE_SECONDS),
         RouterAdmin(node.router.endpoint) as router,
         SGLang(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
     ):
-        engine = cast(SupervisedProcess, RunningEngine())
-        running = asyncio.create_task(WorkerRegistration(settings(directory), worker, router, engine).run())
+        process = cast(SupervisedProcess, engine or RunningEngine())
+        running = asyncio.create_task(WorkerRegistration(settings, worker, router, process, copy).run())
+
+        async def until(condition: Callable[[], object]) -> None:
+            while not condition() and not running.done():  # noqa: ASYNC110  # in another thread
+                await asyncio.sleep(0.01)
+
         try:
-            yield
+            yield until
         finally:
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -112,9 +139,8 @@ async def registered(node: Node, directory: Path) -> AsyncIterator[None]:
 
 async def test_a_version_stays_while_a_worker_loads_it(node: Node, tmp_path: Path) -> None:
     node.publish(1)
-    async with registered(node, tmp_path), asyncio.timeout(IDLE_SECONDS):
-        while node.version != "3" or not node.registered:  # noqa: ASYNC110  # in another thread
-            await asyncio.sleep(0.01)
+    async with registered(node, settings(tmp_path)) as until:
+        await until(lambda: node.version == "3" and node.registered)
     assert node.loaded == ["1", "3"], "it loaded the version that it found, and then the newest"
     node.store.prune(1, HOLD_SECONDS)
     assert [path.name for path in node.store.policy_dir.iterdir()] == ["v000003"], "nothing is held any more"
@@ -125,7 +151,84 @@ async def test_a_launcher_without_a_copy_takes_the_newest_whole_version(node: No
     node.publish(1)
     (node.store.begin(2) / CHANGES_FILE).touch()
     node.store.commit(2)
-    async with registered(node, tmp_path), asyncio.timeout(IDLE_SECONDS):
-        while not node.registered:  # noqa: ASYNC110  # in another thread
-            await asyncio.sleep(0.01)
+    async with registered(node, settings(tmp_path)) as until:
+        await until(lambda: node.registered)
     assert node.loaded == ["first weights", "1"]
+
+
+async def test_a_stale_worker_is_left_to_a_trainer_that_answers(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.loaded = ["first weights"]
+    node.publish(1)
+    with fake_service({"GET /health": lambda _: {}}) as trainer:
+        address = f"{trainer.endpoint.host}:{trainer.endpoint.port}"
+        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"ppo-trainer-0:{STATUS_PORT}": address}))
+        async with registered(node, settings(tmp_path, engine_stale_seconds=0.2)) as until:
+            await until(lambda: node.registered)
+            looked = len(node.router.asked("GET /health"))
+            await until(lambda: len(node.router.asked("GET /health")) > looked)
+            node.publish(2)
+            await asyncio.sleep(2)
+            assert node.loaded == ["first weights", "1"], "the trainer is publishing it"
+            assert node.registered
+            trainer.routes.clear()
+            await until(lambda: node.version == "2" and node.registered)
+            looked = len(node.router.asked("GET /health"))
+            await until(lambda: len(node.router.asked("GET /health")) > looked)
+            trainer.routes["GET /health"] = lambda _: {}
+            monkeypatch.setattr(module, "PUBLICATION_SECONDS", 1)
+            node.publish(3)
+            await until(lambda: node.version == "3")
+    assert node.loaded == ["first weights", "1", "2", "3"]
+
+
+@pytest.fixture
+def copy(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NodeCopy:
+    """A copy for a node with an anchor and two deltas."""
+    three_versions(node.store.policy_dir.parent)
+    monkeypatch.setattr(node_copy, "memory_of_run", lambda _, part: tmp_path / part)
+    return NodeCopy(node.store.policy_dir)
+
+
+async def test_an_engine_that_hangs_while_it_loads_the_copy_does_not_keep_it_from_the_trainer(
+    node: Node, copy: NodeCopy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOAD_SECONDS", 0.3)
+    may_end = threading.Event()
+    node.worker.routes["POST /update_weights_from_disk"] = lambda _: may_end.wait(IDLE_SECONDS) and {}
+    engine = RunningEngine()
+    engine.may_be_killed = True
+    async with registered(node, settings(tmp_path, publish_delta=True), engine, copy) as until:
+        await until(lambda: engine.is_killed)
+        async with copy.of(2, lends=True):
+            may_end.set()
+    assert not node.registered
+
+
+async def test_the_time_in_which_a_node_reads_a_version_does_not_end_it(
+    node: Node, copy: NodeCopy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = settings(tmp_path, publish_delta=True)
+    passed = 0.0
+    for user in (module, tasks):
+        monkeypatch.setattr(user, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed))
+    become = copy.model.become
+
+    def slow(record: DeltaRecord) -> None:
+        nonlocal passed
+        passed += 2 * given.rollout_lost_seconds
+        become(record)
+
+    monkeypatch.setattr(copy.model, "become", slow)
+    versions: list[str] = []
+
+    def load(request: dict[str, Any]) -> Any:
+        versions.append(request["weight_version"])
+        node.version = request["weight_version"]
+        return 400 if len(versions) == 1 else {"success": True}
+
+    node.worker.routes["POST /update_weights_from_disk"] = load
+    async with registered(node, given, copy=copy) as until:
+        await until(lambda: node.registered)
+    assert versions == ["3", "3"]

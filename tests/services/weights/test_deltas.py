@@ -11,9 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from services.core.errors import ConfigurationError
+from services.core.files import CHANGES_FILE, RECORD_FILE
 from services.weights import deltas
 from services.weights.deltas import DAMAGE, FARTHEST, ModelCopy, Words, apply, changes, checksums
-from services.weights.policy_store import CHANGES_FILE, RECORD_FILE, DeltaRecord, PolicyStore, is_delta
+from services.weights.policy_store import DeltaRecord, PolicyStore, is_delta
 
 HOLD_SECONDS = 600.0
 
@@ -192,6 +193,21 @@ def test_what_a_kept_or_held_delta_is_read_with_is_kept(volume: Volume) -> None:
     volume.store.release(hold)
     volume.store.prune(1, HOLD_SECONDS)
     assert volume.versions() == [4, 5]
+
+
+def test_a_record_that_the_volume_does_not_give_costs_no_version(volume: Volume) -> None:
+    record = volume.store.path(3) / RECORD_FILE
+    content = record.read_bytes()
+    record.unlink()
+    record.mkdir()  # which is not read, as a file of a volume whose server is gone
+    with pytest.raises(IsADirectoryError):
+        volume.store.is_complete(3)
+    volume.store.prune(1, HOLD_SECONDS)
+    assert volume.versions() == [1, 2, 3]
+    record.rmdir()
+    record.write_bytes(content[:20])  # nobody can read this version, so it needs no anchor
+    volume.store.prune(1, HOLD_SECONDS)
+    assert volume.versions() == [3]
 
 
 def test_who_follows_no_deltas_finds_the_newest_whole_version(volume: Volume) -> None:

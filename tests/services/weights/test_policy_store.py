@@ -111,6 +111,26 @@ def test_versions_after_a_checkpoint_are_discarded(store: PolicyStore) -> None:
     assert store.newest_begun() == 2, "nobody waits for a version whose writer was killed"
 
 
+@pytest.mark.parametrize("ending", ["removed", "replaced"])
+def test_what_a_process_left_that_died_while_it_removed_a_version_is_discarded(store: PolicyStore, ending: str) -> None:
+    publish(store, 1)
+    (publish(store, 2)).rename(store.policy_dir / f".v000002.{ending}")
+    store.discard_after(1)
+    assert [path.name for path in store.policy_dir.iterdir()] == ["v000001"]
+
+
+def test_a_version_that_another_process_removes_at_the_same_time_is_no_error(
+    store: PolicyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (1, 2, 3):
+        publish(store, version)
+    listed = store.published()
+    store.remove(1)
+    monkeypatch.setattr(store, "published", lambda: listed)
+    store.prune(1, HOLD_SECONDS)
+    assert [path.name for path in store.policy_dir.iterdir()] == ["v000003"]
+
+
 def test_a_reader_never_sees_half_a_version(store: PolicyStore) -> None:
     stop = threading.Event()
     broken: list[str] = []

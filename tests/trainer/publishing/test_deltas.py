@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,13 +16,17 @@ from safetensors.torch import load_file
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError
+from services.core.files import CHANGES_FILE
 from services.core.tasks import ServiceThread
+from services.engines.engine import WorkerRefusedError
 from services.engines.router import LAUNCHER_LABEL
+from services.engines.sglang import SGLang
 from services.weights.deltas import ModelCopy
-from services.weights.policy_store import CHANGES_FILE, PolicyStore, is_delta
+from services.weights.policy_store import PolicyStore, is_delta
 from tests.fake_service import fake_service
 from tests.trainer.rank_jobs import change
 from tests.trainer.tiny import FAMILIES, save_model
+from tests.waiting import IDLE_SECONDS
 from trainer.config import TrainerSettings
 from trainer.model import saving
 from trainer.model.policy import load_policy
@@ -230,3 +236,32 @@ def test_a_rollout_server_without_the_setting_ends_the_run_with_what_to_do(
         monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps(tier.endpoints))
         with pytest.raises(ConfigurationError, match="give rollout-server the same PUBLISH_DELTA as ppo-trainer"):
             Publisher(writer.settings, alone[1], writer).publish(1)
+
+
+async def test_a_launcher_that_does_not_answer_is_asked_to_take_its_copy_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.2)
+    may_end = threading.Event()
+    taken_back: list[bool] = []
+    routes = {
+        "POST /versions/3": lambda _: may_end.wait(IDLE_SECONDS) and {},
+        "DELETE /versions": lambda _: taken_back.append(True) or {},
+    }
+    with fake_service(routes) as launcher:
+        form = module.NodesCopy(3, None, seconds=0.1)
+        async with SGLang("http://127.0.0.1:1", timeout=1) as worker:
+            worker.launcher = launcher.endpoint.url
+            named = rf"{worker.launcher} did not answer /versions/3 within 0\.3 s.*rollout-server's launcher .*its log"
+            with pytest.raises(WorkerRefusedError, match=named):
+                await form.fetch(worker)
+        await form.close()
+        may_end.set()
+    assert taken_back == [True]
+
+
+async def test_the_end_of_a_publication_waits_for_no_launcher_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TAKE_BACK_SECONDS", 0.2)
+    may_end = threading.Event()
+    with fake_service({"DELETE /versions": lambda _: may_end.wait(IDLE_SECONDS) and {}}) as launcher:
+        async with asyncio.timeout(IDLE_SECONDS / 2):
+            await module.NodesCopy(3, None, seconds=IDLE_SECONDS, launchers={launcher.endpoint.url}).close()
+        may_end.set()

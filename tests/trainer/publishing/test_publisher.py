@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import safetensors.torch
@@ -48,7 +48,7 @@ from trainer.publishing.publisher import (
     VersionWriter,
     write_version,
 )
-from trainer.publishing.shared import check_shares_memory
+from trainer.publishing.shared import GpuBuckets, check_shares_memory
 from trainer.rank_calls import RankCalls
 
 
@@ -223,6 +223,37 @@ def test_without_room_for_shared_memory_a_run_ends_with_what_would_do(
     monkeypatch.setattr(shared, "SharedMemory", lambda path, size: SharedMemory(path, size + (1 << 60)))
     with pytest.raises(ConfigurationError, match=r"has no room for a policy version .* set PUBLISH_TRANSPORT=disk"):
         publisher.writer.write(0)
+
+
+class FakeBuckets:
+    """The memory of GPUs, which no processor has."""
+
+    is_filled = False
+
+    def fill(self, _: Any) -> None:
+        self.is_filled = True
+
+    def release(self) -> None:
+        self.is_filled = False
+
+
+def test_a_version_that_is_written_again_for_the_volume_alone_leaves_nothing_in_memory(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path
+) -> None:
+    publisher = make(tmp_path, alone, Transport.BROADCAST)
+    writer, buckets = publisher.writer, FakeBuckets()
+    writer.on_gpus = cast(GpuBuckets, buckets)
+    writer.write(1)
+    writer.state = {}  # as when the workers have it
+    writer.release()
+    wait_until(lambda: writer.store.newest() is not None, "the version on the volume")
+    writer.store.remove(1)
+    wait_until(lambda: not writer.is_on_volume(1), "the end of its write")
+    publisher.keep_on_volume()
+    assert not writer.state
+    assert not buckets.is_filled
+    writer.close()
+    assert writer.store.newest() is not None
 
 
 def test_a_version_that_is_being_written_keeps_its_shared_memory(
