@@ -92,9 +92,8 @@ class Recomputation:
         self.run_dir, self.records = run_dir, GroupRecords(run_dir)
         head = self.records.head(after + 1)
         self.settings, then = _settings(run_dir, head), head.computation
-        if then is not None:
-            torch.set_num_threads(then.threads)
-            ranks = ranks.replicated(then.replicas).in_contexts(self.settings.context_parallel_size)
+        torch.set_num_threads(then.threads)
+        ranks = ranks.replicated(then.replicas).in_contexts(self.settings.context_parallel_size)
         self.ranks, self.step = ranks, after
         torch.manual_seed(self.settings.seed)
         policy = load_policy(self.settings, ranks)
@@ -190,8 +189,7 @@ def recorded_metrics(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 def _settings(run_dir: Path, head: StepHead) -> SettingsAsRecorded:
-    computed = {} if head.computation is None else {"compute_type": head.computation.compute_type}
-    return as_recorded(run_dir, head.settings | computed)
+    return as_recorded(run_dir, head.settings | {"compute_type": head.computation.compute_type})
 
 
 def _as_json(number: float) -> float | None:
