@@ -97,8 +97,8 @@ class Job:
             time.sleep(POLL_SECONDS)
 
 
-def kill(job: Job, node: str, only: str = "") -> None:
-    """Kill the processes of a node whose command lines contain ``only``, and wait until they are gone.
+def kill(job: Job, node: str) -> None:
+    """Kill the processes of a node, and wait until they are gone.
 
     Raises:
         SystemExit: the node has no such process.
@@ -106,12 +106,11 @@ def kill(job: Job, node: str, only: str = "") -> None:
     killed = []
     for process in psutil.Process(job.process.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            is_of_node = process.environ().get(MARK, "").endswith(f"/{node}")
-            if is_of_node and only in " ".join(process.cmdline()):
+            if process.environ().get(MARK, "").endswith(f"/{node}"):
                 process.kill()
                 killed.append(process)
     if not killed:
-        raise SystemExit(f"error: {node} has no process {only!r} to kill")
+        raise SystemExit(f"error: {node} has no process to kill")
     psutil.wait_procs(killed, END_SECONDS)
 
 
