@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from services.core.errors import ConfigurationError
+from services.core.files import read_records
 from trainer.algorithm.packing import TrainingGroup
 from trainer.checkpoints.checkpoint import damage, load_checkpoint, read_state, tensors_of
 from trainer.config.changes import SettingsAsRecorded, as_recorded, obstacle
@@ -183,9 +184,7 @@ def checkpoints(run_dir: Path) -> list[int]:
 
 def recorded_metrics(run_dir: Path, step: int) -> dict[str, Any]:
     """Return a step's line of metrics.jsonl; empty without one."""
-    path = run_dir / "metrics.jsonl"
-    lines = (orjson.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n"))
-    return next((line for line in lines if line["step"] == step), {})
+    return next((line for line in read_records(run_dir / "metrics.jsonl") if line["step"] == step), {})
 
 
 def _settings(run_dir: Path, head: StepHead) -> SettingsAsRecorded:
