@@ -12,7 +12,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from services.core.settings import JsonObject, Settings, SourcesSettings
+from services.core.settings import JsonObject, RewardFunctionSettings, Settings, SourcesSettings
 from services.protocol.rewards import CORRECT
 from services.reward_columns import JUDGES
 from services.sandbox.backends import BackendName, Interpreter
@@ -56,9 +56,6 @@ class JudgeSettings(Settings):
     """The judge's name in requests."""
     judge_api_key_env: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
     """The name of the variable that holds the judge's API key. Unset: requests have no key."""
-    judge_rubric: Path | None = None
-    """A YAML file with the criteria of `judge` and `judge_soft`, and, if you like, of `judge_group`;
-    docs/guides/judge.md has its form."""
     judge_concurrency: int = Field(16, ge=1, le=4096)
     """Requests to the judge at once; further ones wait."""
     judge_seconds: float = Field(120, gt=0, le=3600)
@@ -81,17 +78,9 @@ class JudgeSettings(Settings):
         return self.run_dir / "judge" if self.judge_dir is None else self.judge_dir
 
 
-class RewardSettings(SourcesSettings, JudgeSettings):
+class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     """The reward-server's environment variables."""
 
-    reward_fn: str = "math"
-    """The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. Built in are
-    `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an answer follows `####`
-    or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question scores the answer),
-    `reward_model`, `code` (the row's tests are run on the program in the last fenced block; docs/guides/code.md), and
-    the judges `judge`, `judge_soft` and `judge_group`; `module:function` is a function of your own, called with the
-    keyword arguments of its signature among prompt, response, ground_truth, completion_tokens and finish_reason, or
-    with lists of one if it has the parameter `completions`, as TRL's have."""
     reward_workers: int = Field(2, ge=1, le=64)
     """Processes that verify the answers that exact arithmetic on plain numbers cannot decide, and run functions of your
     own; for the reward `code`, boxes that run programs. Give as many as there are cores."""
