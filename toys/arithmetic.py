@@ -7,8 +7,8 @@ and wrong completions to learn from. The same seed gives the same model.
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,4 +126,7 @@ def _example(tokenizer: Qwen2Tokenizer, question: Question) -> Example:
 
 
 if __name__ == "__main__":
-    print(f"{sys.argv[1]}: sampled accuracy {make(Path(sys.argv[1])):.2f} on one-digit sums and differences")
+    parser = argparse.ArgumentParser(prog="python -m toys.arithmetic", description="Write the arithmetic model.")
+    parser.add_argument("directory", type=Path, help="where to write it")
+    target = parser.parse_args().directory
+    print(f"{target}: sampled accuracy {make(target):.2f} on one-digit sums and differences")
