@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 import psutil
 import yaml
 
@@ -22,6 +21,7 @@ from benchmarks.harness import END_SECONDS, ROOT
 from local_runner import spec
 from local_runner.directory import read_nodes
 from local_runner.processes import MARK
+from services.core.files import read_records
 
 JOB_GROUP = ROOT / "jobgroup.yaml"
 RUN_ID = "benchmark"
@@ -61,10 +61,7 @@ class Job:
 
     def steps(self) -> Steps:
         """Return the steps so far."""
-        metrics = self.run_dir / "metrics.jsonl"
-        lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
-        # The last line may be half written.
-        return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
+        return read_records(self.run_dir / "metrics.jsonl")
 
     def url(self, node: str, port: int) -> str | None:
         """Return the URL of a node's port; None before the local runner has given addresses."""
@@ -97,8 +94,8 @@ class Job:
             time.sleep(POLL_SECONDS)
 
 
-def kill(job: Job, node: str, only: str = "") -> None:
-    """Kill the processes of a node whose command lines contain ``only``, and wait until they are gone.
+def kill(job: Job, node: str) -> None:
+    """Kill the processes of a node, and wait until they are gone.
 
     Raises:
         SystemExit: the node has no such process.
@@ -106,12 +103,11 @@ def kill(job: Job, node: str, only: str = "") -> None:
     killed = []
     for process in psutil.Process(job.process.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            is_of_node = process.environ().get(MARK, "").endswith(f"/{node}")
-            if is_of_node and only in " ".join(process.cmdline()):
+            if process.environ().get(MARK, "").endswith(f"/{node}"):
                 process.kill()
                 killed.append(process)
     if not killed:
-        raise SystemExit(f"error: {node} has no process {only!r} to kill")
+        raise SystemExit(f"error: {node} has no process to kill")
     psutil.wait_procs(killed, END_SECONDS)
 
 

@@ -14,6 +14,7 @@ import orjson
 from local_runner import directory
 from local_runner.progress import GrowingFile, failed, new_steps
 from services.core.endpoints import Task
+from services.core.files import read_records
 from services.run_page.directory import read_object
 from trainer.config.changes import NOT_SETTINGS
 from trainer.reporting.group_records import GroupRecords
@@ -49,7 +50,7 @@ class Strike:
 def certify(run_dir: Path, strikes: Sequence[Strike], undisturbed: Path | None) -> dict[str, Any]:
     """Return what chaos.json has: the faults, the end of the run, its groups, tokens and weights, and what is wrong."""
     outcome = read_object(run_dir / directory.OUTCOME)
-    lines = [orjson.loads(line) for line in GrowingFile(run_dir / "metrics.jsonl").new_lines()]
+    lines = read_records(run_dir / "metrics.jsonl")
     records, steps = GroupRecords(run_dir), [line["step"] for line in lines]
     heads = [records.head(step) for step in records.steps]
     uses = Counter(entry.group_id for head in heads for entry in head.groups if not entry.is_replayed)

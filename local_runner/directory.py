@@ -48,7 +48,7 @@ class Nodes:
     states: dict[str, str] = field(default_factory=dict)
     """The state of each node as the runner last knew it, by ``{task}-{rank}``."""
     mark: str = ""
-    """The mark of the run's processes (``processes.MARK``); empty in a run of an earlier release."""
+    """The mark of the run's processes (``processes.MARK``)."""
     kills: dict[str, int] = field(default_factory=dict)
     """The number of kills that each node survives (``survived_kills``)."""
 

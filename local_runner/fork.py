@@ -30,7 +30,7 @@ from local_runner.summary import Launch
 from local_runner.view import duration
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.core.files import remove_directory, write_json
+from services.core.files import read_records, remove_directory, write_json
 from services.run_page.directory import CHANGES, FORK, read_object
 
 LAUNCH = "launch.json"
@@ -290,10 +290,7 @@ def in_this_python(command: list[str]) -> list[str]:
 
 def _lines(path: Path, last: int) -> list[dict[str, Any]]:
     """Return the records of a file up to a step."""
-    if not path.exists():
-        return []
-    lines = (orjson.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n"))
-    return [line for line in lines if line["step"] <= last]
+    return [line for line in read_records(path) if line["step"] <= last]
 
 
 def _link(source: Path, target: Path) -> None:

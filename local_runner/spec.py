@@ -6,7 +6,6 @@ import difflib
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,13 +27,6 @@ JOB_GROUPS = (
     *("jobgroups/sft.yaml", "jobgroups/colocated.yaml"),
 )
 """The job groups of this project."""
-FORMER = {
-    **{f"jobgroup-{name}.yaml": f"jobgroups/{name}.yaml" for name in ("async", "agent", "environment")},
-    **{
-        f"{name}.env": f"examples/{name}.env" for name in ("demo", "demo-agent", "demo-environment", "gsm8k", "one-gpu")
-    },
-}
-"""This project's files by the names of an earlier version, which are understood until the next version."""
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
@@ -98,11 +90,8 @@ def find(path: Path) -> Path:
 
 
 def _file(path: Path) -> Path | None:
-    """Return ``path``, or this project's file of that name or former name; None if neither exists."""
-    present = FORMER.get(str(path), "") if not path.exists() else ""
-    if present:
-        print(f"note: {path} is now {present}", file=sys.stderr)
-    return next((file for file in (path, Path(present or path), ROOT / (present or path)) if file.is_file()), None)
+    """Return ``path``, or this project's file of that name; None if neither exists."""
+    return next((file for file in (path, ROOT / path) if file.is_file()), None)
 
 
 def load(path: Path, overrides: Overrides | None = None) -> JobGroup:

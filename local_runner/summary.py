@@ -149,10 +149,8 @@ def _accuracy(summary: dict[str, Any], when: str) -> tuple[str, str]:
     value, low, high, prompts = (summary.get(f"accuracy_{when}{part}") for part in parts)
     if value is None:
         return f"accuracy {when}", "not measured"
-    # Summaries of earlier releases have no interval.
-    interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
-    count = "" if prompts is None else f"{prompts} "
-    return f"accuracy {when}, {count}held-out prompt{'' if prompts == 1 else 's'}", f"{value:.3f}{interval}"
+    label = f"accuracy {when}, {prompts} held-out prompt{'' if prompts == 1 else 's'}"
+    return label, f"{value:.3f} ({low:.3f} to {high:.3f})"
 
 
 def next_commands(run: Run, launch: Launch, summary: dict[str, Any], exit_code: int) -> list[tuple[str, str]]:

@@ -21,7 +21,6 @@ from rich.text import Text
 
 from local_runner import directory
 from services.core.endpoints import ENDPOINTS_VARIABLE, TRAINER_RENDEZVOUS_PORT, Task
-from services.run_page.directory import read_object
 from trainer.__main__ import launch_ranks
 from trainer.reporting.explanations import Compared, Explanation, GroupReport, Silence
 from trainer.reporting.group_records import GroupRecords
@@ -62,17 +61,16 @@ def in_ranks(name: str, run_dir: Path, step: int) -> Any:
         SystemExit: a rank failed and has written its error to stderr, with the rank's exit code.
     """
     then = GroupRecords(run_dir).head(step).computation
-    n_ranks = read_object(run_dir / "summary.json").get("ranks", 1) if then is None else then.ranks
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         meeting = {f"{Task.TRAINER}-0:{TRAINER_RENDEZVOUS_PORT}": f"127.0.0.1:{listener.getsockname()[1]}"}
     os.environ[ENDPOINTS_VARIABLE] = orjson.dumps(meeting).decode()
-    if then is not None and then.device == "cpu":
+    if then.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         arguments = (name, str(run_dir), str(step), str(result))
-        if code := launch_ranks(n_ranks, [sys.executable, "-m", "trainer.explain", *arguments]):
+        if code := launch_ranks(then.ranks, [sys.executable, "-m", "trainer.explain", *arguments]):
             raise SystemExit(code)
         return json.loads(result.read_bytes())
 
@@ -135,9 +133,7 @@ def verdict(compared: Compared) -> str:
         place += f"; {len(compared.differences)} tensors differ, this one in {first.elements} numbers by up to "
         place += f"{first.largest:.3g}"
     then, now = (one.model_dump() if one is not None else {} for one in (compared.then, compared.now))
-    changed = [
-        f"{name} {then.get(name, 'unknown')} then, {now[name]} now" for name in now if then.get(name) != now[name]
-    ]
+    changed = [f"{name} {then[name]} then, {now[name]} now" for name in now if then[name] != now[name]]
     return f"{place} ({'; '.join(changed) or 'same machine and packages'})"
 
 

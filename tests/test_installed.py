@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts import FORMER
 from scripts.grpo import COMMANDS
 from services.core.errors import EXIT_CONFIGURATION
 
@@ -151,14 +150,6 @@ def test_no_command_is_imported_for_the_list_of_commands(environment, home):
 def test_the_shell_completes_commands(environment, home):
     words = {"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": "grpo eva", "COMP_CWORD": "1"}
     assert run(environment / "bin/grpo", cwd=home, **words).stdout.split() == ["evaluate", "evaluate-policy"]
-
-
-@pytest.mark.parametrize("former", [name for name in FORMER if name.removeprefix("scripts.") not in LONG])
-def test_a_module_that_was_a_command_answers_with_the_name_of_the_command(former):
-    done = run(sys.executable, "-m", former, "--help", cwd=ROOT, TERM="dumb")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == f"note: python -m {former} is now called grpo {FORMER[former]}\n"
-    assert f"Usage: grpo {FORMER[former]} " in done.stdout
 
 
 def test_a_run_is_planned_with_the_projects_job_group_one_node_each(environment, home):

@@ -1,4 +1,4 @@
-"""A language model of arithmetic that tests can start the whole system with.
+"""A language model of arithmetic that tests can start the whole system with: ``python -m toys.arithmetic DIR``.
 
 A Qwen2 of about 0.4M parameters that reads and writes the 15 characters of ``ALPHABET``, and is warmed up on additions
 and subtractions such as ``3+4=`` until it answers a good third of them, so that reinforcement learning has both right
@@ -7,6 +7,7 @@ and wrong completions to learn from. The same seed gives the same model.
 
 from __future__ import annotations
 
+import argparse
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,10 +71,8 @@ def build_model(seed: int = 0) -> Qwen2ForCausalLM:
     return model
 
 
-def warm_up(
-    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int = 0, until: float = WARM_ACCURACY
-) -> float:
-    """Train ``model`` on answers until its sampled accuracy passes ``until``, and return that accuracy.
+def warm_up(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> float:
+    """Train ``model`` on answers until its sampled accuracy passes WARM_ACCURACY, and return that accuracy.
 
     Raises:
         RuntimeError: 1,000 steps were not enough.
@@ -85,9 +84,9 @@ def warm_up(
         return [_example(tokenizer, question) for question in draw.choices(everything, k=64)]
 
     for step, _ in enumerate(train(model, examples, learning_rate=1e-3, steps=1000), start=1):
-        if step % 10 == 0 and (accuracy := sampled_accuracy(model, tokenizer, seed=seed)) > until:
+        if step % 10 == 0 and (accuracy := sampled_accuracy(model, tokenizer, seed=seed)) > WARM_ACCURACY:
             return accuracy
-    raise RuntimeError(f"the arithmetic model did not reach a sampled accuracy of {until} in 1,000 steps")
+    raise RuntimeError(f"the arithmetic model did not reach a sampled accuracy of {WARM_ACCURACY} in 1,000 steps")
 
 
 def sampled_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> float:
@@ -124,3 +123,10 @@ def _example(tokenizer: Qwen2Tokenizer, question: Question) -> Example:
     """Return a question with its answer and the end token, which the model learns to say."""
     prompt, answer = tokenizer.encode(question.prompt), [*tokenizer.encode(question.answer), 1]
     return prompt + answer, [-100] * len(prompt) + answer
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m toys.arithmetic", description="Write the arithmetic model.")
+    parser.add_argument("directory", type=Path, help="where to write it")
+    target = parser.parse_args().directory
+    print(f"{target}: sampled accuracy {make(target):.2f} on one-digit sums and differences")

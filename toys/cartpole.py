@@ -1,4 +1,4 @@
-"""A policy that plays CartPole-v1.
+"""A policy that plays CartPole-v1, to try the evaluation head with: ``python -m toys.cartpole DIR``.
 
 It imitates a linear controller that balances the pole: a network of random features whose last layer is fitted
 by ridge regression, in one pass and the same for the same seed. Its width and its layers make it as costly to run as
@@ -7,10 +7,13 @@ a policy of your own.
 
 from __future__ import annotations
 
+import argparse
 import itertools
+from pathlib import Path
 
 import torch
 
+from services.evaluation_head.checkpoint import publish_policy
 from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
 
 STATE = StateSpec(kind=StateKind.NUMBERS, shape=[4])
@@ -54,3 +57,22 @@ class CartPolePolicy(torch.nn.Module):
         weights = (features.T @ torch.linalg.solve(kernel, wanted.double())).float()
         self.scores.weight.copy_(torch.stack([-weights[:-1], weights[:-1]]))
         self.scores.bias.copy_(torch.stack([-weights[-1], weights[-1]]))
+
+
+def main() -> None:
+    """Write one version."""
+    parser = argparse.ArgumentParser(
+        prog="python -m toys.cartpole", description="Write a policy that plays CartPole-v1."
+    )
+    parser.add_argument("directory", type=Path, help="where versions lie; give it to the head as a policy")
+    parser.add_argument("--version", type=int, default=1, help="default 1; a running head takes up a higher one")
+    parser.add_argument("--width", type=int, default=64, help="default 64; a wider one costs as much as yours")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    policy = CartPolePolicy(options.width, options.layers, options.seed)
+    print(publish_policy(policy, options.directory, options.version, STATE, ACTION))
+
+
+if __name__ == "__main__":
+    main()

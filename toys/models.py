@@ -6,14 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
 Example = tuple[list[int], list[int]]
 """Token ids, and the label of each: its id where the model learns to say it, -100 elsewhere."""
@@ -25,25 +18,10 @@ def qwen2(**sizes: int) -> Qwen2Config:
     return Qwen2Config(**({"max_position_embeddings": 256} | sizes), **special, tie_word_embeddings=True)
 
 
-def random_model(
-    config: PretrainedConfig, seed: int = 0, *, noise: tuple[float, float] | None = None, kind: Any = None
-) -> Any:
-    """Return a model in float32 with random weights.
-
-    Args:
-        config: the model's configuration.
-        seed: the same seed gives the same weights.
-        noise: the deviation of what is added to matrices, and to vectors such as norms and biases, so that models
-            differ more than freshly initialised ones do.
-        kind: the class of transformers that makes the model; a causal language model by default.
-    """
+def random_model(config: PretrainedConfig, seed: int = 0) -> Any:
+    """Return a causal language model in float32 with random weights, the same for the same seed."""
     torch.manual_seed(seed)
-    model = (kind or AutoModelForCausalLM).from_config(config)
-    if noise is not None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * noise[parameter.dim() == 1])
-    return model
+    return AutoModelForCausalLM.from_config(config)
 
 
 def train(
@@ -71,20 +49,3 @@ def batch(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(len(ids) for ids, _ in examples)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in examples])
     return ids, torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in examples])
-
-
-def byte_tokenizer(specials: Sequence[str], chat_template: str | None = None, **names: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of one token a byte, whose vocabulary begins with ``specials``.
-
-    ``names`` are keyword arguments of transformers, such as ``eos_token="</s>"``. A ``bos_token`` begins each text.
-    """
-    vocabulary = {token: i for i, token in enumerate([*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if (begin := names.get("bos_token")) is not None:
-        special = [(begin, vocabulary[begin])]
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=special)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=list(specials), **names)
-    fast.chat_template = chat_template
-    return fast

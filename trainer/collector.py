@@ -68,7 +68,7 @@ class Collector:
         of_source = f"-{maker.source}" if maker.source else ""
         self.name = collector_name(number) + of_source
         file = settings.run_dir / "collectors" / f"{number}{of_source}.json"
-        self._taken = InFlightPrompts(clients.data, COLLECTORS, file, maker.source)
+        self._taken = InFlightPrompts(clients.data, file, maker.source)
         self._flights: set[asyncio.Task[None]] = set()
         share = settings.schedule.shares[maker.source]
         self._concurrency = math.ceil(settings.generation_concurrency * share)
@@ -203,10 +203,9 @@ class InFlightPrompts:
     the replay-buffer leaves the second one out.
     """
 
-    def __init__(self, data: DataClient, consumer: str, file: Path, source: str = "") -> None:
-        """Read the prompts of an earlier process from ``file``, or create it; ``consumer`` is the data-server's."""
+    def __init__(self, data: DataClient, file: Path, source: str) -> None:
+        """Read the prompts of an earlier process from ``file``, or create it."""
         self._data = data
-        self._consumer = consumer
         self._source = source
         self._file = file
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +238,7 @@ class InFlightPrompts:
         """Send the request, perhaps once more, which gives the same prompts."""
         record = self._record
         batch = await self._data.prompts(
-            record.size, consumer=self._consumer, request_id=record.request_id, source=self._source
+            record.size, consumer=COLLECTORS, request_id=record.request_id, source=self._source
         )
         record.open += [(prompt.epoch, prompt.position) for prompt in batch.prompts]
         record.request_id = None

@@ -386,6 +386,7 @@ class TrainingLoop:
         for source, reward in of_sources(metrics, "reward_mean").items():
             self.state.rewards_by_source.setdefault(source, []).append(reward)
         self.enter("record", f"recording step {self.state.step}")
+        assert self.state.fingerprint is not None, "rank 0 has the model's description"
         unrecorded = self.files.groups.write(
             self.state.step,
             batch.trained,
@@ -393,7 +394,7 @@ class TrainingLoop:
             policy_version=self.state.policy_version - 1,
             position=batch.position,
             total_steps=self.total_steps,
-            tokenizer=None if self.state.fingerprint is None else self.state.fingerprint.tokenizer,
+            tokenizer=self.state.fingerprint.tokenizer,
             computation=self.computation,
         )
         metrics |= {"groups_unrecorded": float(unrecorded)} if unrecorded else {}

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from services.core.errors import ConfigurationError
+from services.core.files import read_records
 from trainer.algorithm.packing import TrainingGroup
 from trainer.checkpoints.checkpoint import damage, load_checkpoint, read_state, tensors_of
 from trainer.config.changes import SettingsAsRecorded, as_recorded, obstacle
@@ -92,9 +93,8 @@ class Recomputation:
         self.run_dir, self.records = run_dir, GroupRecords(run_dir)
         head = self.records.head(after + 1)
         self.settings, then = _settings(run_dir, head), head.computation
-        if then is not None:
-            torch.set_num_threads(then.threads)
-            ranks = ranks.replicated(then.replicas).in_contexts(self.settings.context_parallel_size)
+        torch.set_num_threads(then.threads)
+        ranks = ranks.replicated(then.replicas).in_contexts(self.settings.context_parallel_size)
         self.ranks, self.step = ranks, after
         torch.manual_seed(self.settings.seed)
         policy = load_policy(self.settings, ranks)
@@ -184,14 +184,11 @@ def checkpoints(run_dir: Path) -> list[int]:
 
 def recorded_metrics(run_dir: Path, step: int) -> dict[str, Any]:
     """Return a step's line of metrics.jsonl; empty without one."""
-    path = run_dir / "metrics.jsonl"
-    lines = (orjson.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n"))
-    return next((line for line in lines if line["step"] == step), {})
+    return next((line for line in read_records(run_dir / "metrics.jsonl") if line["step"] == step), {})
 
 
 def _settings(run_dir: Path, head: StepHead) -> SettingsAsRecorded:
-    computed = {} if head.computation is None else {"compute_type": head.computation.compute_type}
-    return as_recorded(run_dir, head.settings | computed)
+    return as_recorded(run_dir, head.settings | {"compute_type": head.computation.compute_type})
 
 
 def _as_json(number: float) -> float | None:

@@ -21,7 +21,7 @@ from services.core.run_ids import job_id
 from services.protocol.prompts import DataStats
 from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.admission import Fingerprint, TeacherPrint, check_same
-from trainer.checkpoints.checkpoint import FORMS, CheckpointStore, RunState, SavedCritic
+from trainer.checkpoints.checkpoint import CheckpointStore, RunState, SavedCritic
 from trainer.config import Mode, TrainerSettings
 from trainer.model.learner import Learner
 from trainer.model.policy import Policy
@@ -127,7 +127,6 @@ def resume(
         parameters=count_parameters(policy)
         + (0 if critic is None or critic.is_shared else count_parameters(critic.module)),
         fingerprint=_fingerprint(settings, policy, data, learner.teachers, probes or {}),
-        forms=FORMS,
         job=job_id(),
     )
     newest = checkpoints.newest(fresh.model_type, fresh.parameters)
@@ -136,9 +135,8 @@ def resume(
         fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
         return fresh
     path, state = newest
-    before = state.fingerprint
     ranks.on_main(partial(_check_resumed, settings, path, state, fresh), ConfigurationError)
-    state.fingerprint, state.forms, state.job = before or fresh.fingerprint, FORMS, fresh.job
+    state.job = fresh.job
     checkpoints.load(path, policy, learner.optimizer, critic)
     if state.random_state:
         torch.set_rng_state(torch.tensor(state.random_state, dtype=torch.uint8))
@@ -176,12 +174,8 @@ def _fingerprint(
 def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh: RunState) -> None:
     """Refuse a checkpoint with another model or other data; log when another job continues a run."""
     assert fresh.fingerprint is not None, "rank 0 has the model's description"
+    assert state.fingerprint is not None, "every trainer saves it"
     check_same(settings, path, state.fingerprint, fresh.fingerprint)
-    then = state.forms
-    if changed := [f"{name}: {then.get(name)} then, {now} now" for name, now in FORMS.items() if then.get(name) != now]:
-        log.warning(
-            "this release continues in another way than the one that saved the checkpoint", changed="; ".join(changed)
-        )
     if "run_id" not in settings.model_fields_set and state.job != fresh.job:
         log.warning(
             "another job, or one before a restart of the jobs controller, started this run; this job continues it. "

@@ -18,6 +18,7 @@ from benchmarks.results.job_runs import Figures
 from benchmarks.results.runs import Result, Results, Run
 from local_runner.chaos import FILE, KILL
 from local_runner.spec import env_file
+from services.core.files import read_records
 
 GROUPS = {
     "make demo": JOB_GROUP,
@@ -43,8 +44,7 @@ def disturb(run: Run) -> Result:
         run_dir = Path(directory) / "runs/disturbed"
         if not (run_dir / FILE).exists():
             raise SystemExit(f"{done.stdout[-3000:]}\nerror: grpo chaos ended with {done.returncode}")
-        lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()
-        result = job_runs.measured(run, [orjson.loads(line) for line in lines])
+        result = job_runs.measured(run, read_records(run_dir / "metrics.jsonl"))
         result.figures |= figures_of(orjson.loads((run_dir / FILE).read_bytes()))
     result.processor_seconds = job_runs.processor_seconds() - before
     return result

@@ -13,6 +13,7 @@ import orjson
 
 from benchmarks import harness
 from benchmarks.harness import ROOT
+from services.core.files import read_records
 from services.core.machine import cores
 
 KEPT = ROOT / "docs/results"
@@ -131,9 +132,7 @@ class Part:
 
     def results(self, directory: Path | None = None) -> list[Result]:
         """Return the results that are kept of the part's runs, in the order of the runs."""
-        file = self.file(directory)
-        lines = file.read_bytes().splitlines() if file.exists() else []
-        kept = {result.key: result for result in (Result(**orjson.loads(line)) for line in lines)}
+        kept = {result.key: result for result in (Result(**line) for line in read_records(self.file(directory)))}
         pairs = [(run, kept[run.key]) for run in self.runs if run.key in kept]
         return [result for run, result in pairs if _learned(result.settings) == _learned(run.settings)]
 

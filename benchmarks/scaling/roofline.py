@@ -78,17 +78,6 @@ def peak(device: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """One launch of a kernel."""
-
-    kind: str
-    """``product``, ``attention``, ``fused`` for what the compiler makes of other operations, or ``eager``."""
-    operations: float
-    moved: int
-    """Bytes read and written."""
-
-
-@dataclass(frozen=True)
 class Launches:
     """A kernel that runs several times; all kernels without products are one entry, which counts once."""
 

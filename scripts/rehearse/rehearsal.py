@@ -36,7 +36,7 @@ from services.chat.prompts import IGNORES_TOOLS, ChatPrompts
 from services.chat.tokenizers import load_tokenizer
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.core.files import remove_directory
+from services.core.files import read_records, remove_directory
 from services.core.models import context_length
 from services.data_server.settings import PromptStyle
 from services.embedded_engine.compute.loading import end_token_ids
@@ -359,8 +359,8 @@ class Rehearsal:
     def _read(self) -> None:
         """Print what the run recorded, and add the failures of its answers to the changes."""
         run_dir = self.run_dir
-        lines = [json.loads(line) for line in _lines(run_dir / "metrics.jsonl")]
-        samples = [json.loads(line) for line in _lines(run_dir / "samples.jsonl")]
+        lines = read_records(run_dir / "metrics.jsonl")
+        samples = read_records(run_dir / "samples.jsonl")
         text = "random text: " if self.small.is_random else ""
         rewards: defaultdict[str, list[float]] = defaultdict(list)
         for sample in samples:

@@ -51,14 +51,14 @@ class DataClient(ServiceClient):
         }
         return await self.call("GET", "/prompts", PromptBatch, params=params)
 
-    async def cursor(self, consumer: str, source: str = "") -> Cursor:
-        """Return the server's own cursor of ``consumer`` in the training split of ``source``."""
-        params = {"consumer": consumer, "split": Split.TRAIN.value, "source": source}
+    async def cursor(self, consumer: str) -> Cursor:
+        """Return the server's own cursor of ``consumer`` in the training split."""
+        params = {"consumer": consumer, "split": Split.TRAIN.value}
         return await self.call("GET", "/cursor", Cursor, params=params)
 
-    async def set_cursor(self, consumer: str, cursor: Cursor, source: str = "") -> Cursor:
-        """Set the server's own cursor of ``consumer`` in the training split of ``source``."""
-        request = CursorRequest(consumer=consumer, source=source, cursor=cursor)
+    async def set_cursor(self, consumer: str, cursor: Cursor) -> Cursor:
+        """Set the server's own cursor of ``consumer`` in the training split."""
+        request = CursorRequest(consumer=consumer, cursor=cursor)
         return await self.call("PUT", "/cursor", Cursor, request)
 
     async def record_success_rates(self, success_rates: Mapping[str, float]) -> SuccessRatesReply:

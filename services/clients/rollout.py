@@ -235,15 +235,14 @@ class RolloutClient(HttpClient):
         sizes = [1] * fresh if self.seed_each_completion else [fresh] * (fresh > 0)
         return [*((_Begun(secrets.token_hex(8)), size) for size in sizes), *((each, 1) for each in begun)]
 
-    async def use_adapter_if_served(self) -> str | None:
-        """Generate with the trained LoRA adapter from now on if the workers serve one; return its name."""
+    async def use_adapter_if_served(self) -> None:
+        """Generate with the trained LoRA adapter from now on if the workers serve one."""
         probe = ROUTED.generate_body([0], {"max_new_tokens": 1}, lora_path=ADAPTER_NAME)
         try:
             await self.request("POST", ROUTED.generate_path, probe)
         except RequestRefusedError:
-            return None
+            return
         self.lora_path = ADAPTER_NAME
-        return ADAPTER_NAME
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
         if not prompt_ids:

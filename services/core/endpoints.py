@@ -125,14 +125,14 @@ def endpoint(task: Task, port: int | None = None, rank: int = 0) -> Endpoint:
     return Endpoint(f"{task.value}-{rank}.{group}" if group else "127.0.0.1", port)
 
 
-def bind_address(task: Task, port: int | None = None, rank: int | None = None) -> Endpoint:
-    """Return where node ``rank`` of ``task`` (default: this node) listens for ``port`` (default: the main one).
+def bind_address(task: Task, port: int | None = None) -> Endpoint:
+    """Return where this node of ``task`` listens for ``port`` (default: the main one).
 
     A node under SkyPilot listens on every interface, because the other nodes must reach it; elsewhere a component
     listens on 127.0.0.1 alone.
     """
     port = PORTS[task][0] if port is None else port
-    mapped = _mapped(hosting_task(task), port, node_rank() if rank is None else rank)
+    mapped = _mapped(hosting_task(task), port, node_rank())
     if mapped is not None:
         return mapped
     return Endpoint(EVERYWHERE if NODE_RANK_VARIABLE in os.environ else "127.0.0.1", port)

@@ -25,7 +25,6 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "trainer": ("trainer",),
     "trainer.collector": ("collector",),
     "scripts": ("local",),
-    "scripts.cartpole_policy": ("head",),
     "scripts.chat": ("local", "rollout"),
     "scripts.evaluate": ("data", "evaluation", "local"),
     "scripts.evaluate_policy": ("environment", "head", "local"),
@@ -33,8 +32,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "scripts.launch": ("local", "trainer"),
     "scripts.prepare_demo_model": ("demo", "local", "rollout"),
     "scripts.rehearse": ("local", "rollout", "trainer"),
-    "scripts.tiny_model": ("local", "rollout"),
     "local_runner": ("local",),
+    "toys.arithmetic": ("rollout",),
+    "toys.cartpole": ("head",),
     # Generators of documents, and benchmarks, need what `make test` installs.
     "scripts.reference": ("demo", "test"),
     "benchmarks": ("demo", "test"),

@@ -46,6 +46,15 @@ def write_json(path: Path, content: Any) -> None:
     atomic_write(path, json.dumps(content, indent=2) + "\n")
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file with one JSON object a line, without a last line that is still being written.
+
+    A file that does not exist has none.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
 def replace_directory(new: Path, old: Path) -> None:
     """Rename the directory ``new`` to ``old``, in place of a directory, or of a link, that is there."""
     # A rename cannot replace a directory that is not empty: move the old one out of the way first.

@@ -13,7 +13,14 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from services.core.errors import ConfigurationError
-from services.core.settings import AgentColumns, Method, MethodSettings, SourcesSettings, TemplateSettings
+from services.core.settings import (
+    AgentColumns,
+    Method,
+    MethodSettings,
+    RewardFunctionSettings,
+    SourcesSettings,
+    TemplateSettings,
+)
 from services.protocol.ground_truths import REASONING_GYM
 from services.reward_columns import Reads, reads
 
@@ -50,7 +57,7 @@ class Curriculum(StrEnum):
     HARD_FIRST = "hard_first"
 
 
-class DataSettings(TemplateSettings, AgentColumns, MethodSettings, SourcesSettings):
+class DataSettings(TemplateSettings, AgentColumns, MethodSettings, RewardFunctionSettings, SourcesSettings):
     """The data-server's environment variables."""
 
     dataset: str = Field("gsm8k", min_length=1)
@@ -79,10 +86,6 @@ class DataSettings(TemplateSettings, AgentColumns, MethodSettings, SourcesSettin
     ground_truth_format: GroundTruthFormat = GroundTruthFormat.AUTO
     """`hash`: after the last `####`; `boxed`: in the last `\\boxed{}`; `plain`: the whole column; `auto`: the
     format of most rows. Rows without a ground truth are left out and counted, if a part of REWARD_FN reads one."""
-    reward_fn: str = "math"
-    """The reward-server's REWARD_FN. The data-server refuses a function that needs a column which the rows lack."""
-    judge_rubric: Path | None = None
-    """The reward-server's JUDGE_RUBRIC. The data-server refuses one that names a column which the rows lack."""
 
     model_name: str | None = None
     """Model whose tokenizer and chat template make `prompt_ids`, by hub name or directory. Unset: prompts come as

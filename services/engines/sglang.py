@@ -209,9 +209,9 @@ class SGLang(Engine):
         """See Engine."""
         await self._ask("POST", "/continue_generation", {})
 
-    async def load_model(self, path: Path | str, version: int, *, flush_cache: bool = True) -> None:
+    async def load_model(self, path: Path | str, version: int) -> None:
         """See Engine. Requests in flight end first, unless generation is paused."""
-        payload = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
+        payload = {"model_path": str(path), "weight_version": str(version), "flush_cache": True}
         await self._ask("POST", "/update_weights_from_disk", payload)
 
     async def load_adapter(self, path: Path | str, version: int) -> None:

@@ -62,7 +62,6 @@ class Player:
         self._meter = meter
         self._head = EvaluationHeadClient(
             str(settings.eval_head_endpoint),
-            policy=settings.environment_push_policy,
             server=settings.environment_server_name,
             environment=settings.environment,
             token=settings.token,

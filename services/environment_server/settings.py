@@ -50,8 +50,6 @@ class EnvironmentSettings(SourcesSettings):
     """Episodes played at once with EVAL_HEAD_ENDPOINT."""
     environment_push_total: int | None = Field(None, ge=1)
     """Episodes to play with EVAL_HEAD_ENDPOINT; by default without end. [advanced]"""
-    environment_push_policy: str | None = Field(None, min_length=1, max_length=100)
-    """The head's policy that plays; default its first. [advanced]"""
 
     @property
     def own_functions(self) -> dict[str, str]:

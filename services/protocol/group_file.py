@@ -21,8 +21,8 @@ class GroupFileHead(WireModel):
     run: str
     model: str | None = None
     """The model that the run began as."""
-    tokenizer: str | None = None
-    """The digest of the tokenizer whose ids the groups have; None where the record does not say."""
+    tokenizer: str
+    """The digest of the tokenizer whose ids the groups have."""
     where: str
     """The expression that selected the completions."""
 

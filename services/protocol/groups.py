@@ -304,7 +304,7 @@ class Group(WireModel):
 
 # --- groups as bytes --------------------------------------------------------------------------------------------------
 
-FORMAT = 2
+FORMAT = 3
 """The version of the byte form: in its first byte, then the length of the header, and a checksum of that length and of
 all that follows."""
 _PREFIX = struct.Struct("<BII")

@@ -41,11 +41,6 @@ class RewardStatus(StrEnum):
     OVERLOADED = "overloaded"
     UNASKED = "unasked"
 
-    @classmethod
-    def _missing_(cls, value: object) -> RewardStatus | None:
-        # The name in records of earlier versions.
-        return cls.OVER_LIMIT if value == "memory" else None
-
 
 class RewardResult(WireModel):
     """The verifier's result for one answer; ``reward`` is None unless ``status`` is ``scored``.

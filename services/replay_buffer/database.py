@@ -44,7 +44,7 @@ CREATE TABLE IF NOT EXISTS members (
     priority REAL NOT NULL,
     stored_at REAL NOT NULL,    -- Unix seconds
     lease TEXT,                 -- in the queue: the lease that holds the group
-    source TEXT NOT NULL DEFAULT '',  -- of the group's prompt
+    source TEXT NOT NULL,       -- of the group's prompt
     PRIMARY KEY (snapshot, sequence)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS queued ON members (lease, sequence) WHERE snapshot = 0 AND place = 'queue';
@@ -103,9 +103,6 @@ class Database(sqlite3.Connection):
             )
             files.require_database_format(self, directory / _FILE, FORMAT)
             self.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT")
-            # A file of an earlier release has the groups of one source.
-            if "source" not in {name for _, name, *_ in self.execute("PRAGMA table_info(members)")}:
-                self.execute("ALTER TABLE members ADD COLUMN source TEXT NOT NULL DEFAULT ''")
         except (OSError, sqlite3.Error) as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
                 raise DependencyLostError(

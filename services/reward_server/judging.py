@@ -171,7 +171,7 @@ class Judge:
 
     async def _by_criteria(self, item: RewardItem, rubric: Rubric) -> tuple[dict[str, float], str]:
         """Return the scores by criterion, and the judge's reasons."""
-        asked = rubrics.criteria_messages(rubric, item, self.settings.judge_max_characters)
+        asked = rubrics.criteria_messages(rubric, item)
         verdict = await self._verdict(
             asked, lambda choice: Verdict(*rubrics.read_criteria(self._text(choice), asked, rubric))
         )
@@ -179,21 +179,20 @@ class Judge:
 
     async def _soft(self, item: RewardItem, rubric: Rubric) -> tuple[dict[str, float], str]:
         """Return the probability of "yes" by criterion, and the same as text."""
-        criteria, most = rubric.criteria, self.settings.judge_max_characters
-        asked = [rubrics.soft_messages(rubric, criterion, item, most) for criterion in criteria]
+        asked = [rubrics.soft_messages(rubric, criterion, item) for criterion in rubric.criteria]
 
         def read(choice: ChatChoice) -> Verdict:
             return Verdict({"yes": rubrics.read_soft(_first_tokens(choice))})
 
         verdicts = await asyncio.gather(*(self._verdict(one, read, tries=1, **_FIRST_TOKEN) for one in asked))
-        scores = {c.name: verdict.scores["yes"] for c, verdict in zip(criteria, verdicts, strict=True)}
+        scores = {c.name: verdict.scores["yes"] for c, verdict in zip(rubric.criteria, verdicts, strict=True)}
         return scores, "; ".join(f"{name}: {score:.3f}" for name, score in scores.items())
 
     async def _by_text(
         self, item: RewardItem, texts: Sequence[str], rubric: Rubric | None
     ) -> tuple[dict[str, float], str]:
         """Return the scores by text, and the judge's reasons, of different answers shown in the order of ``texts``."""
-        asked = rubrics.group_messages(rubric, item, texts, self.settings.judge_max_characters)
+        asked = rubrics.group_messages(rubric, item, texts)
         verdict = await self._verdict(
             asked, lambda choice: Verdict(*rubrics.read_group(self._text(choice), asked, len(texts)))
         )

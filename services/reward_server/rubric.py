@@ -32,6 +32,8 @@ Messages = list[dict[str, str]]
 YES_OR_NO = ("no", "yes")
 _MARKS = re.compile(r"</?judged_answer\b[^>]*>|<\|[^|\s]*\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 _REASONING_END = "</think>"
+MAX_CHARACTERS = 20_000
+"""Longer answers are cut in the middle; a note in the text says so."""
 _STEPS = 4
 """Scores of a group are rounded to 1 / _STEPS, so that answers of about the same worth have the same reward."""
 
@@ -184,21 +186,21 @@ _GROUP_RUBRIC = Rubric(
 """The rubric of a group without one of the user's."""
 
 
-def criteria_messages(rubric: Rubric, item: RewardItem, most: int) -> Messages:
-    """Return the messages that ask for a verdict on every criterion; the answer has at most ``most`` characters."""
+def criteria_messages(rubric: Rubric, item: RewardItem) -> Messages:
+    """Return the messages that ask for a verdict on every criterion."""
     lines = [f"{c.name}: {c.text} Choices, worst first: {json.dumps(c.choices)}" for c in rubric.criteria]
-    return _messages(rubric, item, [_fenced("Answer", item.response, most)], lines, _BY_CRITERIA)
+    return _messages(rubric, item, [_fenced("Answer", item.response)], lines, _BY_CRITERIA)
 
 
-def soft_messages(rubric: Rubric, criterion: Criterion, item: RewardItem, most: int) -> Messages:
+def soft_messages(rubric: Rubric, criterion: Criterion, item: RewardItem) -> Messages:
     """Return the messages that ask one question of yes or no."""
-    return _messages(rubric, item, [_fenced("Answer", item.response, most)], [criterion.text], _SOFT)
+    return _messages(rubric, item, [_fenced("Answer", item.response)], [criterion.text], _SOFT)
 
 
-def group_messages(rubric: Rubric | None, item: RewardItem, texts: Sequence[str], most: int) -> Messages:
+def group_messages(rubric: Rubric | None, item: RewardItem, texts: Sequence[str]) -> Messages:
     """Return the messages that compare ``texts``, whose ids are 1, 2, ... in their order; ``item`` has the question."""
     rubric = rubric or _GROUP_RUBRIC
-    answers = [_fenced(f'<judged_answer id="{i}">', text, most) for i, text in enumerate(texts, start=1)]
+    answers = [_fenced(f'<judged_answer id="{i}">', text) for i, text in enumerate(texts, start=1)]
     lines = [f"{c.name}: {c.text}" for c in rubric.criteria]
     return _messages(rubric, item, answers, lines, _BY_GROUP.format(count=len(texts)))
 
@@ -239,7 +241,7 @@ def _fill(text: str, fields: Mapping[str, Any]) -> str:
     return PLACEHOLDER.sub(value, text)
 
 
-def _fenced(head: str, text: str, most: int) -> str:
+def _fenced(head: str, text: str, most: int = MAX_CHARACTERS) -> str:
     """Return ``text`` without marks, at most ``most`` characters of it, between more backticks than it contains."""
     text = _MARKS.sub("(mark)", text)
     if len(text) > most:

@@ -48,7 +48,6 @@ class Scorer:
         self,
         settings: RewardSettings,
         pool: WorkerPool,
-        neural: NeuralReward | None = None,
         judge: Judge | None = None,
         code: CodeReward | None = None,
     ) -> None:
@@ -61,7 +60,7 @@ class Scorer:
         self._alone = [function for function in settings.functions if function.name not in RELATIVE]
         self._relative = [function for function in settings.functions if function.name in RELATIVE]
         self._pool = pool
-        self.neural = neural
+        self.neural: NeuralReward | None = None
         self._judge, self._code = judge, code
         self._verdicts: OrderedDict[tuple[str, str], float] = OrderedDict()
         self.counts: Counter[str] = Counter()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from services.core.settings import JsonObject, Settings, SourcesSettings
+from services.core.settings import JsonObject, RewardFunctionSettings, Settings, SourcesSettings
 from services.protocol.rewards import CORRECT
 from services.reward_columns import JUDGES
-from services.sandbox.settings import SandboxSettings
+from services.sandbox.backends import BackendName, Interpreter
 
 RELATIVE = ("judge_group",)
 """The rewards of answers relative to the others of their group, which an answer alone does not have."""
@@ -54,9 +56,6 @@ class JudgeSettings(Settings):
     """The judge's name in requests."""
     judge_api_key_env: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
     """The name of the variable that holds the judge's API key. Unset: requests have no key."""
-    judge_rubric: Path | None = None
-    """A YAML file with the criteria of `judge` and `judge_soft`, and, if you like, of `judge_group`;
-    docs/guides/judge.md has its form."""
     judge_concurrency: int = Field(16, ge=1, le=4096)
     """Requests to the judge at once; further ones wait."""
     judge_seconds: float = Field(120, gt=0, le=3600)
@@ -64,8 +63,6 @@ class JudgeSettings(Settings):
     takes longer has no reward. Must be less than SERVICE_DEADLINE_SECONDS."""
     judge_max_tokens: int = Field(2048, ge=1)
     """Most tokens of a judge's reply, with its reasoning. A reply that is cut off there has no verdict."""
-    judge_max_characters: int = Field(20_000, ge=100)
-    """Longer answers are cut in the middle before they are judged; a note in the text says so. [advanced]"""
     judge_second_order: float = Field(0.1, ge=0, le=1)
     """Share of the groups that `judge_group` judges a second time, in the opposite order. The agreement of the two is a
     metric; the rewards are those of the first. [advanced]"""
@@ -81,17 +78,9 @@ class JudgeSettings(Settings):
         return self.run_dir / "judge" if self.judge_dir is None else self.judge_dir
 
 
-class RewardSettings(SourcesSettings, JudgeSettings, SandboxSettings):
+class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     """The reward-server's environment variables."""
 
-    reward_fn: str = "math"
-    """The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. Built in are
-    `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an answer follows `####`
-    or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question scores the answer),
-    `reward_model`, `code` (the row's tests are run on the program in the last fenced block; docs/guides/code.md), and
-    the judges `judge`, `judge_soft` and `judge_group`; `module:function` is a function of your own, called with the
-    keyword arguments of its signature among prompt, response, ground_truth, completion_tokens and finish_reason, or
-    with lists of one if it has the parameter `completions`, as TRL's have."""
     reward_workers: int = Field(2, ge=1, le=64)
     """Processes that verify the answers that exact arithmetic on plain numbers cannot decide, and run functions of your
     own; for the reward `code`, boxes that run programs. Give as many as there are cores."""
@@ -120,6 +109,18 @@ class RewardSettings(SourcesSettings, JudgeSettings, SandboxSettings):
     times as long by the clock. One that takes more fails the test."""
     code_memory_mb: int = Field(512, ge=64)
     """Memory of a program, with about 40 MB for Python; one that takes more fails the test."""
+    sandbox: BackendName = BackendName.AUTO
+    """The isolation of code from the machine: `bwrap` (bubblewrap), `landlock` (Landlock and seccomp, which default
+    containers allow too) or `seatbelt` (macOS). `auto` takes the first of bwrap and landlock that keeps every attack of
+    its check at the start; docs/security.md."""
+    sandbox_python: str | None = None
+    """The Python (3.11 or newer) that runs code, whose packages code can import; unset: the service's own.
+    [advanced]"""
+
+    @cached_property
+    def interpreter(self) -> Interpreter:
+        """The Python with its directories; ConfigurationError where it cannot be used."""
+        return Interpreter.find(self.sandbox_python or sys.executable)
 
     @property
     def functions(self) -> list[WeightedFunction]:

@@ -2,13 +2,11 @@
 
 import argparse
 import json
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks import __main__ as page
-from benchmarks.harness import ROOT, Benchmark, Option, Side, in_turn, name_of, table
+from benchmarks.harness import Benchmark, Option, Side, in_turn, name_of, table
 
 
 def test_the_page_is_that_of_the_kept_measurements() -> None:
@@ -61,15 +59,6 @@ def test_a_benchmark_measures_its_sides_in_turn_and_writes_table_and_json(tmp_pa
     assert found["sides"]["theirs"] == [{"s": [0, 1.0], "n": 0}, {"s": [3, 1.0], "n": 1}]
     assert benchmark.run("one", ["--quick", "--json", str(tmp_path / "found.json")]) == 2
     assert json.loads((tmp_path / "found.json").read_text())["options"]["size"] == 5
-
-
-@pytest.mark.parametrize(("module", "name"), [("benchmarks.step", "step"), ("benchmarks.asynchronous", "async")])
-def test_the_old_command_of_a_benchmark_names_the_new_one(module: str, name: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "--quick"], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (
-        1,
-        f"error: `python -m {module}` is now `python -m benchmarks {name}`\n",
-    )
 
 
 def test_an_unknown_name_is_refused_with_those_that_exist() -> None:

@@ -27,8 +27,8 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.prompts import Prompt
 from tests.fake_service import fake_service
 from tests.ports import free_port
+from tests.toy_models import byte_tokenizer
 from tests.waiting import IDLE_SECONDS
-from toys.models import byte_tokenizer
 
 
 class FakeServer:

@@ -157,7 +157,7 @@ def test_a_failed_run_has_the_error_of_the_node_that_failed(tmp_path):
     ("runner", "summary", "error"),
     [
         (None, {"status": "failed", "error": "no worker"}, "no worker"),
-        (None, {"status": "failed"}, None),  # of an earlier release
+        (None, {"status": "failed"}, None),
         (None, None, None),
         (DONE, {"status": "failed", "error": "of an earlier attempt"}, None),
         (STOPPED, {"status": "interrupted", "error": None}, None),

@@ -71,22 +71,6 @@ def test_the_projects_own_settings_files_are_found_elsewhere(tmp_path: Path, mon
     assert spec.env_file(Path("examples/demo.env")) == {"MAX_STEPS": "1"}
 
 
-@pytest.mark.parametrize("former", spec.FORMER)
-def test_a_former_name_of_a_file_answers_with_the_present_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], former: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    present = spec.FORMER[former]
-    if former.endswith(".env"):
-        assert spec.env_file(Path(former)) == spec.env_file(ROOT / present)
-    else:
-        assert spec.find(Path(former)) == ROOT / present
-    assert capsys.readouterr().err == f"note: {former} is now {present}\n"
-    (tmp_path / former).write_text("a file of the user's\n")
-    assert spec.find(Path(former)) == Path(former)
-    assert capsys.readouterr().err == ""
-
-
 def test_the_list_of_commands_ends_silently_when_its_reader_has_read_enough() -> None:
     # The pipe has no reader before the program prints.
     reader, writer = os.pipe()

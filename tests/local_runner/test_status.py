@@ -83,12 +83,13 @@ def test_a_run_that_is_over_says_what_came_of_it_and_which_component_named_an_er
     nodes = {"pid": 1, "started": 0.0, "machine": socket.gethostname(), "endpoints": {}}
     write_json(running / "nodes.json", nodes)
     write_json(running / "runner.json", {"exit_code": 0, "reason": "done", "seconds": 65, "failed": None})
-    summary = {"status": "succeeded", "steps": 2, "accuracy_before": 0.1, "accuracy_after": 0.9}
+    after = {"accuracy_after": 0.9, "accuracy_after_low": 0.7, "accuracy_after_high": 1.0, "accuracy_after_prompts": 20}
+    summary = {"status": "succeeded", "steps": 2} | after
     write_json(running / "summary.json", summary)
     (running / FIRST_FAILURE).write_text("reward_error: mine:score: KeyError (mine.py, line 3, in score)\n")
     said = printed(running)
     assert "first failed answer reward_error: mine:score: KeyError (mine.py, line 3, in score)" in said
-    for words in ("succeeded", "steps 2", "0.250 → 0.750", "outcome done", "accuracy after, held-out prompts 0.900"):
+    for words in ("succeeded", "steps 2", "0.250 → 0.750", "outcome done", "accuracy after, 20 held-out prompts 0.900"):
         assert words in said
     assert "component" not in said
     (running / "logs/reward-server-0.log").write_text("=== start ===\nerror: no such verifier\n")

@@ -138,7 +138,13 @@ def test_accuracies_have_their_interval_and_their_prompts():
 
 
 def test_an_accuracy_over_one_prompt_says_so():
-    [_, (after, _)] = summary.outcome_rows({}, {"accuracy_after": 1.0, "accuracy_after_prompts": 1})
+    measured = {
+        "accuracy_after": 1.0,
+        "accuracy_after_low": 0.2,
+        "accuracy_after_high": 1.0,
+        "accuracy_after_prompts": 1,
+    }
+    [_, (after, _)] = summary.outcome_rows({}, measured)
     assert after == "accuracy after, 1 held-out prompt"
 
 
@@ -321,5 +327,5 @@ def test_a_steps_line_has_what_its_most_frequent_failure_says():
 def test_the_end_of_a_run_says_why_its_last_evaluation_has_no_accuracy():
     found = {"accuracy_before": 0.5, "accuracy_after": None, "evaluation_error": "none of 8 prompts got a completion"}
     assert summary.outcome_rows({}, found) == [("last evaluation", "no accuracy: none of 8 prompts got a completion")]
-    one = {f"accuracy_{when}{part}": 1 for when in ("before", "after") for part in ("", "_prompts")}
-    assert summary.outcome_rows({}, one)[0] == ("accuracy before, 1 held-out prompt", "1.000")
+    one = {f"accuracy_{when}{part}": 1 for when in ("before", "after") for part in ("", "_low", "_high", "_prompts")}
+    assert summary.outcome_rows({}, one)[0] == ("accuracy before, 1 held-out prompt", "1.000 (1.000 to 1.000)")

@@ -20,7 +20,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.scheduler import ExternKernelSchedulerNode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from benchmarks.scaling.roofline import Kernel
+from tests.pretend_cuda.eager import Kernel
 from tests.pretend_cuda.learner import packed_sequences
 from trainer.algorithm.attention_layout import TILE, tiles
 from trainer.algorithm.packing import ALONE, Context

@@ -19,10 +19,10 @@ import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
-from benchmarks.scaling.roofline import COUNTED, LABELS, NODE_GPUS, SEQUENCE, TOKENS, Counted, Kernel, Launches
+from benchmarks.scaling.roofline import COUNTED, LABELS, NODE_GPUS, SEQUENCE, TOKENS, Counted, Launches
 from scripts.launch.models import CONFIGS
 from tests.pretend_cuda.compiled import count_layer
-from tests.pretend_cuda.eager import kernel
+from tests.pretend_cuda.eager import Kernel, kernel
 from tests.pretend_cuda.learner import packed_sequences, pretended_policy, pretended_ranks, without_compilation
 from tests.pretend_cuda.seen import Call, Seen
 from trainer.config import TrainerSettings

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.scaling.roofline import Kernel
 from tests.pretend_cuda.seen import Call
 
 LOOK_UPS = ("aten.embedding.", "aten.index.", "aten.index_select.", "aten.gather.")
@@ -19,6 +19,17 @@ SCATTERS = ("aten.scatter_add_.",)
 LOGSUMEXP = 6
 """Passes over the argument of a logsumexp: reads for maxima and for sums, and a read and a write each for differences
 and for exponentials."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch of a kernel."""
+
+    kind: str
+    """``product``, ``attention``, ``fused`` for what the compiler makes of other operations, or ``eager``."""
+    operations: float
+    moved: int
+    """Bytes read and written."""
 
 
 def kernel(call: Call) -> Kernel | None:

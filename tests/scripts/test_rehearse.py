@@ -20,7 +20,7 @@ from scripts.rehearse.__main__ import main
 from services.chat.tokenizers import load_tokenizer, tokenizer_digest
 from tests.ports import free_port
 from tests.services.core.hub_stand_in import MODEL, serving
-from toys.models import byte_tokenizer
+from tests.toy_models import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 APP = typer.Typer()

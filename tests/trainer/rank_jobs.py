@@ -19,6 +19,7 @@ from services.core.errors import ConfigurationError
 from services.protocol.prompts import Cursor
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import PerToken
+from trainer.checkpoints.admission import Fingerprint
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
@@ -181,7 +182,8 @@ def run_state(learner: Learner, step: int, **others: Any) -> RunState:
         policy_version=step,
         model_type=learner.policy.config.model_type,
         parameters=sum(p.numel() for p in learner.policy.parameters()),
-        cursor=Cursor(epoch=1, position=step),
+        cursors={"": Cursor(epoch=1, position=step)},
+        fingerprint=Fingerprint(model="tiny", weights="1a", tokenizer="2b", dataset="arithmetic", data={}),
         **others,
     )
 

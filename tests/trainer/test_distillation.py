@@ -17,12 +17,12 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.groups import TEACHER
 from services.protocol.prompts import DataStats
 from tests.sequences import changed
+from tests.toy_models import byte_tokenizer
 from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import UNCLIPPED, Arrays, make_learner, weights_of
 from tests.trainer.test_lost_services import Outside
 from tests.trainer.tiny import FAMILIES, plain_forward, plain_logprobs, plain_model, random_trees, save_model
-from toys.models import byte_tokenizer
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import scatter
 from trainer.checkpoints.checkpoint import CheckpointStore

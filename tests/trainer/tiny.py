@@ -20,8 +20,8 @@ from transformers import (
 
 from services.protocol.groups import Group, TokenSequence
 from tests.sequences import trained_sequence
+from tests.toy_models import noisy_model
 from toys.arithmetic import build_tokenizer
-from toys.models import random_model
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
@@ -72,7 +72,7 @@ def with_heads_of(width: int, family: str) -> PretrainedConfig:
 
 def save_model(directory: Path, config: PretrainedConfig, seed: int = 0) -> Path:
     """Write a model with random weights and a tokenizer as a Hugging Face directory."""
-    model = random_model(config, seed, noise=(0.1, 0.1))
+    model = noisy_model(config, seed, matrices=0.1, vectors=0.1)
     model.save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
     return directory

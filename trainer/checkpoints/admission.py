@@ -116,15 +116,13 @@ def has_succeeded(settings: TrainerSettings) -> bool:
     )
 
 
-def check_same(settings: TrainerSettings, checkpoint: Path, before: Fingerprint | None, now: Fingerprint) -> None:
+def check_same(settings: TrainerSettings, checkpoint: Path, before: Fingerprint, now: Fingerprint) -> None:
     """Check that a checkpoint has the model and the data that the run has now.
 
     Raises:
         ConfigurationError: weights, tokenizer or data differ.
     """
-    if before is None:
-        log.warning("checkpoint of an earlier release: its model and data cannot be checked", path=str(checkpoint))
-    elif changes := differences(before, now):
+    if changes := differences(before, now):
         raise _refusal(settings, checkpoint, changes)
 
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol, cast
 import orjson
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -139,18 +139,6 @@ FILES = 4
 """Files that each rank writes, so that several threads write them and compute their checksums."""
 
 
-FORMS = {
-    "objective": "decoupled with any number of updates a batch",
-    "rounding of published weights": "up or down without bias",
-}
-"""The forms of what a release computes that change the course of a run, by subject."""
-EARLIER_FORMS = {
-    "objective": "with one update a batch clipped around the policy that sampled",
-    "rounding of published weights": "to the nearest",
-}
-"""The forms of releases whose checkpoints name none."""
-
-
 class RunState(BaseModel):
     """The state of a run besides its weights and optimizer."""
 
@@ -200,20 +188,9 @@ class RunState(BaseModel):
     random_state: list[int] = []
     """State of torch's CPU generator, as bytes."""
     fingerprint: Fingerprint | None = None
-    """Fingerprint of model and data; None in a checkpoint of an earlier release."""
-    forms: dict[str, str] = EARLIER_FORMS
-    """FORMS of the release that saved the state."""
+    """Fingerprint of model and data; rank 0 always has it."""
     job: str | None = None
     """The SkyPilot job that saved the state; see ``job_id``."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_one_cursor(cls, fields: Any) -> Any:
-        """Read the state of an earlier release, which has the cursor of its only source as ``cursor``."""
-        if isinstance(fields, dict) and "cursor" in fields:
-            fields = {**fields, "cursors": {"": fields["cursor"]}}
-            del fields["cursor"]
-        return fields
 
 
 class SavedCritic(Protocol):
@@ -457,6 +434,8 @@ def damage(directory: Path) -> str | None:
             return f"{damaged} is not as it was written"
         CheckpointReader(directory).read_metadata()
         read_state(directory)
-    except (OSError, ValueError, KeyError, ValidationError, UnpicklingError) as error:
+    except ValidationError:
+        return "another version of this program wrote its state.json; continue with that version"
+    except (OSError, ValueError, KeyError, UnpicklingError) as error:
         return str(error).splitlines()[0]
     return None

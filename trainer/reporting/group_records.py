@@ -75,10 +75,9 @@ class StepHead(BaseModel):
     position: float
     """The position in the schedule of the learning rate, in steps, and the steps of the whole schedule."""
     total_steps: int
-    tokenizer: str | None = None
-    """The digest of the tokenizer whose ids the groups have; None in a record of an earlier release."""
-    computation: Computation | None = None
-    """None in a record of an earlier release."""
+    tokenizer: str
+    """The digest of the tokenizer whose ids the groups have."""
+    computation: Computation
     settings: dict[str, JsonValue]
     """The trainer's settings in that step that were not left at their defaults."""
     groups: list[Entry]
@@ -205,7 +204,7 @@ class GroupRecorder:
         step: int,
         trained: Sequence[TrainingGroup],
         groups: Sequence[Group],
-        **fields: float | str | Computation | None,
+        **fields: float | str | Computation,
     ) -> int:
         """Write what a step trained on; return how many groups could not be recorded for lack of disk space.
 

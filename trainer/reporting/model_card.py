@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
 from huggingface_hub import ModelCardData
 
 from services.core.endpoints import Task
-from services.core.files import atomic_write
+from services.core.files import atomic_write, read_records
 from services.run_page.directory import RunDirectory, RunOverview
 
 CARD = "README.md"
@@ -104,8 +103,7 @@ def _costs(run_dir: Path, summary: Mapping[str, Any]) -> Iterator[tuple[str, str
     yield "rows", f"{rows:,}" + (f", {sum(left_out.values()):,} left out" if left_out else "") if rows else ""
     yield "device", f"{summary.get('device')}, {summary.get('compute_type')}; ranks: {summary.get('ranks')}"
     yield "seconds of training", f"{summary.get('seconds') or 0:,.0f}"
-    metrics = run_dir / "metrics.jsonl"
-    lines = [orjson.loads(line) for line in metrics.read_bytes().splitlines()] if metrics.exists() else []
+    lines = read_records(run_dir / "metrics.jsonl")
     for name, label in (("completions", "completions"), ("completion_tokens", "tokens generated")):
         yield label, f"{sum(line.get(name, 0) for line in lines):,.0f}"
 

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from services.core.endpoints import Task
-from services.core.files import atomic_write
+from services.core.files import atomic_write, read_records
 from services.core.logs import get_logger
 from services.http import provenance
 from services.protocol.base import ComponentRecord
@@ -143,7 +143,7 @@ def draw_reward_curve(run_dir: Path) -> None:
     """Draw reward.png from metrics.jsonl."""
     from matplotlib.figure import Figure
 
-    lines = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    lines = read_records(run_dir / "metrics.jsonl")
     steps = [line["step"] for line in lines if "reward_mean" in line]
     rewards = [line["reward_mean"] for line in lines if "reward_mean" in line]
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -21,10 +21,10 @@ from tests.fake_service import FakeService, fake_service
 from tests.sequences import make_group, trained_sequence
 from tests.services.conftest import RunningService, StartService
 from tests.tolerance import logprob_tolerance
+from tests.toy_models import byte_tokenizer
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import plain_forward, plain_model
 from toys import arithmetic
-from toys.models import byte_tokenizer
 from trainer.algorithm.packing import TrainingGroup
 from trainer.checkpoints.admission import TeacherPrint
 from trainer.config import TrainerSettings

@@ -17,6 +17,7 @@ from services.core.files import (
     atomic_write,
     check_model,
     check_model_directory,
+    read_records,
     replace_directory,
 )
 
@@ -137,3 +138,13 @@ def test_a_directory_takes_the_place_of_a_link_and_leaves_alone_where_it_leads(t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "old"]
     assert [path.name for path in old.iterdir()] == ["new"]
     assert [path.name for path in elsewhere.iterdir()] == ["elsewhere"]
+
+
+def test_a_line_that_is_still_being_written_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_records(path) == []
+    path.write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    assert read_records(path) == [{"step": 1}, {"step": 2}]
+    path.write_text('{"step": 1}\n{"ste\n')
+    with pytest.raises(ValueError, match="Unterminated"):
+        read_records(path)

@@ -5,7 +5,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from toys.models import byte_tokenizer
+from tests.toy_models import byte_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"

@@ -157,7 +157,7 @@ def test_recorded_groups_are_learned_token_for_token(tmp_path: Path, model: str,
     group = make_group(sequences=sequences, prompt="one?")
     path = tmp_path / "best.groups"
 
-    def write(tokenizer_: str | None) -> None:
+    def write(tokenizer_: str) -> None:
         head = group_file.GroupFileHead(run="r", tokenizer=tokenizer_, where="reward >= 1")
         path.write_bytes(b"".join(group_file.parts(head, [group])))
 

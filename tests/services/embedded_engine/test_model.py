@@ -21,7 +21,7 @@ from services.embedded_engine.compute.kv_cache import KVCache
 from services.embedded_engine.compute.model import Model, pack_weights
 from services.embedded_engine.compute.weights import Architecture, WeightsError, read_directory
 from tests.tolerance import both_types, logprob_tolerance
-from toys.models import random_model
+from tests.toy_models import noisy_model
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -64,7 +64,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 @pytest.fixture(scope="module", params=CONFIGS)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model directory with random weights of the kind, norms and biases included."""
-    model = random_model(CONFIGS[request.param], 3, noise=(0.05, 0.2))
+    model = noisy_model(CONFIGS[request.param], 3, matrices=0.05, vectors=0.2)
     path = tmp_path_factory.mktemp("random")
     model.save_pretrained(path)
     return path

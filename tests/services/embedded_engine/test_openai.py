@@ -17,7 +17,8 @@ from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, fun
 from services.chat import tool_calls
 from services.embedded_engine.http.app import create_app
 from tests.services.embedded_engine.conftest import settings_for
-from toys.models import byte_tokenizer, qwen2, random_model, train
+from tests.toy_models import byte_tokenizer
+from toys.models import qwen2, random_model, train
 
 Serving = Callable[..., Any]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.evaluation_head import discovery, driver, policy, registry
+from services.evaluation_head import driver, policy, registry
 from services.evaluation_head import head as head_module
 from services.evaluation_head.app import create_app
 from services.evaluation_head.settings import HeadSettings
@@ -36,8 +36,8 @@ CONSTANTS = {
     "PROBE_INTERVAL_SECONDS": driver,
     "ENTRANCE_SECONDS": driver,
     "REQUEST_SECONDS": driver,
-    "INTERVAL_SECONDS": discovery,
-    "TIMEOUT_SECONDS": discovery,
+    "INTERVAL_SECONDS": head_module,
+    "TIMEOUT_SECONDS": head_module,
     "ANSWER_SECONDS": policy,
 }
 

@@ -49,7 +49,7 @@ def main(target: Path) -> None:
             )
         )
         url = stack.enter_context(served(head, port))
-        serve("laptop", eval_head_endpoint=url, environment_push_policy="careful")
+        serve("laptop", eval_head_endpoint=url)
         page = stack.enter_context(browser()).new_page(viewport=WINDOW)
         page.goto(f"{url}/dashboard")
         expect(page.locator("#state")).to_have_text("live", timeout=1000 * IDLE_SECONDS)

@@ -16,8 +16,8 @@ from pydantic import SecretStr
 
 from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.settings import EnvironmentSettings
-from services.evaluation_head import discovery
-from services.evaluation_head.discovery import servers_at
+from services.evaluation_head import head as head_module
+from services.evaluation_head.head import servers_at
 from tests.browser import (
     DESKTOP,
     PHONE,
@@ -125,7 +125,7 @@ def test_the_table_says_why_a_server_is_not_there_below_its_name(open_page: Any,
 @needs_browser
 def test_the_discover_button_finds_new_servers(open_page: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses: list[str] = []
-    monkeypatch.setattr(discovery, "servers_at", lambda _urls: servers_at(addresses))
+    monkeypatch.setattr(head_module, "servers_at", lambda _urls: servers_at(addresses))
     with (
         served(create_environment_app(EnvironmentSettings())) as environment,
         served(head(game_server_addresses="replaced:1", INTERVAL_SECONDS=3600)) as url,

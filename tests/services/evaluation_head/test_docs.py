@@ -41,7 +41,7 @@ def words_of(start: str) -> list[str]:
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
     """The policy that the page's first command makes."""
-    module = "scripts.cartpole_policy"
+    module = "toys.cartpole"
     words = [str(tmp_path) if word == POLICIES else word for word in words_of(module)]
     subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, check=True, timeout=LIMIT_SECONDS)
     return tmp_path

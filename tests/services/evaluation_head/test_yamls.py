@@ -64,7 +64,7 @@ def test_the_head_with_a_bucket_is_the_head_with_other_policies(tasks: Any) -> N
     assert with_bucket["envs"].pop("HEAD_POLICIES") == "cartpole=/checkpoints/cartpole"
     del head["envs"]["HEAD_POLICIES"]
     *lines, example = head["setup"].splitlines()
-    assert "scripts.cartpole_policy" in example
+    assert "toys.cartpole" in example
     assert with_bucket["setup"].splitlines() == lines
     assert {**with_bucket, "setup": ""} == {**head, "setup": ""}
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.chat.demonstrations import Branch, Demonstrator, UnfitConversationError
 from services.chat.messages import for_template
 from services.chat.prompts import ChatPrompts
 from services.chat.tokenizers import load_tokenizer
+from services.data_server.demonstrations import Branch, Demonstrator, UnfitConversationError
 from tests.services.gateway.conftest import ADD, StartGateway
 from tests.services.gateway.test_gateway_prompts import CALL, play
 

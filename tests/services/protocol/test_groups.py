@@ -121,7 +121,7 @@ def test_logprobs_of_float32_take_four_bytes_and_constants_take_none() -> None:
 
 def test_another_format_and_damaged_bytes_are_refused() -> None:
     data = pack(make_group(sequences=[trained_sequence([1, 2], [-1.0, -2.0])]))
-    with pytest.raises(GroupFormatError, match="format 1; this program reads format 2, so begin a new run"):
+    with pytest.raises(GroupFormatError, match="format 1; this program reads format 3, so begin a new run"):
         unpack(b"\x01" + data[1:])
     with pytest.raises(GroupFormatError, match="damaged"):
         unpack(data[:-1] + bytes([data[-1] ^ 1]))

@@ -21,14 +21,12 @@ from services.protocol.rewards import RewardResult, RewardStatus, interval, is_c
         (None, "over_limit", False),
         (0.0, "over_limit", False),
         (1.0, "over_limit", False),
-        (None, "memory", False),
         (None, "timeout", None),
         (None, "error", None),
         (None, "overloaded", None),
     ],
 )
 def test_an_answer_is_not_judged_only_where_the_service_failed(reward, status, verdict):
-    """``memory`` is the name that a limit had in older records."""
     assert is_correct(RewardResult.model_validate({"reward": reward, "status": status})) is verdict
 
 

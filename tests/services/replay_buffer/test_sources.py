@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from services.protocol.groups import Group
@@ -57,21 +54,6 @@ def test_a_group_keeps_its_source_on_its_way_from_the_queue_into_the_store(
     parts.queue.acknowledge(AcknowledgeRequest(lease_id=lease))
     assert (parts.sample(2, source="a"), parts.sample(2, source="b")) == (["a1"], ["b1"])
     assert sorted(buffer().sample(2)) == ["a1", "b1"]
-
-
-def test_a_file_of_an_earlier_release_is_read(
-    buffer: Callable[..., Any], group: Callable[..., Group], tmp_path: Path
-) -> None:
-    parts = buffer()
-    parts.store.add([group("g1")], None)
-    parts.queue.enqueue([group("g2")], None)
-    parts.store.database.close()
-    with closing(sqlite3.connect(tmp_path / "replay" / "replay-buffer.sqlite")) as file:
-        file.execute("ALTER TABLE members DROP COLUMN source")
-    again = buffer()
-    assert (again.sample(2), again.lease(2)[1]) == (["g1"], ["g2"])
-    again.store.add([of(group("b1"), "b")], None)
-    assert again.sample(2, source="b") == ["b1"]
 
 
 def ask(admission: Admission, source: str, in_flight: int = 0, bound: int = 4, batch: int = 2) -> Asking:

@@ -286,5 +286,5 @@ def test_a_buffer_of_an_earlier_format_is_refused(buffer: Any, tmp_path: Path) -
     (tmp_path / "replay").mkdir()
     with contextlib.closing(sqlite3.connect(tmp_path / "replay/replay-buffer.sqlite")) as database:
         database.execute("CREATE TABLE contents (sequence INTEGER PRIMARY KEY, data BLOB)")
-    with pytest.raises(ConfigurationError, match=r"its format is 0, this program reads 2.*begin a new run"):
+    with pytest.raises(ConfigurationError, match=r"its format is 0, this program reads 3.*begin a new run"):
         buffer()

@@ -480,10 +480,11 @@ async def test_long_scores_with_long_answers_show(judge: ScriptedJudge, tmp_path
 
 
 async def test_a_long_answer_is_cut_in_the_middle(judge: ScriptedJudge, tmp_path: Path) -> None:
-    async with judging(judge.settings(tmp_path, judge_max_characters=100)) as made:
-        await made.score("judge", item("a" * 80 + "42" + "b" * 80))
+    async with judging(judge.settings(tmp_path)) as made:
+        await made.score("judge", item("a" * 10_030 + "42" + "b" * 10_030))
     user = judge.asked[0]["messages"][1]["content"]
-    assert "a" * 50 + "\n(… 62 characters are left out here)\n" + "b" * 50 in user
+    assert "a" * 10_000 + "\n(… 62 characters are left out here)\n" + "b" * 10_000 in user
+    assert "a" * 10_001 not in user
 
 
 # The server
@@ -718,7 +719,8 @@ def save_model(directory: Path) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from toys.models import qwen2, random_model
+    from tests.toy_models import noisy_model
+    from toys.models import qwen2
 
     # Other letters than these are left out of a text.
     vocabulary = [*WORDS, *"aeiouy1246"]
@@ -730,7 +732,7 @@ def save_model(directory: Path) -> Any:
     tokenizer.save_pretrained(directory)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = qwen2(vocab_size=len(vocabulary), num_key_value_heads=2, max_position_embeddings=2048, **sizes)
-    model = random_model(config, noise=(0.3, 0.1))
+    model = noisy_model(config, matrices=0.3, vectors=0.1)
     model.save_pretrained(directory)
     return model, tokenizer
 

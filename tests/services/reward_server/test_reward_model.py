@@ -14,9 +14,10 @@ from tests.waiting import wait_ready
 
 def _save(directory: Path, *, labels: int, positions: int = 2048, **tokens: str) -> str:
     """Write a random reward model of a few thousand parameters with a tokenizer of one token a byte."""
+    import torch
     from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-    from toys.models import byte_tokenizer, random_model
+    from tests.toy_models import byte_tokenizer
 
     tokenizer = byte_tokenizer(["</s>"], **(tokens or {"eos_token": "</s>"}))
     tokenizer.save_pretrained(directory)
@@ -30,7 +31,8 @@ def _save(directory: Path, *, labels: int, positions: int = 2048, **tokens: str)
         max_position_embeddings=positions,
         pad_token_id=0,
     )
-    random_model(config, kind=AutoModelForSequenceClassification).save_pretrained(directory)
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
     return str(directory)
 
 

@@ -17,7 +17,7 @@ from tests.sequences import make_group, trained_sequence
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.reporting import group_records
-from trainer.reporting.group_records import GroupRecorder, GroupRecords
+from trainer.reporting.group_records import Computation, GroupRecorder, GroupRecords
 
 BATCH = 3
 LAST = 20
@@ -62,8 +62,17 @@ def has_room(_size: int) -> bool:
     return True
 
 
+def fields_of(step: int) -> dict[str, Any]:
+    """Return the fields of a step's head that its groups do not have."""
+    machine = {"device": "cpu", "processor": "AVX2", "threads": 1, "compute_type": "float32"}
+    packages = {"torch": "2", "transformers": "5"}
+    computation = Computation.model_validate({"ranks": 1, "replicas": 1, **machine, **packages})
+    progress = {"policy_version": step - 1, "position": step - 0.5, "total_steps": LAST}
+    return {**progress, "tokenizer": "digest", "computation": computation}
+
+
 def write(recorder: GroupRecorder, step: int, staleness: int = 4) -> int:
-    return recorder.write(step, *batch(step, staleness), policy_version=step - 1, position=step - 0.5, total_steps=LAST)
+    return recorder.write(step, *batch(step, staleness), **fields_of(step))
 
 
 def run(directory: Path, kept: Any, steps: Sequence[int], every: int = 5, staleness: int = 4) -> None:

@@ -14,7 +14,7 @@ from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Group, GroupFormatError, TokenSequence
 from services.protocol.rewards import FinishReason, RewardResult
 from tests.sequences import make_group, trained_sequence
-from tests.trainer.reporting.test_group_records import has_room, settings
+from tests.trainer.reporting.test_group_records import fields_of, has_room, settings
 from trainer.algorithm.packing import TrainingGroup
 from trainer.reporting.group_records import GroupRecorder, GroupRecords
 from trainer.reporting.group_selection import FIELDS, Account, Answer, Expression, choose, groups_of, pairs_of, select
@@ -110,9 +110,7 @@ def record(directory: Path, *steps: Sequence[Group], replayed: Sequence[Group] =
         trained = [TrainingGroup(g.prompt_ids, g.sequences, g.group_id) for g in groups]
         again = replayed if step == len(steps) else ()
         trained += [TrainingGroup(g.prompt_ids, g.sequences, g.group_id, is_replayed=True) for g in again]
-        recorder.write(
-            step, trained, [*groups, *again], policy_version=step - 1, position=0.0, total_steps=9, tokenizer="digest"
-        )
+        recorder.write(step, trained, [*groups, *again], **fields_of(step))
     return GroupRecords(directory / "runs" / "r")
 
 

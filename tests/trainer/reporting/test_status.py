@@ -15,7 +15,6 @@ import structlog
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import InterruptedCallError
-from services.protocol.prompts import Cursor
 from services.run_page import activity
 from tests.waiting import eventually
 from trainer.checkpoints.checkpoint import RunState
@@ -28,7 +27,7 @@ from trainer.run import StopSignal, outcome_of, train
 
 
 def test_the_accuracy_before_training_is_told_as_soon_as_it_is_known() -> None:
-    state = RunState(model_type="qwen2", parameters=1, cursor=Cursor())
+    state = RunState(model_type="qwen2", parameters=1)
     status = RunStatus(state=state)
     assert status.position()["accuracy_before"] is None
     state.accuracy_before = 0.5
@@ -36,7 +35,7 @@ def test_the_accuracy_before_training_is_told_as_soon_as_it_is_known() -> None:
 
 
 def test_the_reward_before_training_is_told_with_the_accuracy() -> None:
-    state = RunState(model_type="qwen2", parameters=1, cursor=Cursor())
+    state = RunState(model_type="qwen2", parameters=1)
     metrics = {"accuracy": 0.5, "accuracy_low": 0.1, "accuracy_high": 0.9, "eval_prompts": 4.0, "eval_left_out": 0.0}
     metrics["eval_reward"] = 0.75
     note_accuracy(TrainerSettings.load(), state, metrics)
