@@ -15,7 +15,7 @@ from services.core.supervisor import SupervisedProcess
 from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
 from services.engines.sglang import SGLang
-from services.rollout_server.registration import WorkerRegistration
+from services.rollout_server.registration import LONGEST_POLL_SECONDS, POLL_SECONDS, WorkerRegistration, poll_seconds
 from services.weights.policy_store import CHANGES_FILE, PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.waiting import IDLE_SECONDS
@@ -129,3 +129,18 @@ async def test_a_launcher_without_a_copy_takes_the_newest_whole_version(node: No
         while not node.registered:  # noqa: ASYNC110  # in another thread
             await asyncio.sleep(0.01)
     assert node.loaded == ["first weights", "1"]
+
+
+def test_many_workers_ask_the_router_no_more_than_sixteen() -> None:
+    assert [poll_seconds(workers) / POLL_SECONDS for workers in (0, 1, 16, 64)] == [1, 1, 1, 4]
+    assert poll_seconds(10_000) == LONGEST_POLL_SECONDS
+
+
+async def test_a_worker_among_many_looks_at_the_list_less_often(node: Node, tmp_path: Path) -> None:
+    node.registered += [{"id": str(i), "url": f"http://10.0.0.{i}:1", "is_healthy": True} for i in range(160)]
+    async with registered(node, tmp_path), asyncio.timeout(IDLE_SECONDS):
+        while len(node.registered) < 161:  # noqa: ASYNC110  # in another thread
+            await asyncio.sleep(0.01)
+        asked = len(node.router.asked("GET /health"))
+        await asyncio.sleep(3 * POLL_SECONDS)
+        assert len(node.router.asked("GET /health")) == asked
