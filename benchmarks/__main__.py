@@ -44,6 +44,7 @@ BENCHMARKS = {
     "async": "asynchronous:ASYNC",
     "services": "services:SERVICES_UNDER_LOAD",
     "gateway": "gateway:GATEWAY",
+    "cluster": "cluster:CLUSTER",
     "sandbox": "sandbox:SANDBOX",
     "policy": "policy:POLICY",
     "gpu": "gpu:GPU",
@@ -95,6 +96,7 @@ SECTIONS = (
         ("--only", "reward-server,data-server,replay-buffer", "--no-fail"),
     ),
     Section("gateway", "The gateway with an engine that costs nothing", ("--no-fail",)),
+    Section("cluster", "The services of 64 rollout nodes, with simulated engines", ("--no-fail",)),
     Section("sandbox", "Programs in boxes"),
     Section(
         "environment-server",

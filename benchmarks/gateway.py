@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ import uvloop
 from benchmarks import harness, service
 from benchmarks.harness import Args, Benchmark, Option, Side
 from benchmarks.models import PRETRAINED
+from benchmarks.rollout_tier import quick_engines
 from benchmarks.service import Connection, Figure, percentile
 from services.core.endpoints import ENDPOINTS_VARIABLE
 
@@ -142,12 +141,9 @@ class Load:
 @contextmanager
 def gateway(model: Path, directory: str | None, engine_seconds: float) -> Iterator[service.Service]:
     """Run the gateway and an engine that answers after ``engine_seconds``."""
-    port = harness.free_port()
-    endpoints = {"rollout-server-0:30000": f"127.0.0.1:{port}", "gateway-0:8005": "127.0.0.1:0"}
-    command = [sys.executable, "-m", "benchmarks.quick_engine", str(port), str(engine_seconds)]
     with ExitStack() as stack:
-        engine = subprocess.Popen([*command, str(model / "replies.json")])
-        stack.callback(harness.end, engine)
+        [port] = stack.enter_context(quick_engines(1, engine_seconds, model))
+        endpoints = {"rollout-server-0:30000": f"127.0.0.1:{port}", "gateway-0:8005": "127.0.0.1:0"}
         kept = stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
         environment = {
             "MODEL_NAME": str(model),

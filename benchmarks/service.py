@@ -62,22 +62,31 @@ class Service:
 
 
 @contextmanager
-def running(name: str, **environment: str) -> Iterator[Service]:
-    """Run ``python -m services.<name>`` within the context.
+def running(name: str, *flags: str, **environment: str) -> Iterator[Service]:
+    """Run ``python -m services.<name>`` with further flags within the context.
 
     Raises:
         SystemExit: it did not become healthy.
     """
     port = harness.free_port()
+    command = [sys.executable, "-m", f"services.{name}", "--host", "127.0.0.1", "--port", str(port), *flags]
+    with started(command, port, environment) as service:
+        yield service
+
+
+@contextmanager
+def started(command: Sequence[str], port: int, environment: Mapping[str, str]) -> Iterator[Service]:
+    """Run a command that serves /health on ``port`` within the context.
+
+    Raises:
+        SystemExit: it did not become healthy.
+    """
     started = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-m", f"services.{name}", "--host", "127.0.0.1", "--port", str(port)],
-        env={**os.environ, "LOG_LEVEL": "warning", **environment},
-    )
+    process = subprocess.Popen(command, env={**os.environ, "LOG_LEVEL": "warning", **environment})
     try:
         while not _is_healthy(port):
             if process.poll() is not None or time.monotonic() - started > START_SECONDS:
-                raise SystemExit(f"error: services.{name} did not become healthy; its output is above")
+                raise SystemExit(f"error: {command[2]} did not become healthy; its output is above")
             time.sleep(0.02)
         yield Service(process.pid, port, time.monotonic() - started)
     finally:
@@ -99,7 +108,14 @@ class Connection:
         self._writer = writer
 
     async def request(
-        self, method: str, path: str, body: bytes = b"", media_type: str = JSON, *, accept: str = JSON
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        media_type: str = JSON,
+        *,
+        accept: str = JSON,
+        headers: Mapping[str, str] | None = None,
     ) -> bytes:
         """Return the body of the reply.
 
@@ -107,6 +123,7 @@ class Connection:
             RuntimeError: the status is not 200.
         """
         head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAccept: {accept}\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         if body:
             head += f"Content-Type: {media_type}\r\nContent-Length: {len(body)}\r\n"
         self._writer.write(head.encode() + b"\r\n" + body)

@@ -111,19 +111,19 @@ def data_figures(args: Args) -> Iterator[Figure]:
     rows = 100_000 if args.quick else 1_000_000
     with tempfile.TemporaryDirectory() as directory:
         cache = str(Path(directory) / "cache")
-        small = _write_rows(Path(directory) / "small.jsonl", 7_473)
+        small = write_rows(Path(directory) / "small.jsonl", 7_473)
         with running("data_server", DATASET=str(small), HF_DATASETS_CACHE=cache) as service:
             latencies, seconds = asyncio.run(_ask_for_prompts(service.port, 20 if args.quick else 200))
             yield percentile("50 clients", 50, latencies)
             yield percentile("50 clients", 99, latencies, at_most=50)
             yield Figure("50 clients, requests", len(latencies) / seconds, "1/s")
-        wide = _write_rows(Path(directory) / "wide.jsonl", 1000, {"tests": "x" * WIDE})
+        wide = write_rows(Path(directory) / "wide.jsonl", 1000, {"tests": "x" * WIDE})
         with running("data_server", DATASET=str(wide), HF_DATASETS_CACHE=cache) as service:
             latencies, seconds = asyncio.run(_ask_for_prompts(service.port, 10 if args.quick else 50))
             yield percentile("50 clients, rows of 64 KiB", 99, latencies)
             yield Figure("50 clients, rows of 64 KiB, requests", len(latencies) / seconds, "1/s")
             yield Figure("rows of 64 KiB, memory", service.memory_mb(), "MB")
-        large = _write_rows(Path(directory) / "large.jsonl", rows)
+        large = write_rows(Path(directory) / "large.jsonl", rows)
         for start in ("first", "later"):
             with running("data_server", DATASET=str(large), HF_DATASETS_CACHE=cache) as service:
                 yield Figure(f"{rows} rows, {start} start", service.start_seconds, "s", at_most=15)
@@ -133,7 +133,7 @@ def data_figures(args: Args) -> Iterator[Figure]:
         yield Figure(f"{rows} rows, memory", memory, "MB", at_most=1000)
 
 
-def _write_rows(path: Path, count: int, further: Mapping[str, str] | None = None) -> Path:
+def write_rows(path: Path, count: int, further: Mapping[str, str] | None = None) -> Path:
     """Write questions of about the length and form of GSM8K's, and further columns."""
     filler = "Natalia sold clips to her friends, and then she sold half as many clips in the month after it. " * 2
     with path.open("w") as file:
@@ -192,15 +192,16 @@ def replay_figures(args: Args) -> Iterator[Figure]:
         yield Figure("groups with a row of 64 KiB added", 1000 / _add(service.port, 1000, row), "1/s")
 
 
-def _sequences(rng: np.random.Generator) -> list[TokenSequence]:
-    ids = rng.integers(0, 150_000, (GROUP_SIZE, COMPLETION_TOKENS))
-    logprobs = (-rng.exponential(size=(GROUP_SIZE, COMPLETION_TOKENS))).astype(np.float32)
+def random_sequences(rng: np.random.Generator, tokens: int = COMPLETION_TOKENS) -> list[TokenSequence]:
+    """Return the sequences of a group, with about the text of as many tokens."""
+    ids = rng.integers(0, 150_000, (GROUP_SIZE, tokens))
+    logprobs = (-rng.exponential(size=(GROUP_SIZE, tokens))).astype(np.float32)
     return [
         TokenSequence(
-            completion="She sold 48 clips in April, and half as many in May. " * 8,
+            completion="She sold 48 clips in April, and half as many in May. " * (tokens // 16),
             completion_ids=ids[i],
             logprobs=logprobs[i],
-            policy_versions=[0] * COMPLETION_TOKENS,
+            policy_versions=[0] * tokens,
             finish_reason=FinishReason.STOP,
             result=RewardResult(reward=float(i % 2)),
         )
@@ -208,7 +209,8 @@ def _sequences(rng: np.random.Generator) -> list[TokenSequence]:
     ]
 
 
-def _group(number: int, sequences: list[TokenSequence], row: bytes) -> Group:
+def group_of(number: int, sequences: list[TokenSequence], row: bytes = b"") -> Group:
+    """Return the group of a number."""
     prompt = Prompt(
         id=f"clips/{number}",
         prompt="Natalia sold clips to 48 of her friends in April. How many?",
@@ -223,13 +225,13 @@ def _add(port: int, count: int, row: bytes = b"") -> float:
     """Return the seconds to add groups, 32 a request over 2 connections, without the time to make the requests."""
     rng = np.random.default_rng(0)
     # Groups share sequences, because it takes longer to make a sequence than to store it.
-    sequences = [_sequences(rng) for _ in range(50)]
+    sequences = [random_sequences(rng) for _ in range(50)]
     seconds = 0.0
     for start in range(0, count, 2000):
         bodies = []
         for first in range(start, min(start + 2000, count), 32):
             numbers = range(first, min(first + 32, start + 2000, count))
-            groups = [pack(_group(number, sequences[number % len(sequences)], row)) for number in numbers]
+            groups = [pack(group_of(number, sequences[number % len(sequences)], row)) for number in numbers]
             bodies.append(framed({"priorities": [0.1 + (number % 97) / 97 for number in numbers]}, groups))
         seconds += asyncio.run(send_all(port, 2, "/groups", bodies, GROUPS_TYPE))[0]
     return seconds

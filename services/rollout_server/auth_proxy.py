@@ -24,6 +24,7 @@ from services.core import logs
 from services.core.errors import ConfigurationError, exit_code_of
 from services.engines.settings import RolloutSettings
 from services.http import problems
+from services.http.client import Pools
 from services.http.middleware import ServiceMiddleware
 from services.http.problems import problem_response
 from services.http.server import ended_before_client_left, listen, server_config
@@ -44,9 +45,8 @@ def create_app(router_url: str, token: str) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         # Router and clients limit the number of requests and their time.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        async with httpx.AsyncClient(base_url=router_url, limits=limits, timeout=timeout, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=router_url, transport=Pools(), timeout=timeout) as client:
             app.state.client = client
             yield
 

@@ -36,6 +36,9 @@ T = TypeVar("T")
 log = get_logger(__name__)
 
 POLL_SECONDS = 0.5
+WORKERS_A_POLL = 16
+"""With more workers each looks at the router's list less often, so that all of them together load it no more."""
+LONGEST_POLL_SECONDS = 5.0
 MAX_TRIES = 5
 """Versions loaded in a row before giving up, and refusals of an engine before it is killed."""
 LISTED_SECONDS = 60.0
@@ -48,6 +51,11 @@ VOLUME_SECONDS = 30.0
 """Longest time for an access to the shared volume, which takes milliseconds when the volume is well."""
 PUBLICATION_SECONDS = 3 * UPDATE_SECONDS
 """Longest publication by a trainer that answers: a node's copy, the pause of an engine and its load take turns."""
+
+
+def poll_seconds(workers: int) -> float:
+    """Return the pause after a look at the router's list of so many workers."""
+    return min(POLL_SECONDS * max(workers / WORKERS_A_POLL, 1.0), LONGEST_POLL_SECONDS)
 
 
 class WorkerRegistration:
@@ -140,13 +148,15 @@ class WorkerRegistration:
         self._note_registered()
         was_registered = False
         stale_since: float | None = None
-        refusals, logged = 0, ""
+        refusals, logged, pause = 0, "", POLL_SECONDS
         while self._engine.is_running(start):
             try:
                 if not await self._router.is_healthy():
                     raise DependencyLostError("the router does not answer")
                 self._has_met_router = True
-                is_registered = self._url in {worker.url for worker in await self._router.workers()}
+                listed = {worker.url for worker in await self._router.workers()}
+                pause = poll_seconds(len(listed))
+                is_registered = self._url in listed
                 self._removals += was_registered and not is_registered
                 was_registered = is_registered
                 stale_since = (stale_since or time.monotonic()) if is_registered and await self._is_stale() else None
@@ -177,7 +187,7 @@ class WorkerRegistration:
                     raise DependencyLostError(
                         f"worker {self._url} could not be registered for {lost_seconds:g} s: {logged}"
                     ) from error
-            await asyncio.sleep(POLL_SECONDS * (1 + refusals))
+            await asyncio.sleep(max(pause, POLL_SECONDS * (1 + refusals)))
 
     def _note_registered(self) -> None:
         self._registered_at, self._copying = time.monotonic(), Stopwatch()

@@ -25,7 +25,7 @@ from services.engines.sglang import SGLang
 from services.rollout_server import node_copy
 from services.rollout_server import registration as module
 from services.rollout_server.node_copy import NodeCopy
-from services.rollout_server.registration import WorkerRegistration
+from services.rollout_server.registration import LONGEST_POLL_SECONDS, POLL_SECONDS, WorkerRegistration, poll_seconds
 from services.weights.deltas import DeltaRecord
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
@@ -232,3 +232,17 @@ async def test_the_time_in_which_a_node_reads_a_version_does_not_end_it(
     async with registered(node, given, copy=copy) as until:
         await until(lambda: node.registered)
     assert versions == ["3", "3"]
+
+
+def test_many_workers_ask_the_router_no_more_than_sixteen() -> None:
+    assert [poll_seconds(workers) / POLL_SECONDS for workers in (0, 1, 16, 64)] == [1, 1, 1, 4]
+    assert poll_seconds(10_000) == LONGEST_POLL_SECONDS
+
+
+async def test_a_worker_among_many_looks_at_the_list_less_often(node: Node, tmp_path: Path) -> None:
+    node.registered += [{"id": str(i), "url": f"http://10.0.0.{i}:1", "is_healthy": True} for i in range(160)]
+    async with registered(node, settings(tmp_path)) as until:
+        await until(lambda: len(node.registered) == 161)
+        asked = len(node.router.asked("GET /health"))
+        await asyncio.sleep(3 * POLL_SECONDS)
+        assert len(node.router.asked("GET /health")) == asked
