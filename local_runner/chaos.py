@@ -96,14 +96,23 @@ def main(
                 f"{target} is a run and keeps its settings; only a job group takes options for them"
             )
         run_dir = directory.find_run(target, shared_dir / "runs")
-        running = _running(run_dir)
-        trainer = read_object(run_dir / "config.json").get("components", {}).get(Task.TRAINER.value, {})
-        _check_records(trainer.get("settings", {}).get("record_groups"))
-        plan.draw(_kills_left(run_dir, running))
-        certificate = certify(run_dir, plan.inject(run_dir, lambda: not running.is_running()), undisturbed)
+        certificate = _disturb_running(run_dir, plan, undisturbed)
     write_json(run_dir / FILE, {"plan": asdict(plan), **certificate})
     print(as_markdown(certificate), flush=True)
     raise typer.Exit(1 if certificate["problems"] else 0)
+
+
+def _disturb_running(run_dir: Path, plan: Plan, undisturbed: Path | None) -> dict[str, Any]:
+    """Disturb a run of this machine until it ends or the plan does; return the certificate.
+
+    Raises:
+        ConfigurationError: it does not run, or records too few steps.
+    """
+    running = _running(run_dir)
+    trainer = read_object(run_dir / "config.json").get("components", {}).get(Task.TRAINER.value, {})
+    _check_records(trainer.get("settings", {}).get("record_groups"))
+    plan.draw(_kills_left(run_dir, running))
+    return certify(run_dir, plan.inject(run_dir, lambda: not running.is_running()), undisturbed)
 
 
 def _disturb_new(

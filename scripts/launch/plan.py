@@ -104,9 +104,8 @@ def plan_of(
     settings = {**(preset or {}), **options, "MODEL_NAME": model.name}
     tiers = _tiers(before, size if preset is None else replace(size, trainer_nodes=size.trainer_nodes or 1))
     group = spec.load(file, spec.Overrides(settings | chosen, secrets))
-    checks.check_names(group, settings | chosen | secrets, {})
     is_open = preset is not None and not size.rollout_nodes and not OTHER_ENGINES.intersection(options)
-    loaded = _loaded(group)
+    loaded = _loaded(group, settings | chosen | secrets)
     trainer, rollout = _settings(loaded, group, options)
     chosen_tiers, sizes, reason = _sizes(trainer, rollout, model, tiers, is_open=is_open)
     wanted = sizes.derived | settings | chosen
@@ -267,8 +266,9 @@ def accelerators(document: Mapping[str, Any]) -> list[str]:
     return [f"{name}:{count}" for name, count in given.items()] if isinstance(given, Mapping) else list(given)
 
 
-def _loaded(group: spec.JobGroup) -> list[checks.Loaded]:
-    """Load the settings of all tasks as the nodes of a cluster will."""
+def _loaded(group: spec.JobGroup, given: Mapping[str, str]) -> list[checks.Loaded]:
+    """Load the settings of all tasks as the nodes of a cluster will, once each name that is given is known."""
+    checks.check_names(group, given, {})
     with nodes.allocate(group) as addresses:
         run = Run(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
         return checks.load_all(run)

@@ -24,7 +24,7 @@ from scripts.launch.__main__ import Count
 from services.core import logs
 
 if TYPE_CHECKING:
-    from scripts.launch.plan import Plan, Size
+    from scripts.launch.plan import Size
 
 
 def main(
@@ -68,22 +68,23 @@ def main(
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
         folder = (keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        small = stand_in.make(target, folder / "model")
-        rehearsal = Rehearsal(file, (preset or {}) | options | chosen, secrets, target, small, folder)
+        settings = (preset or {}) | options | chosen
+        rehearsal = Rehearsal(file, settings, secrets, target, stand_in.make(target, folder / "model"), folder)
         rehearsal.introduce()
-        plan: Plan | None = None
-        if has_engines(file):
-            with rehearsal.refusals():
-                plan = plan_of(file, size, options, chosen, secrets, None, preset)
+        plan = None
+        with rehearsal.refusals():
+            plan = plan_of(file, size, options, chosen, secrets, None, preset) if has_engines(file) else None
         rehearsal.check(right, plan)
         if steps:
             rehearsal.run(steps, minutes)
-    flags = {"--async": asynchronous, "--colocate": colocate, "--stock": stock}
     given: dict[str, Sequence[object]] = {"--env-file": env_file or (), "--env": env or (), "--secret": [*secrets]}
-    command = _launch_command(target, size, flags, given)
     if is_own:
         given["--env"] = [f"MODEL_NAME={target}", *given["--env"]]
         command = shlex.join(["sky", "jobs", "launch", str(path), *_words(given)])
+    else:
+        command = _launch_command(
+            target, size, {"--async": asynchronous, "--colocate": colocate, "--stock": stock}, given
+        )
     raise typer.Exit(rehearsal.verdict(command))
 
 

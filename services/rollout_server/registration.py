@@ -174,10 +174,7 @@ class WorkerRegistration:
                     break
                 if str(error) != logged:
                     logged = str(error)
-                    if self._has_met_router:
-                        self._log.warning("worker not registered", reason=logged)
-                    else:
-                        self._log.info("waiting for the router", seconds=lost_seconds)
+                    self._say_not_registered(logged)
                 refusals += isinstance(error, WorkerRefusedError)
                 if refusals >= MAX_TRIES:
                     self._log.error("engine refuses the published version: killed")
@@ -188,6 +185,12 @@ class WorkerRegistration:
                         f"worker {self._url} could not be registered for {lost_seconds:g} s: {logged}"
                     ) from error
             await asyncio.sleep(max(pause, POLL_SECONDS * (1 + refusals)))
+
+    def _say_not_registered(self, reason: str) -> None:
+        if self._has_met_router:
+            self._log.warning("worker not registered", reason=reason)
+        else:
+            self._log.info("waiting for the router", seconds=self._settings.rollout_lost_seconds)
 
     def _note_registered(self) -> None:
         self._registered_at, self._copying = time.monotonic(), Stopwatch()
