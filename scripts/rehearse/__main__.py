@@ -78,18 +78,19 @@ def main(
         if steps:
             rehearsal.run(steps, minutes)
     given: dict[str, Sequence[object]] = {"--env-file": env_file or (), "--env": env or (), "--secret": [*secrets]}
-    if is_own:
-        given["--env"] = [f"MODEL_NAME={target}", *given["--env"]]
-        command = shlex.join(["sky", "jobs", "launch", str(path), *_words(given)])
-    else:
-        command = _launch_command(
-            target, size, {"--async": asynchronous, "--colocate": colocate, "--stock": stock}, given
-        )
+    flags = {"--async": asynchronous, "--colocate": colocate, "--stock": stock}
+    command = _own_command(path, target, given) if is_own else _launch_command(target, size, flags, given)
     raise typer.Exit(rehearsal.verdict(command))
 
 
 def _words(given: Mapping[str, Sequence[object]]) -> list[str]:
     return [word for name, values in given.items() for value in values for word in (name, str(value))]
+
+
+def _own_command(path: Path | None, target: str, given: Mapping[str, Sequence[object]]) -> str:
+    """Return the command that launches a job group's file which `grpo launch` does not take."""
+    words = _words({**given, "--env": [f"MODEL_NAME={target}", *given["--env"]]})
+    return shlex.join(["sky", "jobs", "launch", str(path), *words])
 
 
 def _launch_command(target: str, size: Size, flags: Mapping[str, bool], given: Mapping[str, Sequence[object]]) -> str:
