@@ -146,5 +146,5 @@ def test_a_line_that_is_still_being_written_is_no_record(tmp_path: Path) -> None
     path.write_text('{"step": 1}\n{"step": 2}\n{"ste')
     assert read_records(path) == [{"step": 1}, {"step": 2}]
     path.write_text('{"step": 1}\n{"ste\n')
-    with pytest.raises(ValueError, match="Unterminated"):
+    with pytest.raises(ValueError, match="Invalid control character"):
         read_records(path)

@@ -750,7 +750,7 @@ async def test_the_embedded_engine_judges(start_service: Any, tmp_path: Path) ->
         results = [await made.score("judge_soft", one) for one in answers]
         assert made.stats["judge_tokens"] > 200
     for one, result in zip(answers, results, strict=True):
-        messages = rubric.soft_messages(made.rubric, made.rubric.criteria[0], one, 1000)
+        messages = rubric.soft_messages(made.rubric, made.rubric.criteria[0], one)
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, return_tensors="pt")
         with torch.inference_mode():
             p = model.eval()(ids).logits[0, -1].double().softmax(-1)
