@@ -19,6 +19,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 import orjson
 import psutil
+import torch
 import uvloop
 
 from benchmarks import service
@@ -45,8 +46,12 @@ MICRO_BATCH_TOKENS = 32_768
 
 
 def in_process(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Return the result of a function that runs in a process of its own, as in the trainer's."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
+    """Return the result of a function that runs in a process of its own, as in the trainer's, on one thread of torch.
+
+    Tensors are small here, and on a busy machine threads would wait for each other.
+    """
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=torch.set_num_threads, initargs=(1,)) as processes:
         return processes.submit(work, *arguments, **named).result()
 
 
@@ -141,7 +146,9 @@ class Collectors:
                     await self._timed("a prompt", data, "GET", "/prompts?batch_size=1&consumer=collectors")
                 )["prompts"]
                 sequences = self._sequences[number % len(self._sequences)]
-                texts = [f"{s.completion}The answer is {number}-{place}." for place, s in enumerate(sequences)]
+                texts = [
+                    f"{s.completion}The answer is {GROUP_SIZE * number + place}." for place, s in enumerate(sequences)
+                ]
                 items = [{"prompt": prompt["prompt"], "response": text, "ground_truth": "72"} for text in texts]
                 body = orjson.dumps({"items": items, "is_group": True})
                 scored = await self._timed("8 rewards", reward, "POST", "/batch_reward", body)
