@@ -19,18 +19,21 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 import orjson
 import psutil
+import torch
 import uvloop
 
 from benchmarks import service
 from benchmarks.harness import Args, Benchmark, Option, Side
 from benchmarks.quick_engine import LOAD_SECONDS
-from benchmarks.rollout_tier import ENGINE_SECONDS, POLLS_SECONDS, rollout_tier, write_model
+from benchmarks.rollout_tier import ENGINE_SECONDS, rollout_tier, write_model
 from benchmarks.service import Connection, Figure, percentile
 from benchmarks.services import GROUP_SIZE, group_of, random_sequences, write_rows
+from services.core import logs
 from services.core.endpoints import ENDPOINTS_VARIABLE, Endpoint
 from services.core.tasks import ServiceThread
 from services.protocol.groups import TokenSequence, pack, split
 from services.protocol.replay import GROUPS_TYPE, LeaseReply, framed, unframed
+from services.rollout_server.registration import poll_seconds
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,18 +49,24 @@ MICRO_BATCH_TOKENS = 32_768
 
 def in_process(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Return the result of a function that runs in a process of its own, as in the trainer's."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
+    with ProcessPoolExecutor(1, get_context("spawn"), _prepare) as processes:
         return processes.submit(work, *arguments, **named).result()
+
+
+def _prepare() -> None:
+    logs.configure("trainer", "warning")
+    torch.set_num_threads(1)  # Tensors are small here, and on a busy machine threads would wait for each other.
 
 
 def router_figures(model: Path, nodes: int, args: Args, token: str = "") -> Iterator[Figure]:
     """Measure the registration of all nodes, their polls, and as many calls under way as ``args`` say."""
     with rollout_tier(model, nodes, token) as tier:
         yield Figure("registration of all nodes", uvloop.run(tier.register()), "s", at_most=10)
-        before = tier.cpu_seconds()
-        uvloop.run(tier.poll())
+        before, polls = tier.cpu_seconds(), uvloop.run(tier.poll())
+        polls_a_second = nodes / poll_seconds(nodes)  # fewer were made if the machine was busy
         for name, used in tier.cpu_seconds().items():
-            yield Figure(f"polls of all launchers, {name}'s CPU", 100 * (used - before[name]) / POLLS_SECONDS, "%")
+            share = (used - before[name]) / polls * polls_a_second
+            yield Figure(f"polls of all launchers, {name}'s CPU", 100 * share, "%")
         before = tier.cpu_seconds()
         milliseconds = uvloop.run(tier.call(args.requests, args.calls))
         needed = 0.8 * args.requests / ENGINE_SECONDS
@@ -141,7 +150,9 @@ class Collectors:
                     await self._timed("a prompt", data, "GET", "/prompts?batch_size=1&consumer=collectors")
                 )["prompts"]
                 sequences = self._sequences[number % len(self._sequences)]
-                texts = [f"{s.completion}The answer is {number}-{place}." for place, s in enumerate(sequences)]
+                texts = [
+                    f"{s.completion}The answer is {GROUP_SIZE * number + place}." for place, s in enumerate(sequences)
+                ]
                 items = [{"prompt": prompt["prompt"], "response": text, "ground_truth": "72"} for text in texts]
                 body = orjson.dumps({"items": items, "is_group": True})
                 scored = await self._timed("8 rewards", reward, "POST", "/batch_reward", body)
@@ -241,7 +252,7 @@ def measure(args: Args) -> list[Side]:
     Each service is the product's own process. Only the engines are simulated: one process listens in the place of all,
     answers after 1 s and loads a version in 1 s. Services, engines and load share this machine's cores, so that a
     processor time says more than a rate. Router: calls of 4,000 tokens, with as many under way as --requests says;
-    every launcher asks the router twice in half a second. With a token the authenticating proxy is in front of it.
+    every launcher looks at the router's list again and again. With a token the authenticating proxy is in front of it.
     Publication: the trainer's publisher, over the volume, a tiny model. Collectors: they generate nothing, and make
     groups of 8 completions of 1,000 tokens as fast as the services take them; the trainer leases 64 at a time. Packing:
     sessions of 8,000 tokens from the bytes of a lease to micro-batches of 32,768 tokens. Targets are what 64 nodes of

@@ -57,25 +57,27 @@ class Tier:
                     await asyncio.sleep(0.05)
         return time.perf_counter() - began
 
-    async def poll(self) -> None:
-        """Ask what the launchers of all nodes ask again and again."""
-        pause = poll_seconds(len(self.engines))
+    async def poll(self) -> int:
+        """Ask for POLLS_SECONDS what the launchers of all nodes ask again and again; return how often they did."""
+        pause, count = poll_seconds(len(self.engines)), 0
 
         async def node(number: int) -> None:
+            nonlocal count
             await asyncio.sleep(pause * number / len(self.engines))
             async with service.connect(self.address.port) as connection:
                 while True:
                     for path in ("/health", "/workers"):
                         await connection.request("GET", path, headers={"Authorization": f"Bearer {self.token}"})
+                    count += 1
                     await asyncio.sleep(pause)
 
         polls = [asyncio.create_task(node(number)) for number in range(len(self.engines))]
         await asyncio.wait(polls, timeout=POLLS_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
         for poll in polls:
             poll.cancel()
-        assert all(
-            isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*polls, return_exceptions=True)
-        )
+        ends = await asyncio.gather(*polls, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+        return count
 
     async def call(self, sessions: int, calls: int) -> list[float]:
         """Return the milliseconds of each call of sessions at once, each of which calls again at once."""

@@ -21,6 +21,7 @@ from benchmarks import harness
 from benchmarks.harness import Args, Option, Side
 
 START_SECONDS = 120.0
+STDERR = 2
 JSON = "application/json"
 MISSED = "missed"
 NO_FAIL = Option(False, "end with 0 even if a target is missed")
@@ -82,7 +83,8 @@ def started(command: Sequence[str], port: int, environment: Mapping[str, str]) -
         SystemExit: it did not become healthy.
     """
     started = time.monotonic()
-    process = subprocess.Popen(command, env={**os.environ, "LOG_LEVEL": "warning", **environment})
+    # The router logs to its standard output, where only tables belong.
+    process = subprocess.Popen(command, env={**os.environ, "LOG_LEVEL": "warning", **environment}, stdout=STDERR)
     try:
         while not _is_healthy(port):
             if process.poll() is not None or time.monotonic() - started > START_SECONDS:

@@ -57,6 +57,6 @@ def test_the_trainer_takes_every_group_of_all_collectors(tmp_path: Path) -> None
 
 
 def test_every_token_of_a_step_is_packed() -> None:
-    figures = {figure.load: figure.value for figure in cluster.packing_figures(16)}
+    figures = {figure.load: figure.value for figure in cluster.in_process(cluster.packing_figures, 16)}
     prompts, completions = 2 * 80, 16 * 20 * 400
     assert round(1e6 * figures["tokens, packed"]) >= prompts + completions - 16
