@@ -156,7 +156,9 @@ async def mixed_versions(server: Nodes, worker: SGLang, flight: Flight, other_mo
         await asyncio.sleep(0.02 * (1 + attempt) ** 2)
         await worker.pause("in_place")
         try:
-            await worker.load_model(other_model, 11, flush_cache=False)
+            request = {"model_path": str(other_model), "weight_version": "11", "flush_cache": False}
+            async with httpx.AsyncClient(headers=authorization(), trust_env=False, timeout=IDLE_SECONDS) as http:
+                (await http.post(f"{worker.url}/update_weights_from_disk", json=request)).raise_for_status()
         finally:
             await worker.resume()
         replies = await pending
