@@ -126,7 +126,10 @@ def record(run_dir: Path, step: int, *groups: str) -> None:
     """Write the record of a step that trained on groups."""
     (run_dir / "groups").mkdir(exist_ok=True)
     entries = [{"group_id": group, "weight": 1.0, "is_replayed": False} for group in groups]
-    head = {"step": step, "policy_version": step, "position": 0, "total_steps": 9, "settings": {}, "groups": entries}
+    computed: dict[str, object] = {"ranks": 1, "replicas": 1, "device": "cpu", "processor": "AVX2", "threads": 1}
+    computed |= {"compute_type": "float32", "torch": "2", "transformers": "5"}
+    head = {"step": step, "policy_version": step, "position": 0, "total_steps": 9, "tokenizer": "t", "settings": {}}
+    head |= {"computation": computed, "groups": entries}
     (run_dir / "groups" / f"step-{step:06d}").write_bytes(joined([pack_sequences(head, [])]))
 
 
