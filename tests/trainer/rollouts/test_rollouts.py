@@ -29,6 +29,7 @@ from services.protocol.prompts import Cursor, Prompt
 from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, Route, fake_service
+from trainer.checkpoints.admission import Fingerprint
 from trainer.checkpoints.checkpoint import RunState
 from trainer.collector import Collector, collector_name
 from trainer.config import TrainerSettings
@@ -93,7 +94,8 @@ class Steps:
         rank_calls.mean_entropy.return_value = 1.5
         self.rank_calls = rank_calls
         self.files = MagicMock()
-        state = RunState(model_type="test", parameters=0, policy_version=1)
+        fingerprint = Fingerprint(model="test", weights="1a", tokenizer="2b", dataset="test", data={})
+        state = RunState(model_type="test", parameters=0, policy_version=1, fingerprint=fingerprint)
         self.loop = TrainingLoop(main.settings, main, rank_calls, self.files, RunStatus(), state, 100, 400)
         self.loop.publisher = MagicMock(**{"publish.return_value": {}})
 

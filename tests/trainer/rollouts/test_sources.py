@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from services.core.errors import ConfigurationError
 from services.core.sources import Schedule
 from services.protocol.groups import Group
-from services.protocol.prompts import Cursor, Prompt
+from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardResult, RewardStatus
 from tests.sequences import make_group
 from trainer.checkpoints.checkpoint import RunState
@@ -194,10 +194,3 @@ def test_the_state_keeps_the_accuracy_of_each_source_before_training_and_the_new
         state.step = step
         note_accuracy(mix(), state, {**whole, "accuracy/a": value, "accuracy_low/a": 0.0})
     assert state.accuracies_by_source == {"a": [0.1, 0.3]}
-
-
-def test_a_checkpoint_of_an_earlier_release_has_the_cursor_of_its_only_source() -> None:
-    fields = {"model_type": "m", "parameters": 1, "cursor": {"epoch": 1, "position": 7}}
-    state = RunState.model_validate(fields)
-    assert state.cursors == {"": Cursor(epoch=1, position=7)}
-    assert RunState.model_validate_json(state.model_dump_json()) == state
