@@ -75,6 +75,7 @@ class Outside:
         self.snapshot_seconds: list[float | None] = []
         self.forgotten: list[str] = []
         self.writes: list[int] = []
+        self.on_gpus = None
         """Versions, each time that one is written."""
         self.written = 0
         self.thread = None
