@@ -66,7 +66,7 @@ class Plan:
     trainer: TrainerSettings
     """The trainer's settings on the cluster."""
     rollout: RolloutSettings
-    """Those of the engines."""
+    """The settings of the engines."""
     need: Need
     """The trainer's bytes on the first choice of GPUs."""
     cautions: list[str]

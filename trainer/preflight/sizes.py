@@ -392,7 +392,7 @@ class Limits:
     volume: int
     """Free space of the run directory's volume, and what this run holds of it already."""
     volume_used: int = 0
-    """What others hold of the volume."""
+    """Bytes of the volume that others hold."""
 
     @property
     def generating(self) -> int:
