@@ -37,7 +37,7 @@ log = get_logger(__name__)
 
 POLL_SECONDS = 0.5
 WORKERS_A_POLL = 16
-"""With more workers, each looks at the router's list less often, so that all of them together ask it as often as these."""
+"""With more workers, each looks at the router's list less often, so that all together ask it as often as these do."""
 LONGEST_POLL_SECONDS = 5.0
 MAX_TRIES = 5
 """Versions loaded in a row before giving up, and refusals of an engine before it is killed."""
