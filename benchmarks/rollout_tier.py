@@ -20,6 +20,7 @@ from services.core.endpoints import Endpoint
 from services.engines.kinds import ROUTED
 from services.engines.router import RouterAdmin, router_command
 from services.engines.settings import RolloutSettings
+from services.rollout_server.node_addresses import proxy_command
 from services.rollout_server.registration import poll_seconds
 
 ENGINE_SECONDS = 1.0
@@ -44,7 +45,7 @@ class Tier:
 
     def cpu_seconds(self) -> dict[str, float]:
         """Return the processor time of each process so far."""
-        return {name: process.cpu_seconds() for name, process in self.services.items()}
+        return {name: process.cpu_seconds(recursive=True) for name, process in self.services.items()}
 
     async def register(self) -> float:
         """Register all engines at once, as launchers do; return the seconds until the router sends them requests."""
@@ -117,8 +118,10 @@ def rollout_tier(model: Path, nodes: int, token: str = "") -> Iterator[Tier]:
         variables = {**command.variables(), "JOBGROUP_TOKEN": token}
         found = {"router": stack.enter_context(service.started(command.line, listen.port, variables))}
         if token:
-            proxy = service.running("rollout_server.auth_proxy", "--router", listen.url, JOBGROUP_TOKEN=token)
-            found["proxy"] = stack.enter_context(proxy)
+            front = Endpoint("127.0.0.1", harness.free_port())
+            proxy = proxy_command(front, listen, nodes)
+            variables = {**proxy.variables(), "JOBGROUP_TOKEN": token}
+            found["proxy"] = stack.enter_context(service.started(proxy.line, front.port, variables))
         yield Tier(found, engines, token)
 
 

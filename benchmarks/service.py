@@ -51,10 +51,11 @@ class Service:
     start_seconds: float
     """Seconds until it was healthy."""
 
-    def cpu_seconds(self) -> float:
-        """Return the processor time of the process, without that of its children."""
-        used = psutil.Process(self.pid).cpu_times()
-        return used.user + used.system
+    def cpu_seconds(self, *, recursive: bool = False) -> float:
+        """Return the processor time of the process; ``recursive`` adds that of the processes that it started."""
+        root = psutil.Process(self.pid)
+        times = [process.cpu_times() for process in (root, *(root.children(recursive=True) if recursive else ()))]
+        return float(sum(used.user + used.system for used in times))
 
     def memory_mb(self) -> float:
         """Return the resident memory of the process and its children; shared pages count once a process."""

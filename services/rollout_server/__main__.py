@@ -21,17 +21,17 @@ from services.core import endpoints, logs, machine, models
 from services.core.child import LAUNCHER_VARIABLE
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError, exit_code_of
-from services.core.processes import Command, kill_stale_processes
+from services.core.processes import kill_stale_processes
 from services.core.supervisor import ChildRefusedError, SupervisedProcess
 from services.core.tasks import run_until_first_ends
-from services.engines.engine import Engine, listen_flags
+from services.engines.engine import Engine
 from services.engines.kinds import choose_engine
 from services.engines.placement import EnginePlace, place_engines, size_facts
 from services.engines.router import RouterAdmin, check_router_installed, router_command
 from services.engines.settings import RolloutSettings
 from services.http import provenance
 from services.http.client import HttpClient
-from services.rollout_server.node_addresses import Addresses, choose_addresses
+from services.rollout_server.node_addresses import Addresses, choose_addresses, proxy_command
 from services.rollout_server.node_copy import node_copy
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.watch import EngineWatch
@@ -112,8 +112,7 @@ async def _run_router(settings: RolloutSettings, addresses: Addresses, public: R
         await run_until_first_ends(*(worker.wait_healthy(math.inf) for worker in workers))
     children = [router_command(settings, addresses.router, addresses.router_metrics)]
     if addresses.auth_proxy is not None:
-        flags = [*listen_flags(addresses.auth_proxy), "--router", addresses.router.url]
-        children.append(Command("auth-proxy", sys.executable, "services.rollout_server.auth_proxy", flags))
+        children.append(proxy_command(addresses.auth_proxy, addresses.router, endpoints.num_nodes()))
     await run_until_first_ends(
         *(
             SupervisedProcess(

@@ -1,16 +1,19 @@
 """The router's authenticating proxy: ``python -m services.rollout_server.auth_proxy --host H --port P --router URL``.
 
 The router does not ask for the token on some of its routes, which show the served model and the engines' metrics. So
-with JOBGROUP_TOKEN it listens to its own node only, and this proxy in front of it forwards requests with the token.
+with JOBGROUP_TOKEN it listens to its own node only, and this proxy in front of it forwards requests with the token, in
+as many processes as ``--processes`` says.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import httpx
 import uvicorn
@@ -19,8 +22,10 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp
+from uvicorn.supervisors import Multiprocess
 
 from services.core import logs
+from services.core.child import LAUNCHER_VARIABLE, end_with_launcher
 from services.core.errors import ConfigurationError, exit_code_of
 from services.engines.settings import RolloutSettings
 from services.http import problems
@@ -94,21 +99,35 @@ def _end_to_end(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]
     return [(name.lower(), value) for name, value in headers if name.lower().decode("latin-1") not in _HOP_BY_HOP]
 
 
+def process_app(router_url: str, token: str, log_level: str) -> ASGIApp:
+    """Return ``create_app``'s application in a process of its own, which ends when the main process has ended."""
+    end_with_launcher()
+    logs.configure(SERVICE, log_level)
+    return create_app(router_url, token)
+
+
 def main() -> None:
     """Read the command line and the environment, and serve until a signal."""
     parser = argparse.ArgumentParser(prog="python -m services.rollout_server.auth_proxy")
     parser.add_argument("--host", required=True, help="address to listen on")
     parser.add_argument("--port", required=True, type=int, help="port to listen on")
     parser.add_argument("--router", required=True, help="the router's URL, as this node reaches it")
+    parser.add_argument("--processes", default=1, type=int, help="processes that share the requests")
     arguments = parser.parse_args()
     settings = RolloutSettings.load()
     logs.configure(SERVICE, settings.log_level)
     if settings.token is None:
         raise ConfigurationError("JOBGROUP_TOKEN is not set; without a token the router needs no proxy")
     listener = listen(arguments.host, arguments.port)
-    app = create_app(arguments.router, settings.token)
-    config = server_config(app, timeout_graceful_shutdown=DRAIN_SECONDS, date_header=False)
-    uvicorn.Server(config).run(sockets=[listener])
+    options = {"timeout_graceful_shutdown": DRAIN_SECONDS, "date_header": False}
+    if arguments.processes == 1:
+        app = create_app(arguments.router, settings.token)
+        uvicorn.Server(server_config(app, **options)).run(sockets=[listener])
+    else:
+        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+        make = partial(process_app, arguments.router, settings.token, settings.log_level)
+        config = server_config(make, factory=True, workers=arguments.processes, **options)
+        Multiprocess(config, [listener]).run()
 
 
 if __name__ == "__main__":

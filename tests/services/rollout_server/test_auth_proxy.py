@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -24,6 +26,7 @@ TOKEN = "a-token"
 class Router:
     """A stand-in for the router, behind the proxy."""
 
+    url: str = ""
     proxy: str = ""
     heard: list[str] = field(default_factory=list)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,15 +63,16 @@ async def router(start_service: Any) -> AsyncIterator[Router]:
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    router.proxy = await open_proxy(start_service, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    router.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    router.proxy = (await open_proxy(start_service, router.url)).url
     yield router
     server.should_exit = True
     await serving
 
 
-async def open_proxy(start_service: Any, router_url: str) -> str:
-    """Starts a proxy in front of a router and returns its URL."""
-    command = ["services.rollout_server.auth_proxy", "--router", router_url]
+async def open_proxy(start_service: Any, router_url: str, *flags: str) -> Any:
+    """Starts a proxy in front of a router and waits until it listens."""
+    command = ["services.rollout_server.auth_proxy", "--router", router_url, *flags]
     proxy = start_service(*command, healthy=False, JOBGROUP_TOKEN=TOKEN)
     async with asyncio.timeout(IDLE_SECONDS):
         while True:
@@ -78,7 +82,7 @@ async def open_proxy(start_service: Any, router_url: str) -> str:
                 await asyncio.sleep(0.05)
             else:
                 writer.close()
-                return str(proxy.url)
+                return proxy
 
 
 def client(router: Router, token: str | None = TOKEN) -> httpx.AsyncClient:
@@ -140,8 +144,47 @@ async def test_the_router_hears_that_a_client_left(router: Router) -> None:
 
 
 async def test_a_router_that_is_not_there_may_be_asked_again(start_service: Any) -> None:
-    async with client(Router(await open_proxy(start_service, "http://127.0.0.1:1"))) as friend:
+    async with client(Router(proxy=(await open_proxy(start_service, "http://127.0.0.1:1")).url)) as friend:
         reply = await friend.get("/workers")
     assert reply.status_code == 503
     assert reply.headers["Retry-After"] == "1"
     assert "the router does not answer" in reply.json()["detail"]
+
+
+def is_serving(process: psutil.Process) -> bool:
+    """Whether one of the processes that multiprocessing started for a proxy, and not its own helper, runs."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(process.cmdline())
+    return False
+
+
+def children_of(proxy: Any) -> dict[int, psutil.Process]:
+    """The processes that serve for a proxy that has several, by id."""
+    return {child.pid: child for child in psutil.Process(proxy.process.pid).children() if is_serving(child)}
+
+
+async def test_processes_share_the_requests_and_a_lost_one_is_replaced(router: Router, start_service: Any) -> None:
+    proxy = await open_proxy(start_service, router.url, "--processes", "2")
+    await eventually(lambda: len(children_of(proxy)) == 2, "both run")
+    lost = min(children_of(proxy).values(), key=lambda child: child.pid)
+    lost.kill()
+    await eventually(lambda: len(children_of(proxy).keys() - {lost.pid}) == 2, "the lost one is replaced")
+    router.proxy = proxy.url
+    for _ in range(10):
+        async with client(router) as friend:  # Each time with a connection of its own.
+            assert (await friend.get("/workers")).status_code == 418
+    async with client(router, None) as stranger:
+        assert (await stranger.get("/workers")).status_code == 401
+    children = children_of(proxy).values()
+    proxy.kill()
+    await eventually(lambda: not any(map(is_serving, children)), "no process outlives the main one")
+
+
+async def test_the_processes_end_with_the_main_one_in_order(router: Router, start_service: Any) -> None:
+    proxy = await open_proxy(start_service, router.url, "--processes", "2")
+    router.proxy = proxy.url
+    async with client(router) as friend:
+        assert (await friend.get("/health")).status_code == 418
+    children = children_of(proxy).values()
+    assert proxy.terminate() == 0
+    assert not any(map(is_serving, children))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.core import machine
 from services.core.child import API_KEY_FROM_TOKEN, LAUNCHER_VARIABLE
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError
@@ -17,7 +18,7 @@ from services.engines.placement import EnginePlace
 from services.engines.router import router_command
 from services.engines.settings import RolloutSettings
 from services.engines.sglang import SGLang
-from services.rollout_server.node_addresses import choose_addresses
+from services.rollout_server.node_addresses import choose_addresses, proxy_command
 from tests.services.rollout_server.fake_nodes import FAKE_ENGINE
 
 BIND, ROUTER, METRICS = (Endpoint("0.0.0.0", port) for port in (30001, 30000, 29000))
@@ -192,6 +193,12 @@ def test_with_a_token_the_router_listens_to_its_own_node_only(monkeypatch: pytes
     guarded = choose_addresses(has_token=True)
     assert guarded.auth_proxy == plain.router
     assert (guarded.router.host, guarded.router_metrics.host) == ("127.0.0.1", "127.0.0.1")
+
+
+def test_a_large_rollout_tier_has_more_processes_in_front_of_its_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 3)
+    processes = [value_of(proxy_command(METRICS, ROUTER, nodes), "--processes") for nodes in (1, 16, 17, 64)]
+    assert processes == ["1", "1", "2", "3"]
 
 
 def test_outside_skypilot_a_node_listens_to_its_own_machine_only() -> None:
