@@ -13,6 +13,8 @@ TORCH ?= torch==2.13.0
 DEMO ?=
 # Processes that run the tests; 0: this one alone.
 WORKERS ?= 3
+# Some of the tests, such as: make test-busy TESTS=tests/services/gateway
+TESTS ?=
 # Parts of docs/results.md, such as: make results RESULTS="--only methods"
 RESULTS ?=
 MODEL = .cache/models/smollm2-135m
@@ -25,7 +27,7 @@ IMAGE ?= grpo:latest
 JOB = '.[data,reward,replay,rollout,trainer,local]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services results image docs notebook constraints clean clean-runs
+.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-busy test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services results image docs notebook constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,10 +80,13 @@ types: $(VENV)/.test
 HERE = not gpu and not sglang and not skypilot and not oracles and not openenv and not cuda
 
 tests: $(VENV)/.test $(VENV)/.compiled
-	$(RUN) -m pytest -m "not slow and $(HERE)" -n $(WORKERS) --no-loadscope-reorder --durations=15
+	$(RUN) -m pytest -m "not slow and $(HERE)" -n $(WORKERS) --no-loadscope-reorder --durations=15 $(TESTS)
+
+test-busy: $(VENV)/.test $(VENV)/.compiled  ## the tests of `make test`, or TESTS, beside 20 processes that compute; all of them take hours
+	$(RUN) -m tests.busy 20 $(RUN) -m pytest -m "not slow and $(HERE)" -n $(WORKERS) --no-loadscope-reorder $(TESTS)
 
 test-slow: $(VENV)/.test $(VENV)/.sky  ## the tests that take long; as root, with iproute2
-	$(RUN) -m pytest -m "slow and $(HERE)" --require-all
+	$(RUN) -m pytest -m "slow and $(HERE)" --require-all $(TESTS)
 
 test-sglang: $(VENV)/.test  ## the rollout tier against the real SGLang on this CPU, which it installs: 3 GB, some 20 minutes
 	PYTHON=$(abspath $(RUN)) bash tests/sglang_cpu/install.sh $(VENV)-sglang
