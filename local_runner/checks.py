@@ -420,7 +420,7 @@ def ask(run: Run, task: TaskSpec, module: str, *arguments: str, seconds: float =
         ConfigurationError: the module ends with an error, which is the message.
         TimeoutError: it takes more than ``seconds``.
     """
-    command = [sys.executable, "-m", module, *arguments]
+    command = [sys.executable, "-m", "services.core.imports", module, *arguments]
     environment = node_environment(run, task, 0)
     try:
         done = subprocess.run(

@@ -198,7 +198,10 @@ def _load(name: str) -> Any:
     """Import a command's module, and return its command line."""
     import typer
 
-    program = importlib.import_module(COMMANDS[name].module)
+    from services.core.imports import pause_collection
+
+    with pause_collection():
+        program = importlib.import_module(COMMANDS[name].module)
     app = typer.Typer(add_completion=False)
     examples = "\n\n".join(["Examples:", *COMMANDS[name].examples])
     app.command(name, cls=getattr(program, "Command", None), epilog=examples)(program.main)
