@@ -5,14 +5,11 @@ from __future__ import annotations
 import sys
 
 from services.core import endpoints
-from services.core.imports import pause_collection
+from services.environment_server.app import create_app
+from services.environment_server.settings import EnvironmentSettings
+from services.http.server import run_service
 
 if __name__ == "__main__":
-    with pause_collection():
-        from services.environment_server.app import create_app
-        from services.environment_server.settings import EnvironmentSettings
-        from services.http.server import run_service
-
     sys.exit(
         run_service(
             create_app,

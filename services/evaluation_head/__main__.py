@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 
+import websockets  # noqa: F401  # uvicorn serves /ws with it, and without it leaves /ws out silently
+
 from services.core import endpoints
-from services.core.imports import pause_collection
+from services.evaluation_head.app import create_app
+from services.evaluation_head.settings import HeadSettings
+from services.http.server import run_service
 
 if __name__ == "__main__":
-    with pause_collection():
-        import websockets  # noqa: F401  # uvicorn serves /ws with it, and without it leaves /ws out silently
-
-        from services.evaluation_head.app import create_app
-        from services.evaluation_head.settings import HeadSettings
-        from services.http.server import run_service
-
     sys.exit(
         run_service(
             create_app,

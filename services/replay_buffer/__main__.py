@@ -5,12 +5,9 @@ from __future__ import annotations
 import sys
 
 from services.core import endpoints
-from services.core.imports import pause_collection
+from services.http.server import run_service
+from services.replay_buffer.app import create_app
+from services.replay_buffer.settings import ReplaySettings
 
 if __name__ == "__main__":
-    with pause_collection():
-        from services.http.server import run_service
-        from services.replay_buffer.app import create_app
-        from services.replay_buffer.settings import ReplaySettings
-
     sys.exit(run_service(create_app, endpoints.Task.REPLAY_BUFFER, ReplaySettings))

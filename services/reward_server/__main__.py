@@ -5,12 +5,9 @@ from __future__ import annotations
 import sys
 
 from services.core import endpoints
-from services.core.imports import pause_collection
+from services.http.server import run_service
+from services.reward_server.app import create_app
+from services.reward_server.settings import RewardSettings
 
 if __name__ == "__main__":
-    with pause_collection():
-        from services.http.server import run_service
-        from services.reward_server.app import create_app
-        from services.reward_server.settings import RewardSettings
-
     sys.exit(run_service(create_app, endpoints.Task.REWARD_SERVER, RewardSettings))
