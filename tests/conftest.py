@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import time
@@ -68,6 +69,11 @@ FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the longest files first."""
     items.sort(key=lambda item: next((i for i, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST)))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what all tests import out of later garbage collections, which would look at it again and again."""
+    gc.freeze()
 
 
 # The tests of these files share fixtures that start slowly: job groups on several hosts, and a rollout server.
