@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 import numpy as np
 
@@ -122,6 +123,7 @@ def compare(runs: Sequence[Result], base: Sequence[Result], measure: Measure) ->
     return Comparison(count, statistics.fmean(differences), error, measure.margin, is_identical)
 
 
+@cache
 def t_quantile(probability: float, degrees: int) -> float:
     """Return the quantile of Student's t distribution, to about four digits.
 
