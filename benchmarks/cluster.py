@@ -70,7 +70,7 @@ def router_figures(model: Path, nodes: int, args: Args, token: str = "") -> Iter
         before, began = tier.cpu_seconds(), time.perf_counter()
         milliseconds = uvloop.run(tier.call(args.requests, args.calls))
         count = args.requests * (1 + args.calls)
-        # Sessions begin within the engines' time, and end within it.
+        # The last session begins ENGINE_SECONDS after the first one.
         needed = round(0.9 * count / (ENGINE_SECONDS * (2 + args.calls)))
         yield Figure("calls", count / (time.perf_counter() - began), "1/s", at_least=needed)
         for share in (50, 99):

@@ -1,7 +1,7 @@
 """Imports: the user's functions, named ``module:function`` in a setting, and imports without garbage collection.
 
-``python -m services.core.imports MODULE [arguments]`` runs a module that ends soon without garbage collection: of a
-program that imports torch it takes a third of the time.
+``python -m services.core.imports MODULE [arguments]`` runs a module that ends soon without garbage collection, which
+saves a program that imports torch a third of its time.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ class Outside:
         self.snapshot_seconds: list[float | None] = []
         self.forgotten: list[str] = []
         self.writes: list[int] = []
-        self.on_gpus = None
         """Versions, each time that one is written."""
+        self.on_gpus = None
         self.written = 0
         self.thread = None
         self.first: list[str] = []

@@ -152,14 +152,14 @@ async def test_a_router_that_is_not_there_may_be_asked_again(start_service: Any)
 
 
 def is_serving(process: psutil.Process) -> bool:
-    """Whether one of the processes that multiprocessing started for a proxy, and not its own helper, runs."""
+    """Return whether this is a process that serves for a proxy, and not multiprocessing's own helper, and runs."""
     with suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(process.cmdline())
     return False
 
 
 def children_of(proxy: Any) -> dict[int, psutil.Process]:
-    """The processes that serve for a proxy that has several, by id."""
+    """Return the processes that serve for a proxy with several, by id."""
     return {child.pid: child for child in psutil.Process(proxy.process.pid).children() if is_serving(child)}
 
 
