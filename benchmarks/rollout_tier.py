@@ -18,9 +18,8 @@ from benchmarks.service import Service
 from services.clients.rollout import ROUTING_KEY
 from services.core.endpoints import Endpoint
 from services.engines.kinds import ROUTED
-from services.engines.router import RouterAdmin, router_command
+from services.engines.router import RouterAdmin, proxy_command, router_command
 from services.engines.settings import RolloutSettings
-from services.rollout_server.node_addresses import proxy_command
 from services.rollout_server.registration import poll_seconds
 
 ENGINE_SECONDS = 1.0

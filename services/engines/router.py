@@ -1,13 +1,15 @@
-"""The router in front of all engines: its command, its list of workers, and each worker's engine."""
+"""The router in front of all engines: its command and its proxy's, its list of workers, and each worker's engine."""
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from typing import Any
 
 from pydantic import BaseModel, Field
 
+from services.core import machine
 from services.core.child import API_KEY_FROM_TOKEN
 from services.core.endpoints import Endpoint, Task, endpoint
 from services.core.errors import DependencyLostError
@@ -18,6 +20,10 @@ from services.engines.settings import EngineKind, RolloutSettings
 from services.http.client import HttpClient, RequestRefusedError
 
 ROUTER_SECONDS = 30.0
+
+NODES_A_PROCESS = 16
+"""Rollout nodes whose requests one process of the proxy passes on: with agents some 13 a second to each H100, and 200 a
+second at most."""
 
 ENGINE_LABEL = "engine"
 """The label with a worker's kind of engine: the router keeps a worker's labels, and lists them as metadata."""
@@ -62,6 +68,13 @@ def router_command(settings: RolloutSettings, address: Endpoint, metrics: Endpoi
     flags += ["--prometheus-host", metrics.host, "--prometheus-port", str(metrics.port)]
     flags += shlex.split(settings.router_extra_flags)
     return Command("router", sys.executable, "sglang_router.launch_router", flags)
+
+
+def proxy_command(listen: Endpoint, router: Endpoint, nodes: int) -> Command:
+    """Return the command of the proxy in front of the router of ``nodes`` rollout nodes."""
+    processes = min(math.ceil(nodes / NODES_A_PROCESS), machine.cores())
+    flags = [*listen_flags(listen), "--router", router.url, "--processes", str(processes)]
+    return Command("auth-proxy", sys.executable, "services.rollout_server.auth_proxy", flags)
 
 
 class Worker(BaseModel):

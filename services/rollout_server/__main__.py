@@ -27,11 +27,11 @@ from services.core.tasks import run_until_first_ends
 from services.engines.engine import Engine
 from services.engines.kinds import choose_engine
 from services.engines.placement import EnginePlace, place_engines, size_facts
-from services.engines.router import RouterAdmin, check_router_installed, router_command
+from services.engines.router import RouterAdmin, check_router_installed, proxy_command, router_command
 from services.engines.settings import RolloutSettings
 from services.http import provenance
 from services.http.client import HttpClient
-from services.rollout_server.node_addresses import Addresses, choose_addresses, proxy_command
+from services.rollout_server.node_addresses import Addresses, choose_addresses
 from services.rollout_server.node_copy import node_copy
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.watch import EngineWatch

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from dataclasses import dataclass
 
-from services.core import endpoints, machine
+from services.core import endpoints
 from services.core.endpoints import Endpoint, Task
-from services.core.processes import Command
-from services.engines.engine import listen_flags
-
-NODES_A_PROCESS = 16
-"""Rollout nodes whose requests one process of the proxy passes on: with agents some 13 a second to each H100, and 200 a
-second at most."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +85,6 @@ def choose_addresses(
         launcher=launcher,
         public_launcher=launcher and _reached(launcher, endpoints.VERSIONS_PORT),
     )
-
-
-def proxy_command(listen: Endpoint, router: Endpoint, nodes: int) -> Command:
-    """Return the command of the proxy in front of the router of ``nodes`` rollout nodes."""
-    processes = min(math.ceil(nodes / NODES_A_PROCESS), machine.cores())
-    flags = [*listen_flags(listen), "--router", router.url, "--processes", str(processes)]
-    return Command("auth-proxy", sys.executable, "services.rollout_server.auth_proxy", flags)
 
 
 def _reached(listen: Endpoint, usual_port: int) -> Endpoint:

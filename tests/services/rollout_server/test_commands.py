@@ -15,10 +15,10 @@ from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError
 from services.core.processes import CHILD, Command
 from services.engines.placement import EnginePlace
-from services.engines.router import router_command
+from services.engines.router import proxy_command, router_command
 from services.engines.settings import RolloutSettings
 from services.engines.sglang import SGLang
-from services.rollout_server.node_addresses import choose_addresses, proxy_command
+from services.rollout_server.node_addresses import choose_addresses
 from tests.services.rollout_server.fake_nodes import FAKE_ENGINE
 
 BIND, ROUTER, METRICS = (Endpoint("0.0.0.0", port) for port in (30001, 30000, 29000))
