@@ -20,6 +20,9 @@ from tests.tolerance import TYPE_VARIABLES
 
 ROOT = Path(__file__).parents[1]
 
+# Importing all tests makes many objects that stay, among which a collection finds nothing; see pytest_collection_finish.
+gc.disable()
+
 # Models here are so small that a second thread only waits for the first. Before torch is imported; processes that tests
 # start inherit it. A model that is not there is an error at once, not a time-out.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -72,8 +75,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what all tests import out of later garbage collections, which would look at it again and again."""
+    """Collect garbage again, but for what all tests import, at which collections would look again and again."""
     gc.freeze()
+    gc.enable()
 
 
 # The tests of these files share fixtures that start slowly: job groups on several hosts, and a rollout server.

@@ -118,9 +118,8 @@ class Store:
 
     def insert_new(self, groups: Sequence[Group], priorities: Sequence[float] | None) -> list[Record]:
         """Write the contents of groups whose id is not known yet. The caller gives them a place."""
-        highest = {
-            source: self.groups.highest_priority(self._number(source)) for source in {g.prompt.source for g in groups}
-        }
+        sources = {group.prompt.source for group in groups} if priorities is None else ()
+        highest = {source: self.groups.highest_priority(self._number(source)) for source in sources}
         added: list[Record] = []
         for number, group in enumerate(groups):
             if self.database.execute(_IS_KNOWN, (group.group_id,)).fetchone() is None:
