@@ -20,9 +20,6 @@ from tests.tolerance import TYPE_VARIABLES
 
 ROOT = Path(__file__).parents[1]
 
-# Importing all tests makes many objects that stay, among which a collection finds nothing; see pytest_collection_finish.
-gc.disable()
-
 # Models here are so small that a second thread only waits for the first. Before torch is imported; processes that tests
 # start inherit it. A model that is not there is an error at once, not a time-out.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -74,10 +71,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((i for i, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST)))
 
 
-def pytest_collection_finish() -> None:
-    """Collect garbage again, but for what all tests import, at which collections would look again and again."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while the tests are imported, and later none among what they import: all of it stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 # The tests of these files share fixtures that start slowly: job groups on several hosts, and a rollout server.
