@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from services.core.processes import signal_group
+from services.core.processes import signal_group, stop_signals
 
 MARK = "LOCAL_RUN_MARK"
 """The environment variable whose value is ``<run mark>/<task>-<rank>``."""
@@ -138,15 +138,23 @@ def guard(mark: str) -> Iterator[None]:
         yield
 
 
+def exit_on_signals() -> None:
+    """Exit on SIGTERM and on a hang-up as on Ctrl-C, so that what is open is closed."""
+    for number in stop_signals() - {signal.SIGINT}:
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+
+
 @contextlib.contextmanager
 def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a runner in a session of its own, and stop its run if the context ends first; SIGTERM ends the context.
+    """Start a runner in a session of its own, and stop its run if the context ends first.
+
+    SIGTERM and a hang-up end the context, as Ctrl-C does. A second one ends the run at once.
 
     Args:
         command: the runner's command line.
         options: further arguments of Popen.
     """
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    exit_on_signals()
     with subprocess.Popen(command, start_new_session=True, **options) as process:
         try:
             yield process
@@ -155,8 +163,9 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
                 process.send_signal(signal.SIGINT)
                 try:
                     process.wait(STOP_SECONDS)
-                except subprocess.TimeoutExpired:
+                except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
                     process.send_signal(signal.SIGINT)
+                    process.wait()
 
 
 def main() -> None:

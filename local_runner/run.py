@@ -38,6 +38,7 @@ from services.core import machine
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import write_json
+from services.core.processes import stop_signals
 from services.run_page.directory import first_failure, read_object
 
 JobGroupPath = Annotated[
@@ -240,7 +241,7 @@ async def _run_with_view(run: Run, launch: Launch | None, console: Console, *, l
     since = time.time()
     with View(run, console, live=live) as view:
         supervisor = Supervisor(run, view.state)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, supervisor.stop, number)
         if launch is None:
             _stop_at_end_of_input(supervisor)

@@ -188,7 +188,7 @@ def test_the_quota_and_the_page_have_the_footprint_of_the_job_group():
 def pods() -> list[dict[str, Any]]:
     """A pod as SkyPilot names it for each node of every task, and for a cluster of the evaluation."""
     files = [ROOT / name for name in JOB_GROUPS]
-    tasks = {task.name: task.num_nodes for file in files for task in load(file).tasks}
+    tasks = {task.name: task.num_nodes for file in files for task in load(file).tasks} | {"gateway": 2}
     names = [
         f"{task}-{JOB}-{USER}-{'head' if rank == 0 else f'worker{rank}'}"
         for task, num_nodes in tasks.items()
@@ -218,9 +218,11 @@ def test_prometheus_scrapes_each_component_once_at_its_port():
     }
 
 
-def test_prometheus_scrapes_the_first_node_of_a_task_alone():
+def test_prometheus_scrapes_the_first_node_of_a_task_alone_but_every_gateway():
     scraped = [name for job in ("grpo", "grpo-engines") for name, _ in targets(pods())[job]]
-    assert sorted(name for name in scraped if name.startswith(("rollout-server", "ppo-trainer"))) == [
+    assert sorted(name for name in scraped if name.startswith(("rollout-server", "ppo-trainer", "gateway"))) == [
+        f"gateway-{JOB}-{USER}-head",
+        f"gateway-{JOB}-{USER}-worker1",
         f"ppo-trainer-{JOB}-{USER}-head",
         f"rollout-server-{JOB}-{USER}-head",
     ]

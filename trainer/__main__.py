@@ -35,7 +35,7 @@ from services.core.errors import (
     say_error,
 )
 from services.core.imports import pause_collection
-from services.core.processes import Command, end_all, kill_stale_processes, shell_code
+from services.core.processes import Command, end_all, kill_stale_processes, shell_code, stop_signals
 from trainer.config import TrainerSettings
 
 ENGINES = Command("engines", sys.executable, "services.rollout_server", ())
@@ -133,7 +133,7 @@ def launch_ranks(
         "LOCAL_WORLD_SIZE": str(count),
     }
     received: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in stop_signals():
         signal.signal(number, lambda number, _frame: received.append(number))
     ranks = []
     for local in range(count):

@@ -212,10 +212,10 @@ def _derive_colocated(
     written: dict[tuple[str, str], str] = {}
     volume, tokens, engines = 0, sys.maxsize, sys.maxsize
     needs: list[Need] = []
+    # Room for one answer, if not for those of the settings; what is left over comes after that.
+    least = PROMPT_TOKENS + settings.longest_answer
     for gpus in trainer.choices:
         split = split_of(rollout_settings, model, gpus)
-        # Room for one answer, if not for those of the settings; what is left over comes after that.
-        least = PROMPT_TOKENS + settings.longest_answer
         beside = EngineBeside(split.tensor_parallel, rollout_settings.engine_max_total_tokens or least)
         need = trainer_need(settings, shape, trainer, gpus, beside)
         left = USABLE * (gpus.memory - ENGINE_ASLEEP) - need.total("generating")
@@ -232,7 +232,8 @@ def _derive_colocated(
         needs.append(need)
     written["ppo-trainer", "num_nodes"] = str(trainer.nodes)
     written["ppo-trainer", "resources.accelerators"] = f"[{', '.join(map(str, trainer.choices))}]"
-    derived = {"MIN_WORKERS": min_workers(trainer.nodes, engines), "ENGINE_MAX_TOTAL_TOKENS": tokens // 1024 * 1024}
+    tokens = max(tokens // 1024 * 1024, least)
+    derived = {"MIN_WORKERS": min_workers(trainer.nodes, engines), "ENGINE_MAX_TOTAL_TOKENS": tokens}
     return Sizes(written, volume, {name: str(value) for name, value in derived.items()}, needs[0])
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ import typer
 from typer import Option
 
 from local_runner import spec
+from local_runner.processes import exit_on_signals
 from local_runner.run import Env, EnvFiles, Secrets
 from scripts.launch.__main__ import Count
 from services.core import logs
@@ -53,7 +52,7 @@ def main(
     from scripts.rehearse.rehearsal import Rehearsal, default_model
 
     logs.configure("rehearse", "error")
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # leaves no directory and no run
+    exit_on_signals()  # leaves no directory and no run
     options = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
     secrets = spec.assignments(secret or [], "--secret")
     target = model or options.get("MODEL_NAME") or default_model()

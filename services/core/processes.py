@@ -56,6 +56,12 @@ class Command:
         return await asyncio.create_subprocess_exec(*self.line, env=self.variables(), start_new_session=True, **pipes)
 
 
+def stop_signals() -> set[signal.Signals]:
+    """Return the signals that ask a program to end: Ctrl-C, SIGTERM, and a hang-up unless it started under nohup."""
+    numbers = {signal.SIGINT, signal.SIGTERM}
+    return numbers if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else {*numbers, signal.SIGHUP}
+
+
 def signal_group(group: int, number: int) -> bool:
     """Send a signal to a process group; return whether it had a process. Signal 0 only asks."""
     try:

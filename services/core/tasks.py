@@ -21,6 +21,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from services.core.processes import stop_signals
+
 T = TypeVar("T")
 
 
@@ -100,7 +102,7 @@ async def run_until_signal(work: Coroutine[Any, Any, object], message: str) -> i
         received.append(number)
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
         await task

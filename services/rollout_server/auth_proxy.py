@@ -38,6 +38,9 @@ SERVICE = "router"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 CONNECT_SECONDS = 5.0
 DRAIN_SECONDS = 3
+HUNG_SECONDS = 60
+"""One of several processes that does not answer the main one for that long is replaced. A new one answers only once it
+has imported everything."""
 # Headers that belong to one connection, not to the message.
 _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host"}
@@ -126,6 +129,7 @@ def main() -> None:
     else:
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         make = partial(process_app, arguments.router, settings.token, settings.log_level)
+        options["timeout_worker_healthcheck"] = HUNG_SECONDS
         config = server_config(make, factory=True, workers=arguments.processes, **options)
         Multiprocess(config, [listener]).run()
 

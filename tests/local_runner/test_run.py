@@ -298,6 +298,16 @@ def test_other_requests_to_end_are_as_good_as_ctrl_c(tmp_path, number):
     assert not is_running(pid)
 
 
+def test_under_nohup_a_run_outlives_a_hang_up(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts a program
+    runner = Runner(tmp_path, task("ppo-trainer", "touch started; until [ -e go ]; do sleep 0.1; done"))
+    signal.signal(signal.SIGHUP, before)
+    runner.wait_for("started")
+    runner.send(signal.SIGHUP)
+    (tmp_path / "go").touch()
+    assert runner.end().exit_code == 0
+
+
 def test_a_second_ctrl_c_waits_for_nothing(tmp_path):
     command = "trap 'touch asked' TERM; touch started; while :; do sleep 0.1; done"
     runner = Runner(tmp_path, task("ppo-trainer", command), stop_seconds=3600)

@@ -235,6 +235,12 @@ def test_engines_on_the_trainers_gpus_have_the_room_that_is_left(tmp_path: Path)
     assert f"It fits with ENGINE_MAX_TOTAL_TOKENS={tokens}" in more
 
 
+def test_an_engine_on_the_trainers_gpus_has_room_for_an_answer_even_if_it_gets_one_a_step(tmp_path: Path) -> None:
+    given = ["--stock", "--trainer-nodes", "4", "--env", "MAX_NEW_TOKENS=256"]
+    _, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:8", "--colocate", *given)
+    assert job_group_text.values(text)["ppo-trainer", "envs.ENGINE_MAX_TOTAL_TOKENS"] == "768", "a prompt and an answer"
+
+
 def test_a_node_of_engines_and_trainer_has_memory_for_the_engines_copy_and_the_version_before(tmp_path: Path) -> None:
     memory = []
     for delta in ("false", "true"):
