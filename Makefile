@@ -82,7 +82,7 @@ HERE = not gpu and not sglang and not skypilot and not oracles and not openenv a
 tests: $(VENV)/.test $(VENV)/.compiled
 	$(RUN) -m pytest -m "not slow and $(HERE)" -n $(WORKERS) --no-loadscope-reorder --durations=15 $(TESTS)
 
-test-busy: $(VENV)/.test $(VENV)/.compiled  ## the tests of `make test`, or TESTS, beside 20 processes that compute; all of them take hours; as root, with chromium and iproute2
+test-busy: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests of `make test`, or TESTS, beside 20 processes that compute; all of them take hours; as root, with chromium and iproute2
 	@others=; trap 'kill $$others' EXIT INT TERM; for _ in $$(seq 20); do $(RUN) -c 'while True: pass' & others="$$others $$!"; done; \
 	$(RUN) -m pytest -m "not slow and $(HERE)" --require-all -n $(WORKERS) --no-loadscope-reorder $(TESTS)
 
