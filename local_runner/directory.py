@@ -19,7 +19,7 @@ from local_runner.nodes import Run
 from local_runner.supervisor import START_MARK, survived_kills
 from services.core.errors import ConfigurationError
 from services.core.files import write_json
-from services.core.run_ids import UNDER_WAY_SECONDS
+from services.core.run_ids import UNDER_WAY_SECONDS, last_modified
 from services.run_page.directory import is_run, read_object
 
 FILE = "nodes.json"
@@ -204,7 +204,7 @@ def all_runs(runs: Path = RUNS) -> list[Path]:
 
 def last_written(run_dir: Path) -> float:
     """Return the time of the newest of a run's own files and logs."""
-    return max(path.stat().st_mtime for path in [run_dir, *run_dir.glob("*.json*"), *run_dir.glob("logs/*.log")])
+    return last_modified(run_dir, [*run_dir.glob("*.json*"), *run_dir.glob("logs/*.log")])
 
 
 def state_of(run_dir: Path) -> str:

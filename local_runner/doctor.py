@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
+from rich.text import Text
 from typer import Exit, Option
 
 from local_runner import checks, nodes, spec
@@ -58,8 +59,8 @@ def main(
         path = spec.find(job_group)
         rows += _of_pods(path)
         rows += _of_job_group(path, env or [], env_file or [], secret or [], num_nodes or [], shared_dir.resolve())
-    for row in rows:
-        table.add_row(*row)
+    for subject, state, facts in rows:
+        table.add_row(Text(subject), state, Text(facts))
     console.print(table)
     if job_group is not None and any(state == BAD for subject, state, _ in rows if subject.startswith("job group")):
         raise Exit(EXIT_CONFIGURATION)

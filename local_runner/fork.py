@@ -48,6 +48,7 @@ def main(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show disk, cost and command; write nothing.")] = False,
     prepare: Annotated[bool, typer.Option("--prepare", help="Write the new run directory, and start nothing.")] = False,
     below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = directory.RUNS,
+    by_program: Annotated[bool, typer.Option("--by-program", hidden=True, help="As that of `grpo run`.")] = False,
 ) -> None:
     """Start a new run from a step of another, with its weights, optimizer, data, buffer and random state."""
     parent = directory.find_run(run, below).resolve()
@@ -77,6 +78,7 @@ def main(
     fork.write(changes)
     if launch is None or prepare:
         return
+    command += ["--by-program"] if by_program else []
     where = Path(read_object(parent / LAUNCH)["directory"])
     if not is_whole:
         fork.train_up_to(command, where)
@@ -265,7 +267,9 @@ def read_launch(run_dir: Path) -> Launch | None:
     if not content:
         return None
     where, files = Path(content.pop("directory")), [Path(path) for path in content.pop("env_files")]
-    if _open(env_files([where / path for path in files])) != content["in_files"]:
+    # A file that is not there is this project's, as it was for the run.
+    read = [where / path if (where / path).exists() else path for path in files]
+    if _open(env_files(read)) != content["in_files"]:
         raise ConfigurationError(
             f"{', '.join(map(str, files))} in {where} has other variables than when {run_dir.name} was started; "
             "restore it, so that the fork differs in --env alone"

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
+from rich.text import Text
 
 from local_runner.checks import Loaded, ask, by_class
 from local_runner.directory import shown_path
@@ -132,14 +133,14 @@ class Plan:
         table.add_column(style="bold")
         table.add_column(overflow="fold")
         for name, value in self._lines():
-            table.add_row(name, value)
+            table.add_row(name, Text(value))
         console.print(table)
         unchecked = [f"MODEL_NAME={model}" for model in unchecked_models]
         for source, own in self._data.by_source().items() if self._data is not None else ():
             if is_on_hub(own.dataset) and not self._rows_of(source):
                 unchecked.append(f"DATASET={own.dataset}")
         if unchecked:
-            console.print(f"not looked for on the Hugging Face hub: {', '.join(unchecked)}", soft_wrap=True)
+            console.print(Text(f"not looked for on the Hugging Face hub: {', '.join(unchecked)}"), soft_wrap=True)
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         trainer, data, reward = self._trainer, self._data, self._settings.get("RewardSettings")

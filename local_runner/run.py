@@ -163,7 +163,7 @@ def _check_and_show(planned: Run, console: Console, *, dry_run: bool, commands: 
     if dry_run and commands:
         _show_nodes(console, planned)
     for caution in plan.cautions():
-        console.print(f"note: {caution}", style="yellow", soft_wrap=True, highlight=False)
+        console.print(Text(f"note: {caution}", "yellow"), soft_wrap=True)
 
 
 def read_group(
@@ -186,7 +186,8 @@ def _show_nodes(console: Console, run: Run) -> None:
     for task in run.group.tasks:
         for rank, host in enumerate(run.addresses.hosts[task.name]):
             gpus = ", ".join(gpus_of(run, task, rank)) or "none"
-            table.add_row(f"{task.name}-{rank}", host, gpus, task.run.strip().splitlines()[-1].partition(" || ")[0])
+            command = task.run.strip().splitlines()[-1].partition(" || ")[0]
+            table.add_row(f"{task.name}-{rank}", host, gpus, Text(command))
     console.print(table)
 
 
@@ -256,7 +257,7 @@ async def _run_with_view(run: Run, launch: Launch | None, console: Console, *, l
     try:
         write_json(run.run_dir / directory.OUTCOME, record)
     except OSError as error:
-        console.print(f"the run's record cannot be written: {error}", soft_wrap=True)
+        console.print(Text(f"the run's record cannot be written: {error}"), soft_wrap=True)
     summary.show(console, run, launch, record, summary.trainer_summary(run, since))
     return outcome.exit_code
 

@@ -58,7 +58,7 @@ async def print_status(console: Console, run_dir: Path, token: str | None) -> No
     console.print(line.append(f", {trainer.phase}") if trainer else line)
     figures = Table.grid(padding=(0, 2))
     for name, value in _figures(run_dir, trainer, is_running=is_running):
-        figures.add_row(Text(name, "dim"), value)
+        figures.add_row(Text(name, "dim"), Text(value))
     console.print(figures)
     if shown := _table(rows, is_running=is_running):
         console.print(shown)

@@ -85,19 +85,18 @@ def show(console: Console, run: Run, launch: Launch | None, outcome: dict[str, A
     table.add_column(overflow="fold")
     if summary:
         for name in ("model", "dataset", "device", "steps"):
-            table.add_row(name, str(summary.get(name)))
+            table.add_row(name, Text(str(summary.get(name))))
         table.add_row(*reward_change(summary))
         for source, figures in summary.get("sources", {}).items():
             accuracies = " → ".join(f"{accuracy:.3f}" for accuracy in figures["accuracies"] or ())
-            table.add_row(
-                f"reward of {source}", reward_change(figures)[1] + (f"; accuracy {accuracies}" if accuracies else "")
-            )
+            reward = reward_change(figures)[1] + (f"; accuracy {accuracies}" if accuracies else "")
+            table.add_row(Text(f"reward of {source}"), reward)
     steps = new_steps(GrowingFile(run.run_dir / "metrics.jsonl"))
     if (share := failed(steps)) is not None:
         table.add_row("failed completions", share)
     for name, value in outcome_rows(outcome, summary):
-        table.add_row(name, value)
-    table.add_row("directory", shown_path(run.run_dir))
+        table.add_row(name, Text(value))
+    table.add_row("directory", Text(shown_path(run.run_dir)))
     table.add_row("disk space", decimal(usage(run.run_dir)[0]))
     console.print(table)
     if hint := advice(steps):

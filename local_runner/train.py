@@ -86,7 +86,7 @@ class Run:
         """
         name = run_id or f"{self.directory.name}-at-{at}"
         changes = [f"--env={key.upper()}={_plain(key, value)}" for key, value in settings.items()]
-        command = [*GRPO, "fork", str(self.directory), "--at", str(at), "--run-id", name, *changes]
+        command = [*GRPO, "fork", str(self.directory), "--at", str(at), "--run-id", name, "--by-program", *changes]
         exit_code, last_line = _execute(command, self._environment)
         directory = self.directory.with_name(name)
         if exit_code and last_line.startswith(REFUSAL):

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from typer import Option
 
 from evaluation.policy.run import RESULTS, Options, evaluate
@@ -68,7 +69,7 @@ def _show(results: dict[str, Any], save_to: Path) -> None:
         table.add_column(column, justify="right" if place else "left")
     for worker in results["workers"]:
         numbers = (worker["episodes"], worker["steps"], f"{worker['playing_seconds']:.1f}", worker["restarts"])
-        table.add_row(worker["name"], *map(str, numbers))
+        table.add_row(Text(worker["name"]), *map(str, numbers))
     Console().print(table)
     for worker in results["workers"]:
         for death in worker["deaths"]:

@@ -93,7 +93,7 @@ def show(console: Console, explained: Explanation, n_groups: int) -> None:
     if len(explained.sources) > 1:
         table = _table(console, "gradient by source", "source", "groups", "norm", "share")
         for source in explained.sources:
-            table.add_row(source.source, str(source.groups), f"{source.grad_norm:.4g}", f"{source.share:.1%}")
+            table.add_row(Text(source.source), str(source.groups), f"{source.grad_norm:.4g}", f"{source.share:.1%}")
         console.print(table)
     table = _table(console, "gradient by group", "group", "norm", "share", "rewards", "versions", "silenced", "prompt")
     for group in explained.groups:
@@ -144,7 +144,7 @@ def _row(group: GroupReport) -> list[str | Text]:
     name = f"{group.group_id} (replayed, weight {group.weight:.3g})" if group.is_replayed else group.group_id
     versions = ", ".join(map(str, group.versions))
     share = f"{(silenced.clip + silenced.cap + silenced.mask) / max(silenced.tokens, 1):.0%}"
-    return [name, f"{group.grad_norm:.4g}", f"{group.share:.1%}", mean, versions, share, Text(repr(group.prompt))]
+    return [Text(name), f"{group.grad_norm:.4g}", f"{group.share:.1%}", mean, versions, share, Text(repr(group.prompt))]
 
 
 def _silenced(silence: Silence) -> str:

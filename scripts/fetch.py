@@ -43,13 +43,14 @@ def main(
     to: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/RUN_ID/WHAT.")] = None,
 ) -> None:
     """Copy what a run has made from a cluster's volume to this machine."""
-    here = (directory.named_run(run_id) or directory.RUNS / run_id) / what
+    run_dir = directory.named_run(run_id) or directory.RUNS / run_id
+    here = run_dir / what
     target = to or here
-
     if target.exists():
         raise ConfigurationError(f"{target} is there already; remove it, or give another --to")
     partial = target.with_name(f".{target.resolve().name}.partial")
-    if here.is_dir():
+    # What was fetched of a cluster's run is not that run.
+    if directory.read_nodes(run_dir) is not None:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(here, partial, symlinks=True)
         expected = local_digests(here)

@@ -14,6 +14,7 @@ import orjson
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from local_runner import directory
 from services.core.errors import ConfigurationError
@@ -130,8 +131,8 @@ def _print(account: Account, what: str) -> None:
         table.add_column(column, justify="left" if column == "source" else "right")
     for source, seen in sorted(account.seen.items()):
         right = f"{account.right[source] / seen:.1%}"
-        table.add_row(source or "(all)", f"{seen:,}", right, f"{account.kept[source]:,}")
+        table.add_row(Text(source or "(all)"), f"{seen:,}", right, f"{account.kept[source]:,}")
     console.print(table)
     for reason, count in sorted(account.left_out.items()):
         if count:
-            console.print(f"left out: {count:,} {reason}", highlight=False)
+            console.print(Text(f"left out: {count:,} {reason}"))

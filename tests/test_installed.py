@@ -87,7 +87,7 @@ def test_the_wheel_has_one_package_and_all_files_of_the_programs(wheel):
     ]
     rooted = subprocess.run(["git", "ls-files", "*.yaml", "*.env"], cwd=ROOT, capture_output=True, text=True).stdout
     files += [ROOT / name for name in rooted.split() if "/" not in name and not name.startswith(".")]
-    files += [ROOT / "__init__.py", ROOT / "jobgroups" / "volume.yaml", ROOT / "constraints.txt"]
+    files += [ROOT / "__init__.py", *(ROOT / "jobgroups").glob("*.yaml"), ROOT / "constraints.txt"]
     wanted = {f"skypilot_grpo/{path.relative_to(ROOT)}" for path in files}
     assert wanted - names == set()
     assert not {name for name in names if name.endswith(".pyc")}

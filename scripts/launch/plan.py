@@ -192,6 +192,8 @@ def job_group_of(
         # It has the services of every way. A source says itself what it does not share with the others.
         named = {"ENVIRONMENT": environment} if environment else {}
         return ROOT / "jobgroups/environment.yaml", {"ROLLOUT": "completion"} | named | mode
+    if options.get("ROLLOUT") == "program":
+        return ROOT / "jobgroups/agent.yaml", {"ROLLOUT": "program", "AGENT": ""} | mode
     if agent:
         return ROOT / "jobgroups/agent.yaml", {"AGENT": agent} | mode
     if environment:

@@ -68,7 +68,7 @@ def main(
         folder = (keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         settings = (preset or {}) | options | chosen
-        rehearsal = Rehearsal(file, settings, secrets, target, stand_in.make(target, folder / "model"), folder)
+        rehearsal = Rehearsal(file, settings, secrets, target, stand_in.make(target, folder / "stand-in"), folder)
         rehearsal.introduce()
         plan = None
         with rehearsal.refusals():

@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from services.chat.tokenizers import load_tokenizer, tokenizer_digest
 from services.core.errors import ConfigurationError, first_line
+from services.core.files import remove_directory
 from services.core.models import small_files
 from services.embedded_engine.compute.weights import Architecture, WeightsError
 from toys.models import random_model
@@ -42,14 +43,14 @@ class StandIn:
 
 
 def make(model: str, directory: Path) -> StandIn:
-    """Write the stand-in of a model on the hub, or in a directory, to ``directory``.
+    """Write the stand-in of a model on the hub, or in a directory, to ``directory``, in place of an earlier one.
 
     The vocabulary, the special tokens, the templates, the generation settings and the context are the model's. No
     weights of the model are read or downloaded.
 
     Raises:
         ConfigurationError: the model's configuration or tokenizer cannot be loaded, or the tokenizer needs the model's
-            own type, which the embedded engine does not compute.
+            own type, which the embedded engine does not compute. Or the model is in ``directory``.
     """
     source = small_files(model)
     try:
@@ -61,6 +62,9 @@ def make(model: str, directory: Path) -> StandIn:
         ) from error
     if parameters <= MOST_PARAMETERS and any(source.glob("*.safetensors")):
         return StandIn(source.resolve(), parameters, is_random=False)
+    if source.resolve() == directory.resolve():
+        raise ConfigurationError(f"MODEL_NAME={model} is where --keep writes the stand-in; give another --keep")
+    remove_directory(directory)
     disable_progress_bar()
     small = random_model(_small(config))
     small.save_pretrained(directory)

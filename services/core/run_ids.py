@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import time
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -66,5 +68,13 @@ def _is_under_way(run_dir: Path) -> bool:
         summary = {}
     if summary.get("status") in ENDED:
         return bool(summary.get("job") == job_id())
-    written = max(path.stat().st_mtime for path in (run_dir, *run_dir.glob("*")))
-    return time.time() - written < UNDER_WAY_SECONDS
+    return time.time() - last_modified(run_dir, run_dir.glob("*")) < UNDER_WAY_SECONDS
+
+
+def last_modified(run_dir: Path, files: Iterable[Path]) -> float:
+    """Return the time at which a directory or one of its files was modified last; a running run replaces files."""
+    times = [run_dir.stat().st_mtime]
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):
+            times.append(path.stat().st_mtime)
+    return max(times)

@@ -101,3 +101,9 @@ def printed(run_dir: Path) -> str:
     console = Console(file=io.StringIO(), width=200)
     asyncio.run(status.print_status(console, run_dir, None))
     return " ".join(console.file.getvalue().split())
+
+
+def test_what_users_wrote_is_shown_as_it_is(running):
+    running.joinpath(FIRST_FAILURE).write_text("no [/INST] in [b]answer[/b] :x:")
+    told = shown(running, free_port(), free_port())
+    assert told["first"] == ["failed", "answer", "no", "[/INST]", "in", "[b]answer[/b]", ":x:"]

@@ -199,6 +199,30 @@ def test_the_run_stops_in_order_when_its_program_is_interrupted_or_killed(here, 
     assert not any(map(is_running, map(int, (here / "pids").read_text().split())))
 
 
+TRAINED = """
+if [ -e trained ]; then until [ -e pids ]; do sleep 0.05; done; {stops}; fi
+mkdir -p runs/mine/checkpoints/step-000001
+echo '{{}}' > runs/mine/checkpoints/step-000001/state.json
+echo '{{"step": 1}}' > runs/mine/metrics.jsonl
+touch trained
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_fork_stops_in_order_when_its_program_is_interrupted_or_killed(here, number):
+    group(task("ppo-trainer", TRAINED.format(stops=STOPS)), task("reward-server", SERVES))
+    forks = SCRIPT.replace("run_id='mine')", "run_id='mine').fork(1)")
+    with (here / "output.txt").open("w") as output:
+        program = subprocess.Popen([sys.executable, "-c", forks], stdout=output, stderr=output)
+    wait_until((here / "started").exists, "the fork", progress=lambda: bytes_in(here))
+    program.send_signal(number)
+    assert program.wait(LIMIT_SECONDS) == -number
+    record = here / "runs/mine-at-1/runner.json"
+    wait_until(record.exists, "the runner's record", progress=lambda: bytes_in(here))
+    assert (here / "stopped").exists()
+    assert json.loads(record.read_text())["reason"] == "stopped by SIGINT"
+
+
 LAUNCHES = """#!/bin/sh
 echo "$@" > {folder}/arguments
 echo "$HF_TOKEN" > {folder}/secret

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from services.core.files import write_json
 from tests.skypilot_facts import skypilot_facts
 from tests.waiting import LIMIT_SECONDS
 
@@ -129,10 +130,21 @@ def test_a_run_that_the_volume_does_not_have_is_named_with_those_it_has(cluster)
 
 def test_a_run_of_the_local_runner_is_copied_without_a_pod(cluster):
     (cluster / "volume").rename(cluster / "work/runs")
+    write_json(cluster / "work/runs/grpo-1/nodes.json", {"pid": 1, "started": 0.0, "machine": "here", "endpoints": {}})
     code, said = fetch(cluster, "grpo-1", "--to", "copied/model")
     assert code == 0, said
     assert files(cluster / "work/copied/model") == FILES
     assert not (cluster / "calls").exists()
+
+
+@needs_rsync
+def test_what_was_fetched_before_is_not_taken_for_the_run(cluster):
+    assert fetch(cluster, "grpo-1")[0] == 0
+    (cluster / "volume/grpo-1/metrics.jsonl").write_text('{"step": 1}\n')
+    code, said = fetch(cluster, "grpo-1", "--what", ".", "--to", "whole")
+    assert code == 0, said
+    assert (cluster / "work/whole/metrics.jsonl").exists()
+    assert files(cluster / "work/whole/model") == FILES
 
 
 def test_without_its_programs_it_names_them_and_leaves_nothing(cluster, monkeypatch):

@@ -215,6 +215,13 @@ def test_a_launch_whose_engines_run_elsewhere_shares_no_memory() -> None:
         job_group_of({"PUBLISH_TRANSPORT": "local"}, asynchronous=False)
 
 
+def test_a_program_gets_the_job_group_of_agents(tmp_path: Path) -> None:
+    _, text = launch(tmp_path, "--model", "0.5B", "--env", "ROLLOUT=program", "--env", "AGENT_COMMAND=true")
+    values = job_group_text.values(text)
+    assert "gateway" in {task for task, _ in values}
+    assert (values["ppo-trainer", "envs.ROLLOUT"], values["ppo-trainer", "envs.AGENT"]) == ("program", "''")
+
+
 def test_engines_on_the_trainers_gpus_have_the_room_that_is_left(tmp_path: Path) -> None:
     output, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--colocate")
     values = job_group_text.values(text)
@@ -404,10 +411,6 @@ def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model
         (["--model", "0.5B", "--env", "DATASET=README.md"], "allowed are files that end in .jsonl or .parquet"),
         (["--model", "0.5B", "--env", "DATASET=none.jsonl"], "DATASET 'none.jsonl' is not a file, seen from"),
         (["--model", "0.5B", "--agent", "a:b", "--environment", "c:d"], "not both"),
-        (
-            ["--model", "0.5B", "--env", "ROLLOUT=program", "--env", "AGENT_COMMAND=true"],
-            "ROLLOUT is program, which needs gateway",
-        ),
         (["--model", "0.5B", "--env", "ADVANTAGE=gdpo", "--env", "GDPO_WEIGHTS=tone=1"], "GDPO_WEIGHTS names tone"),
         (["--model", "0.5B", "--gpus", "H100:1", "--colocate", "--env", "COLOCATE=false"], "COLOCATE is false"),
     ],
