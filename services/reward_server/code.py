@@ -32,7 +32,9 @@ from services.sandbox.kernel import Limits
 from services.sandbox.pool import BoxPool
 from services.sandbox.probe import choose
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\n`]*)\n((?:(?![ \t]*```).*\n)*)[ \t]*```[ \t]*$", re.MULTILINE)
+"""A closed fenced block of any language: its language, and its content."""
+_PYTHON = {"", "py", "python", "python3"}
 _DEFINED = re.compile(r"^def\s+(\w+)", re.MULTILINE)
 _CLOCK = 10.0
 """Seconds by the clock for each second of processor time, so that a busy machine decides nothing."""
@@ -70,7 +72,7 @@ class Tests:
 
 def last_block(response: str) -> str | None:
     """Return the code of the last closed fenced block for Python or without a language; None without one."""
-    blocks = _BLOCK.findall(response)
+    blocks = [content for language, content in _BLOCK.findall(response) if language.strip() in _PYTHON]
     return blocks[-1] if blocks else None
 
 
@@ -159,7 +161,11 @@ def _text(value: Any) -> str:
 
 
 def same_value(got: Any, expected: Any, tolerance: float) -> bool:
-    """Return whether two plain values are the same: a bool is no number, and a tuple is the same as a list."""
+    """Return whether two plain values are the same: a bool is no number, and a tuple is the same as a list.
+
+    Raises:
+        OverflowError: a whole number is too large to be compared with a tolerance.
+    """
     if isinstance(got, bool) or isinstance(expected, bool):
         return got is expected
     if isinstance(got, int | float) and isinstance(expected, int | float):
@@ -230,10 +236,12 @@ class CodeReward:
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         # Another answer may wait for the same task.
-        evaluation = await asyncio.shield(self._kept[key])
-        if evaluation.value is None:
-            self._kept.pop(key, None)
-        return evaluation
+        task = self._kept[key]
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if task.done() and (task.cancelled() or task.exception() or task.result().value is None):
+                self._kept.pop(key, None)
 
     async def _score(self, code: str, item: RewardItem) -> Evaluation:
         try:
@@ -326,13 +334,13 @@ def _failure(result: Result, otherwise: str = "it ended before its tests did") -
 
 
 def _is_right(got: Any, expected: Any, tests: Tests) -> bool:
+    wrapped = expected[0] if tests.may_be_wrapped and isinstance(expected, list) and len(expected) == 1 else expected
     try:
         kind, packed = got
         value = unpack(packed)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return kind == "value" and any(same_value(value, one, tests.tolerance) for one in (expected, wrapped))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return False
-    wrapped = expected[0] if tests.may_be_wrapped and isinstance(expected, list) and len(expected) == 1 else expected
-    return kind == "value" and any(same_value(value, one, tests.tolerance) for one in (expected, wrapped))
 
 
 def _reply(result: Result) -> Any:

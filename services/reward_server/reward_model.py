@@ -6,6 +6,7 @@ Imported only where REWARD_FN names ``reward_model``, because it imports torch.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from services.reward_server.pool import Evaluation
 log = get_logger(__name__)
 
 BATCH_SIZE = 16
+_NOT_FINITE = Evaluation(None, RewardStatus.ERROR, "the reward model gave no finite number")
 """Answers that the model scores at once."""
 
 
@@ -101,7 +103,7 @@ class RewardModel:
                 batch.append(self._waiting.get_nowait())
             try:
                 scores = await asyncio.to_thread(self._forward, [ids for ids, _ in batch])
-                evaluations = [Evaluation(score) for score in scores]
+                evaluations = [Evaluation(score) if math.isfinite(score) else _NOT_FINITE for score in scores]
             # Out of memory, or any error of a model over its input: only this batch has no reward.
             except Exception as error:  # noqa: BLE001
                 failed = Evaluation(None, RewardStatus.ERROR, f"the reward model failed: {error}")

@@ -38,6 +38,18 @@ _FIRST_VICTIM = '{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null; exec "$
 """When the machine's memory runs out, the kernel ends a box before anything else."""
 
 
+_taken: set[int] = set()
+"""The users of this process's boxes."""
+
+
+def _take_user(pid: int) -> int:
+    """Return a user that no other box of this process has, different from those of other processes where possible."""
+    users = (_FIRST_USER + (pid + offset) % _USERS for offset in range(_USERS))
+    user = next(user for user in users if user not in _taken)
+    _taken.add(user)
+    return user
+
+
 class Outcome(StrEnum):
     """The end of a piece of code. ``infrastructure`` says nothing about the code; each other one is its own doing."""
 
@@ -86,6 +98,7 @@ class Box:
         """
         self.backend, self._interpreter, self._limits, self._writes = backend, interpreter, limits, writes
         self._directory: str | None = None
+        self._user: int | None = None
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -116,8 +129,9 @@ class Box:
                 *words, env=_ENVIRONMENT, cwd="/", start_new_session=True, stdin=PIPE, stdout=PIPE, stderr=PIPE
             )
             has_users = os.geteuid() == 0 and sys.platform == "linux"
+            self._user = _take_user(self.pid) if has_users else None
             description = {
-                "uid": _FIRST_USER + self.pid % _USERS if has_users else None,
+                "uid": self._user,
                 "readable": self._interpreter.readable,
                 "box": self._directory,
                 "isolation": self.backend.value,
@@ -127,6 +141,9 @@ class Box:
         except (OSError, EOFError, TimeoutError) as error:
             message = await self._close()
             raise SandboxError(message or str(error) or type(error).__name__) from error
+        except BaseException:  # a cancellation: nobody else would close it
+            await asyncio.shield(self._close())
+            raise
         return self
 
     async def exec(
@@ -175,11 +192,13 @@ class Box:
     async def run(self, deed: str, *, stdin: bytes = b"", limits: Limits | None = None, **what: Any) -> Result:
         """Do one of zygote's ``DEEDS``; a box that does not answer gives ``infrastructure`` now and ever after."""
         bounds = limits or self._limits
+        # The process of an answer is forked before its tests arrive, and so cannot find them in its memory.
+        tests = [{name: what.pop(name) for name in [*what] if name != "source"}] if deed == "asserts" else []
         message = {"deed": deed, "limits": bounds._asdict(), "stdin": stdin.decode("latin-1"), **what}
         factor, more = _WAIT
         try:
             async with asyncio.timeout(factor * bounds.seconds + more):
-                reply = await self._exchange(message)
+                reply = await self._exchange(message, *tests)
         except (OSError, EOFError, TimeoutError):
             return Result(Outcome.INFRASTRUCTURE, stderr=(await self._close()).encode())
         except asyncio.CancelledError:
@@ -193,13 +212,14 @@ class Box:
         """End everything in the box, and remove its directory."""
         await self._close()
 
-    async def _exchange(self, message: Mapping[str, Any]) -> Any:
+    async def _exchange(self, *messages: Mapping[str, Any]) -> Any:
         if self._process is None:
             raise EOFError("the box has ended")
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        body = json.dumps(message).encode()
-        self._process.stdin.write(struct.pack(">I", len(body)) + body)
+        for message in messages:
+            body = json.dumps(message).encode()
+            self._process.stdin.write(struct.pack(">I", len(body)) + body)
         await self._process.stdin.drain()
         [size] = struct.unpack(">I", await self._process.stdout.readexactly(4))
         return json.loads(await self._process.stdout.readexactly(size))
@@ -221,6 +241,9 @@ class Box:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+        if self._user is not None:
+            _taken.discard(self._user)
+            self._user = None
         directory, self._directory = self._directory, None
         if directory is not None and directory != BOX:
             await asyncio.to_thread(remove, directory)

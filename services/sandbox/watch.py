@@ -62,16 +62,16 @@ class Processes:
 
 
 def _kill_descendants() -> None:
-    """Stop all descendants until there is no new one, so that none forks any more, and kill them."""
-    stopped: set[int] = set()
-    while new := set(_descendants(os.getpid())) - stopped:
-        for pid in new:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
-        stopped |= new
-    for pid in stopped:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    """Kill all descendants, until there is none: one may fork after it was seen, or have others continue."""
+    while found := [*_descendants(os.getpid())]:
+        # First all of them stop, so that few fork while others are killed.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def _descendants(pid: int) -> Iterator[int]:

@@ -112,14 +112,29 @@ class Box:
             link = socket.socketpair()
             null = os.open(os.devnull, os.O_WRONLY)
             ends = [run.ends[0], null, run.ends[_STDERR], null]
-            start("serve", {"source": what.pop("source")}, [*ends, link[0].fileno()])
-            start(deed, what, [*run.ends, link[1].fileno()])
+            start("serve", what, [*ends, link[0].fileno()])
+            self._start_tests(run, bounds, [*run.ends, link[1].fileno()])
             os.close(null)
             for end in link:
                 end.close()
         else:
             start(deed, what, run.ends[:_REPLY] if executes else run.ends)
         return run.watch(may_signal=executes)
+
+    def _start_tests(self, run: Run, bounds: kernel.Limits, ends: list[int]) -> None:
+        """Start the process of the tests, which alone receives them: whatever is forked later never had them."""
+        received, tells = os.pipe()
+        tests: dict[str, Any] = {}
+
+        def become() -> None:
+            tests.update(_receive() or {})
+            os.close(tells)
+            self._become("asserts", bounds, ends)
+
+        run.fork(become, lambda: _asserts(**tests))
+        os.close(tells)
+        os.read(received, 1)
+        os.close(received)
 
     def remove(self) -> None:
         """Remove the directory, unless it vanishes with the box."""

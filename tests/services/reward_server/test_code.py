@@ -70,6 +70,10 @@ def test_the_last_closed_block_is_the_program() -> None:
     assert last_block("```python\nb = 2") is None
     assert last_block("a = 1") is None
     assert last_block("```java\nint a;\n```") is None
+    # The end of a block in another language begins none.
+    assert last_block("Input:\n```text\n1 2\n```\nProgram:\n```python\na = 1\n```") == "a = 1\n"
+    assert last_block("```python\na = 1\n```\nRun\n```bash\nls\n```\nIt prints:\n```text\n3\n```\nso") == "a = 1\n"
+    assert last_block("```text\nnever closed\n```python\na = 1\n```") == "a = 1\n"
 
 
 async def test_every_form_of_tests_and_both_scores() -> None:
@@ -178,12 +182,22 @@ async def test_expected_values_never_enter_the_box_of_an_answer(tricked: CodeRew
     """An answer that searches the whole memory of its process for the expected value does not find it."""
     secret = 918_273_645_546_372
     search = (
-        "def f(x):\n  import gc\n  for o in gc.get_objects():\n    if isinstance(o, (list, tuple, dict)):\n"
+        "def f(x):\n  import gc, sys\n  found, frame = gc.get_objects(), sys._getframe()\n  while frame:\n"
+        "    found += [*frame.f_locals.values(), dict(frame.f_locals)]\n    frame = frame.f_back\n"
+        "  found += [v for o in found if isinstance(o, dict) for v in list(o.values())]\n"
+        "  for o in found:\n    if isinstance(o, (list, tuple, dict)):\n"
         "      for v in list(o.values()) if isinstance(o, dict) else list(o):\n"
-        "        if type(v) in (int, str) and str(v).strip('asert f(1)=')[:4] == '9182': return int(v)\n  return 0"
+        "        if type(v) in (int, str) and str(v).strip('asert f(1)=')[:4] == '9182':\n"
+        "          return int(str(v).split()[-1])\n  return 0"
     )
     for tests in ({"inputs": [[1]], "outputs": [secret]}, [f"assert f(1) == {secret}"]):
         assert await values(tricked, item(search, {"tests": tests})) == [0.0]
+
+
+async def test_a_number_that_no_float_can_be_is_wrong_and_costs_no_other_answer(tricked: CodeReward) -> None:
+    tests = {"tests": {"inputs": [[5]], "outputs": [120]}}
+    answers = (item("def f(x): return 10**400", tests), item("def f(x): return 120", tests))
+    assert await values(tricked, *answers, *answers) == [0.0, 1.0] * 2
 
 
 async def test_asserts_may_use_objects_errors_and_changed_lists(tricked: CodeReward) -> None:
