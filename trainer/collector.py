@@ -88,8 +88,8 @@ class Collector:
             async with asyncio.TaskGroup() as flights:
                 await self._take_prompts(flights)
             await self.data.set_cursor(self.name, Cursor(epoch=self.settings.num_epochs))
-        except* (ConfigurationError, DependencyLostError) as ended:
-            raise ended.exceptions[0] from None
+        except ExceptionGroup as ended:
+            raise _first_error(ended) from None
 
     async def _take_prompts(self, flights: asyncio.TaskGroup) -> None:
         prompts = await self._taken.unfinished()
@@ -155,8 +155,14 @@ async def collect_sources(settings: TrainerSettings, clients: Clients, makers: M
         async with asyncio.TaskGroup() as collectors:
             for source in settings.schedule.shares:
                 collectors.create_task(Collector(settings, clients, makers[source], number).run())
-    except* (ConfigurationError, DependencyLostError) as ended:
-        raise ended.exceptions[0] from None
+    except ExceptionGroup as ended:
+        raise _first_error(ended) from None
+
+
+def _first_error(ended: ExceptionGroup[Exception]) -> Exception:
+    """Return the error of the first task that failed; one that says what to do before others."""
+    known = (error for error in ended.exceptions if isinstance(error, ConfigurationError | DependencyLostError))
+    return next(known, ended.exceptions[0])
 
 
 async def collect(settings: TrainerSettings) -> None:
@@ -246,7 +252,10 @@ class InFlightPrompts:
         return batch.prompts
 
     def _save(self) -> None:
-        atomic_write(self._file, self._record.model_dump_json())
+        try:
+            atomic_write(self._file, self._record.model_dump_json())
+        except OSError as error:  # such as a full disk
+            raise DependencyLostError(f"{self._file} cannot be written: {error}") from error
 
 
 if __name__ == "__main__":

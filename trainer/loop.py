@@ -106,6 +106,9 @@ class TrainingLoop:
             while not self.is_over and self.step():
                 pass
             if self.state.evaluated_step != self.state.step:
+                # METHOD=sft publishes only what is evaluated, and the prompts may end between two evaluations.
+                if self.settings.needs_engines and self.status.policy_version != self.state.policy_version:
+                    self.publish(Batch(self.objective))
                 self.evaluate_outside_steps(is_last=True)
             self.save_checkpoint(wait=True)
         except (InterruptedCallError, StopRequestedError, DependencyLostError, ConfigurationError) as error:
@@ -177,7 +180,8 @@ class TrainingLoop:
                 values, steps = self.changes.held(change), float(self.total_steps)
                 if "max_steps" in values:
                     limit = cast("int", values["max_steps"]) or math.inf
-                    steps = min(limit, self.total_prompts / self.settings.batch_size)
+                    left, size = self.total_prompts - self.state.prompts_used, self.settings.batch_size
+                    steps = min(limit, max(self.total_prompts / size, self.state.step + left / size))
                 try:
                     self.rank_calls.change_settings(values, int(steps))
                 except ConfigurationError as error:

@@ -146,11 +146,14 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         stack.callback(writer.close)
         probes = {url: teacher.probe for url, teacher in services.teachers.items()} if services else {}
         state = resume(settings, ranks, policy, data, learner, checkpoints, critic, probes)
+        learner.total_steps = settings.total_steps(data.train_prompts, state.step, state.prompts_used)
+        if critic is not None:
+            critic.total_steps = learner.total_steps
         rank_calls = RankCalls(settings, ranks, learner, writer, checkpoints, stop, critic, kernels)
         if services is None:
             rank_calls.follow()
             return
-        status.step, status.state, status.total_steps = state.step, state, total_steps
+        status.step, status.state, status.total_steps = state.step, state, learner.total_steps
         with rank_calls.leading():
             assert policy.description is not None, "rank 0 has it"
             check_endpoints(services.teachers.values(), policy.description.tokenizer, rank_calls.logprobs)

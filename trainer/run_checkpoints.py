@@ -78,9 +78,13 @@ class RunCheckpoints:
     def poll(self) -> None:
         """Put a checkpoint in place that has been written meanwhile, and delete the snapshots of removed ones."""
         self.rank_calls.poll_checkpoint()
+        self._forget_snapshots()
+
+    def _forget_snapshots(self, deadline: float | None = None) -> None:
+        """Delete the replay buffer's snapshots of removed checkpoints."""
         for label in self.rank_calls.checkpoints.take_removed_snapshots():
             try:
-                self.services.forget_replay(label)
+                self.services.forget_replay(label, deadline)
             except DependencyLostError as error:
                 log.warning("a snapshot of the replay buffer stays", snapshot=label, reason=str(error))
 
@@ -99,6 +103,7 @@ class RunCheckpoints:
                 self.rank_calls.finish_checkpoint()
             elif self.state.step:
                 self.save(wait=True, snapshot_seconds=LEAVE_SNAPSHOT_SECONDS)
+                self._forget_snapshots(LEAVE_SNAPSHOT_SECONDS)
         except DiskFullError as full:
             # Not raised: it would hide why the run ends. A full disk that ends the run is reported by its own error.
             reason = None if isinstance(error, DiskFullError) else str(full)

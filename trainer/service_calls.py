@@ -231,10 +231,10 @@ class ServiceCalls:
             else:
                 log.warning("the replay buffer has lost the checkpoint's contents and continues with those it holds")
 
-    def forget_replay(self, label: str) -> None:
-        """Delete a snapshot of the replay buffer."""
+    def forget_replay(self, label: str, deadline: float | None = None) -> None:
+        """Delete a snapshot of the replay buffer, within ``deadline`` seconds if given."""
         if self.settings.method is Method.RL:
-            self.thread.call(self.clients.replay.drop_snapshot(label))
+            self.thread.call(self.clients.replay.drop_snapshot(label, deadline))
 
     async def _wait_for_workers(self, deadline_seconds: float) -> None:
         workers: list[Worker] = []

@@ -123,9 +123,9 @@ class ReplayClient(ServiceClient):
         """Restore store and queue exactly; RequestRefusedError (404) for an unknown label."""
         return await self.call("POST", "/snapshots/restore", SnapshotReply, SnapshotRequest(label=label))
 
-    async def drop_snapshot(self, label: str) -> SnapshotReply:
+    async def drop_snapshot(self, label: str, deadline: float | None = None) -> SnapshotReply:
         """Delete a snapshot; a snapshot that does not exist holds 0 groups."""
-        return await self.call("DELETE", f"/snapshots/{label}", SnapshotReply)
+        return await self.call("DELETE", f"/snapshots/{label}", SnapshotReply, deadline=deadline)
 
     def read(self, response: httpx.Response, reply_model: type[Reply]) -> Reply:
         """Return a reply in its type, from JSON or from packed groups.

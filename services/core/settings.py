@@ -56,7 +56,9 @@ class Settings(BaseSettings):
     shared_dir: Path = Path("shared-volume")
     """The volume that the nodes of a job share; holds `runs/`."""
     run_id: str = Field(
-        default_factory=lambda values: default_run_id(values["shared_dir"]), pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+        default_factory=lambda values: default_run_id(values["shared_dir"]),
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=80,
     )
     """Name of the run directory below `SHARED_DIR/runs`. Give a former run's name to resume it. Default: group, job and
     time of SKYPILOT_TASK_ID, such as grpo-17-20260131-120000, equal in all tasks of a managed job and after its

@@ -29,6 +29,17 @@ def test_a_run_has_the_steps_of_its_epochs_or_fewer(prompts: int, given: dict[st
     assert TrainerSettings.load(**given).total_steps(prompts) == steps
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "steps_taken", "prompts_used", "steps"),
+    [(4, 50, 200, 75), (8, 50, 200, 62), (4, 50, 230, 75), (2, 0, 0, 150)],
+)
+def test_after_some_steps_another_batch_size_divides_the_prompts_that_are_left(
+    batch_size: int, steps_taken: int, prompts_used: int, steps: int
+) -> None:
+    settings = TrainerSettings.load(batch_size=batch_size)
+    assert settings.total_steps(100, steps_taken, prompts_used) == steps
+
+
 def test_prompts_too_few_for_a_step_are_refused() -> None:
     told = (
         "BATCH_SIZE is 4, but the data have 1 prompt to train on, 3 in NUM_EPOCHS=3: not one step; set BATCH_SIZE=1, or"

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from services.clients.data import DataClient
 from services.core.errors import EXIT_RECOVERABLE, ConfigurationError, DependencyLostError, exit_code_of
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Cursor
@@ -31,6 +32,7 @@ from tests.sequences import make_group
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
 from tests.trainer.tiny import FAMILIES, save_model
 from trainer.checkpoints.checkpoint import CheckpointStore
+from trainer.collector import InFlightPrompts
 from trainer.config.objective import Objective
 from trainer.loop import TrainingLoop
 from trainer.model import saving
@@ -116,7 +118,7 @@ class Outside:
         self.saved.append(label)
         self.snapshot_seconds.append(deadline)
 
-    def forget_replay(self, label: str) -> None:
+    def forget_replay(self, label: str, deadline: float | None = None) -> None:
         self.forgotten.append(label)
 
     def wait_for_workers(self) -> None:
@@ -409,6 +411,30 @@ def test_the_replay_buffer_forgets_what_it_kept_for_removed_checkpoints(alone: R
     outside = Outside("")
     train(alone, tmp_path, outside)
     assert outside.forgotten == ["r-step-000001", "r-step-000002", "r-step-000003"], "not that of the newest checkpoint"
+
+
+def test_it_forgets_also_what_the_checkpoint_of_an_interrupted_run_takes_the_place_of(
+    alone: Ranks, tmp_path: Path
+) -> None:
+    outside = Outside("publish")
+    train(alone, tmp_path, outside, checkpoint_every=LAST + 1)
+    assert outside.forgotten == []
+    outside = Outside("publish")
+    train(alone, tmp_path / "other", outside)
+    assert outside.saved == ["r-step-000001", "r-step-000002"]
+    assert outside.forgotten == ["r-step-000001"]
+
+
+async def test_a_collector_whose_disk_is_full_ends_as_one_that_may_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trainer.collector.atomic_write", full)
+    taken = InFlightPrompts(cast(DataClient, None), tmp_path / "collectors/0.json", "")
+    with pytest.raises(DependencyLostError, match=r"collectors/0\.json cannot be written: .*No space left"):
+        await taken.take(4)
 
 
 def test_a_run_ends_at_its_target_accuracy_and_says_what_was_compared(tmp_path: Path, alone: Ranks) -> None:

@@ -79,8 +79,10 @@ class TrainerSettings(
         """The epochs after which prompts are used up: NUM_EPOCHS; infinite with SOURCES, which end with MAX_STEPS."""
         return self.num_epochs if self.sources is None else math.inf
 
-    def total_steps(self, train_prompts: int) -> int:
+    def total_steps(self, train_prompts: int, steps_taken: int = 0, prompts_used: int = 0) -> int:
         """Return the number of steps of a run with ``train_prompts`` training prompts.
+
+        After some steps another BATCH_SIZE may divide the prompts that are left.
 
         Raises:
             ConfigurationError: they are too few for one step.
@@ -94,7 +96,8 @@ class TrainerSettings(
                 f"to train on, {prompts} in NUM_EPOCHS={self.num_epochs}: not one step; "
                 f"set BATCH_SIZE={train_prompts}, or give more rows"
             )
-        return min(prompts // self.batch_size, self.max_steps or prompts)
+        steps = max(prompts // self.batch_size, steps_taken + (prompts - prompts_used) // self.batch_size)
+        return min(steps, self.max_steps or steps)
 
     @property
     def cautions(self) -> list[str]:

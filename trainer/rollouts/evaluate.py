@@ -81,7 +81,9 @@ class Evaluator:
         judged = [_graded_results(group) for group in groups]
         results = [result for of_prompt in judged for result in of_prompt]
         reasons = [answer.scoring.reason for group in groups for answer in _answers(group)]
-        if not results:
+        if not prompts:
+            self.failure = "the data hold out no prompt; set DATASET_TEST or DATASET_HELD_OUT"
+        elif not results:
             self.failure = str(reasons[0] if reasons else maker.last_failure)
         figures = environment_figures([group for group in groups if group is not None])
         metrics = greedy_metrics(results) | {f"eval_{name}": value for name, value in figures.items()}
