@@ -1,4 +1,4 @@
-"""Episodes of agents through the gateway, which samples and records them: in training and in ``scripts.evaluate``."""
+"""Episodes of agents through the gateway, which samples and records them: in training and in ``grpo evaluate``."""
 
 from __future__ import annotations
 

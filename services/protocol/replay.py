@@ -130,7 +130,8 @@ class LeaseRequest(StrictModel):
     The server waits up to ``wait_seconds`` for ``min_groups``. It drops and counts groups older than
     ``min_policy_version``. If the lease is not acknowledged within ``lease_seconds``, its groups return to the front of
     the queue. A repeated ``request_id`` gets the same lease again, so that a lost reply loses no groups. With a
-    ``source`` only groups of that source are taken, dropped and waited for.
+    ``source`` only groups of that source are taken, dropped and waited for. A consumer that ``starts`` ends the leases
+    of an earlier process of its name, which can acknowledge none any more.
     """
 
     max_groups: int = Field(ge=1, le=4096)
@@ -141,6 +142,7 @@ class LeaseRequest(StrictModel):
     consumer: str = Field(default="trainer", max_length=200)
     request_id: str | None = Field(default=None, min_length=1, max_length=200)
     source: str = ""
+    starts: bool = False
 
 
 class LeaseReply(WireModel):

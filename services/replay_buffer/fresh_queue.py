@@ -83,6 +83,12 @@ class FreshQueue:
 
     def lease(self, request: LeaseRequest, *, take_fewer: bool) -> bytes | None:
         """Return a LeaseReply as framed bytes; None if fewer than ``min_groups`` wait, unless ``take_fewer``."""
+        if request.starts:
+            with self._store.transaction():
+                self._db.execute(
+                    "UPDATE leases SET expires_at = ? WHERE consumer = ? AND request_id IS NOT ? AND NOT expired",
+                    (self._store.clock(), request.consumer, request.request_id),
+                )
         self.expire_due()
         if request.request_id is not None:
             repeated = self._db.execute(

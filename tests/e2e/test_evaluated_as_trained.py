@@ -42,7 +42,16 @@ def test_an_agent_is_evaluated_by_the_settings_of_its_run(api: str, tiny_model: 
     output = tmp_path / "evaluation"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "scripts.evaluate", "--model", run.run_dir / "model", "--env-file", env_file),
+            *(
+                sys.executable,
+                "-m",
+                "scripts.grpo",
+                "evaluate",
+                "--model",
+                run.run_dir / "model",
+                "--env-file",
+                env_file,
+            ),
             *("--output", output, "--samples", "2"),
         ],
         cwd=ROOT,

@@ -165,6 +165,8 @@ class FreshQueue:
         self.judge = judge
         self.collector = collector
         self._leases: list[str] = []
+        self._has_begun = False
+        """False before the first request, which ends the leases of a trainer that was killed."""
         self._has_a_lease_a_group = settings.dynamic_sampling_tries > 0 or settings.sources is not None
 
     async def lease(self, batch: Batch, policy_version: int) -> None:
@@ -191,8 +193,10 @@ class FreshQueue:
                 min_groups=1 if collectors_done else most,
                 min_policy_version=max(policy_version - self.settings.max_staleness, 0),
                 wait_seconds=0.0 if collectors_done else LEASE_WAIT_SECONDS,
+                starts=not self._has_begun,
             )
             reply = await self.replay.lease(request)
+            self._has_begun = True
             new, kept = batch.take_leased(source, reply)
             in_vain[source] += not new
             if new:

@@ -45,6 +45,18 @@ def test_a_lease_that_runs_out_returns_its_groups_to_their_places(buffer: Any, g
     assert parts.store.counts["leases_expired"] == 2
 
 
+def test_a_consumer_that_starts_again_gets_what_its_killed_process_had_leased(buffer: Any, group: Any) -> None:
+    parts = buffer()
+    parts.queue.enqueue([group(f"g{i}") for i in range(4)], None)
+    parts.lease(2, request_id="killed")
+    other, _ = parts.lease(1, consumer="another")
+    lease, names = parts.lease(2, request_id="first", starts=True)
+    assert names == ["g0", "g1"]
+    assert parts.lease(2, request_id="first", starts=True) == (lease, names), "a repeated request ends not its own"
+    assert acknowledge(parts, other) == (1, 0)
+    assert parts.waiting() == ["g3"]
+
+
 def test_a_late_acknowledgement_counts_for_what_nobody_else_has_taken(buffer: Any, group: Any, clock: Any) -> None:
     parts = buffer()
     parts.queue.enqueue([group(f"g{i}") for i in range(3)], None)
