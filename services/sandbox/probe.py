@@ -141,6 +141,9 @@ async def _attack_as_program(box: Box, interpreter: Interpreter) -> list[str]:
     await asyncio.sleep(_LATE_SECONDS)
     if (await box.read("late")).outcome is Outcome.OK:
         passed.append("a process outlived its program")
+    # Signal 0 only asks whether one may be sent. Answers cannot ask, because kill is refused to them.
+    if (await box.exec([python, "-c", f"import os; os.kill({os.getpid()}, 0)"])).outcome is Outcome.OK:
+        passed.append("it signalled another process, which Landlock prevents from Linux 6.12 on, and another user")
     if (await box.exec([python, "-c", _FILL])).outcome is Outcome.OK:
         passed.append("it filled the disk")
     return passed
