@@ -25,6 +25,7 @@ from services.clients.rollout import RolloutClient
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import ServiceThread
+from services.http.client import RequestRefusedError
 from services.protocol.prompts import Cursor, Prompt
 from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
@@ -703,7 +704,7 @@ def test_a_restarted_collector_begins_with_the_prompts_that_the_last_one_left(se
         return 400 if position == BAD else added(request)
 
     services.replay.routes["POST /queue"] = until_bad
-    with pytest.raises(ExceptionGroup):
+    with pytest.raises(RequestRefusedError, match="400 as the test says"):
         services.collect()
     services.replay.requests.clear()
     services.replay.routes["POST /queue"] = added
@@ -721,7 +722,7 @@ def test_prompts_whose_reply_was_lost_with_the_collector_are_asked_for_again(ser
         return 400
 
     services.data.routes["GET /prompts"] = lost
-    with pytest.raises(ExceptionGroup):
+    with pytest.raises(RequestRefusedError, match="400 as the test says"):
         services.collect()
     served.position = 0  # The data-server gives a repeated request the same prompts.
     services.data.routes["GET /prompts"] = answer
