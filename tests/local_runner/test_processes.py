@@ -14,10 +14,13 @@ import pytest
 from local_runner.processes import MARK, end, marked
 from tests.waiting import IDLE_SECONDS, wait_until
 
+# The tests' own shell may ignore these signals, as it does for jobs in the background and under nohup.
 PARENT = """
-import sys
+import signal, sys
 from local_runner.processes import running
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 with running([sys.executable, "-c", sys.argv[1]]) as process:
     process.wait()
 """

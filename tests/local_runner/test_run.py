@@ -291,7 +291,9 @@ def test_ctrl_c_ends_every_process_however_stubborn(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_other_requests_to_end_are_as_good_as_ctrl_c(tmp_path, number):
+    before = signal.signal(number, signal.SIG_DFL)  # even where the tests run under nohup
     runner = Runner(tmp_path, task("ppo-trainer", "echo $$ > pid.tmp; mv pid.tmp pid; exec sleep 300"))
+    signal.signal(number, before)
     pid = int(runner.wait_for("pid").read_text())
     runner.send(number)
     assert runner.end().exit_code == 128 + number
