@@ -184,18 +184,23 @@ train(job_group='group.yaml', run_id='mine')
 SERVES = "sleep 600 & echo $$ $! > pids.tmp; mv pids.tmp pids; wait"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_run_stops_in_order_when_its_program_is_interrupted_or_killed(here, number):
-    group(task("ppo-trainer", f"until [ -e pids ]; do sleep 0.05; done; {STOPS}"), task("reward-server", SERVES))
+def check_stops(here: Path, script: str, number: int, run: str) -> None:
+    """Check that a run stops in order when the program that trains it gets a signal."""
     with (here / "output.txt").open("w") as output:
-        program = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=output, stderr=output)
-    wait_until((here / "started").exists, "the run", progress=lambda: bytes_in(here))
+        program = subprocess.Popen([sys.executable, "-c", script], stdout=output, stderr=output)
+    wait_until((here / "started").exists, run, progress=lambda: bytes_in(here))
     program.send_signal(number)
     assert program.wait(LIMIT_SECONDS) == -number
-    record = here / "runs/mine/runner.json"
+    record = here / "runs" / run / "runner.json"
     wait_until(record.exists, "the runner's record", progress=lambda: bytes_in(here))
     assert (here / "stopped").exists()
     assert json.loads(record.read_text())["reason"] == "stopped by SIGINT"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_run_stops_in_order_when_its_program_is_interrupted_or_killed(here, number):
+    group(task("ppo-trainer", f"until [ -e pids ]; do sleep 0.05; done; {STOPS}"), task("reward-server", SERVES))
+    check_stops(here, SCRIPT, number, "mine")
     assert not any(map(is_running, map(int, (here / "pids").read_text().split())))
 
 
@@ -211,16 +216,7 @@ touch trained
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_fork_stops_in_order_when_its_program_is_interrupted_or_killed(here, number):
     group(task("ppo-trainer", TRAINED.format(stops=STOPS)), task("reward-server", SERVES))
-    forks = SCRIPT.replace("run_id='mine')", "run_id='mine').fork(1)")
-    with (here / "output.txt").open("w") as output:
-        program = subprocess.Popen([sys.executable, "-c", forks], stdout=output, stderr=output)
-    wait_until((here / "started").exists, "the fork", progress=lambda: bytes_in(here))
-    program.send_signal(number)
-    assert program.wait(LIMIT_SECONDS) == -number
-    record = here / "runs/mine-at-1/runner.json"
-    wait_until(record.exists, "the runner's record", progress=lambda: bytes_in(here))
-    assert (here / "stopped").exists()
-    assert json.loads(record.read_text())["reason"] == "stopped by SIGINT"
+    check_stops(here, SCRIPT.replace("run_id='mine')", "run_id='mine').fork(1)"), number, "mine-at-1")
 
 
 LAUNCHES = """#!/bin/sh
