@@ -77,7 +77,7 @@ types: $(VENV)/.test
 	$(RUN) -m mypy
 
 # Other tests have targets of their own, with what they need.
-HERE = not gpu and not sglang and not skypilot and not oracles and not openenv and not cuda
+HERE = not leaving and not gpu and not sglang and not skypilot and not oracles and not openenv and not cuda
 
 tests: $(VENV)/.test $(VENV)/.compiled
 	$(RUN) -m pytest -m "not slow and $(HERE)" -n $(WORKERS) --no-loadscope-reorder --durations=15 $(TESTS)

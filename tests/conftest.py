@@ -18,6 +18,8 @@ from xdist.scheduler import LoadFileScheduling
 from tests.models import made_once
 from tests.tolerance import TYPE_VARIABLES
 
+pytest_plugins = ["tests.costs"]
+
 ROOT = Path(__file__).parents[1]
 
 # Models here are so small that a second thread only waits for the first. Before torch is imported; processes that tests

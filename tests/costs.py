@@ -1,0 +1,154 @@
+"""Plugin of pytest: what each test costs, the limit for those of ``make test``, and what skips for lack of a program.
+
+A test costs the processor seconds of its own process and of the child processes that it has waited for, without those
+of fixtures that it shares with other tests. ``make test-times`` prints the costs of the last run.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[1] / ".cache" / "test-times.tsv"
+MOST_SECONDS = 5.0
+"""Of a processor, for a test that is neither slow nor e2e."""
+PROGRAMS = {
+    "bubblewrap": "bubblewrap",
+    "Chromium": "chromium-headless-shell",
+    "iproute2": "iproute2",
+    "kubectl": "kubernetes-client",
+    "rsync": "rsync",
+    "C compiler": "gcc",
+    "node": "nodejs",
+    "curl": "curl",
+}
+"""The Debian package of each program, by the word that the reason of a skip has for it."""
+
+_COUNT, _COUNT_SECONDS = 1_000_000, 0.06
+"""A quiet processor counts so far in this time; tests may take more on one that is slower or busy."""
+_before = pytest.StashKey[tuple[float, float]]()
+_shared = pytest.StashKey[float]()
+
+
+def processor_seconds() -> float:
+    """Return the processor seconds of this process and of the children that it has waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Measure the fixtures that tests share; one that needs another counts it, too."""
+    stash, start = request.session.stash, processor_seconds()
+    before = stash.get(_shared, 0.0)
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function":
+            stash[_shared] = before + processor_seconds() - start
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    """Begin to count."""
+    item.stash[_before] = processor_seconds(), item.session.stash.get(_shared, 0.0)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+    """Fail a test that cost too much. The last one of a file is not charged for the end of what the file shares."""
+    cost = _cost(item)
+    yield
+    if nextitem is not None and nextitem.parent is item.parent:
+        cost = _cost(item)
+    item.user_properties.append(("processor_seconds", round(cost, 2)))
+    if cost > MOST_SECONDS and not any(item.get_closest_marker(name) for name in ("slow", "e2e", "leaving")):
+        limit = MOST_SECONDS * max(1.0, _slowness())
+        if cost > limit:
+            pytest.fail(
+                f"took {cost:.1f} processor seconds; a test of `make test` may take {limit:.1f}. Show the same "
+                "in process, share what it starts with other tests by a fixture, or mark it slow if a quick test shows it too",
+                pytrace=False,
+            )
+
+
+def _cost(item: pytest.Item) -> float:
+    seconds, shared = item.stash[_before]
+    return processor_seconds() - seconds - (item.session.stash.get(_shared, 0.0) - shared)
+
+
+def _slowness() -> float:
+    """Return how many times as long as on a quiet machine this processor takes now."""
+    start = time.process_time()
+    for _ in range(_COUNT):
+        pass
+    return (time.process_time() - start) / _COUNT_SECONDS
+
+
+class Costs:
+    """The costs of a run's tests, gathered where their reports arrive."""
+
+    def __init__(self, file: Path) -> None:
+        """Begin with none; ``file`` gets them at the end."""
+        self._file = file
+        self._wall: dict[str, float] = collections.defaultdict(float)
+        self._processor: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add a phase of a test."""
+        self._wall[report.nodeid] += report.duration
+        self._processor[report.nodeid] = dict(report.user_properties).get("processor_seconds", 0.0)
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the costs, the highest first."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        ordered = sorted(self._wall, key=lambda test: -self._processor.get(test, 0.0))
+        lines = [f"{self._wall[test]:.2f}\t{self._processor.get(test, 0.0):.2f}\t{test}\n" for test in ordered]
+        self._file.write_text("# wall seconds, processor seconds, test\n" + "".join(lines))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gather costs in the process that has all reports."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Costs(FILE))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was skipped for lack of which program, and the command that installs it."""
+    lacking: collections.Counter[str] = collections.Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        lacking.update({next((word for word in PROGRAMS if re.search(rf"\b{word}\b", reason)), "something else"): 1})
+    if lacking:
+        terminalreporter.section("skipped")
+        said = ", ".join(f"{count} for lack of {word}" for word, count in lacking.most_common())
+        packages = sorted({PROGRAMS[word] for word in lacking if word in PROGRAMS})
+        terminalreporter.write_line(said + (f": apt-get install {' '.join(packages)}" if packages else ""))
+
+
+def main() -> None:
+    """Print the costs of the last run, by file and of the 30 most expensive tests."""
+    rows = [line.split("\t") for line in FILE.read_text().splitlines()[1:]]
+    files: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0])
+    for wall, processor, test in rows:
+        of_file = files[test.split("::")[0]]
+        of_file[:] = of_file[0] + float(wall), of_file[1] + float(processor), of_file[2] + 1
+    print("   wall processor tests")
+    for name, (wall, processor, count) in sorted(files.items(), key=lambda item: -item[1][1]):
+        print(f"{wall:7.1f} {processor:9.1f} {count:5.0f} {name}")
+    total = [sum(column) for column in zip(*files.values(), strict=True)]
+    print(f"{total[0]:7.1f} {total[1]:9.1f} {total[2]:5.0f} in all; the most expensive tests:")
+    for wall, processor, test in rows[:30]:
+        print(f"{float(wall):7.1f} {float(processor):9.1f} {test}")
+
+
+if __name__ == "__main__":
+    main()
