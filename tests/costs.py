@@ -75,7 +75,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         if cost > limit:
             pytest.fail(
                 f"took {cost:.1f} processor seconds; a test of `make test` may take {limit:.1f}. Show the same "
-                "in process, share what it starts with other tests by a fixture, or mark it slow if a quick test shows it too",
+                "in process, share what it starts with other tests by a fixture, or mark it slow if a quick test "
+                "shows it, too",
                 pytrace=False,
             )
 
