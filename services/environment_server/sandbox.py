@@ -193,12 +193,12 @@ class Sandboxed(Conversation):
     async def _run(self, tool: str, program: str) -> str:
         """Run a program in the box, and return its output."""
         limits = self._tasks.limits
-        interpreter = self._tasks.rewards.interpreter.program if tool == "python" else tool
         async with self._tasks.places:
             if self._box is None:
                 self._box = await self._started(self._task.files if self._task else {})
             limits = limits._replace(cpu_seconds=min(limits.cpu_seconds, self._seconds))
-            result = _found(await self._box.exec([interpreter, "-c", program], limits=limits))
+            words = [self._box.python if tool == "python" else tool, "-c", program]
+            result = _found(await self._box.exec(words, limits=limits))
         self._seconds -= result.cpu_seconds
         return shown(result) + ("\n[the processor time of this session is over]" if self._seconds <= 0 else "")
 
@@ -265,7 +265,7 @@ async def open_sandboxes(settings: EnvironmentSettings) -> AsyncIterator[Sandbox
     tasks = Sandboxes({"test": dataset.test, "train": dataset.train}, settings, rewards, backend)
     box = await tasks.box().start()
     try:
-        for program, advice in ((rewards.interpreter.program, "set SANDBOX_PYTHON"), ("bash", "install bash")):
+        for program, advice in ((box.python, "set SANDBOX_PYTHON"), ("bash", "install bash")):
             result = await box.exec([program, "-c", "exit" if program == "bash" else "pass"])
             if result.outcome is not Outcome.OK:
                 raise ConfigurationError(f"{program} does not run in a box: {result.last_line}; {advice}")

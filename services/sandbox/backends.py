@@ -6,13 +6,18 @@ where the kernel has them. docs/security.md says what each isolates.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -30,8 +35,11 @@ _START = (
 )
 """Starts ``zygote`` without ``site`` and without this project's other modules, which would take most of the time."""
 _DESCRIBE = (
-    "import json, sys as s; print(json.dumps([s.version_info[:2], s.executable, s.prefix, s.base_prefix, *s.path]))"
+    "import json, os, sys as s; library = os.path.dirname(os.__file__); "
+    "print(json.dumps([s.version_info[:2], s.executable, library, s.prefix, s.base_prefix, *s.path]))"
 )
+_COPIES = Path("/var/tmp")
+"""The directory for copies of interpreters that only root can reach; unlike /tmp it is rarely kept in memory."""
 _OLDEST = (3, 11)
 _SECONDS = 60
 
@@ -55,8 +63,12 @@ class Interpreter:
     """A Python for code in boxes: its program, where it looks for modules, and what it and programs need to read."""
 
     program: str
+    library: str
+    """The directory of Python's own modules."""
     path: tuple[str, ...]
     readable: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it needs."""
 
     @classmethod
     def find(cls, path: str) -> Interpreter:
@@ -65,13 +77,107 @@ class Interpreter:
             done = subprocess.run(
                 [path, "-sPc", _DESCRIBE], capture_output=True, text=True, timeout=_SECONDS, check=True, env={}
             )
-            version, executable, *directories = json.loads(done.stdout)
+            version, executable, library, *directories = json.loads(done.stdout)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             raise ConfigurationError(f"SANDBOX_PYTHON {path!r} does not run ({error}); name a Python 3.11") from error
         if tuple(version) < _OLDEST:
             raise ConfigurationError(f"SANDBOX_PYTHON {path!r} is Python {version[0]}.{version[1]}; name a Python 3.11")
         readable = _outermost([*SYSTEM, *directories, str(ROOT / "services/sandbox")])
-        return cls(executable, tuple(directories[2:]), tuple(readable))
+        return cls(executable, library, tuple(directories[2:]), tuple(readable))
+
+    def for_every_user(self) -> Interpreter:
+        """Return this interpreter, or a copy that every user can read if this one is below a private directory.
+
+        The copy is a virtual environment, made once for all programs of this machine, of hard links to the program, the
+        libraries and the modules, or of copies where a link cannot be made. It is renamed into place when it is whole.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        names = [self.program, self.library, *(name for name in self.path if os.path.exists(name))]
+        if all(map(is_open, names)):
+            return self
+        state = [(name, os.stat(name).st_mtime_ns) for name in names]
+        copy = _COPIES / f"grpo-python-{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]}"
+        library = copy / "lib" / Path(self.library).name
+        private = [name for name in self.path if os.path.isdir(name) and not is_open(name)]
+        places = {name: str(copy / f"packages-{index}") for index, name in enumerate(private)}
+        inside = [name for name in self.path if Path(name).is_relative_to(self.library)]
+        places |= {name: str(library / Path(name).relative_to(self.library)) for name in inside}
+        path = tuple(places.get(name, name) for name in self.path)
+        if not copy.exists():
+            made = Path(tempfile.mkdtemp(prefix=f"{copy.name}.", dir=_COPIES))
+            try:
+                self._copy_to(made, copy, [(name, places[name]) for name in private if name not in inside], path)
+                made.rename(copy)
+            except OSError:
+                if not copy.exists():  # else another program was quicker
+                    raise
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
+        if copy.lstat().st_uid != os.geteuid() or not is_open(str(copy)):
+            raise OSError(f"{copy} was not made by this user; remove it")
+        readable = _outermost([*SYSTEM, str(copy), *path, str(ROOT / "services/sandbox")])
+        variables = {"LD_LIBRARY_PATH": str(copy / "lib")}
+        return Interpreter(str(copy / "environment/bin/python"), str(library), path, tuple(readable), variables)
+
+    def _copy_to(self, made: Path, copy: Path, packages: list[tuple[str, str]], path: tuple[str, ...]) -> None:
+        """Fill ``made``, which becomes ``copy``, with Python, its packages, and an environment that has ``path``."""
+        source = Path(self.library)
+        version = source.name
+        # Its own packages are needed only where they are on the path.
+        unneeded = {"test", "site-packages", "dist-packages"} - {
+            Path(name).name for name in self.path if name.startswith(self.library)
+        }
+        _link_tree(source, made / "lib" / version, unneeded)
+        for shared in source.parent.glob("*.so*"):
+            _link(shared, made / "lib" / shared.name)
+        for name, place in packages:
+            _link_tree(Path(name), made / Path(place).name, set())
+        environment = made / "environment"
+        modules = environment / "lib" / version / "site-packages"
+        for folder in (made / "bin", environment / "bin", modules):
+            folder.mkdir(parents=True)
+        _link(Path(os.path.realpath(self.program)), made / "bin" / version)
+        for name in ("python", "python3"):
+            (environment / "bin" / name).symlink_to(copy / "bin" / version)
+        (environment / "pyvenv.cfg").write_text(f"home = {copy / 'bin'}\n")
+        (modules / "path.pth").write_text("".join(f"{name}\n" for name in path))
+        made.chmod(0o755)
+
+
+def is_open(path: str) -> bool:
+    """Return whether every user of this machine can read ``path``."""
+    real = os.path.realpath(path)
+    parents = {*Path(path).parents, *Path(real).parents}
+    wanted = stat.S_IROTH | (stat.S_IXOTH if os.path.isdir(real) else 0)
+    return os.stat(real).st_mode & wanted == wanted and all(parent.stat().st_mode & stat.S_IXOTH for parent in parents)
+
+
+def _link_tree(source: Path, target: Path, unneeded: set[str]) -> None:
+    """Copy a directory so that every user can read it, without the names in it that are ``unneeded``."""
+    for folder, folders, files in os.walk(source):
+        place = target / Path(folder).relative_to(source)
+        place.mkdir(0o755, parents=True)
+        if place == target:
+            folders[:] = [name for name in folders if name not in unneeded]
+        for name in folders:
+            if (linked := Path(folder, name)).is_symlink():
+                (place / name).symlink_to(linked.readlink())
+        for name in files:
+            _link(Path(folder, name), place / name)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make ``target`` the same file as ``source``, or else a copy that every user can read."""
+    mode = source.stat().st_mode if source.is_file() else 0
+    if mode & stat.S_IROTH and not source.is_symlink():
+        with contextlib.suppress(OSError):
+            os.link(source, target)
+            return
+    if mode:
+        shutil.copyfile(source, target)
+        target.chmod(0o755 if mode & stat.S_IXUSR else 0o644)
 
 
 def _outermost(paths: list[str]) -> list[str]:

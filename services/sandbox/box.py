@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
-from services.sandbox.backends import BOX, BackendName, Interpreter, command
+from services.sandbox.backends import BOX, BackendName, Interpreter, command, is_open
 from services.sandbox.kernel import Limits
 from services.sandbox.watch import remove
 
@@ -48,6 +48,12 @@ def _take_user(pid: int) -> int:
     user = next(user for user in users if user not in _taken)
     _taken.add(user)
     return user
+
+
+def _new_directory(for_another_user: bool) -> str:
+    """Return a new directory; in place of a private directory for temporary files, below one that others can reach."""
+    parent = "/var/tmp" if for_another_user and not is_open(tempfile.gettempdir()) else None
+    return tempfile.mkdtemp(prefix="grpo-box-", dir=parent)
 
 
 class Outcome(StrEnum):
@@ -107,6 +113,11 @@ class Box:
         return self._process is not None
 
     @property
+    def python(self) -> str:
+        """The program of the box's Python, which the code in it can execute once the box has started."""
+        return self._interpreter.program
+
+    @property
     def pid(self) -> int:
         """The process that stands for the box on this machine; all others in it end with it."""
         assert self._process is not None
@@ -119,16 +130,18 @@ class Box:
             SandboxError: the backend does not work on this machine.
         """
         is_isolated = self.backend is BackendName.BWRAP
-        if self._writes:
-            self._directory = BOX if is_isolated else tempfile.mkdtemp(prefix="grpo-box-")
+        has_users = os.geteuid() == 0 and sys.platform == "linux"
         try:
+            if has_users and not is_isolated:
+                self._interpreter = await asyncio.to_thread(self._interpreter.for_every_user)
+            if self._writes:
+                self._directory = BOX if is_isolated else _new_directory(has_users)
             disk_mb = self._limits.disk_mb if self._writes else 0
             words = command(self.backend, self._interpreter, disk_mb=disk_mb, directory=self._directory)
             words = ["/bin/sh", "-c", _FIRST_VICTIM, "sh", *words] if sys.platform == "linux" else words
             self._process = await asyncio.create_subprocess_exec(
-                *words, env=_ENVIRONMENT, cwd="/", start_new_session=True, stdin=PIPE, stdout=PIPE, stderr=PIPE
+                *words, env=self._environment(), cwd="/", start_new_session=True, stdin=PIPE, stdout=PIPE, stderr=PIPE
             )
-            has_users = os.geteuid() == 0 and sys.platform == "linux"
             self._user = _take_user(self.pid) if has_users else None
             description = {
                 "uid": self._user,
@@ -162,7 +175,7 @@ class Box:
             environment: variables beside PATH, HOME and a few others.
             limits: what it may take; None: the box's limits.
         """
-        variables = {**_ENVIRONMENT, "HOME": self._directory or "/", **(environment or {})}
+        variables = {**self._environment(), "HOME": self._directory or "/", **(environment or {})}
         return await self.run("exec", stdin=stdin, limits=limits, argv=list(argv), environment=variables)
 
     async def write(self, path: str, content: bytes) -> Result:
@@ -211,6 +224,10 @@ class Box:
     async def close(self) -> None:
         """End everything in the box, and remove its directory."""
         await self._close()
+
+    def _environment(self) -> dict[str, str]:
+        path = f"{os.path.dirname(self.python)}:{_ENVIRONMENT['PATH']}"
+        return {**_ENVIRONMENT, **self._interpreter.environment, "PATH": path}
 
     async def _exchange(self, *messages: Mapping[str, Any]) -> Any:
         if self._process is None:

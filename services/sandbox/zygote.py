@@ -90,7 +90,6 @@ class Box:
             isolation: the backend: ``bwrap``, ``landlock`` or ``seatbelt``.
         """
         self._uid, self._readable, self._directory, self._isolation = uid, readable, box, isolation
-        self._answers_uid = uid if uid is None or _can_read_library(uid) else None
         self._processes = Processes(isolation, _REQUESTS)
         if box is not None and isolation == "landlock":
             # Answers read it, who may be another user than the programs that wrote there.
@@ -158,7 +157,7 @@ class Box:
         folder = [] if self._directory is None else [self._directory]
         kernel.confine(
             limits,
-            uid=self._uid if writes else self._answers_uid,
+            uid=self._uid,
             readable=[*self._readable, *folder],
             box=self._directory if writes else None,
             is_answer=is_answer,
@@ -179,19 +178,6 @@ class Box:
                 if os.stat(f"/proc/{pid}").st_uid == mine:
                     count += len(os.listdir(f"/proc/{pid}/task"))
         return count
-
-
-def _can_read_library(uid: int) -> bool:
-    """Return whether a user can read Python's library, as an answer must that imports one more module."""
-    pid = os.fork()
-    if pid == 0:
-        with contextlib.suppress(OSError):
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-            os._exit(0 if os.access(os.__file__, os.R_OK) else 1)
-        os._exit(1)
-    return os.waitpid(pid, 0)[1] == 0
 
 
 def _serve(source: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import operator
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import venv
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -290,7 +292,7 @@ def test_the_attacks_of_the_check_are_real(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("removed", "passes"),
     [
-        ("        install_filter(", ["it opened a UNIX socket", "it forked", "it changed the mode of a file"]),
+        ("        install_filter(", ["it opened a UNIX socket", "it forked", "it ran a program"]),
         ("        _restrict_files(", ["it read a file of this user", "it listed a directory of this user"]),
         ("    _limit(", ["it used more memory than it may"]),
     ],
@@ -337,12 +339,40 @@ def test_a_python_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None
 
 
 async def test_a_box_whose_python_cannot_start_says_why(interpreter: Interpreter) -> None:
-    broken = Interpreter("/no/such/python", (), interpreter.readable)
+    broken = dataclasses.replace(interpreter, program="/no/such/python")
     with pytest.raises(SandboxError, match="/no/such/python"):
         await Box(BackendName.LANDLOCK, broken, LIMITS).start()
 
 
-def test_boxes_end_with_the_process_that_started_them(interpreter: Interpreter) -> None:
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not landlock_version(), reason="only root gives boxes other users; needs Landlock"
+)
+async def test_a_python_that_only_root_can_reach_is_copied_once_for_the_users_of_boxes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    private = tmp_path / "private"
+    venv.create(private, symlinks=True)
+    private.chmod(0o700)
+    next(private.glob("lib/python*/site-packages")).joinpath("late.py").write_text("import sqlite3\nvalue = 7\n")
+    source = "import late, os; print(late.value, os.getuid() > 0)"
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as copies:
+        os.chmod(copies, 0o755)
+        monkeypatch.setattr(backends, "_COPIES", Path(copies))
+        for _ in range(2):
+            interpreter = Interpreter.find(str(private / "bin/python"))
+            box = await Box(BackendName.LANDLOCK, interpreter, LIMITS, writes=True).start()
+            answer = await box.run("script", source=source)
+            program = await box.exec(["bash", "-c", f"python -c '{source}'"])
+            listing = await box.exec(["ls", str(private)])
+            await box.close()
+            assert (answer.stdout, program.stdout) == (b"7 True\n", b"7 True\n"), (answer, program)
+            assert listing.outcome is Outcome.FAILED
+            assert len(os.listdir(copies)) == 1
+    assert private.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_boxes_end_with_the_process_that_started_them(backend: BackendName) -> None:
     source = (
         "import asyncio, sys\n"
         "from services.sandbox.backends import *\nfrom services.sandbox.box import *\n"
@@ -352,14 +382,13 @@ def test_boxes_end_with_the_process_that_started_them(interpreter: Interpreter) 
         " print('started', flush=True)\n await task\n"
         "asyncio.run(main())"
     )
-    for backend in ("bwrap", "landlock"):
-        server = subprocess.Popen([sys.executable, "-c", source, backend], stdout=subprocess.PIPE)
-        assert server.stdout is not None
-        assert server.stdout.readline() == b"started\n"
-        process = psutil.Process(server.pid)
-        wait_until(lambda p=process: sum(c.name() == "sleep" for c in p.children(recursive=True)) == 2, "programs")
-        children = process.children(recursive=True)
-        server.kill()
-        server.wait()
-        assert psutil.wait_procs(children, IDLE_SECONDS)[1] == [], backend
-        server.stdout.close()
+    server = subprocess.Popen([sys.executable, "-c", source, backend], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"started\n"
+    process = psutil.Process(server.pid)
+    wait_until(lambda: sum(c.name() == "sleep" for c in process.children(recursive=True)) == 2, "programs")
+    children = process.children(recursive=True)
+    server.kill()
+    server.wait()
+    assert psutil.wait_procs(children, IDLE_SECONDS)[1] == [], backend
+    server.stdout.close()
