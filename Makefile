@@ -27,7 +27,7 @@ IMAGE ?= grpo:latest
 JOB = '.[data,reward,replay,rollout,trainer,local]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-busy test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services results image docs notebook constraints clean clean-runs
+.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped test-leaving test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services results image docs notebook constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,10 +61,12 @@ one-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## train Qwen2.5-0.5B on thi
 	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable $(JOB)
 	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/grpo run --env-file examples/one-gpu.env --small $(DEMO)
 
-test:  ## everything below but the slow: style, types, unit tests, the whole system end to end
+test:  ## style, types, and the tests that answer in minutes, the whole system end to end among them
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.test $(VENV)/.sky
 	@$(MAKE) --no-print-directory style
 	@$(MAKE) --no-print-directory -j2 tests types
+
+test-all: test test-slow  ## all tests that need no further installation
 
 check: style types  ## style and types
 
@@ -79,15 +81,27 @@ types: $(VENV)/.test
 # Other tests have targets of their own, with what they need.
 HERE = not leaving and not gpu and not sglang and not skypilot and not oracles and not openenv and not cuda
 
+PYTEST = $(RUN) -m pytest -n $(WORKERS) --no-loadscope-reorder
+
 tests: $(VENV)/.test $(VENV)/.compiled
-	$(RUN) -m pytest -m "not slow and $(HERE)" -n $(WORKERS) --no-loadscope-reorder --durations=15 $(TESTS)
+	$(PYTEST) -m "not slow and $(HERE)" $(TESTS)
 
-test-busy: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests of `make test`, or TESTS, beside 20 processes that compute; all of them take hours; as root, with chromium and iproute2
-	@others=; trap 'kill $$others' EXIT INT TERM; for _ in $$(seq 20); do $(RUN) -c 'while True: pass' & others="$$others $$!"; done; \
-	$(RUN) -m pytest -m "not slow and $(HERE)" --require-all -n $(WORKERS) --no-loadscope-reorder $(TESTS)
+test-slow: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests that take long, alone; as root, with iproute2, for those on several hosts
+	$(PYTEST) -m "slow and $(HERE)" $(TESTS)
 
-test-slow: $(VENV)/.test $(VENV)/.sky  ## the tests that take long; as root, with iproute2
-	$(RUN) -m pytest -m "slow and $(HERE)" --require-all $(TESTS)
+test-skipped: $(VENV)/.test  ## the tests that the last run skipped, after what they need was installed
+	@test -s .cache/skipped-tests.txt || { echo "the last run skipped nothing"; exit 2; }
+	$(RUN) -m pytest --require-all @.cache/skipped-tests.txt
+
+test-leaving: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests of what will be removed
+	$(RUN) -m pytest -n $(WORKERS) --no-loadscope-reorder -m leaving $(TESTS)
+
+test-busy: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests of `make test`, or TESTS, beside two processes for each that compute without end
+	@others=; trap 'kill $$others' EXIT INT TERM; for _ in 1 2; do $(RUN) -c 'while True: pass' & others="$$others $$!"; done; \
+	$(PYTEST) -m "not slow and $(HERE)" $(TESTS)
+
+test-times: $(VENV)/.test  ## what each file and the most expensive tests of the last run took
+	@$(RUN) -m tests.costs
 
 test-sglang: $(VENV)/.test  ## the rollout tier against the real SGLang on this CPU, which it installs: 3 GB, some 20 minutes
 	PYTHON=$(abspath $(RUN)) bash tests/sglang_cpu/install.sh $(VENV)-sglang

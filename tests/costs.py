@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parents[1] / ".cache" / "test-times.tsv"
+_CACHE = Path(__file__).parents[1] / ".cache"
+FILE, SKIPPED = _CACHE / "test-times.tsv", _CACHE / "skipped-tests.txt"
 MOST_SECONDS = 5.0
 """Of a processor, for a test that is neither slow nor e2e."""
 PROGRAMS = {
@@ -123,16 +124,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was skipped for lack of which program, and the command that installs it."""
-    lacking: collections.Counter[str] = collections.Counter()
+    """Say what was skipped for lack of which program, and how to install it; keep the tests for `make test-skipped`."""
+    skipped: dict[str, list[str]] = collections.defaultdict(list)
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
-        lacking.update({next((word for word in PROGRAMS if re.search(rf"\b{word}\b", reason)), "something else"): 1})
-    if lacking:
+        program = next((word for word in PROGRAMS if re.search(rf"\b{word}\b", reason)), "something else")
+        skipped[program].append(report.nodeid)
+    others = skipped.pop("something else", [])
+    SKIPPED.write_text("".join(f"{test}\n" for tests in skipped.values() for test in tests))
+    if skipped or others:
         terminalreporter.section("skipped")
-        said = ", ".join(f"{count} for lack of {word}" for word, count in lacking.most_common())
-        packages = sorted({PROGRAMS[word] for word in lacking if word in PROGRAMS})
-        terminalreporter.write_line(said + (f": apt-get install {' '.join(packages)}" if packages else ""))
+        counts = [f"{len(tests)} for lack of {program}" for program, tests in skipped.items()]
+        packages = f"; apt-get install {' '.join(PROGRAMS[program] for program in skipped)}" if skipped else ""
+        rest = [f"{len(others)} for other reasons, which -rs shows"] if others else []
+        terminalreporter.write_line(", ".join(counts + rest) + packages)
 
 
 def main() -> None:
