@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import os
+import random
 import re
 import time
 from collections.abc import Generator
@@ -41,8 +43,9 @@ if find_spec("hypothesis"):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --require-all, for Makefile targets that a person calls by name."""
+    """Add --require-all, for Makefile targets that a person calls by name, and --order-seed, to try other orders."""
     parser.addoption("--require-all", action="store_true", help="fail each test that would be skipped, with the reason")
+    parser.addoption("--order-seed", type=int, help="shuffle the files, and the tests of each, by this seed")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -68,8 +71,13 @@ FIRST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the longest files first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort the longest files first, or shuffle."""
+    if (seed := config.getoption("order_seed")) is not None:
+        order = random.Random(seed)
+        place: dict[Path, float] = collections.defaultdict(order.random)
+        items.sort(key=lambda item: (place[item.path], order.random()))
+        return
     items.sort(key=lambda item: next((i for i, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST)))
 
 
