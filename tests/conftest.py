@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[1]
 # start inherit it. A model that is not there is an error at once, not a time-out.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# As services/core/linear.py sets it, which another test may import only after its own first product.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # Installed, the project hides its packages (pyproject.toml), and processes that tests start elsewhere import them.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 # The tests must not depend on the processor's instructions.

@@ -6,14 +6,22 @@ in one order for any number of rows from two on (a test shows it), and is the fa
 alone is computed twice, because oneDNN may add up a single row in another order, which it does with AVX-512 and inputs
 of more than 1,024 numbers. Where oneDNN packs no weights, rows are padded to a multiple of PAD_ROWS for the same
 purpose.
+
+With AMX, oneDNN adds bfloat16 numbers in an order that depends on the number of rows. So this module keeps oneDNN from
+AMX in its process, unless the environment names instructions itself.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+# The most instructions without AMX; processors that have fewer, and those of other makes, are left as they are. oneDNN
+# reads it before its first product.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 PAD_ROWS = 32
 
