@@ -234,6 +234,7 @@ def transformers_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
         process.wait(LIMIT_SECONDS)
 
 
+@pytest.mark.slow
 async def test_a_server_of_another_make_gives_the_same_greedy_answers(
     transformers_server: str, engine: str, tiny_model: Path
 ) -> None:
