@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,24 +99,29 @@ def answer(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_skypilot_accepts_the_settings(answer):
     assert answer["settings"][:-1] == [documents(name)[0] for name in SETTINGS]
 
 
+@pytest.mark.slow
 def test_skypilot_accepts_the_settings_that_are_comments(answer):
     assert answer["settings"][-1] == uncommented("team.yaml")
     assert answer["settings"][-1]["jobs"]["controller"]["resources"].keys() == {"image_id"}
 
 
+@pytest.mark.slow
 def test_the_machines_directory_takes_the_place_of_the_volume(answer):
     [written] = documents("one-machine-volume.yaml")
     assert answer["volume"] == [skypilot_facts()["volume"]["name"], "k8s-hostpath", written["config"]]
 
 
+@pytest.mark.slow
 def test_skypilot_accepts_the_removal_of_old_runs(answer):
     assert answer["task"] == ["clean", {"/shared": "grpo-shared"}, ["1+"]]
 
 
+@pytest.mark.slow
 def test_the_removal_of_old_runs_keeps_the_others(tmp_path):
     for name, days in {"old": 31, "new": 1}.items():
         run = tmp_path / "runs" / name
@@ -132,6 +136,7 @@ def test_the_removal_of_old_runs_keeps_the_others(tmp_path):
     assert [run.name for run in (tmp_path / "runs").iterdir()] == ["new"]
 
 
+@pytest.mark.slow
 def test_kubernetes_knows_every_field_of_its_objects(answer):
     assert answer["unknown"] == []
 
@@ -165,6 +170,7 @@ def footprint() -> dict[str, int]:
     return sums
 
 
+@pytest.mark.slow
 def test_a_controller_is_of_the_size_that_the_quota_counts(answer):
     # Gigabytes as a multiple of CPUs.
     assert answer["controller"] == [f"{CONTROLLER_CPUS}+", f"{CONTROLLER_GB // CONTROLLER_CPUS}x"]
@@ -242,12 +248,6 @@ def test_rules_name_scrape_jobs_that_there_are():
     named = {name for names in found for name in names.split("|")}
     assert "grpo" in named
     assert named <= {job["job_name"] for job in configuration["scrape_configs"]}
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.iterdir()))
-def test_the_page_names_each_file(name: str):
-    assert f"docs/cluster/{name}" in PAGE.read_text()
-    assert Path(FOLDER / name).suffix == ".yaml"
 
 
 def test_the_images_pulled_ahead_are_those_of_the_nodes_with_gpus():

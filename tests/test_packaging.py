@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 
 from services.core.errors import EXIT_CONFIGURATION
 from services.core.extras import EXTRAS, extras_of
+from tests.waiting import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 LOCAL = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts", "toys")
@@ -118,51 +119,37 @@ def brought(extras: set[str]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_an_extra_brings_what_its_role_imports(role):
-    start, extras = ROLES[role]
-    assert source(start) is not None, f"{start} does not exist"
+def test_an_extra_brings_what_its_role_imports():
     distributions = metadata.packages_distributions()
-    top_level = {name.split(".")[0] for module in reached(start) for name in imports(module)}
-    foreign = top_level - set(sys.stdlib_module_names) - set(LOCAL) - OPTIONAL.get(role, set()) - {"__future__"}
-    available = brought(extras)
-    missing = {
-        name
-        for name in foreign
-        if importlib.util.find_spec(name) is None
-        or not {canonicalize_name(distribution) for distribution in distributions[name]} & available
-    }
-    assert not missing, f"{start} imports {sorted(missing)}, which extras {sorted(extras)} do not bring"
+    for role, (start, extras) in ROLES.items():
+        assert source(start) is not None, f"{start} does not exist"
+        top_level = {name.split(".")[0] for module in reached(start) for name in imports(module)}
+        foreign = top_level - set(sys.stdlib_module_names) - set(LOCAL) - OPTIONAL.get(role, set()) - {"__future__"}
+        available = brought(extras)
+        missing = {
+            name
+            for name in foreign
+            if importlib.util.find_spec(name) is None
+            or not {canonicalize_name(distribution) for distribution in distributions[name]} & available
+        }
+        assert not missing, f"{start} imports {sorted(missing)}, which extras {sorted(extras)} do not bring"
+        assert set(extras_of(start.removesuffix(".__main__"))) == extras, "a program asks for the extras of its role"
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_a_program_asks_for_the_extras_of_its_role(role):
-    start, extras = ROLES[role]
-    assert set(extras_of(start.removesuffix(".__main__"))) == extras
-
-
-@pytest.mark.parametrize(
-    ("program", "package", "extras"),
-    [
+def test_a_program_without_a_package_of_its_extra_says_what_to_install(tmp_path):
+    for program, package, extras in [
         ("services.environment_server", "gymnasium", "environment"),
-        ("services.evaluation_head", "websockets", "head"),
         ("scripts.grpo evaluate", "typer", "data,evaluation,local"),
-    ],
-)
-def test_a_program_without_a_package_of_its_extra_says_what_to_install(tmp_path, program, package, extras):
-    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name={package!r})")
-    done = subprocess.run(
-        [sys.executable, "-m", *program.split()],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    [line] = done.stderr.splitlines()
-    assert line.startswith(f"error: {program.removeprefix('scripts.')} needs {package}, which is not installed; run: ")
-    assert line.endswith(f" -m pip install --constraint constraints.txt --editable '.[{extras}]'")
-    assert done.returncode == EXIT_CONFIGURATION
+    ]:
+        missing = f"raise ModuleNotFoundError('No module named {package}', name={package!r})"
+        (tmp_path / f"{package}.py").write_text(missing)
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-m", *program.split()]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+        assert done.returncode == EXIT_CONFIGURATION
+        [line] = done.stderr.splitlines()
+        assert line.startswith(f"error: {program.removeprefix('scripts.')} needs {package}")
+        assert line.endswith(f" --editable '.[{extras}]'")
 
 
 def test_the_documents_and_programs_name_extras_that_exist():
@@ -174,6 +161,7 @@ def test_the_documents_and_programs_name_extras_that_exist():
     assert {extra for text in named for extra in text.split(",")} <= set(project["optional-dependencies"])
 
 
+@pytest.mark.slow
 def test_tests_run_in_a_checkout_of_any_name(tmp_path):
     checkout = tmp_path / "skypilot-grpo"
     (checkout / "tests").mkdir(parents=True)
