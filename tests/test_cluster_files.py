@@ -18,17 +18,14 @@ from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
 from tests.waiting import LIMIT_SECONDS
 
 FOLDER = ROOT / "docs/cluster"
-PAGE = ROOT / "docs/guides/kubernetes.md"
 SETTINGS = ["one-machine.yaml", "team.yaml"]
 KUBERNETES = {"Namespace": "V1Namespace", "NetworkPolicy": "V1NetworkPolicy", "DaemonSet": "V1DaemonSet"}
-CONTROLLER_CPUS, CONTROLLER_GB = 4, 16
 JOB, USER = "17", "fcd1e5cf"
 ASK = """
 import json, os, re, sys, yaml
 import sky
 from kubernetes import client
 from sky import skypilot_config
-from sky.jobs.constants import CONTROLLER_RESOURCES
 from sky.volumes.volume import Volume
 
 def unknown(given, kind):
@@ -52,7 +49,6 @@ print(json.dumps({
     "settings": [dict(skypilot_config.parse_and_validate_config_file(file)) for file in files["settings"]],
     "volume": [volume.name, volume.type, volume.config],
     "task": [task.name, task.volumes, [str(one.cpus) for one in task.resources]],
-    "controller": [CONTROLLER_RESOURCES["cpus"], CONTROLLER_RESOURCES["memory"]],
     "unknown": [found for kind, given in files["objects"] for found in unknown(given, kind)],
 }, default=str))
 """
@@ -152,43 +148,6 @@ def test_the_queue_the_namespace_and_skypilots_settings_name_each_other():
     assert local["spec"]["clusterQueue"] == queue["ClusterQueue"]["metadata"]["name"]
     allowed = queue["ClusterQueue"]["spec"]["namespaceSelector"]["matchLabels"]
     assert allowed == {"kubernetes.io/metadata.name": namespace}
-
-
-def footprint() -> dict[str, int]:
-    """CPUs, memory in GB and GPUs that the pods of jobgroup.yaml ask for."""
-    sums = {"cpu": 0, "memory": 0, "nvidia.com/gpu": 0}
-    for task in list(yaml.safe_load_all((ROOT / "jobgroup.yaml").read_text()))[1:]:
-        resources = task["resources"]
-        gpus = {int(one.partition(":")[2]) for one in resources.get("accelerators", [])} or {0}
-        asked = {
-            "cpu": resources["cpus"].rstrip("+"),
-            "memory": resources["memory"].rstrip("+"),
-            "nvidia.com/gpu": max(gpus),
-        }
-        for name, amount in asked.items():
-            sums[name] += int(amount) * task.get("num_nodes", 1)
-    return sums
-
-
-@pytest.mark.slow
-def test_a_controller_is_of_the_size_that_the_quota_counts(answer):
-    # Gigabytes as a multiple of CPUs.
-    assert answer["controller"] == [f"{CONTROLLER_CPUS}+", f"{CONTROLLER_GB // CONTROLLER_CPUS}x"]
-
-
-def test_the_quota_and_the_page_have_the_footprint_of_the_job_group():
-    group = footprint()
-    [resources] = kinds("queue.yaml")["ClusterQueue"]["spec"]["resourceGroups"]
-    [flavor] = resources["flavors"]
-    quota = {one["name"]: str(one["nominalQuota"]) for one in flavor["resources"]}
-    assert quota.keys() == set(resources["coveredResources"])
-    controllers = {"cpu": 2 * CONTROLLER_CPUS, "memory": 2 * CONTROLLER_GB, "nvidia.com/gpu": 0}
-    assert {name: int(amount.rstrip("G")) - controllers[name] for name, amount in quota.items()} == group
-    row = re.search(r"^together +(\d+) +(\d+) +(\d+) +(\d+)$", PAGE.read_text(), re.MULTILINE)
-    pods = sum(task.num_nodes for task in load(ROOT / "jobgroup.yaml").tasks)
-    # The page launches with the preset, which leaves out one of the two trainer nodes: 8 CPUs, 64 GB and a GPU.
-    whole = [pods, group["nvidia.com/gpu"], group["cpu"], group["memory"]]
-    assert [int(text) for text in row.groups()] == [a - b for a, b in zip(whole, (1, 1, 8, 64), strict=True)]
 
 
 def pods() -> list[dict[str, Any]]:

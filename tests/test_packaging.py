@@ -171,12 +171,6 @@ def test_tests_run_in_a_checkout_of_any_name(tmp_path):
     subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], cwd=checkout, check=True, timeout=300)
 
 
-def test_the_clusters_page_installs_the_torch_of_the_makefile():
-    [torch] = re.findall(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    page = (ROOT / "docs/guides/kubernetes.md").read_text()
-    assert re.findall(r"pip install .*\b(torch==\S+)", page) == [torch]
-
-
 def test_services_never_import_the_trainer_and_the_trainer_no_service_package():
     for path in (ROOT / "services").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -189,53 +183,7 @@ def test_services_never_import_the_trainer_and_the_trainer_no_service_package():
         assert not reaching, f"{module} imports {reaching}"
 
 
-def rows_of(heading: str) -> list[str]:
-    """Return the paths in the first column of the table below a heading of docs/architecture.md, in their order."""
-    section = (ROOT / "docs/architecture.md").read_text().split(f"### `{heading}/`")[1].split("\n### ")[0]
-    rows = []
-    for cell in re.findall(r"^\| (`[^|]*?) \|", section, re.MULTILINE):
-        first, *others = re.findall(r"`([\w./*-]+)`", cell)
-        rows += [first, *(str(Path(first).parent / other) for other in others)]
-    return rows
-
-
-@pytest.mark.parametrize("package", ["services", "trainer"])
-def test_folders_import_only_what_stands_above_them_in_the_architectures_table(package):
-    places = {row.removesuffix(".py").rstrip("/").replace("/", "."): i for i, row in enumerate(rows_of(package))}
-
-    def place(module: str) -> str | None:
-        return next((name for name in places if module == name or module.startswith(f"{name}.")), None)
-
-    def is_program(name: str) -> bool:
-        return package == "trainer" and (ROOT / f"{name.replace('.', '/')}.py").exists()
-
-    upward = set()
-    for file in (ROOT / package).rglob("*.py"):
-        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        source_place = place(module)
-        if source_place is None or is_program(source_place):
-            continue
-        for target in imports(module):
-            target_place = place(target)
-            if target_place is not None and places[target_place] > places[source_place]:
-                upward.add((module, target))
-    assert upward == set()
-
-
 def test_make_clean_removes_every_environment_that_make_makes():
     makefile = (ROOT / "Makefile").read_text()
     [removed] = re.findall(r"^clean:.*\n\trm -rf (.*)$", makefile, re.MULTILINE)
     assert set(re.findall(r"\$\(VENV\)-\w+", makefile)) <= set(removed.split())
-
-
-def test_the_demo_without_make_is_that_of_the_makefile():
-    makefile = (ROOT / "Makefile").read_text()
-    [torch] = re.findall(r"^TORCH \?= (\S+)$", makefile, re.MULTILINE)
-    made = makefile.replace("$(TORCH)", torch).replace(
-        "$(MODEL)", re.findall(r"^MODEL = (\S+)$", makefile, re.MULTILINE)[0]
-    )
-    [block] = re.findall(r"^Without make.*?```bash\n(.*?)```$", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
-    for line in block.splitlines():
-        command = line.removeprefix(".venv/bin/pip install --constraint constraints.txt ")
-        command = command.removeprefix(".venv/bin/pip install ").removeprefix(".venv/bin/grpo ")
-        assert f" {command}" in made, line

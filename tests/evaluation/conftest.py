@@ -1,4 +1,4 @@
-"""Fixtures of the evaluation's tests: a command in a process of its own, and a model that calls tools."""
+"""Fixtures of the evaluation's tests: the command in this process or one of its own, and servers to evaluate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from services.engines.settings import RolloutSettings
 from services.reward_server.app import create_app as create_reward_app
 from services.reward_server.settings import RewardSettings
 from tests.evaluation.agent_play import Ground, ground_on
-from tests.models import made_once
 from tests.pages import grpo_command
 from tests.services.gateway.conftest import make_model
 from tests.services.run_page.serving import served_ready
@@ -176,13 +175,6 @@ async def ground(chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def math_agent() -> ModuleType:
     """The built-in agent. Imported where it is used: the Agents SDK takes seconds, in each process that runs tests."""
     return importlib.import_module("evaluation.math_agent")
-
-
-@pytest.fixture(scope="session")
-def tool_model() -> Path:
-    """A directory with the model that calls tools. Not to be written to."""
-    sources = [Path(__file__).with_name("tool_model.py"), ROOT / "evaluation/math_agent.py", ROOT / "toys/models.py"]
-    return made_once("tool-model", sources, "tests.evaluation.tool_model")
 
 
 @pytest.fixture(scope="session")

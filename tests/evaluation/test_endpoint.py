@@ -22,8 +22,8 @@ from pydantic import TypeAdapter
 
 from evaluation.pool import ServerPool
 from evaluation.samples import Kind, Sample
-from evaluation.server import OpenAIServer, RolloutServer
-from evaluation.settings import Api, EvaluationSettings
+from evaluation.server import OpenAIServer
+from evaluation.settings import Api
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.prompts import Message, Prompt
@@ -197,14 +197,6 @@ async def test_the_embedded_engine_answers_as_it_answers_openais_package(
         reply.usage.prompt_tokens,
         reply.usage.completion_tokens,
     )
-
-
-async def test_completions_of_token_ids_are_those_of_a_rollout_server(engine: str, tiny_model: Path) -> None:
-    rollout = RolloutServer(engine, EvaluationSettings(), str(tiny_model), 10**6)
-    async with endpoint(engine, Api.COMPLETIONS, str(tiny_model)) as server, rollout:
-        [expected] = await rollout.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=1)
-        [answered] = await server.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=1)
-    assert answer_of(answered) == answer_of(expected)
 
 
 @pytest.fixture(scope="module")

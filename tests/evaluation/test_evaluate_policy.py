@@ -274,18 +274,6 @@ def test_a_torch_policy_of_other_states_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "out", url)
 
 
-@pytest.mark.slow
-def test_episodes_of_another_content_of_the_policys_file_are_not_continued(tmp_path: Path) -> None:
-    policy = tmp_path / "policy.pt2"
-    own: dict[str, Any] = {"url": None, "policies": f"mine={policy}", "episodes": 1, "workers": 1}
-    policies.publish_wobbles(tmp_path / "wobbles").rename(policy)
-    returns = returns_of(run(tmp_path / "out", "", **own))
-    assert returns_of(run(tmp_path / "out", "", **own)) == returns
-    policies.publish_lean(tmp_path / "lean").rename(policy)
-    with pytest.raises(ConfigurationError, match=r"policy\.sha256 was .*; give another --save-to"):
-        run(tmp_path / "out", "", **own)
-
-
 def test_a_server_that_is_not_a_head_and_a_head_with_a_token_are_refused(tmp_path: Path) -> None:
     other = FastAPI()
     other.get("/stats")(lambda: {"service": "data-server"})

@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fastapi import FastAPI
 
 from evaluation.trajectories import arenas
 from evaluation.trajectories.play import lineups_of
@@ -32,7 +31,7 @@ from services.evaluation_head.settings import HeadSettings
 from tests.pages import blocks, commands, grpo_command
 from tests.services.environment_server import odd_environments
 from tests.services.evaluation_head import policies
-from tests.services.run_page.serving import served, served_ready
+from tests.services.run_page.serving import served_ready
 from tests.waiting import LIMIT_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -84,21 +83,6 @@ def test_each_row_is_a_step_of_the_environment_with_that_seed(tmp_path: Path, wo
         assert row["mean_return"] == pytest.approx(np.mean(values))
         assert row["standard_error"] == pytest.approx(np.std(values, ddof=1) / math.sqrt(5))
     assert results == json.loads((tmp_path / "results.json").read_text())
-
-
-def test_datasets_reads_the_files(tmp_path: Path, wobbles: Path) -> None:
-    import datasets
-
-    run(tmp_path / "out", f"wobbles={wobbles}")
-    loaded = datasets.load_dataset(
-        "parquet", data_files=str(tmp_path / "out/*.parquet"), split="train", cache_dir=str(tmp_path / "cache")
-    )
-    assert loaded.to_list() == rows_of(tmp_path / "out")
-    run(tmp_path / "nim", f"a={MINE}:optimal,b={MINE}:greedy", "nim")
-    loaded = datasets.load_dataset(
-        "parquet", data_files=str(tmp_path / "nim/*.parquet"), split="train", cache_dir=str(tmp_path / "cache")
-    )
-    assert loaded.to_list() == rows_of(tmp_path / "nim")
 
 
 def command(save_to: Path, *options: str) -> list[str]:
@@ -240,42 +224,6 @@ def test_a_policy_of_a_head_gives_versions_and_log_probabilities(tmp_path: Path,
     assert rows_of(tmp_path / "there") == rows_of(tmp_path / "here")
 
 
-def test_a_language_models_log_probability_is_the_sum_over_its_tokens(tmp_path: Path) -> None:
-    app = FastAPI()
-
-    @app.get("/model_info")
-    async def info() -> Any:
-        return {"weight_version": "9"}
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: dict[str, Any]) -> Any:
-        assert body["logprobs"] is True
-        tokens = {"content": [{"token": "5", "logprob": -0.5}, {"token": "0", "logprob": -0.25}]}
-        return {"choices": [{"message": {"content": "50"}, "finish_reason": "stop", "logprobs": tokens}]}
-
-    with served(app) as url:
-        run(tmp_path, f"llm={url}", "guessing", episodes=1)
-    rows = rows_of(tmp_path)
-    assert {(row["action"], row["version"], row["logprob"]) for row in rows} == {("50", 9, -0.75)}
-    assert [len(row["state"]) for row in rows] == [1 + 2 * step for step in range(len(rows))]
-
-
-class Fragile(odd_environments.Echo):
-    """An echo that breaks the first time each seed is played."""
-
-    seen: ClassVar[set[int]] = set()
-
-    async def step(self, action: Any) -> Any:
-        if self.seed not in Fragile.seen:
-            Fragile.seen.add(self.seed)
-            raise RuntimeError("a gear fell off")
-        return await super().step(action)
-
-    async def reset(self, seed: int) -> Any:
-        self.seed = seed
-        return await super().reset(seed)
-
-
 class SlowToStart(odd_environments.Echo):
     """An echo that cannot begin at the first attempt of each seed, and never with seed 8."""
 
@@ -294,13 +242,6 @@ class SlowToStart(odd_environments.Echo):
 
 def repeat(states: list[Any]) -> list[str]:
     return [state[-1]["content"] for state in states]
-
-
-def test_a_lost_episode_is_played_again_with_its_seed(tmp_path: Path) -> None:
-    module = "tests.evaluation.test_trajectories"
-    results = run(tmp_path, f"a={module}:repeat", f"{module}:Fragile")
-    assert [(row["episode"], row["action"]) for row in rows_of(tmp_path)] == [(i, f"seed {7 + i}") for i in range(5)]
-    assert (results["episodes"], results["left_out"]) == (5, {})
 
 
 def test_an_episode_that_cannot_begin_is_tried_again_and_then_left_out_with_its_reason(tmp_path: Path) -> None:

@@ -266,17 +266,6 @@ def test_without_a_model_it_is_the_files(tmp_path: Path) -> None:
     assert "MODEL_NAME" not in output
 
 
-def test_what_is_shown_fits_120_columns_and_loses_nothing(tmp_path: Path) -> None:
-    image = f"registry.example.org:5000/{'team/' * 12}grpo:v1"
-    output, _ = launch(tmp_path, "--agent", "a:b", "--image", image, "--env", "ENGINE_MAX_RUNNING_REQUESTS=99")
-    shown = output.partition("\n\n")[0].splitlines()
-    assert max(map(len, shown)) <= 120
-    start = shown[0].index("here")
-    column = "".join(line[start : shown[0].index("source")].strip() for line in shown)
-    assert f"docker:{image}-trainer" in column
-    assert "  ENGINE_MAX_RUNNING_REQUESTS " in output
-
-
 def test_the_files_of_two_sizes_of_a_model_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = (["--gpus", "H100:1"], ["--gpus", "H100:8,H200:8"], ["--rollout-nodes", "3", "--rollout-gpus", "L4:2"])
@@ -317,11 +306,6 @@ def test_shapes_of_common_models_need_no_network() -> None:
     """By the numbers of parameters on the models' own pages."""
     for name, billions in [("Qwen/Qwen2.5-7B-Instruct", 7.616), ("meta-llama/Llama-3.1-8B-Instruct", 8.030)]:
         assert find_model(name).parameters / 1e9 == pytest.approx(billions, abs=5e-4)
-
-
-def test_publishing_is_told_for_both_transports(tmp_path: Path) -> None:
-    output, _ = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--rollout-nodes", "4", "--stock")
-    assert "publishing takes about 41 s a step through a volume of 2 GB/s, and 0.7 s with --env PUBLISH_TR" in output
 
 
 def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model: Path) -> None:
