@@ -9,12 +9,18 @@ import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import typer
+
 from scripts import grpo
 
 ROOT = Path(__file__).parents[1]
 SKILL = ROOT / "skills/grpo/SKILL.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), SKILL])
 _FENCE = re.compile(r"^```(\w+)?(?: ([\w. ]+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+UsageError: Any = typer.BadParameter.__bases__[0]
+"""An option or a command that does not exist; typer has it from a click of its own."""
 
 
 class Block(NamedTuple):

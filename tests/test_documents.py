@@ -10,12 +10,11 @@ import sys
 from operator import attrgetter
 from pathlib import Path
 
-import click
 import pytest
 import yaml
 
 from evaluation.settings import EvaluationSettings
-from tests.pages import PAGES, ROOT, SKILL, check_grpo, commands
+from tests.pages import PAGES, ROOT, SKILL, UsageError, check_grpo, commands
 from tests.skypilot_facts import check_command
 from trainer.config import TrainerSettings
 
@@ -55,7 +54,7 @@ def test_commands_of_this_project_have_their_options() -> None:
             count += command[0].endswith("grpo")
             try:
                 check_grpo(command)
-            except click.ClickException as error:
+            except UsageError as error:
                 wrong.append((page.name, command, error.format_message()))
     assert count > 100
     assert wrong == []

@@ -7,11 +7,10 @@ import subprocess
 import sys
 import tomllib
 
-import click
 import pytest
 
 from scripts.grpo import COMMANDS, _application
-from tests.pages import ROOT, grpo_command
+from tests.pages import ROOT, UsageError, grpo_command
 
 
 def test_grpo_lists_its_commands_and_imports_none_for_it() -> None:
@@ -23,7 +22,7 @@ def test_grpo_lists_its_commands_and_imports_none_for_it() -> None:
 
 
 def test_grpo_refuses_other_commands_and_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(click.UsageError, match=r"stauts.*status"):
+    with pytest.raises(UsageError, match=r"stauts.*status"):
         _application()(["stauts"], prog_name="grpo", standalone_mode=False)
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     _application()(["--version"], prog_name="grpo", standalone_mode=False)
@@ -31,9 +30,9 @@ def test_grpo_refuses_other_commands_and_says_its_version(capsys: pytest.Capture
     assert re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == version
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_shows_its_options_and_examples(name: str) -> None:
-    command = grpo_command(name)
-    said = command.get_help(click.Context(command, info_name=f"grpo {name}"))
-    assert f"grpo {name}" in said
-    assert "--help" in said
+def test_the_help_of_every_command_shows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        grpo_command(name).main(["--help"], prog_name=f"grpo {name}", standalone_mode=False)
+        said = capsys.readouterr().out
+        assert f"Usage: grpo {name} " in said
+        assert "Examples:" in said

@@ -57,6 +57,7 @@ OPTIONAL = {
 }
 
 
+@cache
 def source(module: str) -> Path | None:
     path = ROOT.joinpath(*module.split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)

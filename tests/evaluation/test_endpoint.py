@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
-from openai.types import Completion, CompletionCreateParams
-from openai.types.chat import ChatCompletion
 from openai.types.chat import CompletionCreateParams as ChatParams
 from pydantic import TypeAdapter
 
@@ -169,34 +166,6 @@ async def test_a_reply_that_is_none_costs_only_its_prompt() -> None:
             await server.admit()
             with pytest.raises(DependencyLostError, match="<html>busy"):
                 await server.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=0)
-
-
-@pytest.mark.parametrize("api", list(Api))
-async def test_the_embedded_engine_answers_as_it_answers_openais_package(
-    engine: str, tiny_model: Path, api: Api
-) -> None:
-    async with (
-        endpoint(engine, api, str(tiny_model)) as server,
-        openai.AsyncOpenAI(base_url=f"{engine}/v1", api_key="none") as client,
-    ):
-        await server.admit()
-        [answered] = await server.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=1)
-        common: dict[str, Any] = {"model": str(tiny_model), "max_tokens": 8, "temperature": 0.0}
-        reply: ChatCompletion | Completion
-        if api is Api.CHAT:
-            messages: Any = [message.model_dump() for message in PROMPT.messages]
-            reply = await client.chat.completions.create(messages=messages, **common)
-            text = reply.choices[0].message.content
-        else:
-            reply = await client.completions.create(prompt=PROMPT.prompt_ids, **common)
-            text = reply.choices[0].text
-            TypeAdapter(CompletionCreateParams).validate_python(server._body(PROMPT, GREEDY, 1))
-    assert answered.completion == text
-    assert reply.usage is not None
-    assert (answered.prompt_tokens, answered.completion_tokens) == (
-        reply.usage.prompt_tokens,
-        reply.usage.completion_tokens,
-    )
 
 
 @pytest.fixture(scope="module")

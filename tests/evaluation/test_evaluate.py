@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from evaluation import launchers
+from evaluation import launchers, report
 from evaluation.report import Results
 from local_runner.processes import MARK
 from scripts.evaluate import run_directory
@@ -58,16 +58,16 @@ def test_by_default_the_newest_run_is_evaluated(tmp_path: Path, monkeypatch: pyt
     assert run_directory(None, is_named=False) is None
 
 
-def test_several_checkpoints_give_results_and_a_curve(
+def test_results_are_those_of_the_samples_and_several_make_a_curve(
     here: Here, engine: str, rewards: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    for name in ("policy/v000000", "policy/v000003"):
-        shutil.copytree(tiny_model, tmp_path / "run" / name)
-    command = here(tmp_path / "run", "--url", engine, "--reward-url", rewards, "--samples", "4", **ARITHMETIC)
-    everything = [Results.model_validate(one) for one in command.results["checkpoints"]]
-    assert [(r.name, r.step, r.prompts) for r in everything] == [("v000000", 0, 20), ("v000003", 3, 20)]
-    for results in everything:
-        samples = command.samples(results.name)
+    everything = []
+    for name in ("v000000", "v000003"):
+        model = shutil.copytree(tiny_model, tmp_path / "run" / "policy" / name)
+        given = ("--model", model, "--url", engine, "--reward-url", rewards, "--samples", "4")
+        command = here(*given, output=tmp_path / name, **ARITHMETIC)
+        everything.append(results := Results.model_validate(command.results))
+        samples = command.samples()
         assert Counter(s["kind"] for s in samples) == {"greedy": 20, "sampled": 80}
         greedy = statistics.fmean(correct(s) for s in samples if s["kind"] == "greedy")
         by_prompt = defaultdict(list)
@@ -85,13 +85,13 @@ def test_several_checkpoints_give_results_and_a_curve(
         assert results.completion_tokens["greedy"]["max"] <= 4
         assert results.throughput["completion_tokens_per_second"] > 0
         assert results.servers == {"urls": [engine], "deaths": 0, "work_moved": 0}
+        assert "greedy pass@1" in command.text
+    assert [(r.name, r.step, r.prompts) for r in everything] == [("v000000", 0, 20), ("v000003", 3, 20)]
     # The same weights give the same greedy answers; the engine computes in float32.
     assert everything[0].metrics["greedy pass@1"] == everything[1].metrics["greedy pass@1"]
-
-    curve = json.loads((command.output / "curve.json").read_text())
-    assert [point["step"] for point in curve] == [0, 3]
-    assert (command.output / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "greedy pass@1" in command.text
+    report.write_curve(tmp_path, everything)
+    assert [point["step"] for point in json.loads((tmp_path / "curve.json").read_text())] == [0, 3]
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -318,6 +318,16 @@ def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model
 
 
 COLOCATED = ["--gpus", "H100:8", "--colocate"]
+TOO_LARGE = [
+    (["--model", "8B", "--stock"], "79.2 GiB"),
+    (["--model", "8B", "--stock"], "MICRO_BATCH_TOKENS=2048"),
+    (["--model", "8B", "--trainer-nodes", "1", "--stock"], "--gpus H100:4, or with CPU_OFFLOAD=true and 247.1 GiB"),
+    (["--model", "1.5B", "--gpus", "L4:1", "--trainer-nodes", "1", "--stock"], "--gpus L4:2, or with CPU_OFFLOAD=true"),
+    (["--model", "70B", "--gpus", "H100:8", "--stock"], "--trainer-nodes 3, or with CPU_OFFLOAD=true and 2126.7 GiB"),
+    (["--model", "32B", "--gpus", "L4:1"], "--rollout-gpus L4:4"),
+    (["--model", "70B", "--gpus", "A10G:1"], "--rollout-gpus A10G:8"),
+    ([*COLOCATED, "--model", "32B"], "PUBLISH_TRANSPORT=disk, CPU_OFFLOAD=true and "),
+]
 REFUSED = [
     (["--model", "8B", "--gpus", "V100:1"], "V100 has no bfloat16"),
     (["--model", "8B", "--gpus", "t4:1"], "known are H100"),
@@ -325,19 +335,12 @@ REFUSED = [
     (["--model", "8B", "--gpus", "H100:0"], "NAME:COUNT"),
     (["--model", "8B", "--gpus", "H100 8"], "NAME:COUNT"),
     (["--model", "0.5B", "--trainer-nodes", "0"], "--trainer-nodes"),
-    (["--model", "8B", "--stock"], "79.2 GiB"),
-    (["--model", "8B", "--stock"], "MICRO_BATCH_TOKENS=2048"),
-    (["--model", "8B", "--trainer-nodes", "1", "--stock"], "--gpus H100:4, or with CPU_OFFLOAD=true and 247.1 GiB"),
-    (["--model", "1.5B", "--gpus", "L4:1", "--trainer-nodes", "1", "--stock"], "--gpus L4:2, or with CPU_OFFLOAD=true"),
-    (["--model", "70B", "--gpus", "H100:8", "--stock"], "--trainer-nodes 3, or with CPU_OFFLOAD=true and 2126.7 GiB"),
     (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=16"], "an engine needs 16 GPUs"),
     (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=3"], "allowed are 1, 2, 4, 8"),
     (["--model", "0.5B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=4"], "14 attention heads"),
     (["--model", "8B", "--rollout-nodes", "2", "--gpus", "H100:8", "--env", "MIN_WORKERS=17"], "MIN_WORKERS is 17"),
     (["--image", "registry.example.org:5000/grpo"], "tag"),
     (["--image", "grpo@sha256:0123"], "--image grpo:v1"),
-    (["--model", "32B", "--gpus", "L4:1"], "--rollout-gpus L4:4"),
-    (["--model", "70B", "--gpus", "A10G:1"], "--rollout-gpus A10G:8"),
     (["--model", "no-such-directory/model"], "config.json"),
     (["--model", "0.5B", "--env", "BATCHSIZE=4"], "BATCH_SIZE"),
     (["--model", "0.5B", "--env", "BATCH_SIZE=none"], "BATCH_SIZE"),
@@ -346,14 +349,18 @@ REFUSED = [
     (["--model", "0.5B", "--agent", "a:b", "--environment", "c:d"], "not both"),
     (["--model", "0.5B", "--env", "ADVANTAGE=gdpo", "--env", "GDPO_WEIGHTS=tone=1"], "GDPO_WEIGHTS"),
     (["--model", "0.5B", "--gpus", "H100:1", "--colocate", "--env", "COLOCATE=false"], "COLOCATE"),
-    ([*COLOCATED, "--model", "32B"], "PUBLISH_TRANSPORT=disk, CPU_OFFLOAD=true and "),
     ([*COLOCATED, "--rollout-nodes", "2"], "--colocate has no rollout nodes"),
     ([*COLOCATED, "--async"], "sleep"),
     ([*COLOCATED, "--agent", "mine:solve"], "jobgroups/colocated.yaml"),
 ]
 
 
-def test_what_cannot_run_is_refused_with_what_would(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
+    for arguments, named in TOO_LARGE:
+        assert named in refusal(tmp_path, *arguments), arguments
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     for arguments, named in REFUSED:
         assert named in refusal(tmp_path, *arguments), arguments
 

@@ -50,7 +50,7 @@ TRAINER = {
     "settings": {
         "advantage": "grpo",
         "loss": "cispo",
-        "jobgroup_token": "****",
+        "jobgroup_token": "**********",
         "run_id": "mine",
         "learning_rate": 2e-5,
     },
@@ -199,7 +199,7 @@ def test_the_card_has_results_with_intervals_and_neither_secrets_nor_paths(runs:
     assert "| tokens generated | 2,000 |" in card
     assert "| rows | 1,234, 3 left out |" in card
     assert "| ppo-trainer | `LOSS` | `cispo` |" in card
-    for hidden in ("****", "/home", "RUN_ID"):
+    for hidden in ("********", "/home", "RUN_ID"):
         assert hidden not in card
 
 
