@@ -59,7 +59,7 @@ class WorkerHere:
         self.stdout = asyncio.StreamReader(limit=LINE_BYTES)
         self._marks = marks
         self._given: asyncio.Queue[list[int] | None] = asyncio.Queue()
-        self._task = asyncio.create_task(self._play(work))
+        self.task = asyncio.create_task(self._play(work))
 
     def write(self, line: bytes) -> None:
         self._given.put_nowait(json.loads(line))
@@ -68,7 +68,7 @@ class WorkerHere:
         self._given.put_nowait(None)
 
     async def wait(self) -> int:
-        return await self._task
+        return await self.task
 
     def _say(self, content: object) -> None:
         self.stdout.feed_data(json.dumps(content).encode() + b"\n")
@@ -99,7 +99,11 @@ def workers_here(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
     @asynccontextmanager
     async def start(self: Coordinator, worker: Worker, log: Path | None) -> AsyncIterator[WorkerHere]:
-        yield WorkerHere(replace(self._crew.work, name=f"{worker.name}.{worker.restarts}"), marks)
+        assert log is not None
+        log.touch()
+        started = WorkerHere(replace(self._crew.work, name=f"{worker.name}.{worker.restarts}"), marks)
+        yield started
+        started.task.cancel()
 
     monkeypatch.setattr(Coordinator, "_process", start)
     return marks
