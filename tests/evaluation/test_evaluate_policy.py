@@ -54,7 +54,8 @@ def head() -> Iterator[str]:
 class WorkerHere:
     """A worker process, as its coordinator sees it, that plays in this process and is killed by some seeds."""
 
-    def __init__(self, work: Work, marks: set[int]) -> None:
+    def __init__(self, work: Work, log: Path, marks: set[int]) -> None:
+        log.touch()
         self.stdin = self
         self.stdout = asyncio.StreamReader(limit=LINE_BYTES)
         self._marks = marks
@@ -100,8 +101,7 @@ def workers_here(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     @asynccontextmanager
     async def start(self: Coordinator, worker: Worker, log: Path | None) -> AsyncIterator[WorkerHere]:
         assert log is not None
-        log.touch()
-        started = WorkerHere(replace(self._crew.work, name=f"{worker.name}.{worker.restarts}"), marks)
+        started = WorkerHere(replace(self._crew.work, name=f"{worker.name}.{worker.restarts}"), log, marks)
         yield started
         started.task.cancel()
 
