@@ -120,6 +120,7 @@ def brought(extras: set[str]) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_an_extra_brings_what_its_role_imports():
     distributions = metadata.packages_distributions()
     for role, (start, extras) in ROLES.items():
@@ -137,6 +138,7 @@ def test_an_extra_brings_what_its_role_imports():
         assert set(extras_of(start.removesuffix(".__main__"))) == extras, "a program asks for the extras of its role"
 
 
+@pytest.mark.slow
 def test_a_program_without_a_package_of_its_extra_says_what_to_install(tmp_path):
     for program, package, extras in [
         ("services.environment_server", "gymnasium", "environment"),

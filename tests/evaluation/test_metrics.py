@@ -43,6 +43,7 @@ def answers_and_k(draw):
     return drawn, draw(st.integers(1, len(drawn)))
 
 
+@settings(max_examples=40)
 @given(answers_and_k())
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(drawn_and_k):
     drawn, k = drawn_and_k
@@ -102,7 +103,7 @@ def binomial_quantile(n, p, q):
     return n
 
 
-@pytest.mark.parametrize(("n", "right"), [(20, 5), (50, 25), (200, 150), (100, 1)])
+@pytest.mark.parametrize(("n", "right"), [(20, 5), (200, 150), (100, 1)])
 def test_the_interval_of_a_share_is_that_of_its_binomial_distribution(n, right):
     # Resampling n zeros and ones draws from Binomial(n, right / n), exactly.
     estimate = bootstrap([1.0] * right + [0.0] * (n - right), resamples=20_000)
@@ -121,6 +122,7 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say():
     assert 0.90 <= held / 200 <= 0.985
 
 
+@settings(max_examples=40)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=30), st.integers(0, 5))
 def test_an_interval_is_about_its_mean_and_the_same_each_time(scores, seed):
     estimate = bootstrap(scores, seed, 100)
