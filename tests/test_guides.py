@@ -39,7 +39,7 @@ from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 from trainer.config import TrainerSettings
 
 GUIDES = {page.stem: page for page in sorted((ROOT / "docs/guides").glob("*.md"))} | {"skill": SKILL}
-WHOLE = {"explaining", "forking"}
+WHOLE = {"forking"}
 """The pages whose long blocks are run, too; other tests train with what the others show."""
 LEAVING = {"changing", "chaos"}
 DEMO_MODEL = ".cache/models/smollm2-135m"
