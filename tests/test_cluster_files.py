@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +18,14 @@ from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
 from tests.waiting import LIMIT_SECONDS
 
 FOLDER = ROOT / "docs/cluster"
-PAGE = ROOT / "docs/guides/kubernetes.md"
 SETTINGS = ["one-machine.yaml", "team.yaml"]
 KUBERNETES = {"Namespace": "V1Namespace", "NetworkPolicy": "V1NetworkPolicy", "DaemonSet": "V1DaemonSet"}
-CONTROLLER_CPUS, CONTROLLER_GB = 4, 16
 JOB, USER = "17", "fcd1e5cf"
 ASK = """
 import json, os, re, sys, yaml
 import sky
 from kubernetes import client
 from sky import skypilot_config
-from sky.jobs.constants import CONTROLLER_RESOURCES
 from sky.volumes.volume import Volume
 
 def unknown(given, kind):
@@ -53,7 +49,6 @@ print(json.dumps({
     "settings": [dict(skypilot_config.parse_and_validate_config_file(file)) for file in files["settings"]],
     "volume": [volume.name, volume.type, volume.config],
     "task": [task.name, task.volumes, [str(one.cpus) for one in task.resources]],
-    "controller": [CONTROLLER_RESOURCES["cpus"], CONTROLLER_RESOURCES["memory"]],
     "unknown": [found for kind, given in files["objects"] for found in unknown(given, kind)],
 }, default=str))
 """
@@ -100,24 +95,29 @@ def answer(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_skypilot_accepts_the_settings(answer):
     assert answer["settings"][:-1] == [documents(name)[0] for name in SETTINGS]
 
 
+@pytest.mark.slow
 def test_skypilot_accepts_the_settings_that_are_comments(answer):
     assert answer["settings"][-1] == uncommented("team.yaml")
     assert answer["settings"][-1]["jobs"]["controller"]["resources"].keys() == {"image_id"}
 
 
+@pytest.mark.slow
 def test_the_machines_directory_takes_the_place_of_the_volume(answer):
     [written] = documents("one-machine-volume.yaml")
     assert answer["volume"] == [skypilot_facts()["volume"]["name"], "k8s-hostpath", written["config"]]
 
 
+@pytest.mark.slow
 def test_skypilot_accepts_the_removal_of_old_runs(answer):
     assert answer["task"] == ["clean", {"/shared": "grpo-shared"}, ["1+"]]
 
 
+@pytest.mark.slow
 def test_the_removal_of_old_runs_keeps_the_others(tmp_path):
     for name, days in {"old": 31, "new": 1}.items():
         run = tmp_path / "runs" / name
@@ -132,6 +132,7 @@ def test_the_removal_of_old_runs_keeps_the_others(tmp_path):
     assert [run.name for run in (tmp_path / "runs").iterdir()] == ["new"]
 
 
+@pytest.mark.slow
 def test_kubernetes_knows_every_field_of_its_objects(answer):
     assert answer["unknown"] == []
 
@@ -147,42 +148,6 @@ def test_the_queue_the_namespace_and_skypilots_settings_name_each_other():
     assert local["spec"]["clusterQueue"] == queue["ClusterQueue"]["metadata"]["name"]
     allowed = queue["ClusterQueue"]["spec"]["namespaceSelector"]["matchLabels"]
     assert allowed == {"kubernetes.io/metadata.name": namespace}
-
-
-def footprint() -> dict[str, int]:
-    """CPUs, memory in GB and GPUs that the pods of jobgroup.yaml ask for."""
-    sums = {"cpu": 0, "memory": 0, "nvidia.com/gpu": 0}
-    for task in list(yaml.safe_load_all((ROOT / "jobgroup.yaml").read_text()))[1:]:
-        resources = task["resources"]
-        gpus = {int(one.partition(":")[2]) for one in resources.get("accelerators", [])} or {0}
-        asked = {
-            "cpu": resources["cpus"].rstrip("+"),
-            "memory": resources["memory"].rstrip("+"),
-            "nvidia.com/gpu": max(gpus),
-        }
-        for name, amount in asked.items():
-            sums[name] += int(amount) * task.get("num_nodes", 1)
-    return sums
-
-
-def test_a_controller_is_of_the_size_that_the_quota_counts(answer):
-    # Gigabytes as a multiple of CPUs.
-    assert answer["controller"] == [f"{CONTROLLER_CPUS}+", f"{CONTROLLER_GB // CONTROLLER_CPUS}x"]
-
-
-def test_the_quota_and_the_page_have_the_footprint_of_the_job_group():
-    group = footprint()
-    [resources] = kinds("queue.yaml")["ClusterQueue"]["spec"]["resourceGroups"]
-    [flavor] = resources["flavors"]
-    quota = {one["name"]: str(one["nominalQuota"]) for one in flavor["resources"]}
-    assert quota.keys() == set(resources["coveredResources"])
-    controllers = {"cpu": 2 * CONTROLLER_CPUS, "memory": 2 * CONTROLLER_GB, "nvidia.com/gpu": 0}
-    assert {name: int(amount.rstrip("G")) - controllers[name] for name, amount in quota.items()} == group
-    row = re.search(r"^together +(\d+) +(\d+) +(\d+) +(\d+)$", PAGE.read_text(), re.MULTILINE)
-    pods = sum(task.num_nodes for task in load(ROOT / "jobgroup.yaml").tasks)
-    # The page launches with the preset, which leaves out one of the two trainer nodes: 8 CPUs, 64 GB and a GPU.
-    whole = [pods, group["nvidia.com/gpu"], group["cpu"], group["memory"]]
-    assert [int(text) for text in row.groups()] == [a - b for a, b in zip(whole, (1, 1, 8, 64), strict=True)]
 
 
 def pods() -> list[dict[str, Any]]:
@@ -242,12 +207,6 @@ def test_rules_name_scrape_jobs_that_there_are():
     named = {name for names in found for name in names.split("|")}
     assert "grpo" in named
     assert named <= {job["job_name"] for job in configuration["scrape_configs"]}
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.iterdir()))
-def test_the_page_names_each_file(name: str):
-    assert f"docs/cluster/{name}" in PAGE.read_text()
-    assert Path(FOLDER / name).suffix == ".yaml"
 
 
 def test_the_images_pulled_ahead_are_those_of_the_nodes_with_gpus():

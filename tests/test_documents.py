@@ -1,34 +1,36 @@
-"""The documents are true: links, paths, functions, settings, make targets and hooks exist, and the map is complete."""
+"""The documents are true: links, paths, functions, settings, make targets and options of commands exist."""
+
+from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import subprocess
 import sys
-from fnmatch import fnmatch
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import yaml
 
-from trainer.algorithm.methods import ADVANTAGES, LOSSES, Aggregation, ImportanceCorrection
+from evaluation.settings import EvaluationSettings
+from tests.pages import PAGES, ROOT, SKILL, UsageError, check_grpo, commands
+from tests.skypilot_facts import check_command
 from trainer.config import TrainerSettings
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 PATH = re.compile(r"(?:services|trainer|scripts|tests|docs|evaluation)/[\w./-]*")
 
 
-def name(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_have_targets(page):
-    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
-    for target, anchor in re.findall(r"\]\(([^):#\s]*)#([^)\s]+)\)", page.read_text()):
-        assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+def test_links_have_targets() -> None:
+    wrong = []
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+            if target.startswith("https://"):
+                continue
+            file = page.parent / target if target else page
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                wrong.append((page.name, target, anchor))
+    assert wrong == []
 
 
 def anchors(page: Path) -> set[str]:
@@ -38,81 +40,78 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_named_paths_exist(page):
-    for quoted in re.findall(r"`([^`\n]+)`", page.read_text()):
-        if PATH.fullmatch(quoted) and "<" not in quoted:
-            assert (ROOT / quoted).exists(), quoted
+def test_named_paths_exist() -> None:
+    named = {(page.name, text) for page in PAGES for text in re.findall(r"`([^`\n]+)`", page.read_text())}
+    paths = {(page, path) for page, path in named if PATH.fullmatch(path)}
+    assert len(paths) > 100
+    assert {(page, path) for page, path in paths if not (ROOT / path).exists()} == set()
 
 
-def mapped() -> set[str]:
-    """Return the paths in the tables of docs/architecture.md; a cell's further paths are relative to its first."""
-    paths: set[str] = set()
-    for cell in re.findall(r"^\| (`[^|]*?) \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE):
-        first, *others = re.findall(r"`([\w./*-]+)`", cell)
-        folder = Path(first).parent
-        paths |= {first, *(str(folder / other) for other in others)}
-    return {path.rstrip("/") for path in paths}
+def test_commands_of_this_project_have_their_options() -> None:
+    wrong, count = [], 0
+    for page in PAGES:
+        for command in commands(page):
+            count += command[0].endswith("grpo")
+            try:
+                check_grpo(command)
+            except UsageError as error:
+                wrong.append((page.name, command, error.format_message()))
+    assert count > 100
+    assert wrong == []
 
 
-def test_the_map_has_every_module_and_package_and_nothing_else():
-    paths = mapped()
-    there = {
-        str(child.relative_to(ROOT))
-        for folder in ("services", "trainer")
-        for child in (ROOT / folder).iterdir()
-        if (child.suffix == ".py" and not child.name.startswith("__")) or (child / "__init__.py").exists()
-    }
-    text = (ROOT / "docs/architecture.md").read_text()
-    assert {
-        path for path in there if not any(fnmatch(path, row) for row in paths) and f"`{path}/`" not in text
-    } == set()
-    assert {path for path in paths if not list(ROOT.glob(path))} == set()
+def test_commands_of_skypilot_have_their_options() -> None:
+    found = [command for page in PAGES for command in commands(page, "cluster") if command[0] == "sky"]
+    assert len(found) > 8
+    for command in found:
+        check_command(shlex.join(command))
 
 
-def test_the_algorithm_names_functions_and_settings_that_exist():
+# Variables of other programs, placeholders of pages, and states of SkyPilot.
+NO_SETTINGS = {"HF_TOKEN", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
+NO_SETTINGS |= {"NAME", "TRACKIO_DIR", "MLFLOW_TRACKING_URI", "WANDB_API_KEY", "OPENAI_BASE_URL", "PIP_FIND_LINKS"}
+NO_SETTINGS |= {"EPISODE", "ADD", "MY_THRESHOLD", "JOB_ID", "NOT_READY", "FAILED_NO_RESOURCE", "FAILED_SETUP"}
+NO_SETTINGS |= {"PIP_NO_INDEX", "MY_SHARPNESS", "GRPO_REWARD_FD", "LOSS_FUNCTIONS", "ADVANTAGE_FUNCTIONS"}
+
+
+def test_the_variables_of_guides_readme_and_evaluation_are_settings() -> None:
+    known = set(re.findall(r"^\| `([A-Z_0-9]+)` \|", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE))
+    wrong = []
+    for page in (*ROOT.glob("docs/guides/*.md"), SKILL):
+        text = page.read_text()
+        named = set(re.findall(r"--env (\w+)=", text)) | set(re.findall(r"^([A-Z_]+)=", text, re.MULTILINE))
+        named |= set(re.findall(r"`([A-Z]+(?:_[A-Z]+)+)(?:=[^`]*)?`", text))
+        wrong += [(page.name, name) for name in named - NO_SETTINGS - known]
+    rows = re.findall(r"^\| (`[A-Z_`, ]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    in_table = {name for row in rows for name in re.findall(r"[A-Z_]{3,}", row)}
+    assert len(in_table) > 8
+    of_evaluation = set(re.findall(r"\b(EVAL_[A-Z]+(?:_[A-Z]+)*)\b", (ROOT / "docs/evaluation.md").read_text()))
+    assert of_evaluation
+    wrong += [("README.md", name) for name in in_table - NO_SETTINGS - known]
+    wrong += [("evaluation.md", n) for n in of_evaluation if n.lower() not in EvaluationSettings.model_fields]
+    assert wrong == []
+
+
+def test_the_algorithm_names_functions_and_settings_that_exist() -> None:
     text = (ROOT / "docs/algorithm.md").read_text()
     elsewhere = re.findall(r"`(\w[\w.]*)` in\s+`(trainer/[\w/]+)\.py`", text)
     assert len(elsewhere) > 8
     for function, path in elsewhere:
         assert callable(attrgetter(function)(importlib.import_module(path.replace("/", ".")))), function
-    names = [path.stem for path in (ROOT / "trainer/algorithm").glob("*.py")]
-    algorithm = [importlib.import_module(f"trainer.algorithm.{name}") for name in names]
-    own = set(re.findall(r"\(`([a-z]+_\w+)`(?! in)", text)) - {"replay_groups_left_out", "teacher_missing"}
-    assert len(own) > 2
-    assert {name for name in own if not any(callable(getattr(module, name, None)) for module in algorithm)} == set()
     settings = set(re.findall(r"`([A-Z]{2,}(?:_[A-Z]+)+)", text))
     assert len(settings) > 12
     assert {name for name in settings if name.lower() not in TrainerSettings.model_fields} == set()
 
 
-@pytest.mark.parametrize("choices", [ADVANTAGES, LOSSES, list(Aggregation), list(ImportanceCorrection)])
-def test_the_algorithm_has_a_formula_for_every_choice(choices):
-    text = (ROOT / "docs/algorithm.md").read_text()
-    for choice in choices:
-        assert re.search(rf"^(\| `|    AGGREGATION=){choice}\b", text, re.MULTILINE), choice
-
-
-@pytest.mark.parametrize(
-    ("setting", "choices"),
-    [
-        *(("advantage", ADVANTAGES), ("loss", LOSSES)),
-        *(("aggregation", Aggregation), ("importance_correction", ImportanceCorrection)),
-    ],
-)
-def test_a_settings_text_names_every_choice(setting, choices):
-    text = TrainerSettings.model_fields[setting].description
-    assert [choice for choice in choices if f"`{choice}`" not in text] == []
-
-
-def test_contributing_names_every_target_that_tests_and_none_that_make_lacks():
-    commands = set(re.findall(r"^(?:\| `)?make ([\w-]+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
+def test_contributing_names_targets_that_make_has() -> None:
+    named = set(re.findall(r"^(?:\| `)?make ([\w-]+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
     targets = set(re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {"coverage", "docs", *(target for target in targets if target.startswith("test"))} <= commands
-    assert commands <= targets
+    assert named
+    assert named <= targets
 
 
-def test_pre_commit_takes_its_configuration_and_its_hooks_are_make_checks_commands():
+@pytest.mark.slow
+def test_pre_commit_takes_its_configuration_and_its_hooks_are_make_checks_commands() -> None:
     configuration = ROOT / ".pre-commit-config.yaml"
     subprocess.run([sys.executable, "-m", "pre_commit", "validate-config", configuration], check=True)
     entries = [hook["entry"] for repo in yaml.safe_load(configuration.read_text())["repos"] for hook in repo["hooks"]]

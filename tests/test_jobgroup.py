@@ -112,17 +112,6 @@ def test_each_task_runs_one_short_command_that_takes_its_place(documents):
         assert re.search(rf"{RESTARTS}$", document["setup"].strip())
 
 
-def test_each_task_installs_what_its_role_needs_and_no_other(documents):
-    extras = {document["name"]: re.search(r"['\"]\.\[(\w+)[$\]]", document["setup"])[1] for document in documents[1:]}
-    assert extras == {
-        "data-server": "data",
-        "rollout-server": "sglang",
-        "reward-server": "reward",
-        "replay-buffer": "replay",
-        "ppo-trainer": "trainer",
-    }
-
-
 ADDED = {
     "jobgroups/async.yaml": {"collector"},
     "jobgroups/agent.yaml": {"gateway"},

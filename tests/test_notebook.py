@@ -41,6 +41,7 @@ def test_the_notebook_runs_from_its_directory(
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
 
 
+@pytest.mark.slow
 def test_the_committed_notebook_has_the_outputs_of_a_whole_run() -> None:
     notebook = nbformat.read(PATH, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

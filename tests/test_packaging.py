@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 
 from services.core.errors import EXIT_CONFIGURATION
 from services.core.extras import EXTRAS, extras_of
+from tests.waiting import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 LOCAL = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts", "toys")
@@ -56,6 +57,7 @@ OPTIONAL = {
 }
 
 
+@cache
 def source(module: str) -> Path | None:
     path = ROOT.joinpath(*module.split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
@@ -118,51 +120,39 @@ def brought(extras: set[str]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_an_extra_brings_what_its_role_imports(role):
-    start, extras = ROLES[role]
-    assert source(start) is not None, f"{start} does not exist"
+@pytest.mark.slow
+def test_an_extra_brings_what_its_role_imports():
     distributions = metadata.packages_distributions()
-    top_level = {name.split(".")[0] for module in reached(start) for name in imports(module)}
-    foreign = top_level - set(sys.stdlib_module_names) - set(LOCAL) - OPTIONAL.get(role, set()) - {"__future__"}
-    available = brought(extras)
-    missing = {
-        name
-        for name in foreign
-        if importlib.util.find_spec(name) is None
-        or not {canonicalize_name(distribution) for distribution in distributions[name]} & available
-    }
-    assert not missing, f"{start} imports {sorted(missing)}, which extras {sorted(extras)} do not bring"
+    for role, (start, extras) in ROLES.items():
+        assert source(start) is not None, f"{start} does not exist"
+        top_level = {name.split(".")[0] for module in reached(start) for name in imports(module)}
+        foreign = top_level - set(sys.stdlib_module_names) - set(LOCAL) - OPTIONAL.get(role, set()) - {"__future__"}
+        available = brought(extras)
+        missing = {
+            name
+            for name in foreign
+            if importlib.util.find_spec(name) is None
+            or not {canonicalize_name(distribution) for distribution in distributions[name]} & available
+        }
+        assert not missing, f"{start} imports {sorted(missing)}, which extras {sorted(extras)} do not bring"
+        assert set(extras_of(start.removesuffix(".__main__"))) == extras, "a program asks for the extras of its role"
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_a_program_asks_for_the_extras_of_its_role(role):
-    start, extras = ROLES[role]
-    assert set(extras_of(start.removesuffix(".__main__"))) == extras
-
-
-@pytest.mark.parametrize(
-    ("program", "package", "extras"),
-    [
+@pytest.mark.slow
+def test_a_program_without_a_package_of_its_extra_says_what_to_install(tmp_path):
+    for program, package, extras in [
         ("services.environment_server", "gymnasium", "environment"),
-        ("services.evaluation_head", "websockets", "head"),
         ("scripts.grpo evaluate", "typer", "data,evaluation,local"),
-    ],
-)
-def test_a_program_without_a_package_of_its_extra_says_what_to_install(tmp_path, program, package, extras):
-    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name={package!r})")
-    done = subprocess.run(
-        [sys.executable, "-m", *program.split()],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    [line] = done.stderr.splitlines()
-    assert line.startswith(f"error: {program.removeprefix('scripts.')} needs {package}, which is not installed; run: ")
-    assert line.endswith(f" -m pip install --constraint constraints.txt --editable '.[{extras}]'")
-    assert done.returncode == EXIT_CONFIGURATION
+    ]:
+        missing = f"raise ModuleNotFoundError('No module named {package}', name={package!r})"
+        (tmp_path / f"{package}.py").write_text(missing)
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-m", *program.split()]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+        assert done.returncode == EXIT_CONFIGURATION
+        [line] = done.stderr.splitlines()
+        assert line.startswith(f"error: {program.removeprefix('scripts.')} needs {package}")
+        assert line.endswith(f" --editable '.[{extras}]'")
 
 
 def test_the_documents_and_programs_name_extras_that_exist():
@@ -174,6 +164,7 @@ def test_the_documents_and_programs_name_extras_that_exist():
     assert {extra for text in named for extra in text.split(",")} <= set(project["optional-dependencies"])
 
 
+@pytest.mark.slow
 def test_tests_run_in_a_checkout_of_any_name(tmp_path):
     checkout = tmp_path / "skypilot-grpo"
     (checkout / "tests").mkdir(parents=True)
@@ -181,12 +172,6 @@ def test_tests_run_in_a_checkout_of_any_name(tmp_path):
         (checkout / name).write_bytes((ROOT / name).read_bytes())
     (checkout / "tests/test_one.py").write_text("def test_one(): ...\n")
     subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], cwd=checkout, check=True, timeout=300)
-
-
-def test_the_clusters_page_installs_the_torch_of_the_makefile():
-    [torch] = re.findall(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    page = (ROOT / "docs/guides/kubernetes.md").read_text()
-    assert re.findall(r"pip install .*\b(torch==\S+)", page) == [torch]
 
 
 def test_services_never_import_the_trainer_and_the_trainer_no_service_package():
@@ -201,53 +186,7 @@ def test_services_never_import_the_trainer_and_the_trainer_no_service_package():
         assert not reaching, f"{module} imports {reaching}"
 
 
-def rows_of(heading: str) -> list[str]:
-    """Return the paths in the first column of the table below a heading of docs/architecture.md, in their order."""
-    section = (ROOT / "docs/architecture.md").read_text().split(f"### `{heading}/`")[1].split("\n### ")[0]
-    rows = []
-    for cell in re.findall(r"^\| (`[^|]*?) \|", section, re.MULTILINE):
-        first, *others = re.findall(r"`([\w./*-]+)`", cell)
-        rows += [first, *(str(Path(first).parent / other) for other in others)]
-    return rows
-
-
-@pytest.mark.parametrize("package", ["services", "trainer"])
-def test_folders_import_only_what_stands_above_them_in_the_architectures_table(package):
-    places = {row.removesuffix(".py").rstrip("/").replace("/", "."): i for i, row in enumerate(rows_of(package))}
-
-    def place(module: str) -> str | None:
-        return next((name for name in places if module == name or module.startswith(f"{name}.")), None)
-
-    def is_program(name: str) -> bool:
-        return package == "trainer" and (ROOT / f"{name.replace('.', '/')}.py").exists()
-
-    upward = set()
-    for file in (ROOT / package).rglob("*.py"):
-        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        source_place = place(module)
-        if source_place is None or is_program(source_place):
-            continue
-        for target in imports(module):
-            target_place = place(target)
-            if target_place is not None and places[target_place] > places[source_place]:
-                upward.add((module, target))
-    assert upward == set()
-
-
 def test_make_clean_removes_every_environment_that_make_makes():
     makefile = (ROOT / "Makefile").read_text()
     [removed] = re.findall(r"^clean:.*\n\trm -rf (.*)$", makefile, re.MULTILINE)
     assert set(re.findall(r"\$\(VENV\)-\w+", makefile)) <= set(removed.split())
-
-
-def test_the_demo_without_make_is_that_of_the_makefile():
-    makefile = (ROOT / "Makefile").read_text()
-    [torch] = re.findall(r"^TORCH \?= (\S+)$", makefile, re.MULTILINE)
-    made = makefile.replace("$(TORCH)", torch).replace(
-        "$(MODEL)", re.findall(r"^MODEL = (\S+)$", makefile, re.MULTILINE)[0]
-    )
-    [block] = re.findall(r"^Without make.*?```bash\n(.*?)```$", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
-    for line in block.splitlines():
-        command = line.removeprefix(".venv/bin/pip install --constraint constraints.txt ")
-        command = command.removeprefix(".venv/bin/pip install ").removeprefix(".venv/bin/grpo ")
-        assert f" {command}" in made, line

@@ -1,57 +1,43 @@
-"""README.md is true: its commands run, its variables and files exist."""
+"""README.md is true: its commands are accepted, and its figures are those of the records."""
+
+from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from scripts.launch import skypilot
 from scripts.reference import demo
-from services.data_server.settings import DataSettings
-from services.engines.settings import RolloutSettings
-from services.replay_buffer.settings import ReplaySettings
-from services.reward_server.settings import RewardSettings
-from tests.skypilot_facts import check_command
-from trainer.config import TrainerSettings
+from tests.pages import ROOT, blocks, commands, grpo_command
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-
-FENCES = re.findall(r"^```(\w+)?( cluster)?\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-HERE = [line for language, cluster, text in FENCES if language == "bash" and not cluster for line in text.splitlines()]
-ON_A_CLUSTER = [line for language, cluster, text in FENCES if cluster for line in text.splitlines()]
-MAKE = [command for command in HERE if command.startswith("make ")]
-RUNNER = [command for command in HERE if command.startswith("grpo run ")]
-LAUNCHES = [command for command in HERE + ON_A_CLUSTER if command.startswith("grpo launch ")]
-OTHERS = [command for command in HERE + ON_A_CLUSTER if re.match(r"grpo (?!run |launch )", command)]
+PAGE = ROOT / "README.md"
+README = PAGE.read_text()
+COMMANDS = commands(PAGE)
+RUNS = [command[2:] for command in COMMANDS if command[:2] == ["grpo", "run"]]
+LAUNCHES = [command[2:] for command in COMMANDS if command[:2] == ["grpo", "launch"]]
 
 
-def test_every_command_is_of_a_kind_that_is_tried():
-    assert {*HERE, *ON_A_CLUSTER} - {*MAKE, *RUNNER, *LAUNCHES, *OTHERS, "source .venv/bin/activate"} == {
-        command for command in ON_A_CLUSTER if re.match(r"sky |python -m venv .venv-sky |export PATH=", command)
-    }
+def test_make_knows_its_targets() -> None:
+    targets = {*re.findall(r"`make ([\w-]+)", README), *(command[1] for command in COMMANDS if command[0] == "make")}
+    assert "demo" in targets
+    for target in targets:
+        subprocess.run(["make", target, "--dry-run"], cwd=ROOT, check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("command", OTHERS)
-def test_other_commands_have_their_options(command):
-    _, name, *words = shlex.split(command)
-    start = [sys.executable, "-m", "scripts.grpo", name, "--help"]
-    shown = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert all(word in shown for word in words if word.startswith("-")), shown
-
-
-@pytest.mark.parametrize("command", MAKE)
-def test_make_knows_its_targets(command):
-    subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
-
-
-@pytest.fixture
-def folder(tmp_path, tiny_model):
-    """A checkout with the demo's model, in which a reader has data and a reward of their own."""
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", RUNS, ids=shlex.join)
+def test_the_runner_accepts_its_jobs(
+    arguments: list[str],
+    tmp_path: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """In a checkout with the demo's model, in which a reader has data and a reward of their own."""
     for entry in ROOT.iterdir():
         if not entry.name.startswith(".") and entry.name != "runs":
             (tmp_path / entry.name).symlink_to(entry)
@@ -62,60 +48,25 @@ def folder(tmp_path, tiny_model):
     for name in ("questions", "held-out"):
         (tmp_path / f"my/{name}.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n' * 100)
     (tmp_path / "my_rewards.py").write_text("def close(response): return 0.0\n")
-    return tmp_path
+    monkeypatch.chdir(tmp_path)
+    grpo_command("run").main([*arguments, "--dry-run"], standalone_mode=False)
+    assert "ppo-trainer" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("command", RUNNER)
-def test_the_runner_takes_its_options(command, folder):
-    _, *arguments = shlex.split(command)
-    start = [sys.executable, "-m", "scripts.grpo", *arguments, "--dry-run"]
-    done = subprocess.run(start, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "ppo-trainer" in done.stdout
-
-
-@pytest.mark.parametrize("command", LAUNCHES)
-def test_launches_are_accepted(command, tmp_path):
-    _, _, *arguments = shlex.split(command)
+@pytest.mark.parametrize("arguments", LAUNCHES, ids=shlex.join)
+def test_launches_are_accepted(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Without SkyPilot, which takes seconds to ask: tests/scripts/test_launch.py does.
-    start = (
-        "import typer; from scripts.launch import __main__ as launch, skypilot; "
-        "skypilot.interpreter = lambda: None; typer.run(launch.main)"
-    )
+    monkeypatch.setattr(skypilot, "interpreter", lambda: None)
     options = {*arguments, "--dry-run"} - set(arguments)
-    done = subprocess.run(
-        [sys.executable, "-c", start, *arguments, *options, "--output", tmp_path],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    grpo_command("launch").main([*arguments, *options, "--output", str(tmp_path)], standalone_mode=False)
     assert (tmp_path / "jobgroup.yaml").exists()
-    assert "to launch it: sky volumes apply" in done.stdout
+    assert "to launch it: sky volumes apply" in capsys.readouterr().out
 
 
-def test_skypilot_takes_its_options():
-    for command in ON_A_CLUSTER:
-        if command.startswith("sky "):
-            check_command(command)
-
-
-def test_the_variables_in_its_table_are_settings():
-    classes = (TrainerSettings, DataSettings, RewardSettings, ReplaySettings, RolloutSettings)
-    known = {name.upper() for settings in classes for name in settings.model_fields} | {"HF_TOKEN", "WANDB_API_KEY"}
-    rows = re.findall(r"^\| (`[A-Z_`, ]+) \|", README, re.MULTILINE)
-    named = {name for row in rows for name in re.findall(r"[A-Z_]{3,}", row)}
-    assert len(named) > 8
-    assert named <= known
-
-
-def test_the_time_beside_trl_is_that_of_the_results() -> None:
-    results = (ROOT / "docs/results.md").read_text()
-    [(ours, trls)] = re.findall(r"to a mean reward of 0\.9 .*: (\d+ s \(.*?\)), TRL (\d+ s \(.*?\))\.", results)
-    assert f"it takes {ours} and {trls}" in README.replace("\n", " ")
-
-
-def test_figures_are_those_of_the_records():
+@pytest.mark.leaving
+def test_figures_are_those_of_the_records() -> None:
     assert demo.main(["--check"]) == 0
     [shares] = re.findall(r"\[([\d.]+) of TRL's time\]\S+ in float32 and ([\d.]+) in bfloat16", README)
     for said, record in zip(shares, ("step", "step-bfloat16"), strict=True):
@@ -123,7 +74,8 @@ def test_figures_are_those_of_the_records():
         assert re.search(rf"│ ours .*│ +{said} │", measured)
 
 
-def test_a_run_gives_the_figures(tmp_path, monkeypatch):
+@pytest.mark.leaving
+def test_a_run_gives_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [
         {"step": n, "reward_mean": n / 4, "loss": 0.5, "seconds_train": 2.0, "seconds_step": 3.0} for n in (1, 2, 3, 4)
     ]
@@ -144,21 +96,15 @@ def test_a_run_gives_the_figures(tmp_path, monkeypatch):
     assert "\n    step 2/4  reward 0.500  loss +0.5000  train 2.0s step 3.0s\n" in written
 
 
-def test_files_it_points_to_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+def test_its_python_compiles() -> None:
+    for block in blocks(PAGE):
+        if block.language == "python":
+            compile(block.text, "README.md", "exec")
 
 
-def test_its_plot_of_a_run_is_a_file(tmp_path, monkeypatch):
+def test_its_plot_of_a_run_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.1}\n{"step": 2, "reward_mean": 0.5}\n')
     monkeypatch.chdir(tmp_path)
-    [line] = [line for _, _, text in FENCES for line in text.splitlines() if line.startswith("run.metrics.plot")]
-    script = f"from pathlib import Path\nfrom local_runner.train import Run\nrun = Run(Path())\n{line}\n"
-    subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    [line] = [line for block in blocks(PAGE) for line in block.text.splitlines() if line.startswith("run.metrics.plot")]
+    exec(f"from pathlib import Path\nfrom local_runner.train import Run\nrun = Run(Path())\n{line}\n", {})
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_its_python_compiles():
-    for language, _, text in FENCES:
-        if language == "python":
-            compile(text, "README.md", "exec")

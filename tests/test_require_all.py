@@ -34,6 +34,7 @@ def test_expected(): assert False
 """
 
 
+@pytest.mark.slow
 def test_a_skip_fails_under_require_all_with_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "test_skips.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = optional\n")
@@ -52,12 +53,13 @@ def test_a_skip_fails_under_require_all_with_what_to_install(tmp_path: Path) -> 
     assert "test_with_another cannot run here. Skipped: no other tool" in done.stdout
 
 
-def test_every_target_that_tests_requires_all_but_the_one_that_runs_what_it_can() -> None:
+def test_every_target_that_tests_requires_all_but_those_that_run_what_they_can() -> None:
     recipes = re.findall(r"^([\w-]+):[^\n]*\n((?:\t[^\n]*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     with_pytest = {target: recipe for target, recipe in recipes if "-m pytest" in recipe}
-    assert {target for target, recipe in with_pytest.items() if "--require-all" not in recipe} == {"tests"}
-    assert with_pytest.keys() == {
-        *("tests", "test-busy", "test-slow", "test-sglang", "test-skypilot", "test-oracles", "test-openenv"),
+    lenient = {target for target, recipe in with_pytest.items() if "--require-all" not in recipe}
+    assert lenient == {"tests", "test-all"}
+    assert with_pytest.keys() - lenient == {
+        *("test-leaving", "test-busy", "test-sglang", "test-skypilot", "test-oracles", "test-openenv"),
         *("test-cuda", "coverage"),
     }
 
@@ -65,7 +67,6 @@ def test_every_target_that_tests_requires_all_but_the_one_that_runs_what_it_can(
 def test_skypilot_says_which_programs_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skypilot, "PYTHON", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert skypilot.why_not() == (
-        "SkyPilot needs kubectl, socat, nc, rsync; "
-        "on Debian: apt-get install kubernetes-client socat netcat-openbsd rsync"
-    )
+    said = skypilot.why_not()
+    assert said is not None
+    assert all(program in said for program in ("kubectl", "socat", "nc", "rsync"))

@@ -11,6 +11,8 @@ import pytest
 from tests.skypilot_facts import ROOT, SKYPILOT
 from tests.waiting import LIMIT_SECONDS
 
+pytestmark = pytest.mark.slow
+
 HIDDEN = [
     ".git/config",
     ".env",

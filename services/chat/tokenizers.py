@@ -26,8 +26,10 @@ def import_transformers_alone() -> None:
     """Import transformers as if torch were not installed, for a process that needs only tokenizers.
 
     Otherwise transformers imports torch wherever that is installed, which takes seconds and hundreds of megabytes that
-    a tokenizer does not need.
+    a tokenizer does not need. Where torch is imported already, nothing is to be gained.
     """
+    if "torch" in sys.modules:
+        return
     # Read at import. Without it, transformers warns that torch is missing.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # A None makes a module look absent. It is removed again because other libraries would take it for the module.

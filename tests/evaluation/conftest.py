@@ -1,4 +1,4 @@
-"""Fixtures of the evaluation's tests: a command in a process of its own, and a model that calls tools."""
+"""Fixtures of the evaluation's tests: the command in this process or one of its own, and servers to evaluate."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from services.core.errors import ComponentError
 from services.embedded_engine.http.app import create_app
 from services.engines.settings import RolloutSettings
+from services.reward_server.app import create_app as create_reward_app
+from services.reward_server.settings import RewardSettings
 from tests.evaluation.agent_play import Ground, ground_on
-from tests.models import made_once
+from tests.pages import grpo_command
 from tests.services.gateway.conftest import make_model
 from tests.services.run_page.serving import served_ready
 from tests.waiting import LIMIT_SECONDS, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[2]
+OURS = ("SKYPILOT_", "JOBGROUP_", "EVAL_")
+"""The beginnings of variables that a command must not take from the tests' environment."""
 
 # The tiny model's questions, asked as it was trained on them.
 ARITHMETIC = {
@@ -91,8 +97,7 @@ def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
     def start(*arguments: str | Path, output: Path | None = None, **variables: str) -> Command:
         log = tmp_path / f"evaluate-{len(started)}.log"
         where = output or tmp_path / "evaluation"
-        ours = ("SKYPILOT_", "JOBGROUP_", "EVAL_")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         with log.open("wb") as stream:
             process = subprocess.Popen(
                 [sys.executable, "-m", "scripts.grpo", "evaluate", *map(str, arguments), "--output", str(where)],
@@ -109,6 +114,48 @@ def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
         if command.process.poll() is None:
             command.process.send_signal(signal.SIGTERM)
             command.process.wait(LIMIT_SECONDS)
+
+
+@dataclass
+class Outcome:
+    """A run of grpo evaluate in this process, which has ended."""
+
+    code: int
+    text: str
+    output: Path
+
+    @property
+    def results(self) -> dict[str, Any]:
+        assert self.code == 0, self.text
+        content: dict[str, Any] = json.loads((self.output / "results.json").read_text())
+        return content
+
+    def samples(self, directory: str = "") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.output / directory / "samples.jsonl").open()]
+
+
+Here = Callable[..., Outcome]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
+    """``here("--model", ..., NAME=value)``: runs the command in this process, to its end."""
+    monkeypatch.setattr("services.core.logs.configure", lambda *_: None)
+
+    def run(*arguments: str | Path, output: Path | None = None, **variables: str) -> Outcome:
+        where = output or tmp_path / "evaluation"
+        with patch.dict(os.environ, variables):
+            for name in [name for name in os.environ if name.startswith(OURS) and name not in variables]:
+                del os.environ[name]
+            try:
+                words = [*map(str, arguments), "--output", str(where)]
+                code, error = grpo_command("evaluate").main(words, standalone_mode=False), ""
+            except ComponentError as caught:
+                code, error = caught.exit_code, str(caught)
+        said = capfd.readouterr()
+        return Outcome(code, f"{said.out}{said.err}{error}", where)
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -131,14 +178,14 @@ def math_agent() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def tool_model() -> Path:
-    """A directory with the model that calls tools. Not to be written to."""
-    sources = [Path(__file__).with_name("tool_model.py"), ROOT / "evaluation/math_agent.py", ROOT / "toys/models.py"]
-    return made_once("tool-model", sources, "tests.evaluation.tool_model")
-
-
-@pytest.fixture(scope="session")
 def engine(tiny_model: Path) -> Iterator[str]:
     """The URL of an embedded engine with the tiny model."""
     with served_ready(create_app(RolloutSettings(model_name=str(tiny_model), engine_dtype="float32"))) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def rewards() -> Iterator[str]:
+    """The URL of a reward-server that compares answers."""
+    with served_ready(create_reward_app(RewardSettings(reward_fn="exact_match"))) as url:
         yield url

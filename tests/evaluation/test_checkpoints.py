@@ -54,6 +54,7 @@ def test_the_final_model_is_not_evaluated_twice(tmp_path, model):
     assert [c.name for c in resolve([], tmp_path / "run")] == ["v000012"]
 
 
+@pytest.mark.leaving
 def test_a_run_of_deltas_gives_its_anchors_and_its_final_model(tmp_path, model):
     for name in ("run/policy/v000002", "run/policy/v000010", "run/model"):
         model(name)
@@ -62,6 +63,7 @@ def test_a_run_of_deltas_gives_its_anchors_and_its_final_model(tmp_path, model):
     assert [(c.name, c.step) for c in resolve([], tmp_path / "run")] == [("v000002", 2), ("model", 10)]
 
 
+@pytest.mark.leaving
 def test_a_delta_is_refused_with_its_anchor(tmp_path):
     delta = tmp_path / "run/policy/v000010"
     delta.mkdir(parents=True)

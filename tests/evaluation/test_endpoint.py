@@ -11,19 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
-from openai.types import Completion, CompletionCreateParams
-from openai.types.chat import ChatCompletion
 from openai.types.chat import CompletionCreateParams as ChatParams
 from pydantic import TypeAdapter
 
 from evaluation.pool import ServerPool
 from evaluation.samples import Kind, Sample
-from evaluation.server import OpenAIServer, RolloutServer
-from evaluation.settings import Api, EvaluationSettings
+from evaluation.server import OpenAIServer
+from evaluation.settings import Api
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.prompts import Message, Prompt
@@ -171,42 +168,6 @@ async def test_a_reply_that_is_none_costs_only_its_prompt() -> None:
                 await server.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=0)
 
 
-@pytest.mark.parametrize("api", list(Api))
-async def test_the_embedded_engine_answers_as_it_answers_openais_package(
-    engine: str, tiny_model: Path, api: Api
-) -> None:
-    async with (
-        endpoint(engine, api, str(tiny_model)) as server,
-        openai.AsyncOpenAI(base_url=f"{engine}/v1", api_key="none") as client,
-    ):
-        await server.admit()
-        [answered] = await server.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=1)
-        common: dict[str, Any] = {"model": str(tiny_model), "max_tokens": 8, "temperature": 0.0}
-        reply: ChatCompletion | Completion
-        if api is Api.CHAT:
-            messages: Any = [message.model_dump() for message in PROMPT.messages]
-            reply = await client.chat.completions.create(messages=messages, **common)
-            text = reply.choices[0].message.content
-        else:
-            reply = await client.completions.create(prompt=PROMPT.prompt_ids, **common)
-            text = reply.choices[0].text
-            TypeAdapter(CompletionCreateParams).validate_python(server._body(PROMPT, GREEDY, 1))
-    assert answered.completion == text
-    assert reply.usage is not None
-    assert (answered.prompt_tokens, answered.completion_tokens) == (
-        reply.usage.prompt_tokens,
-        reply.usage.completion_tokens,
-    )
-
-
-async def test_completions_of_token_ids_are_those_of_a_rollout_server(engine: str, tiny_model: Path) -> None:
-    rollout = RolloutServer(engine, EvaluationSettings(), str(tiny_model), 10**6)
-    async with endpoint(engine, Api.COMPLETIONS, str(tiny_model)) as server, rollout:
-        [expected] = await rollout.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=1)
-        [answered] = await server.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=1)
-    assert answer_of(answered) == answer_of(expected)
-
-
 @pytest.fixture(scope="module")
 def transformers_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of `transformers serve` with the tiny model, a server of another make."""
@@ -234,6 +195,7 @@ def transformers_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
         process.wait(LIMIT_SECONDS)
 
 
+@pytest.mark.slow
 async def test_a_server_of_another_make_gives_the_same_greedy_answers(
     transformers_server: str, engine: str, tiny_model: Path
 ) -> None:

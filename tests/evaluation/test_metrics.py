@@ -43,6 +43,7 @@ def answers_and_k(draw):
     return drawn, draw(st.integers(1, len(drawn)))
 
 
+@settings(max_examples=40)
 @given(answers_and_k())
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(drawn_and_k):
     drawn, k = drawn_and_k
@@ -58,13 +59,6 @@ def test_pass_at_k_is_the_product_formula_of_the_paper_at_any_size(n, data):
     assert pass_at_k(n, correct, k) == pytest.approx(1 - none_right, abs=1e-12)
 
 
-@given(answers)
-def test_pass_at_1_is_avg(drawn):
-    assert pass_at_k(len(drawn), sum(one.is_correct for one in drawn), 1) == pytest.approx(
-        statistics.fmean(one.is_correct for one in drawn)
-    )
-
-
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 2), (0, 0, 1)])
 def test_pass_at_k_refuses_impossible_arguments(n, correct, k):
     with pytest.raises(ValueError, match=f"pass@{k}"):
@@ -76,11 +70,6 @@ def chance_of_a_right_majority(subset):
     votes = Counter(one.answer for one in subset if one.answer is not None)
     winners = [answer for answer, count in votes.items() if count == max(votes.values())] if votes else []
     return winners.count(TRUTH) / len(winners) if winners else 0.0
-
-
-@given(answers)
-def test_majority_of_all_samples(drawn):
-    assert majority_at_k(drawn, len(drawn)) == pytest.approx(chance_of_a_right_majority(drawn))
 
 
 @settings(max_examples=40)
@@ -97,16 +86,11 @@ def test_majority_needs_as_many_samples():
         majority_at_k([answered("7")] * 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [("7", "7.0"), ("1,234", "1234"), ("\\frac{1}{2}", "0.5"), ("x + 1", "X+1"), (" $7$ ", "7")]
-)
-def test_spellings_of_one_answer_vote_together(one, other):
-    assert normalised(one) == normalised(other)
-
-
-@pytest.mark.parametrize(("one", "other"), [("7", "-7"), ("7", "70"), ("x", "y"), ("0.5", "0.25")])
-def test_different_answers_do_not(one, other):
-    assert normalised(one) != normalised(other)
+def test_spellings_of_one_answer_vote_together_and_different_answers_do_not():
+    for one, other in [("7", "7.0"), ("1,234", "1234"), ("\\frac{1}{2}", "0.5"), ("x + 1", "X+1"), (" $7$ ", "7")]:
+        assert normalised(one) == normalised(other)
+    for one, other in [("7", "-7"), ("7", "70"), ("x", "y"), ("0.5", "0.25")]:
+        assert normalised(one) != normalised(other)
 
 
 def binomial_quantile(n, p, q):
@@ -119,7 +103,7 @@ def binomial_quantile(n, p, q):
     return n
 
 
-@pytest.mark.parametrize(("n", "right"), [(20, 5), (50, 25), (200, 150), (100, 1)])
+@pytest.mark.parametrize(("n", "right"), [(20, 5), (200, 150), (100, 1)])
 def test_the_interval_of_a_share_is_that_of_its_binomial_distribution(n, right):
     # Resampling n zeros and ones draws from Binomial(n, right / n), exactly.
     estimate = bootstrap([1.0] * right + [0.0] * (n - right), resamples=20_000)
@@ -131,13 +115,14 @@ def test_the_interval_of_a_share_is_that_of_its_binomial_distribution(n, right):
 def test_intervals_hold_the_truth_about_as_often_as_they_say():
     draw = random.Random(0)
     held = 0
-    for trial in range(300):
+    for trial in range(200):
         scores = [draw.betavariate(2, 3) for _ in range(60)]
-        estimate = bootstrap(scores, trial, 1000)
+        estimate = bootstrap(scores, trial, 400)
         held += estimate.low <= 0.4 <= estimate.high
-    assert 0.90 <= held / 300 <= 0.985
+    assert 0.90 <= held / 200 <= 0.985
 
 
+@settings(max_examples=40)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=30), st.integers(0, 5))
 def test_an_interval_is_about_its_mean_and_the_same_each_time(scores, seed):
     estimate = bootstrap(scores, seed, 100)

@@ -73,6 +73,7 @@ def test_its_servers_are_those_of_training():
             assert document == training[document["name"]]
 
 
+@pytest.mark.slow
 def test_the_scheduler_launches_it_with_the_options_and_returns_the_results(told):
     assert told["results"] == {"metrics": {}}
     assert told["name"] == told["group"]["name"] == "evaluate-mine"
@@ -92,17 +93,20 @@ def test_the_scheduler_launches_it_with_the_options_and_returns_the_results(told
     assert not any("results.json" in line for line in told["lines"])
 
 
+@pytest.mark.slow
 def test_a_failed_launch_gives_its_reason(told):
     assert told["errors"]["no results"].startswith("DependencyLostError: job 17 ended with 1 and no results")
     assert told["errors"]["log"].startswith("DependencyLostError: the log of job 17 broke off (http://api")
     assert told["errors"]["no server"].startswith("ConfigurationError: SkyPilot did not launch evaluate-mine")
 
 
+@pytest.mark.slow
 def test_discovery_finds_running_servers_by_name(told):
     assert told["found"] == ["http://10.0.0.1:30000", "http://10.0.0.2:30001"]
     assert told["errors"]["discovery"].startswith("DependencyLostError: SkyPilot cannot tell its servers: ")
 
 
+@pytest.mark.slow
 def test_an_allocation_and_a_model_of_this_machine_reach_the_nodes(told):
     tasks = told["group"]["tasks"]
     assert [list(gpus.values()) for gpus in tasks["rollout-server"]["gpus"]] == [[2]] * 4
@@ -119,18 +123,8 @@ def test_a_model_of_this_machine_is_uploaded_under_a_name_of_its_own(tiny_model,
         launched.append(given)
         return finished.model_dump()
 
-    finished = Results(
-        model="/models/x",
-        name="x",
-        step=None,
-        fingerprint="f",
-        dataset="arithmetic",
-        split="test",
-        workflow="single-turn",
-        prompts=0,
-        samples_per_prompt=0,
-        metrics={},
-    )
+    texts = {"model": "/models/x", "name": "x", "fingerprint": "f", "dataset": "arithmetic", "split": "test"}
+    finished = Results(**texts, step=None, workflow="single-turn", prompts=0, samples_per_prompt=0, metrics={})
     monkeypatch.setattr(skypilot, "launch", launch)
     for name, value in {"DATASET": "arithmetic", "INSTRUCTION": "Compute.", "REWARD_FN": "exact_match"}.items():
         monkeypatch.setenv(name, value)
@@ -168,6 +162,7 @@ typer.run(evaluate.main)
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_command_while_the_job_goes_on(tmp_path):
     options = ["--scheduler", "skypilot", "--model", "some/model", "--dataset", "arithmetic"]
     command = [sys.executable, "-c", FOLLOWED, *options, "--output", tmp_path / "out"]
@@ -182,10 +177,9 @@ def test_ctrl_c_ends_the_command_while_the_job_goes_on(tmp_path):
     assert "stopped by SIGINT; a job that was launched continues; see sky jobs queue" in said
 
 
-def test_without_skypilot_the_error_has_the_install_command(evaluate):
-    command = evaluate("--scheduler", "skypilot", "--model", "some/model", "--dataset", "arithmetic")
-    assert command.wait() == 78
-    assert "pip install 'skypilot[kubernetes]==0.14.1'" in command.text
+def test_without_skypilot_the_error_has_the_install_command(here):
+    command = here("--scheduler", "skypilot", "--model", "some/model", "--dataset", "arithmetic")
+    assert (command.code, "pip install 'skypilot[kubernetes]==" in command.text) == (78, True), command.text
 
 
 @pytest.mark.e2e
@@ -193,20 +187,9 @@ def test_without_skypilot_the_error_has_the_install_command(evaluate):
 def test_the_same_job_group_runs_on_this_machine(tiny_model, tmp_path):
     variables = {**ARITHMETIC, "MODEL_NAME": str(tiny_model), "EVAL_SAMPLES": "2", "ROLLOUT_ENGINE": "embedded"}
     options = [option for name, value in variables.items() for option in ("--env", f"{name}={value}")]
+    given = (YAML, "--plain", "--shared-dir", tmp_path, "--run-id", "e")
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "scripts.grpo",
-            "run",
-            YAML,
-            "--plain",
-            "--shared-dir",
-            tmp_path,
-            "--run-id",
-            "e",
-            *options,
-        ],
+        [sys.executable, "-m", "scripts.grpo", "run", *given, *options],
         cwd=ROOT,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,

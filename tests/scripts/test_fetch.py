@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from services.core.errors import exit_code_of
 from services.core.files import write_json
+from tests.pages import grpo_command
 from tests.skypilot_facts import skypilot_facts
-from tests.waiting import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 FILES = {"config.json": b"{}", "weights/model.safetensors": bytes(range(256)) * 400}
@@ -50,25 +50,25 @@ def cluster(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def fetch(tmp_path: Path, *arguments: str, surprise: str = "", failing: str = "") -> tuple[int, str]:
-    variables = {
-        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "VOLUME": str(tmp_path / "volume"),
-        "CALLS": str(tmp_path / "calls"),
-        "SURPRISE": surprise,
-        "FAILING": failing,
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.grpo", "fetch", *arguments],
-        cwd=tmp_path / "work",
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+Fetch = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def fetch(cluster: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Fetch:
+    """Runs the command in this process; returns its exit code and what it says."""
+    monkeypatch.chdir(cluster / "work")
+    monkeypatch.setenv("PATH", str(cluster / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("VOLUME", str(cluster / "volume"))
+    monkeypatch.setenv("CALLS", str(cluster / "calls"))
+
+    def run(*arguments: str, surprise: str = "", failing: str = "") -> tuple[int, str]:
+        monkeypatch.setenv("SURPRISE", surprise)
+        monkeypatch.setenv("FAILING", failing)
+        code = exit_code_of(lambda: grpo_command("fetch").main([*arguments], standalone_mode=False))
+        said = capfd.readouterr()
+        return code or 0, said.out + said.err
+
+    return run
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -86,72 +86,72 @@ needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is
 
 
 @needs_rsync
-def test_a_model_is_fetched_by_a_pod_also_after_an_interruption(cluster):
+def test_a_model_is_fetched_by_a_pod_also_after_an_interruption(cluster, fetch):
     partial = cluster / "work/runs/grpo-1/.model.partial"
     partial.mkdir(parents=True)
     (partial / "config.json").write_bytes(b"{")
     (partial / "of-another-time").touch()
-    code, said = fetch(cluster, "grpo-1")
+    code, said = fetch("grpo-1")
     assert code == 0, said
     assert files(cluster / "work/runs/grpo-1") == {f"model/{name}": content for name, content in FILES.items()}
     assert "2 files" in said
     assert calls(cluster) == ["launch /scripts/fetch.yaml", "down POD"]
-    code, said = fetch(cluster, "grpo-1")
+    code, said = fetch("grpo-1")
     assert (code, "is there already" in said) == (78, True), said
 
 
 @needs_rsync
-def test_a_pod_that_does_not_end_costs_neither_the_model_nor_the_reason_of_a_failure(cluster):
-    code, said = fetch(cluster, "grpo-1", failing="down")
+def test_a_pod_that_does_not_end_costs_neither_the_model_nor_the_reason_of_a_failure(cluster, fetch):
+    code, said = fetch("grpo-1", failing="down")
     assert (code, "the pod may still be there; end it by: sky down fetch-" in said) == (0, True), said
     assert files(cluster / "work/runs/grpo-1/model") == FILES
     shutil.rmtree(cluster / "work/runs")
-    code, said = fetch(cluster, "grpo-1", failing="launch down")
+    code, said = fetch("grpo-1", failing="launch down")
     assert code == 33, said
     assert "scripts/fetch.yaml ended with 1; repeat the command" in said
 
 
 @needs_rsync
-def test_files_that_differ_from_the_volume_do_not_look_complete(cluster):
-    code, said = fetch(cluster, "grpo-1", "--what", "model/weights", "--to", "here", surprise=f"{'0' * 64}  ./missing")
+def test_files_that_differ_from_the_volume_do_not_look_complete(cluster, fetch):
+    code, said = fetch("grpo-1", "--what", "model/weights", "--to", "here", surprise=f"{'0' * 64}  ./missing")
     assert (code, "here.partial: missing differ from the volume" in said) == (33, True), said
     assert [path.name for path in (cluster / "work").iterdir()] == [".here.partial"]
     assert calls(cluster) == ["launch /scripts/fetch.yaml", "down POD"]
 
 
 @needs_rsync
-def test_a_run_that_the_volume_does_not_have_is_named_with_those_it_has(cluster):
-    code, said = fetch(cluster, "grpo-2")
+def test_a_run_that_the_volume_does_not_have_is_named_with_those_it_has(cluster, fetch):
+    code, said = fetch("grpo-2")
     assert code == 78, said
     assert "/shared/runs/grpo-2/model cannot be read on the volume" in said
     assert "newest first: grpo-1" in said
     assert calls(cluster)[-1] == "down POD"
 
 
-def test_a_run_of_the_local_runner_is_copied_without_a_pod(cluster):
+def test_a_run_of_the_local_runner_is_copied_without_a_pod(cluster, fetch):
     (cluster / "volume").rename(cluster / "work/runs")
     write_json(cluster / "work/runs/grpo-1/nodes.json", {"pid": 1, "started": 0.0, "machine": "here", "endpoints": {}})
-    code, said = fetch(cluster, "grpo-1", "--to", "copied/model")
+    code, said = fetch("grpo-1", "--to", "copied/model")
     assert code == 0, said
     assert files(cluster / "work/copied/model") == FILES
     assert not (cluster / "calls").exists()
 
 
 @needs_rsync
-def test_what_was_fetched_before_is_not_taken_for_the_run(cluster):
-    assert fetch(cluster, "grpo-1")[0] == 0
+def test_what_was_fetched_before_is_not_taken_for_the_run(cluster, fetch):
+    assert fetch("grpo-1")[0] == 0
     (cluster / "volume/grpo-1/metrics.jsonl").write_text('{"step": 1}\n')
-    code, said = fetch(cluster, "grpo-1", "--what", ".", "--to", "whole")
+    code, said = fetch("grpo-1", "--what", ".", "--to", "whole")
     assert code == 0, said
     assert (cluster / "work/whole/metrics.jsonl").exists()
     assert files(cluster / "work/whole/model") == FILES
 
 
-def test_without_its_programs_it_names_them_and_leaves_nothing(cluster, monkeypatch):
+def test_without_its_programs_it_names_them_and_leaves_nothing(cluster, fetch, monkeypatch):
     for name in ("sky", "rsync"):
         (cluster / "bin" / name).unlink()
     monkeypatch.setenv("PATH", str(cluster / "bin"))
-    code, said = fetch(cluster, "grpo-1")
+    code, said = fetch("grpo-1")
     assert code == 78, said
     assert "sky, rsync not found on PATH; fetching from a cluster needs sky, ssh, rsync" in said
     assert not list((cluster / "work").iterdir())

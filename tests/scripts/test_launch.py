@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,7 +12,6 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from benchmarks.scaling.plan import MODELS
 from local_runner import spec
 from scripts.launch import job_group_text, skypilot
 from scripts.launch.__main__ import main
@@ -53,16 +50,16 @@ def no_skypilot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skypilot, "interpreter", lambda: None)
 
 
-@pytest.mark.parametrize(("label", "engines"), [("0.5B", 8), ("8B", 8), ("70B", 2)])
+@pytest.mark.parametrize(("label", "engines"), [("0.5B", 8), ("70B", 2)])
 def test_memory_and_volume_are_the_planners(tmp_path: Path, label: str, engines: int) -> None:
     given = ["--env", "BATCH_SIZE=128", "--env", "GROUP_SIZE=16", "--env", "MAX_NEW_TOKENS=2048"]
     given += ["--env", "PUBLISH_TRANSPORT=disk"]
     nodes = ["--rollout-nodes", "5", "--trainer-nodes", "6", "--gpus", "H100:8"]
-    _, text = launch(tmp_path, "--model", MODELS[label].name, *nodes, *given)
+    model = find_model(label)
+    _, text = launch(tmp_path, "--model", model.name, *nodes, *given)
     values = job_group_text.values(text)
-    layout = Layout(5, 8, 6, 8)
-    need = needed(MODELS[label].shape, trainer_work(MODELS[label], Batch(), 6, 8))
-    for (task, key), value in changes(MODELS[label], layout, need, engines).items():
+    need = needed(model.shape, trainer_work(model, Batch(), 6, 8))
+    for (task, key), value in changes(model, Layout(5, 8, 6, 8), need, engines).items():
         assert values[task, key] == (f"[{value}]" if "accelerators" in key else value), (task, key)
     volume = yaml.safe_load((tmp_path / "volume.yaml").read_text())
     assert volume["size"] == f"{volume_gibibytes(need)}Gi"
@@ -70,9 +67,8 @@ def test_memory_and_volume_are_the_planners(tmp_path: Path, label: str, engines:
     assert values["ppo-trainer", "envs.MIN_WORKERS"] == str(5 * engines // 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "workers", "cpus", "gigabytes"),
-    [
+def test_rollout_nodes_are_sized_by_their_engines(tmp_path: Path) -> None:
+    for arguments, workers, cpus, gigabytes in [
         (["--model", "8B", "--gpus", "H100:8"], 16, 32, 192),
         (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=4"], 4, 16, 96),
         # Four engines of two GPUs on an A100's node, eight of one on an H200's, and SkyPilot takes either.
@@ -80,28 +76,22 @@ def test_memory_and_volume_are_the_planners(tmp_path: Path, label: str, engines:
         (["--model", "0.5B", "--gpus", "L4:1"], 2, 8, 32),
         (["--model", "0.5B", "--gpus", "H100:8", "--env", "ROLLOUT_ENGINE=embedded"], 2, 16, 32),
         (["--model", "8B", "--gpus", "H100:8", "--env", "MIN_WORKERS=3"], 3, 32, 192),
-    ],
-)
-def test_rollout_nodes_are_sized_by_their_engines(
-    tmp_path: Path, arguments: list[str], workers: int, cpus: int, gigabytes: int
-) -> None:
-    _, text = launch(tmp_path, *arguments, "--rollout-nodes", "4", "--trainer-nodes", "4")
-    values = job_group_text.values(text)
-    assert values["ppo-trainer", "envs.MIN_WORKERS"] == str(workers)
-    assert values["rollout-server", "resources.cpus"] == f"{cpus}+"
-    assert values["rollout-server", "resources.memory"] == f"{gigabytes}+"
+    ]:
+        _, text = launch(tmp_path, *arguments, "--rollout-nodes", "4", "--trainer-nodes", "4")
+        values = job_group_text.values(text)
+        assert values["ppo-trainer", "envs.MIN_WORKERS"] == str(workers)
+        assert values["rollout-server", "resources.cpus"] == f"{cpus}+"
+        assert values["rollout-server", "resources.memory"] == f"{gigabytes}+"
 
 
-@pytest.mark.parametrize(("written", "expected"), [("1Ti", "1024Gi"), ("100Gi", "200Gi"), ("200", "200Gi")])
-def test_a_volume_is_at_least_as_large_as_its_file_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, expected: str
-) -> None:
+def test_a_volume_is_at_least_as_large_as_its_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "volume.yaml"
-    file.write_text((ROOT / "jobgroups" / "volume.yaml").read_text().replace("size: 200Gi", f"size: {written}"))
     for module in ("plan", "launching"):
         monkeypatch.setattr(f"scripts.launch.{module}.VOLUME", file)
-    launch(tmp_path / "out", "--model", "0.5B")
-    assert yaml.safe_load((tmp_path / "out" / "volume.yaml").read_text())["size"] == expected
+    for written, expected in [("1Ti", "1024Gi"), ("100Gi", "200Gi"), ("200", "200Gi")]:
+        file.write_text((ROOT / "jobgroups" / "volume.yaml").read_text().replace("size: 200Gi", f"size: {written}"))
+        launch(tmp_path / "out", "--model", "0.5B")
+        assert yaml.safe_load((tmp_path / "out" / "volume.yaml").read_text())["size"] == expected
 
 
 def test_a_dry_run_without_a_network_says_that_skypilot_could_not_check(
@@ -168,50 +158,40 @@ ONE_L4 = ["--model", "0.5B", "--gpus", "L4:1", "--secret", "HF_TOKEN=a-secret"]
 EIGHT_B = ["--model", "8B", "--gpus", "H100:4", "--rollout-gpus", "H100:1"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "nodes", "workers", "reason"),
-    [
-        (EIGHT_B, 3, 1, "3 instead of 2: the trainer has 85% of the engines' work; with 2, the trainer has 50% of the"),
-        # Eight engines of one GPU on each node.
-        (["--model", "8B", "--gpus", "H100:8"], 2, 8, ""),
-        # Engines of an L4 have more of its bandwidth than the trainer has of its operations.
-        (ONE_L4, 1, 1, "1 instead of 2: the engines have 90% of the trainer's work; with 2, the engines have 54% of"),
-        # The longest completion takes as long however many engines there are.
-        (
-            ["--model", "0.5B", "--gpus", "H100:8"],
-            2,
-            8,
-            "60% cannot be reached, at best 21% with 30; with 2, the trainer has 19% of the engines' work",
-        ),
-        ([*EIGHT_B, "--rollout-nodes", "2"], 2, 1, ""),
-        ([*EIGHT_B, "--agent", "mine:solve"], 2, 1, ""),
-        ([*EIGHT_B, "--env", "ROLLOUT_ENGINE=embedded"], 2, 1, ""),
-        ([*ONE_L4, "--env", "MIN_WORKERS=2"], 2, 2, "60% cannot be reached, at best 54% with 2; with 2, the engines"),
-        ([*ONE_L4, "--stock"], 2, 1, ""),
-    ],
-)
-def test_a_launch_takes_rollout_nodes_that_keep_both_tiers_busy_and_says_why(
-    tmp_path: Path, arguments: list[str], nodes: int, workers: int, reason: str
-) -> None:
-    output, text = launch(tmp_path, *arguments)
-    values = job_group_text.values(text)
-    assert values["rollout-server", "num_nodes"] == str(nodes)
-    assert values["ppo-trainer", "envs.MIN_WORKERS"] == str(workers)
-    said = [line for line in output.splitlines() if line.startswith("rollout nodes: ")]
-    assert len(said) == bool(reason)
-    assert all(line.startswith(f"rollout nodes: {reason}") for line in said)
-    rows = {tuple(line.split()) for line in output.splitlines() if "num_nodes" in line and "preset" in line}
-    assert (("rollout-server", "num_nodes", "2", "3", "preset") in rows) == (nodes == 3)
+BALANCED = [
+    (EIGHT_B, 3, 1, "3 instead of 2: the trainer has 85% of the engines' work; with 2, the trainer has 50%"),
+    # Eight engines of one GPU on each node.
+    (["--model", "8B", "--gpus", "H100:8"], 2, 8, ""),
+    # Engines of an L4 have more of its bandwidth than the trainer has of its operations.
+    (ONE_L4, 1, 1, "1 instead of 2: the engines have 90% of the trainer's work; with 2, the engines have 54%"),
+    # The longest completion takes as long however many engines there are.
+    (["--model", "0.5B", "--gpus", "H100:8"], 2, 8, "60% cannot be reached, at best 21% with 30; with 2, the trainer"),
+    ([*EIGHT_B, "--rollout-nodes", "2"], 2, 1, ""),
+    ([*EIGHT_B, "--agent", "mine:solve"], 2, 1, ""),
+    ([*EIGHT_B, "--env", "ROLLOUT_ENGINE=embedded"], 2, 1, ""),
+    ([*ONE_L4, "--env", "MIN_WORKERS=2"], 2, 2, "60% cannot be reached, at best 54% with 2; with 2, the engines"),
+    ([*ONE_L4, "--stock"], 2, 1, ""),
+]
 
 
-@pytest.mark.parametrize("name", ["ROLLOUT_ENGINE=embedded", "CUDA_VISIBLE_DEVICES=", "ENGINE_SLEEPS=true"])
-def test_a_launch_without_nccl_between_gpus_publishes_through_the_volume(tmp_path: Path, name: str) -> None:
-    _, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:1", "--env", name)
-    assert ("ppo-trainer", "envs.PUBLISH_TRANSPORT") not in job_group_text.values(text)
+def test_a_launch_takes_rollout_nodes_that_keep_both_tiers_busy_and_says_why(tmp_path: Path) -> None:
+    for arguments, nodes, workers, reason in BALANCED:
+        output, text = launch(tmp_path, *arguments)
+        values = job_group_text.values(text)
+        assert values["rollout-server", "num_nodes"] == str(nodes), arguments
+        assert values["ppo-trainer", "envs.MIN_WORKERS"] == str(workers), arguments
+        said = [line for line in output.splitlines() if line.startswith("rollout nodes: ")]
+        assert len(said) == bool(reason), arguments
+        assert all(line.startswith(f"rollout nodes: {reason}") for line in said)
+        rows = {tuple(line.split()) for line in output.splitlines() if "num_nodes" in line and "preset" in line}
+        assert (("rollout-server", "num_nodes", "2", "3", "preset") in rows) == (nodes == 3)
 
 
-def test_a_launch_whose_engines_run_elsewhere_shares_no_memory() -> None:
-    with pytest.raises(ConfigurationError, match="run on different hosts; leave it out"):
+def test_a_launch_without_nccl_between_gpus_publishes_through_the_volume(tmp_path: Path) -> None:
+    for name in ("ROLLOUT_ENGINE=embedded", "CUDA_VISIBLE_DEVICES=", "ENGINE_SLEEPS=true"):
+        _, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:1", "--env", name)
+        assert ("ppo-trainer", "envs.PUBLISH_TRANSPORT") not in job_group_text.values(text)
+    with pytest.raises(ConfigurationError, match="PUBLISH_TRANSPORT"):
         job_group_of({"PUBLISH_TRANSPORT": "local"}, asynchronous=False)
 
 
@@ -248,6 +228,7 @@ def test_an_engine_on_the_trainers_gpus_has_room_for_an_answer_even_if_it_gets_o
     assert job_group_text.values(text)["ppo-trainer", "envs.ENGINE_MAX_TOTAL_TOKENS"] == "768", "a prompt and an answer"
 
 
+@pytest.mark.leaving
 def test_a_node_of_engines_and_trainer_has_memory_for_the_engines_copy_and_the_version_before(tmp_path: Path) -> None:
     memory = []
     for delta in ("false", "true"):
@@ -259,23 +240,10 @@ def test_a_node_of_engines_and_trainer_has_memory_for_the_engines_copy_and_the_v
     assert memory[1] - memory[0] >= 1.25 * 2 * 61 - 32, "two versions of 61 GiB and a quarter, in steps of 32"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--model", "32B"], "It fits with PUBLISH_TRANSPORT=disk, CPU_OFFLOAD=true and "),
-        (["--rollout-nodes", "2"], "--colocate has no rollout nodes; give --trainer-nodes and --gpus"),
-        (["--async"], "because engines sleep while the trainer trains"),
-        (["--agent", "mine:solve"], "whose services jobgroups/colocated.yaml does not have; leave one out"),
-    ],
-)
-def test_what_no_shared_gpu_can_do_is_refused(tmp_path: Path, arguments: list[str], told: str) -> None:
-    assert told in refusal(tmp_path, "--gpus", "H100:8", "--colocate", *arguments)
-
-
-@pytest.mark.parametrize("arguments", [["--trainer-nodes", "2"], ["--env", "LORA_RANK=32"]])
-def test_several_nodes_and_adapters_take_versions_from_the_volume(tmp_path: Path, arguments: list[str]) -> None:
-    _, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--env", "COLOCATE=true", *arguments)
-    assert job_group_text.values(text)["ppo-trainer", "envs.PUBLISH_TRANSPORT"] == "disk"
+def test_several_nodes_and_adapters_take_versions_from_the_volume(tmp_path: Path) -> None:
+    for arguments in (["--trainer-nodes", "2"], ["--env", "LORA_RANK=32"]):
+        _, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--env", "COLOCATE=true", *arguments)
+        assert job_group_text.values(text)["ppo-trainer", "envs.PUBLISH_TRANSPORT"] == "disk"
 
 
 def test_options_win_over_the_preset_and_stock_leaves_it_out(tmp_path: Path) -> None:
@@ -296,22 +264,6 @@ def test_without_a_model_it_is_the_files(tmp_path: Path) -> None:
     output, text = launch(tmp_path, "--gpus", "L40S")
     assert job_group_text.values(text)["ppo-trainer", "envs.MODEL_NAME"] == "Qwen/Qwen2.5-0.5B-Instruct"
     assert "MODEL_NAME" not in output
-
-
-def test_what_is_shown_fits_120_columns_and_loses_nothing(tmp_path: Path) -> None:
-    image = f"registry.example.org:5000/{'team/' * 12}grpo:v1"
-    output, _ = launch(tmp_path, "--agent", "a:b", "--image", image, "--env", "ENGINE_MAX_RUNNING_REQUESTS=99")
-    shown = output.partition("\n\n")[0].splitlines()
-    assert max(map(len, shown)) <= 120
-    start = shown[0].index("here")
-    column = "".join(line[start : shown[0].index("source")].strip() for line in shown)
-    assert f"docker:{image}-trainer" in column
-    assert "  ENGINE_MAX_RUNNING_REQUESTS " in output
-
-
-def test_more_workers_than_engines_are_refused(tmp_path: Path) -> None:
-    nodes = ["--rollout-nodes", "2", "--gpus", "H100:8", "--env", "MIN_WORKERS=17"]
-    assert "MIN_WORKERS is 17, but 2 x 8 engines are 16; leave it out" in refusal(tmp_path, "--model", "8B", *nodes)
 
 
 def test_the_files_of_two_sizes_of_a_model_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,17 +302,10 @@ def test_settings_go_to_the_tasks_that_read_them_and_secrets_into_no_file(tmp_pa
     assert "--secret HF_TOKEN" in output
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"), [("Qwen/Qwen2.5-7B-Instruct", 7.616), ("meta-llama/Llama-3.1-8B-Instruct", 8.030)]
-)
-def test_shapes_of_common_models_need_no_network(name: str, billions: float) -> None:
+def test_shapes_of_common_models_need_no_network() -> None:
     """By the numbers of parameters on the models' own pages."""
-    assert find_model(name).parameters / 1e9 == pytest.approx(billions, abs=5e-4)
-
-
-def test_publishing_is_told_for_both_transports(tmp_path: Path) -> None:
-    output, _ = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--rollout-nodes", "4", "--stock")
-    assert "publishing takes about 41 s a step through a volume of 2 GB/s, and 0.7 s with --env PUBLISH_TR" in output
+    for name, billions in [("Qwen/Qwen2.5-7B-Instruct", 7.616), ("meta-llama/Llama-3.1-8B-Instruct", 8.030)]:
+        assert find_model(name).parameters / 1e9 == pytest.approx(billions, abs=5e-4)
 
 
 def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model: Path) -> None:
@@ -372,54 +317,52 @@ def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model
     assert {task.gpus_per_node for task in group.tasks} == {0, 2}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--model", "8B", "--gpus", "V100:1"], "V100 has no bfloat16, in which trainer and engines compute"),
-        (["--model", "8B", "--gpus", "t4:1"], "take another card; known are H100"),
-        (
-            ["--model", "8B", "--gpus", "RTX4090:8"],
-            "write it under `accelerators` of ppo-trainer and rollout-server in a copy of jobgroup.yaml",
-        ),
-        (["--model", "8B", "--gpus", "H100:0"], "expected NAME:COUNT"),
-        (["--model", "8B", "--gpus", "H100 8"], "expected NAME:COUNT"),
-        (["--model", "0.5B", "--trainer-nodes", "0"], "--trainer-nodes"),
-        (["--model", "8B", "--stock"], "needs 79.2 GiB of GPU memory"),
-        (["--model", "8B", "--stock"], "It fits with MICRO_BATCH_TOKENS=2048."),
-        (
-            ["--model", "8B", "--trainer-nodes", "1", "--stock"],
-            "--gpus H100:4, or with CPU_OFFLOAD=true and 247.1 GiB of host memory",
-        ),
-        (
-            ["--model", "1.5B", "--gpus", "L4:1", "--trainer-nodes", "1", "--stock"],
-            "with --gpus L4:2, or with CPU_OFFLOAD=true and 49.0 GiB of host memory on each node, or with LORA_RANK",
-        ),
-        (
-            ["--model", "70B", "--gpus", "H100:8", "--stock"],
-            "with --trainer-nodes 3, or with CPU_OFFLOAD=true and 2126.7 GiB",
-        ),
-        (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=16"], "an engine needs 16 GPUs"),
-        (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=3"], "allowed are 1, 2, 4, 8"),
-        (["--model", "0.5B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=4"], "the 14 attention heads of"),
-        (["--image", "registry.example.org:5000/grpo"], "has no tag"),
-        (["--image", "grpo@sha256:0123"], "--image grpo:v1"),
-        (["--model", "32B", "--gpus", "L4:1"], "it fits with --rollout-gpus L4:4"),
-        (["--model", "70B", "--gpus", "A10G:1"], "it fits with --rollout-gpus A10G:8"),
-        (["--model", "no-such-directory/model"], "its config.json cannot be used"),
-        (["--model", "0.5B", "--env", "BATCHSIZE=4"], "the nearest setting is BATCH_SIZE"),
-        (["--model", "0.5B", "--env", "BATCH_SIZE=none"], "BATCH_SIZE"),
-        (["--model", "0.5B", "--env", "DATASET=README.md"], "allowed are files that end in .jsonl or .parquet"),
-        (["--model", "0.5B", "--env", "DATASET=none.jsonl"], "DATASET 'none.jsonl' is not a file, seen from"),
-        (["--model", "0.5B", "--agent", "a:b", "--environment", "c:d"], "not both"),
-        (["--model", "0.5B", "--env", "ADVANTAGE=gdpo", "--env", "GDPO_WEIGHTS=tone=1"], "GDPO_WEIGHTS names tone"),
-        (["--model", "0.5B", "--gpus", "H100:1", "--colocate", "--env", "COLOCATE=false"], "COLOCATE is false"),
-    ],
-)
-def test_what_cannot_run_is_refused_with_what_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert said in refusal(tmp_path, *arguments)
+COLOCATED = ["--gpus", "H100:8", "--colocate"]
+TOO_LARGE = [
+    (["--model", "8B", "--stock"], "79.2 GiB"),
+    (["--model", "8B", "--stock"], "MICRO_BATCH_TOKENS=2048"),
+    (["--model", "8B", "--trainer-nodes", "1", "--stock"], "--gpus H100:4, or with CPU_OFFLOAD=true and 247.1 GiB"),
+    (["--model", "1.5B", "--gpus", "L4:1", "--trainer-nodes", "1", "--stock"], "--gpus L4:2, or with CPU_OFFLOAD=true"),
+    (["--model", "70B", "--gpus", "H100:8", "--stock"], "--trainer-nodes 3, or with CPU_OFFLOAD=true and 2126.7 GiB"),
+    (["--model", "32B", "--gpus", "L4:1"], "--rollout-gpus L4:4"),
+    (["--model", "70B", "--gpus", "A10G:1"], "--rollout-gpus A10G:8"),
+    ([*COLOCATED, "--model", "32B"], "PUBLISH_TRANSPORT=disk, CPU_OFFLOAD=true and "),
+]
+REFUSED = [
+    (["--model", "8B", "--gpus", "V100:1"], "V100 has no bfloat16"),
+    (["--model", "8B", "--gpus", "t4:1"], "known are H100"),
+    (["--model", "8B", "--gpus", "RTX4090:8"], "`accelerators`"),
+    (["--model", "8B", "--gpus", "H100:0"], "NAME:COUNT"),
+    (["--model", "8B", "--gpus", "H100 8"], "NAME:COUNT"),
+    (["--model", "0.5B", "--trainer-nodes", "0"], "--trainer-nodes"),
+    (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=16"], "an engine needs 16 GPUs"),
+    (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=3"], "allowed are 1, 2, 4, 8"),
+    (["--model", "0.5B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=4"], "14 attention heads"),
+    (["--model", "8B", "--rollout-nodes", "2", "--gpus", "H100:8", "--env", "MIN_WORKERS=17"], "MIN_WORKERS is 17"),
+    (["--image", "registry.example.org:5000/grpo"], "tag"),
+    (["--image", "grpo@sha256:0123"], "--image grpo:v1"),
+    (["--model", "no-such-directory/model"], "config.json"),
+    (["--model", "0.5B", "--env", "BATCHSIZE=4"], "BATCH_SIZE"),
+    (["--model", "0.5B", "--env", "BATCH_SIZE=none"], "BATCH_SIZE"),
+    (["--model", "0.5B", "--env", "DATASET=README.md"], ".jsonl or .parquet"),
+    (["--model", "0.5B", "--env", "DATASET=none.jsonl"], "DATASET 'none.jsonl'"),
+    (["--model", "0.5B", "--agent", "a:b", "--environment", "c:d"], "not both"),
+    (["--model", "0.5B", "--env", "ADVANTAGE=gdpo", "--env", "GDPO_WEIGHTS=tone=1"], "GDPO_WEIGHTS"),
+    (["--model", "0.5B", "--gpus", "H100:1", "--colocate", "--env", "COLOCATE=false"], "COLOCATE"),
+    ([*COLOCATED, "--rollout-nodes", "2"], "--colocate has no rollout nodes"),
+    ([*COLOCATED, "--async"], "sleep"),
+    ([*COLOCATED, "--agent", "mine:solve"], "jobgroups/colocated.yaml"),
+]
+
+
+def test_what_does_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
+    for arguments, named in TOO_LARGE:
+        assert named in refusal(tmp_path, *arguments), arguments
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
+    for arguments, named in REFUSED:
+        assert named in refusal(tmp_path, *arguments), arguments
 
 
 def test_a_file_that_nodes_do_not_get_is_said(
@@ -432,22 +375,21 @@ def test_a_file_that_nodes_do_not_get_is_said(
     assert "caution" not in output
 
 
+@pytest.mark.leaving
 def test_the_preset_leaves_deltas_the_transport_that_they_need(tmp_path: Path) -> None:
     _, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--env", "PUBLISH_DELTA=true")
     assert ("ppo-trainer", "envs.PUBLISH_TRANSPORT") not in job_group_text.values(text)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
+def test_accelerators_are_read_in_each_of_skypilots_forms() -> None:
+    forms: list[tuple[object, list[str]]] = [
         ("H100:8", ["H100:8"]),
         ({"H100": 8, "A100-80GB": 8}, ["H100:8", "A100-80GB:8"]),
         (["H100:1", "L4:1"], ["H100:1", "L4:1"]),
         (None, []),
-    ],
-)
-def test_accelerators_are_read_in_each_of_skypilots_forms(given: object, expected: list[str]) -> None:
-    assert accelerators({"resources": {"accelerators": given}}) == expected
+    ]
+    for given, expected in forms:
+        assert accelerators({"resources": {"accelerators": given}}) == expected
 
 
 def test_without_skypilot_a_launch_says_how_to_install_it(tmp_path: Path) -> None:
@@ -497,28 +439,20 @@ def test_without_a_terminal_a_launch_needs_a_yes_and_prints_the_line(
     assert launched == [(tmp_path / "jobgroup.yaml", tmp_path / "volume.yaml")]
 
 
-@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("\n", 1)])
-def test_on_a_terminal_a_launch_asks(tmp_path: Path, launched: list[tuple[Path, ...]], answer: str, code: int) -> None:
-    with patch("typer.testing._NamedTextIOWrapper.isatty", return_value=True, create=True):
-        done = CliRunner().invoke(APP, [*ONE_L4, "--output", str(tmp_path)], input=answer)
-    assert "Launch 5 nodes with 2 GPUs? [y/N]" in done.output
-    assert done.exit_code == code
-    assert len(launched) == (code == 0)
+def test_on_a_terminal_a_launch_asks(tmp_path: Path, launched: list[tuple[Path, ...]]) -> None:
+    for answer, code in [("n\n", 1), ("\n", 1), ("y\n", 0)]:
+        with patch("typer.testing._NamedTextIOWrapper.isatty", return_value=True, create=True):
+            done = CliRunner().invoke(APP, [*ONE_L4, "--output", str(tmp_path)], input=answer)
+        assert "Launch 5 nodes with 2 GPUs? [y/N]" in done.output
+        assert done.exit_code == code
+        assert len(launched) == (code == 0)
 
 
 def test_a_check_launches_two_pods_with_a_gpu_of_each_tier_and_the_images(
     tmp_path: Path, launched: list[tuple[Path, ...]]
 ) -> None:
-    given = [
-        "--gpus",
-        "H200:8,H100:8",
-        "--trainer-nodes",
-        "8",
-        "--rollout-gpus",
-        "L40S:8",
-        "--image",
-        "r.example.org/grpo:v1",
-    ]
+    given = ["--gpus", "H200:8,H100:8", "--trainer-nodes", "8", "--rollout-gpus", "L40S:8"]
+    given += ["--image", "r.example.org/grpo:v1"]
     given += ["--env", "HF_ENDPOINT=https://hub", "--env", "MAX_STEPS=9", "--model", "70B"]
     done = CliRunner().invoke(APP, [*given, "--check", "--yes", "--output", str(tmp_path)])
     assert done.exit_code == 0, done.output
@@ -552,6 +486,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return SKYPILOT
 
 
+@pytest.mark.slow
 def test_skypilot_checks_what_is_written(tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skypilot, "interpreter", lambda: python)
     output, text = launch(tmp_path / "out", "--model", "8B", "--gpus", "H100:8,A100-80GB:8", "--secret", "HF_TOKEN=x")
@@ -563,6 +498,23 @@ def test_skypilot_checks_what_is_written(tmp_path: Path, python: Path, monkeypat
     assert "image" in error
 
 
+class SecretTask:
+    """As much of SkyPilot's task as secrets need."""
+
+    def __init__(self, *declared: str) -> None:
+        self.secrets = dict.fromkeys(declared, "")
+
+    def update_secrets(self, given: dict[str, str]) -> None:
+        self.secrets |= given
+
+
+def test_a_secret_goes_to_the_tasks_that_declare_it_and_an_unknown_one_to_all() -> None:
+    trainer, service = SecretTask("HF_TOKEN", "JOBGROUP_TOKEN"), SecretTask("JOBGROUP_TOKEN")
+    skypilot.give_secrets([trainer, service], {"HF_TOKEN": "hub", "JOBGROUP_TOKEN": "job", "OF_MY_CODE": "mine"})
+    assert trainer.secrets == {"HF_TOKEN": "hub", "JOBGROUP_TOKEN": "job", "OF_MY_CODE": "mine"}
+    assert service.secrets == {"JOBGROUP_TOKEN": "job", "OF_MY_CODE": "mine"}
+
+
 def test_skypilots_environment_is_that_of_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for name in ("sky", "python"):
@@ -572,10 +524,9 @@ def test_skypilots_environment_is_that_of_its_command(tmp_path: Path, monkeypatc
     assert skypilot.interpreter() == tmp_path / "python"
 
 
-def test_a_secret_reaches_only_the_tasks_that_declare_it() -> None:
+@pytest.mark.slow
+def test_a_secret_reaches_only_the_tasks_that_declare_it(python: Path) -> None:
     """By SkyPilot's own tasks: the hub's token stays out of the tasks that load nothing from the hub."""
-    if not SKYPILOT.exists():
-        pytest.skip(f"no SkyPilot at {SKYPILOT}; `make test` installs it")
     program = """
 import json
 from sky.utils import dag_utils
@@ -585,17 +536,7 @@ give_secrets(group.tasks, {"HF_TOKEN": "hub", "JOBGROUP_TOKEN": "job", "OF_MY_CO
 values = {t.name: {n: s.get_secret_value() for n, s in t.secrets.items()} for t in group.tasks}
 print(json.dumps(values))
 """
-    with tempfile.TemporaryDirectory() as home:
-        catalog = Path(home) / ".sky/catalogs/v8/common/accelerators.csv"
-        catalog.parent.mkdir(parents=True)
-        catalog.write_text(
-            "AcceleratorName,Clouds\n"
-            + "".join(f"{name},\"['Kubernetes']\"\n" for name in ("H100", "H200", "A100-80GB", "L40S"))
-        )
-        environment = os.environ | {"HOME": home, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [SKYPILOT, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-        )
+    done = subprocess.run([python, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     tasks = json.loads(done.stdout.splitlines()[-1])
     assert {task for task, given in tasks.items() if given.get("HF_TOKEN")} == {
         *("ppo-trainer", "data-server", "rollout-server", "gateway")

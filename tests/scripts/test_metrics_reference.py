@@ -22,7 +22,6 @@ PANELS = DASHBOARD["panels"]
 RULES = [rule for group in yaml.safe_load((DOCS / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
 # Labels that docs/cluster/prometheus.yaml gives to the targets of a job group.
 OF_A_POD = {"user", "run"}
-WIDTH = 24
 
 
 @pytest.fixture(scope="module")
@@ -103,38 +102,32 @@ def asked_labels(metrics, title, expression):
     return labels | {"service", "instance", "job"} | ({"persistentvolumeclaim"} if asked & VOLUME.keys() else set())
 
 
-def targets():
-    return [(panel["title"], target) for panel in PANELS for target in panel.get("targets", [])]
+TARGETS = [(panel["title"], target) for panel in PANELS for target in panel.get("targets", [])]
 
 
-@pytest.mark.parametrize(("title", "target"), targets(), ids=lambda value: value if isinstance(value, str) else None)
-def test_the_dashboard_asks_for_what_is_exported_by_its_kind(metrics, title, target):
-    labels = asked_labels(metrics, title, target["expr"].replace("$__rate_interval", "1m"))
-    assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels | OF_A_POD
+def test_the_dashboard_asks_for_what_is_exported_by_its_kind(metrics):
+    for title, target in TARGETS:
+        labels = asked_labels(metrics, title, target["expr"].replace("$__rate_interval", "1m"))
+        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels | OF_A_POD, title
 
 
-@pytest.mark.parametrize(("title", "target"), targets(), ids=lambda value: value if isinstance(value, str) else None)
-def test_the_dashboard_tells_runs_apart(title, target):
-    if 'run=~"$run"' not in target["expr"]:
-        return
-    kept = [set(labels.split(", ")) for labels in re.findall(r" by \(([^)]*)\)", target["expr"])]
-    if "{{instance}}" in target["legendFormat"]:
-        assert all("instance" in labels for labels in kept)
-    else:
-        # Two users may have jobs of the same number.
-        assert target["legendFormat"].startswith("{{user}} {{run}} ")
-        assert all({"user", "run"} <= labels for labels in kept)
-        assert len(kept) == len(re.findall(r"\bsum\b", target["expr"]))
-
-
-@pytest.mark.parametrize(("title", "target"), targets(), ids=lambda value: value if isinstance(value, str) else None)
-def test_the_dashboard_shows_the_chosen_runs_alone(title, target):
-    chosen = re.findall(r"{[^}]*}", target["expr"])
-    assert len(chosen) == len(list(selectors(promql_parser.parse(target["expr"].replace("$__rate_interval", "1m")))))
-    assert all('namespace=~"$namespace"' in one for one in chosen)
-    # Evaluation heads and environment servers are no tasks of a run.
-    is_of_a_run = not re.match(r".*(head|environment)[_-]", target["expr"])
-    assert all(('run=~"$run"' in one) == is_of_a_run for one in chosen)
+def test_the_dashboard_shows_the_chosen_runs_alone_and_tells_them_apart():
+    for title, target in TARGETS:
+        chosen = re.findall(r"{[^}]*}", target["expr"])
+        parsed = promql_parser.parse(target["expr"].replace("$__rate_interval", "1m"))
+        assert len(chosen) == len(list(selectors(parsed))), title
+        assert all('namespace=~"$namespace"' in one for one in chosen), title
+        # Evaluation heads and environment servers are no tasks of a run.
+        is_of_a_run = not re.match(r".*(head|environment)[_-]", target["expr"])
+        assert all(('run=~"$run"' in one) == is_of_a_run for one in chosen), title
+        kept = [set(labels.split(", ")) for labels in re.findall(r" by \(([^)]*)\)", target["expr"])]
+        if is_of_a_run and "{{instance}}" in target["legendFormat"]:
+            assert all("instance" in labels for labels in kept), title
+        elif is_of_a_run:
+            # Two users may have jobs of the same number.
+            assert target["legendFormat"].startswith("{{user}} {{run}} "), title
+            assert all({"user", "run"} <= labels for labels in kept), title
+            assert len(kept) == len(re.findall(r"\bsum\b", target["expr"])), title
 
 
 def test_the_dashboards_variables_take_what_prometheus_labels_and_any_by_default():
@@ -152,26 +145,12 @@ def test_the_dashboards_variables_take_what_prometheus_labels_and_any_by_default
         )
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_an_alert_asks_for_what_is_exported_by_its_kind(metrics, rule):
-    labels = asked_labels(metrics, rule["alert"], rule["expr"])
-    of_a_run = re.search(r"trainer_|job=~?\"grpo", rule["expr"]) is not None
-    named = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
-    assert named - OF_A_POD <= labels
-    assert named & OF_A_POD == (OF_A_POD if of_a_run else set())
-    assert rule["labels"]["severity"] in {"warning", "critical"}
-    assert re.fullmatch(r"\d+m", rule["for"])
-
-
-def test_panels_do_not_overlap():
-    taken = set()
-    for panel in PANELS:
-        place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert place["x"] + place["w"] <= WIDTH
-        assert not taken & cells, panel["title"]
-        taken |= cells
+def test_an_alert_asks_for_what_is_exported_by_its_kind(metrics):
+    for rule in RULES:
+        labels = asked_labels(metrics, rule["alert"], rule["expr"])
+        of_a_run = re.search(r"trainer_|job=~?\"grpo", rule["expr"]) is not None
+        named = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert named - OF_A_POD <= labels, rule["alert"]
+        assert named & OF_A_POD == (OF_A_POD if of_a_run else set()), rule["alert"]
+        assert rule["labels"]["severity"] in {"warning", "critical"}, rule["alert"]
+        assert re.fullmatch(r"\d+m", rule["for"]), rule["alert"]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.prepare_demo_model import CHAT_TEMPLATE, RESPONSE_TEMPLATE, prepare
@@ -44,6 +44,7 @@ conversations = st.lists(
 )
 
 
+@settings(max_examples=15)
 @given(conversations, st.booleans(), st.sampled_from([None, []]))
 def test_without_tools_the_prompt_is_smollm2s_to_the_byte(messages, has_end, no_tools):
     options = {"add_generation_prompt": has_end, "tools": no_tools}
@@ -80,6 +81,7 @@ names = st.from_regex(r"[A-Za-z_][A-Za-z_0-9]{0,8}", fullmatch=True)
 all_arguments = st.dictionaries(st.text(max_size=5), json_values, max_size=3)
 
 
+@settings(max_examples=15)
 @given(st.lists(st.tuples(names, all_arguments), min_size=1, max_size=3), st.sampled_from(["", "I compute."]))
 def test_the_calls_that_the_template_writes_are_read_again(calls, content):
     message = {"role": "assistant", "content": content, "tool_calls": []}
