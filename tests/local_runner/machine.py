@@ -88,8 +88,9 @@ class Machine:
             until = loop.time() + grace_seconds
             while any(node.is_running for node in nodes) and loop.time() < until and not hurry.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        for node in nodes:
+        for node in filter(lambda node: node.is_running, nodes):
             node.kill()
+            await asyncio.sleep(0.05)  # as long as ``processes.end`` takes to see that it is gone
 
 
 def _is_below(mark: str, marks: list[str]) -> bool:

@@ -227,20 +227,6 @@ def test_a_run_does_not_start_where_its_directory_cannot_be_written_or_another_r
     assert not here.machine.nodes
 
 
-def test_a_run_starts_only_with_a_sound_file_and_options(here):
-    assert here.run({TRAINER: stays}, ppo_trainer={"envs": {"MODEL_NAME": None}}) == 78
-    assert "give --env MODEL_NAME=VALUE" in here.output
-    assert not here.machine.nodes
-
-
-def test_a_dry_run_shows_what_would_run_and_runs_nothing(here):
-    assert here.run({TRAINER: stays}, "--num-nodes", "ppo-trainer=2", "--dry-run", "--commands") == 0
-    assert "ppo-trainer-1" in here.output
-    assert "command" in here.output
-    assert not here.machine.nodes
-    assert not Path("runs").exists()
-
-
 def test_output_for_which_there_is_no_room_is_dropped():
     with _DroppingFile("/dev/full", "wb") as full:
         assert full.write(b"four") == 4

@@ -263,20 +263,10 @@ def test_a_launch_from_python_is_that_of_the_command_line(launcher: Path, capfd:
         hf_token="hush",
     )
     assert job.number == 7
-    arguments = (launcher / "arguments").read_text().split()
-    assert arguments == [
-        "launch",
-        "--yes",
-        "--gpus",
-        "H100:8",
-        "--rollout-nodes",
-        "4",
-        "--trainer-nodes",
-        "2",
-        "--env=MODEL_NAME=Qwen/Qwen3-8B",
-        "--env=MAX_STEPS=100",
-        "--secret=HF_TOKEN",
-    ]
+    assert (launcher / "arguments").read_text() == (
+        "launch --yes --gpus H100:8 --rollout-nodes 4 --trainer-nodes 2 --env=MODEL_NAME=Qwen/Qwen3-8B "
+        "--env=MAX_STEPS=100 --secret=HF_TOKEN\n"
+    )
     assert (launcher / "secret").read_text() == "hush\n"
     assert "memory of each node" in capfd.readouterr().out
     job.cancel()
