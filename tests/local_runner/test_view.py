@@ -183,67 +183,62 @@ def test_the_end_of_a_run_shows_times_sizes_and_commands_short_where_grpo_was_ca
     )
 
 
-def test_the_command_that_resumes_is_the_given_one_without_secret_values(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = run_of(TaskSpec("ppo-trainer", ""))
-    run = Run(run.group, run.run_id, tmp_path, run.addresses)
-    (run.run_dir / "checkpoints" / "step-000002").mkdir(parents=True)
-    commands = dict(next_commands(run, LAUNCH, {"status": "interrupted"}, exit_code=130))
-    assert commands["resume"].partition("grpo ")[2] == (
-        "run jobgroup.yaml --env-file examples/demo.env --env 'INSTRUCTION=Think, then answer.' "
-        "--secret JOBGROUP_TOKEN --num-nodes ppo-trainer=1 --run-id run-1"
-    )
-
-
-def after(launch: Launch, exit_code: int, *tasks: TaskSpec, directory: Path) -> dict[str, str]:
-    """Return the commands, by purpose, at the end of a run that has a model if it succeeded."""
-    group = run_of(*tasks)
+def after(launch: Launch, exit_code: int, directory: Path, *tasks: TaskSpec, has_checkpoint: bool = True) -> dict:
+    """Return the commands, by purpose, at the end of a run in ``directory`` that has a model if it succeeded."""
+    group = run_of(*(tasks or [TaskSpec("ppo-trainer", "")]))
     run = Run(group.group, group.run_id, directory, group.addresses)
-    if exit_code:
-        return dict(next_commands(run, launch, {"status": "failed"}, exit_code))
-    for made in ("model", "checkpoints/step-000004"):
+    for made in ["model"] * (not exit_code) + ["checkpoints/step-000004"] * has_checkpoint:
         (run.run_dir / made).mkdir(parents=True)
-    return dict(next_commands(run, launch, {"status": "succeeded", "steps": 4}, exit_code))
+    summary = {"status": "failed" if exit_code else "succeeded", "steps": 4}
+    return dict(next_commands(run, launch, summary, exit_code))
 
 
-def trained_on(directory: Path, launch: Launch, **variables: str) -> str:
-    """Return the options of the command that trains on after a run of 4 steps."""
-    commands = after(launch, 0, TaskSpec("ppo-trainer", "", environment=variables), directory=directory)
-    return commands["train on"].partition(" jobgroup.yaml ")[2]
-
-
-def test_the_command_that_trains_on_gives_each_variable_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("exit_code", "has_checkpoint", "purpose"),
+    [
+        (1, False, "start again"),
+        (78, False, "start again, after the correction"),
+        (78, True, "resume, after the correction"),
+        (130, True, "resume"),
+        (0, True, "train on"),
+        (0, False, None),
+    ],
+)
+def test_a_run_can_go_on_or_start_again(tmp_path, monkeypatch, exit_code, has_checkpoint, purpose):
     monkeypatch.chdir(tmp_path)
-    launch = Launch(Path("jobgroup.yaml"), env=["MAX_STEPS=3", "SEED=1", "MAX_STEPS=4"])
-    assert trained_on(tmp_path, launch, MAX_STEPS="4") == (
-        "--env SEED=1 --env MAX_STEPS=8 --env NUM_EPOCHS=6 --run-id run-1"
-    )
+    commands = after(LAUNCH, exit_code, tmp_path, has_checkpoint=has_checkpoint)
+    going_on = {name: command for name, command in commands.items() if " run jobgroup.yaml " in command}
+    assert list(going_on) == ([] if purpose is None else [purpose])
+    assert ("evaluate" in commands) == (exit_code == 0)
+    for command in going_on.values() if exit_code else ():
+        assert command.partition("grpo ")[2] == (
+            "run jobgroup.yaml --env-file examples/demo.env --env 'INSTRUCTION=Think, then answer.' "
+            "--secret JOBGROUP_TOKEN --num-nodes ppo-trainer=1 --run-id run-1"
+        )
 
 
-def test_no_command_trains_on_without_a_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("env", "variables", "options"),
+    [
+        (["MAX_STEPS=3", "SEED=1", "MAX_STEPS=4"], {"MAX_STEPS": "4"}, ["SEED=1", "MAX_STEPS=8", "NUM_EPOCHS=6"]),
+        # It has ended with its prompts.
+        (["NUM_EPOCHS=1"], {"NUM_EPOCHS": "1"}, ["NUM_EPOCHS=2"]),
+    ],
+)
+def test_the_command_that_trains_on_gives_each_variable_once(tmp_path, monkeypatch, env, variables, options):
     monkeypatch.chdir(tmp_path)
-    task = TaskSpec("ppo-trainer", "")
-    assert "train on" in after(LAUNCH, 0, task, directory=tmp_path)
-    (tmp_path / "runs/run-1/checkpoints/step-000004").rmdir()
-    run = Run(run_of(task).group, "run-1", tmp_path, run_of(task).addresses)
-    assert "train on" not in dict(next_commands(run, LAUNCH, {"status": "succeeded", "steps": 4}, 0))
-
-
-def test_the_command_that_trains_on_has_more_epochs_where_a_run_ended_with_its_prompts(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    launch = Launch(Path("jobgroup.yaml"), env=["NUM_EPOCHS=1"])
-    assert trained_on(tmp_path, launch, NUM_EPOCHS="1") == "--env NUM_EPOCHS=2 --run-id run-1"
+    launch, trainer = Launch(Path("jobgroup.yaml"), env=env), TaskSpec("ppo-trainer", "", environment=variables)
+    command = after(launch, 0, tmp_path, trainer)["train on"]
+    given = "".join(f" --env {option}" for option in options)
+    assert command.partition(" jobgroup.yaml")[2] == f"{given} --run-id run-1"
 
 
 def agents_run(dataset: str, **of_trainer: str) -> tuple[TaskSpec, ...]:
     """Return tasks as a job group's file has them, with the variables of the command line in all of them."""
     given = {"MAX_STEPS": "4", "EVAL_PROMPTS": "0", "HF_HUB_OFFLINE": "1", "MAX_NEW_TOKENS": "6"}
     data = {"DATASET": dataset, "MODEL_NAME": "m", "SHARED_DIR": "/shared"}
-    return (
-        TaskSpec("ppo-trainer", "", environment={**data, **of_trainer, **given}),
-        TaskSpec("data-server", "", environment={**data, **given}),
-        TaskSpec("reward-server", "", environment={"REWARD_FN": "math", **given}),
-    )
+    of_task = {"ppo-trainer": data | of_trainer, "data-server": data, "reward-server": {"REWARD_FN": "math"}}
+    return tuple(TaskSpec(name, "", environment=own | given) for name, own in of_task.items())
 
 
 def test_the_command_that_evaluates_gives_each_setting_that_evaluations_read_once(tmp_path, monkeypatch):
@@ -256,23 +251,13 @@ def test_the_command_that_evaluates_gives_each_setting_that_evaluations_read_onc
         ("other:solve", "rows.jsonl", ["AGENT=other:solve", "DATASET=rows.jsonl"]),
     ):
         tasks = agents_run(dataset, ROLLOUT="agent", AGENT=agent)
-        command = after(launch, 0, *tasks, directory=tmp_path / dataset)["evaluate"]
+        command = after(launch, 0, tmp_path / dataset, *tasks)["evaluate"]
         env_file, *options = command.partition("/model ")[2].split(" --env ")
         assert env_file == "--env-file shop.env"
         assert sorted(options) == sorted([*always, *of_job_group])
-
-
-def test_no_command_evaluates_a_run_on_an_environment(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    commands = after(Launch(Path("g.yaml")), 0, *agents_run("seeds", ROLLOUT="environment"), directory=tmp_path)
-    assert "train on" in commands
+    # Episodes of an environment need the environment-servers of a run.
+    commands = after(Launch(Path("g.yaml")), 0, tmp_path, *agents_run("seeds", ROLLOUT="environment"))
     assert "evaluate" not in commands
-
-
-def test_after_a_wrong_setting_the_command_is_for_after_its_correction(tmp_path):
-    task = TaskSpec("ppo-trainer", "")
-    assert "start again" in after(LAUNCH, 1, task, directory=tmp_path)
-    assert "start again, after the correction" in after(LAUNCH, 78, task, directory=tmp_path)
 
 
 FAILURE = "reward_error: mine:score: LookupError: no answer (mine.py, line 3, in score)"
