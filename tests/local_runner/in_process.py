@@ -20,6 +20,7 @@ from unittest import mock
 
 import structlog
 
+import services.data_server.dataset  # noqa: F401  # before a test has to wait for it
 from scripts import grpo
 from services.core.errors import exit_code_of
 

@@ -128,7 +128,9 @@ def test_one_failing_node_ends_and_restarts_all_nodes_and_its_exit_code_is_the_t
     ended = Supervised(tmp_path, {TRAINER: command}, ppo_trainer={"num_nodes": 2} | RECOVERS)
     assert ended.code == 7
     assert ended.outcome.failed == "ppo-trainer-1"
-    assert ended.machine.times["ppo-trainer-0"] == ended.machine.times["ppo-trainer-1"] == pytest.approx([0, 11])
+    assert (
+        ended.machine.times["ppo-trainer-0"] == ended.machine.times["ppo-trainer-1"] == pytest.approx([0, 11], abs=0.1)
+    )
     assert ended.said.count("ppo-trainer-0 stopped, exit code 137") == 2
     assert "ppo-trainer-1 failed, exit code 7" in ended.said
 
