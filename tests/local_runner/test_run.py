@@ -45,14 +45,15 @@ class Here:
         self.commands.clear()
         self.commands.update(commands)
         self.machine.times.clear()
+        self.output = ""
         documents = (task(name, "command", **fields.get(name.replace("-", "_"), {})) for name in commands)
         Path("group.yaml").write_text(HEADER + "".join(documents))
         code = call("run", "group.yaml", "--run-id", "test", *options)
-        self.output = "".join(self._capfd.readouterr())
+        self.printed()
         return code
 
     def printed(self) -> str:
-        """Return what the run that is under way has printed so far."""
+        """Return what the run has printed so far."""
         self.output += "".join(self._capfd.readouterr())
         return self.output
 
@@ -60,7 +61,6 @@ class Here:
         async def start(one: Any, rank: int, log: Any) -> Any:
             return await self.machine.start(one, rank, log, node_environment(planned, one, rank))
 
-        self.output = ""
         return Supervisor(planned, report, start, self.machine.end)
 
 
@@ -108,12 +108,10 @@ def test_the_runner_prints_and_records_which_components_are_up(here, monkeypatch
 
     async def trainer(node: Node) -> None:
         await eventually(lambda: getattr(read_nodes(RUN_DIR), "states", None) == states, told=here.printed)
-        assert state_of(RUN_DIR) == "running"
 
     commands = {TRAINER: trainer, "reward-server": serving("reward-server", 8002, "{}"), "data-server": stays}
     assert here.run(commands, hosts) == 0
     assert "reward-server-0 up" in here.output
-    assert state_of(RUN_DIR) == "succeeded"
 
 
 def test_steps_are_printed_as_they_end(here):
@@ -137,7 +135,7 @@ def test_steps_are_printed_as_they_end(here):
     (RUN_DIR / "metrics.jsonl").write_text('{"step": 7, "reward_mean": 0.7}\n')
     volume = {"envs": {"SHARED_DIR": "/shared"}, "volumes": {"/shared": "volume"}}
     assert here.run({TRAINER: trainer}, "--plain", ppo_trainer=volume) == 0
-    printed = here.printed()
+    printed = here.output
     assert "step 2/3  reward 0.200  loss +0.0100  generate 1.5s" in printed
     assert "step 7" not in printed
     assert "left" in printed
@@ -151,8 +149,8 @@ def test_a_failed_runs_outcome_is_recorded_and_the_end_of_its_log_shown(here):
 
     assert here.run({TRAINER: command}) == 3
     assert "the reason" in here.output
-    assert state_of(RUN_DIR) == "failed"
-    assert json.loads((RUN_DIR / "runner.json").read_text())["failed"] == "ppo-trainer-0"
+    record = json.loads((RUN_DIR / "runner.json").read_text())
+    assert (record["exit_code"], record["failed"]) == (3, "ppo-trainer-0")
 
 
 def test_only_the_error_is_shown_of_a_component_that_names_one(here):
@@ -173,7 +171,7 @@ def test_a_signal_stops_the_run(here, number):
         await stays(node)
 
     assert here.run({TRAINER: command}) == 128 + number
-    assert state_of(RUN_DIR) == "interrupted"
+    assert json.loads((RUN_DIR / "runner.json").read_text())["failed"] is None
 
 
 async def trains(node: Node) -> None:
@@ -194,7 +192,6 @@ def test_a_run_that_has_ended_starts_nothing_until_it_has_further_steps(here):
         assert sum(map(len, here.machine.times.values())) == starts
         assert ("nothing is left to do: run test has ended after step 2" in here.output) == (starts == 0)
         assert "0.100 → 0.300" in here.output
-        assert state_of(RUN_DIR) == "succeeded"
 
 
 @pytest.mark.parametrize("code", [0, 7])
@@ -261,6 +258,7 @@ def test_a_node_that_was_killed_is_replaced_and_none_of_its_processes_stays(tmp_
     ended = Runner(tmp_path, task(TRAINER, command, resources=fields)).end()
     assert ended.exit_code == 0
     assert ended.record["restarts"] == {TRAINER: 1}
+    assert state_of(ended.run_dir) == "succeeded"
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
@@ -275,6 +273,7 @@ def test_ctrl_c_ends_every_process_however_stubborn(tmp_path):
     runner.send(signal.SIGINT)
     ended = runner.end()
     assert ended.exit_code == 130
+    assert state_of(ended.run_dir) == "interrupted"
     assert not [pid for pid in (tmp_path / "pids").read_text().split() if is_running(int(pid))]
 
 
