@@ -26,6 +26,8 @@ class Node:
         self.task, self.rank, self.attempt, self.environment = task, rank, attempt, environment
         self.pid = next(self._pids)
         self._log = Path(log.name)
+        self.failure: BaseException | None = None
+        """What the command raised, such as a failed assertion."""
         self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def begin(self, command: Command) -> Node:
@@ -34,9 +36,10 @@ class Node:
         return self
 
     def _end(self, job: asyncio.Future[int | None]) -> None:
-        if not self._code.done():
-            # What does not catch SIGTERM ends of it.
-            self._code.set_result(-signal.SIGTERM if job.cancelled() else job.result() or 0)
+        # What does not catch SIGTERM ends of it.
+        self.failure = None if job.cancelled() else job.exception()
+        if self.is_running:
+            self._code.set_result(-signal.SIGTERM if job.cancelled() else 1 if self.failure else job.result() or 0)
 
     def say(self, text: str) -> None:
         """Write a line into the node's log."""

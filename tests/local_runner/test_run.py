@@ -50,6 +50,9 @@ class Here:
         Path("group.yaml").write_text(HEADER + "".join(documents))
         code = call("run", "group.yaml", "--run-id", "test", *options)
         self.printed()
+        for node in self.machine.nodes:
+            if node.failure is not None:
+                raise node.failure
         return code
 
     def printed(self) -> str:
