@@ -90,21 +90,28 @@ Report = Callable[[TaskSpec, int | None, State, str], None]
 StartNode = Callable[[TaskSpec, int, IO[bytes]], Awaitable[asyncio.subprocess.Process]]
 """Starts the command of a task's node with its output in the given log; the processes must have the node's mark."""
 
+EndNodes = Callable[[list[str], float, threading.Event], Awaitable[None]]
+"""Ends all processes with one of the marks; the rest is as of ``processes.end``."""
+
 
 class Supervisor:
     """The processes of one run, which it starts, restarts and ends."""
 
-    def __init__(self, run: Run, report: Report, start_node: StartNode | None = None) -> None:
+    def __init__(
+        self, run: Run, report: Report, start_node: StartNode | None = None, end_nodes: EndNodes | None = None
+    ) -> None:
         """Make a supervisor that has not started anything.
 
         Args:
             run: the run.
             report: is called at every change of state.
             start_node: starts a node; by default as a process of this machine.
+            end_nodes: ends nodes; by default all marked processes of this machine.
         """
         self._run = run
         self._report = report
         self._start_node = start_node or self._start_here
+        self._end_nodes = end_nodes or _end_here
         self._records = {task.name: _Record() for task in run.group.tasks}
         self._stop: asyncio.Future[int] | None = None
         self._stopped_early: int | None = None
@@ -129,7 +136,7 @@ class Supervisor:
             for job in jobs.values():
                 job.cancel()
             await asyncio.gather(*jobs.values(), return_exceptions=True)
-            await asyncio.to_thread(processes.end, [self._run.mark], 0)
+            await self._end_nodes([self._run.mark], 0, self._impatient)
         restarts = {name: record.restarts for name, record in self._records.items() if record.restarts}
         node = f"{failed}-{self._records[failed].failed_rank}" if failed else None
         return Outcome(exit_code, reason, time.monotonic() - started, restarts, node)
@@ -187,7 +194,7 @@ class Supervisor:
 
     async def _end_tasks(self, tasks: list[TaskSpec], grace_seconds: float) -> None:
         marks = [self._run.node_mark(task, rank) for task in tasks for rank in range(task.num_nodes)]
-        await asyncio.to_thread(processes.end, marks, grace_seconds, self._impatient)
+        await self._end_nodes(marks, grace_seconds, self._impatient)
 
     async def _run_task(self, task: TaskSpec) -> int:
         """Run ``task`` with its restarts, and return its last exit code: 0 when all nodes succeeded."""
@@ -249,7 +256,7 @@ class Supervisor:
             # No process of this start, of any node, may still run at the next.
             if not self._ending:
                 marks = [self._run.node_mark(task, rank) for rank in range(task.num_nodes)]
-                await asyncio.to_thread(processes.end, marks, 0)
+                await self._end_nodes(marks, 0, self._impatient)
         codes = [shell_code(await wait) for wait in waits]
         for rank, code in enumerate(codes):
             self._report(task, rank, *self._end_of_node(code, is_killed=rank in killed))
@@ -286,6 +293,10 @@ class Supervisor:
             env=node_environment(self._run, task, rank),
             start_new_session=True,
         )
+
+
+async def _end_here(marks: list[str], grace_seconds: float, hurry: threading.Event) -> None:
+    await asyncio.to_thread(processes.end, marks, grace_seconds, hurry)
 
 
 def survived_kills(group: JobGroup) -> dict[str, int]:

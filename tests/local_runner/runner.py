@@ -25,7 +25,7 @@ sys.argv.insert(1, "run")
 grpo.main()
 """
 OUTPUT = "output.txt"
-"""The file with what the runner prints; tasks may wait for a line of it."""
+"""The file with what the runner prints."""
 HEADER = "name: group\nexecution: parallel\nprimary_tasks: [ppo-trainer]\n"
 
 
@@ -98,11 +98,6 @@ class Runner:
     def end(self) -> Ended:
         self.process.wait(timeout=LIMIT_SECONDS)
         return Ended(self.process.returncode, self.output, self.run_dir)
-
-
-def run(directory: Path, *tasks: str, **options: Any) -> Ended:
-    """Run a job group to its end."""
-    return Runner(directory, *tasks, **options).end()
 
 
 def is_running(pid: int) -> bool:

@@ -23,6 +23,8 @@ from services.protocol.groups import joined, pack_sequences
 from tests.local_runner.runner import Runner, task
 from tests.waiting import LIMIT_SECONDS, wait_until
 
+pytestmark = pytest.mark.leaving
+
 KILLS = {"ppo-trainer-0": 3, "ppo-trainer-1": 3, "reward-server-0": 1, "router-0": 0}
 
 

@@ -2,58 +2,58 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from local_runner.doctor import sandbox_in_pod
+from local_runner import doctor
 from services.core.errors import EXIT_CONFIGURATION
 from services.sandbox.kernel import landlock_version
-from tests.waiting import LIMIT_SECONDS
+from tests.local_runner.in_process import call
 
 ROOT = Path(__file__).parents[2]
 UNCONFINED = {"seccompProfile": {"type": "Unconfined"}, "appArmorProfile": {"type": "Unconfined"}}
+Table = Callable[..., tuple[int, dict[str, str]]]
 
 
-def doctor(*arguments: str) -> tuple[int, dict[str, str]]:
-    """Return the exit code, and state and facts of each row by its subject."""
-    command = [sys.executable, "-m", "scripts.grpo", "doctor", *arguments]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={"COLUMNS": "1000", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-    )
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
-    assert rows, done.stderr
-    return done.returncode, {subject: f"{state}: {facts}" for subject, state, facts in rows}
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], asks_here: None) -> Table:
+    """Returns the exit code, and state and facts of each row by its subject."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "1000")
+
+    def run(*arguments: str) -> tuple[int, dict[str, str]]:
+        code = call("doctor", *arguments)
+        printed = capfd.readouterr().out.splitlines()
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed if "│" in line]
+        return code, {subject: f"{state}: {facts}" for subject, state, facts in rows}
+
+    return run
 
 
-def test_it_shows_what_this_machine_can_do() -> None:
-    code, rows = doctor()
+def test_it_shows_what_this_machine_can_do(table: Table) -> None:
+    code, rows = table()
     assert code == 0
     assert {"system", "memory", "disk", "GPUs", "engine", "sandbox bwrap", "sandbox landlock"} <= set(rows)
     if landlock_version():
         assert rows["sandbox landlock"].startswith("yes: every attack fails; start ")
-    if sys.platform == "linux":
-        assert rows["sandbox seatbelt"] == "no: seatbelt is not for linux"
 
 
-def test_a_job_group_that_could_not_run_is_refused_with_all_reasons(tmp_path: Path) -> None:
+def test_a_job_group_that_could_not_run_is_refused_with_all_reasons(
+    table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_of_sandboxes", lambda: ())  # the other test tries them
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n' * 9)
     settings = {"MODEL_NAME": str(tmp_path), "DATASET": str(tmp_path / "rows.jsonl"), "REWARD_FN": "no_such_module:f"}
     words = [word for name, value in settings.items() for word in ("--env", f"{name}={value}")]
-    code, rows = doctor("--job-group", "jobgroup.yaml", *words)
+    code, rows = table("--job-group", "jobgroup.yaml", *words)
     assert code == EXIT_CONFIGURATION
     assert rows["job group: settings"].startswith("yes")
     assert "no_such_module" in rows["job group: files, functions, judge and sandbox"]
     assert "landlock" in rows["pod of reward-server"]
     assert rows["pod of data-server"] == "-: python:3.11-bookworm"
-    code, rows = doctor("--job-group", "jobgroup.yaml", "--env", "BATCH_SIZE=none")
+    code, rows = table("--job-group", "jobgroup.yaml", "--env", "BATCH_SIZE=none")
     assert code == EXIT_CONFIGURATION
     assert "BATCH_SIZE is 'none'" in rows["job group: settings"]
 
@@ -69,4 +69,4 @@ def test_a_job_group_that_could_not_run_is_refused_with_all_reasons(tmp_path: Pa
     ],
 )
 def test_what_a_pod_allows_is_read_from_its_specification(pod: dict[str, object], expected: str) -> None:
-    assert sandbox_in_pod(pod).startswith(expected)
+    assert doctor.sandbox_in_pod(pod).startswith(expected)

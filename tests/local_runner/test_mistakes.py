@@ -6,23 +6,30 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from local_runner import spec
 from local_runner.checks import setting_like
+from tests.local_runner.in_process import call
 
 ROOT = Path(__file__).parents[2]
 
 
-def told(*arguments: str, cwd: Path = ROOT) -> str:
-    """Return what ``grpo run`` says to wrong arguments, with single spaces."""
-    command = [sys.executable, "-P", ROOT / "scripts/grpo.py", "run", *arguments]
-    environment = os.environ | {"TERM": "dumb", "COLUMNS": "300"}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode in (2, 78), done.stderr
-    return re.sub(r"\s+", " ", done.stderr)
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Returns what ``grpo run`` says to wrong arguments, with single spaces."""
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(*arguments: str, cwd: Path = ROOT) -> str:
+        monkeypatch.chdir(cwd)
+        assert call("run", *arguments) in (2, 78)
+        return re.sub(r"\s+", " ", capfd.readouterr().err)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -47,11 +54,11 @@ def told(*arguments: str, cwd: Path = ROOT) -> str:
         ),
     ],
 )
-def test_a_mistake_is_answered_with_what_to_type(arguments: list[str], said: str) -> None:
+def test_a_mistake_is_answered_with_what_to_type(told: Callable[..., str], arguments: list[str], said: str) -> None:
     assert said in told(*arguments)
 
 
-def test_no_arguments_at_all_stand_for_the_job_group_file_here(tmp_path: Path) -> None:
+def test_no_arguments_at_all_stand_for_the_job_group_file_here(told: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "jobgroup.yaml").write_text("name: mine\n")
     assert told(cwd=tmp_path).startswith("error: jobgroup.yaml: ")
 

@@ -27,6 +27,7 @@ from services.engines.settings import RolloutSettings
 from tests.waiting import IDLE_SECONDS
 from trainer.config import TrainerSettings
 
+ROOT = Path(__file__).parents[2]
 GROUP = JobGroup(
     "group",
     (TaskSpec(Task.ROLLOUT_SERVER, "", num_nodes=2), TaskSpec(Task.TRAINER, "", num_nodes=2), TaskSpec("other", "")),
@@ -204,10 +205,12 @@ def test_an_exported_choice_of_gpus_is_shared_out_among_the_nodes(monkeypatch):
     assert given == ["4", "5", "6"]
 
 
-def test_a_task_whose_variables_hide_the_gpus_has_none():
-    task = TaskSpec("t", "", gpus_per_node=2, environment={"CUDA_VISIBLE_DEVICES": ""})
-    own = variables(task, gpus=("0", "1"))
-    assert (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"]) == ("", "0")
+@pytest.mark.parametrize(("gpus", "environment"), [(("0", "1"), {"CUDA_VISIBLE_DEVICES": ""}), ((), {})])
+def test_a_task_whose_variables_hide_the_gpus_or_a_machine_without_them_has_none(gpus, environment, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    task = TaskSpec("t", "", gpus_per_node=2, environment=environment)
+    own = variables(task, gpus=gpus)
+    assert (own.get("CUDA_VISIBLE_DEVICES", ""), own["SKYPILOT_NUM_GPUS_PER_NODE"]) == ("", "0")
 
 
 @pytest.mark.parametrize(
@@ -225,10 +228,14 @@ def test_nodes_of_the_trainer_have_gpus_of_their_own(gpus, count, fits):
             nodes.check_gpus(run)
 
 
+def load(file: str, environment: dict[str, str] | None = None, **overrides) -> JobGroup:
+    """Return a job group of this project."""
+    return spec.load(ROOT / file, spec.Overrides(environment=environment or {}, **overrides))
+
+
 @pytest.mark.parametrize("settings", ["examples/demo.env", "examples/gsm8k.env"])
 def test_the_demo_runs_on_a_machine_with_one_gpu(settings):
-    root = Path(__file__).parents[2]
-    group = spec.load(root / "jobgroup.yaml", spec.Overrides(environment=spec.env_file(root / settings)))
+    group = load("jobgroup.yaml", spec.env_file(ROOT / settings))
     run = run_of(*group.tasks, gpus=("0",))
     nodes.check_gpus(run)
     for task in group.tasks:
@@ -239,105 +246,76 @@ def test_the_demo_runs_on_a_machine_with_one_gpu(settings):
 
 @pytest.mark.parametrize(("gpus", "trainers", "engines"), [(("0",), "0", "0"), (("2", "5"), "2", "5")])
 def test_engine_and_trainer_share_a_gpu_only_where_there_is_one(gpus, trainers, engines):
-    root = Path(__file__).parents[2]
-    preset = spec.env_file(root / "examples/one-gpu.env")
-    group = spec.load(root / "jobgroup.yaml", spec.Overrides(environment=preset, other_nodes=1))
+    group = load("jobgroup.yaml", spec.env_file(ROOT / "examples/one-gpu.env"), other_nodes=1)
     run = run_of(*group.tasks, gpus=gpus)
     nodes.check_gpus(run)
-    given = {}
-    for task in group.tasks:
-        own = nodes.node_environment(run, task, 0)
-        given[task.name] = (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"])
-    assert (given.pop("ppo-trainer"), given.pop("rollout-server")) == ((trainers, "1"), (engines, "1"))
-    assert set(given.values()) == {("", "0")}
+    given = {task.name: ",".join(nodes.gpus_of(run, task, 0)) for task in group.tasks}
+    assert (given.pop("ppo-trainer"), given.pop("rollout-server")) == (trainers, engines)
+    assert set(given.values()) == {""}
 
 
-def test_engines_and_trainer_share_all_gpus_of_a_machine():
-    root = Path(__file__).parents[2]
-    given = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    group = spec.load(root / "jobgroups/colocated.yaml", spec.Overrides(environment=given))
+def test_engines_and_trainer_share_all_gpus_of_a_machine_and_find_each_other():
+    group = load("jobgroups/colocated.yaml", {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     run = run_of(*group.tasks, gpus=("0", "1", "2", "3"))
     nodes.check_gpus(run)
     own = nodes.node_environment(run, group.tasks[0], 0)
     assert (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"]) == ("0,1,2,3", "4")
-
-
-def test_a_trainers_node_that_runs_engines_has_their_addresses():
-    root = Path(__file__).parents[2]
-    group = spec.load(root / "jobgroups/colocated.yaml")
     with nodes.allocate(group) as addresses:
         assert not [key for key in addresses.endpoints if key.startswith("rollout-server")]
         with mock.patch.dict(os.environ, {endpoints.ENDPOINTS_VARIABLE: addresses.variable, "COLOCATE": "true"}):
             assert endpoints.endpoint(Task.ROLLOUT_SERVER).url == f"http://{addresses.find('ppo-trainer', 0, 30000)}"
 
 
+SHARES = {"ENGINE_SLEEPS": "false", "PUBLISH_TRANSPORT": "local"}
+
+
 @pytest.mark.parametrize(
     ("variables", "refusal"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, None),
-        ({}, "ppo-trainer GPU 0 and rollout-server GPU 1: .* give --small --env CUDA_VISIBLE_DEVICES=0,1"),
-        ({"PUBLISH_TRANSPORT": "broadcast"}, None),
+        (SHARES | {"CUDA_VISIBLE_DEVICES": "0,1"}, None),
+        (SHARES, "ppo-trainer GPU 0 and rollout-server GPU 1: .* give --small --env CUDA_VISIBLE_DEVICES=0,1"),
+        (SHARES | {"PUBLISH_TRANSPORT": "broadcast"}, None),
     ],
-    ids=["same", "others", "another transport"],
 )
 def test_engines_and_trainer_that_share_memory_have_the_same_gpus(variables, refusal):
-    root = Path(__file__).parents[2]
-    given = {"ENGINE_SLEEPS": "false", "PUBLISH_TRANSPORT": "local"} | variables
-    group = spec.load(root / "jobgroup.yaml", spec.Overrides(environment=given, other_nodes=1))
-    run = run_of(*group.tasks, gpus=("0", "1"))
+    group = load("jobgroup.yaml", variables, other_nodes=1)
     trainer, rollout = (next(t for t in group.tasks if t.name == name) for name in ("ppo-trainer", "rollout-server"))
-    transport = TrainerSettings.load(publish_transport=given["PUBLISH_TRANSPORT"])
+    transport = TrainerSettings.load(publish_transport=variables["PUBLISH_TRANSPORT"])
     loaded = [(trainer, None, transport), (rollout, None, RolloutSettings.load())]
     with nullcontext() if refusal is None else pytest.raises(ConfigurationError, match=refusal):
-        checks.check_shared_gpus(run, loaded)
+        checks.check_shared_gpus(run_of(*group.tasks, gpus=("0", "1")), loaded)
+
+
+COLOCATED = "jobgroups/colocated.yaml"
 
 
 @pytest.mark.parametrize(
     ("file", "variables", "refusal"),
     [
-        (
-            "jobgroup.yaml",
-            {"COLOCATE": "true", "ENGINE_SLEEPS": "true"},
-            "has a rollout-server, whose engines would not",
-        ),
-        (
-            "jobgroups/colocated.yaml",
-            {"COLOCATE": "false"},
-            "COLOCATE is false, but job group grpo has no",
-        ),
-        ("jobgroups/colocated.yaml", {"ENGINE_SLEEPS": "false"}, "COLOCATE is set, but ENGINE_SLEEPS is not"),
-        ("jobgroups/colocated.yaml", {"MODE": "async"}, "MODE=async generates while the trainer trains"),
-        ("jobgroups/colocated.yaml", {"LORA_RANK": "8"}, "set PUBLISH_TRANSPORT=broadcast, which sends adapters"),
+        ("jobgroup.yaml", {"COLOCATE": "true", "ENGINE_SLEEPS": "true"}, "has a rollout-server"),
+        (COLOCATED, {"COLOCATE": "false"}, "COLOCATE is false, but job group grpo has no"),
+        (COLOCATED, {"ENGINE_SLEEPS": "false"}, "COLOCATE is set, but ENGINE_SLEEPS is not"),
+        (COLOCATED, {"MODE": "async"}, "MODE=async"),
+        (COLOCATED, {"LORA_RANK": "8"}, "set PUBLISH_TRANSPORT=broadcast"),
     ],
 )
 def test_engines_on_the_trainers_nodes_need_a_group_and_settings_that_fit(file, variables, refusal):
-    group = spec.load(Path(__file__).parents[2] / file, spec.Overrides(environment=variables))
+    group = load(file, variables)
     with pytest.raises(ConfigurationError, match=refusal):
         checks.check_services(checks.load_all(run_of(*group.tasks)), group)
 
 
 def test_a_gateway_that_looks_for_engines_elsewhere_is_refused():
-    given = {
-        "COLOCATE": "true",
-        "ENGINE_SLEEPS": "true",
-        "PUBLISH_TRANSPORT": "disk",
-        "AGENT": "mine:solve",
-        "ROLLOUT": "agent",
-    }
-    root = Path(__file__).parents[2]
-    colocated = spec.load(root / "jobgroups/colocated.yaml", spec.Overrides(environment=given))
-    agent = spec.load(root / "jobgroups/agent.yaml", spec.Overrides(environment={"AGENT": "mine:solve"}))
-    [gateway] = [task for task in agent.tasks if task.name == "gateway"]
+    agent = {"AGENT": "mine:solve"}
+    given = {"COLOCATE": "true", "ENGINE_SLEEPS": "true", "PUBLISH_TRANSPORT": "disk", "ROLLOUT": "agent"}
+    colocated = load(COLOCATED, given | agent)
+    [gateway] = [task for task in load("jobgroups/agent.yaml", agent).tasks if task.name == "gateway"]
     for variables, refusal in ({}, "but not for gateway"), ({"COLOCATE": "true"}, None):
         task = replace(gateway, environment={**gateway.environment, **variables})
         group = replace(colocated, tasks=(*colocated.tasks, task))
         loaded = checks.load_all(run_of(*group.tasks))
         with nullcontext() if refusal is None else pytest.raises(ConfigurationError, match=refusal):
             checks.check_services(loaded, group)
-
-
-def test_a_machine_without_gpus_has_none_per_node():
-    assert variables(TaskSpec("t", "", gpus_per_node=4))["SKYPILOT_NUM_GPUS_PER_NODE"] == "0"
 
 
 def test_the_nodes_of_one_machine_keep_its_cache_of_models(monkeypatch):

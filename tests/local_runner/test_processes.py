@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -38,7 +39,8 @@ time.sleep(60)
 time.sleep(60)
 """
 
-MARKED = os.environ | {MARK: "run/data-server-0"}
+RUN = f"run-{os.getpid()}"
+MARKED = os.environ | {MARK: f"{RUN}/data-server-0"}
 
 
 def test_a_process_that_has_no_environment_in_the_middle_of_an_exec_is_asked_to_end_not_killed(
@@ -53,15 +55,29 @@ def test_a_process_that_has_no_environment_in_the_middle_of_an_exec_is_asked_to_
 
     monkeypatch.setattr(psutil.Process, "environ", empty_at_first)
     with subprocess.Popen(["sleep", "60"], env=MARKED, start_new_session=True) as process:
-        end(["run"], grace_seconds=30)
+        end([RUN], grace_seconds=30)
     assert process.returncode == -15
 
 
 def test_the_mark_of_a_node_is_not_that_of_another_whose_name_begins_alike() -> None:
     with subprocess.Popen(["sleep", "60"], env=MARKED) as process:
-        found = {prefix: bool(marked(prefix)) for prefix in ("run", "run/data-server-0", "ru", "run/data-server")}
-        assert found == {"run": True, "run/data-server-0": True, "ru": False, "run/data-server": False}
+        node = f"{RUN}/data-server-0"
+        assert [bool(marked(prefix)) for prefix in (RUN, node, RUN[:-1], node[:-2])] == [True, True, False, False]
         process.kill()
+
+
+@pytest.mark.parametrize(("grace_seconds", "hurries"), [(0.2, False), (3600, True)])
+def test_what_does_not_end_when_asked_is_killed_after_a_time_or_in_a_hurry(
+    tmp_path: Path, grace_seconds: float, hurries: bool
+) -> None:
+    hurry = threading.Event()
+    if hurries:
+        hurry.set()
+    stubborn = ["bash", "-c", "trap '' TERM; touch started; while :; do sleep 0.1; done"]
+    with subprocess.Popen(stubborn, cwd=tmp_path, env=MARKED, start_new_session=True) as process:
+        wait_until((tmp_path / "started").exists)
+        end([f"{RUN}/data-server-0"], grace_seconds, hurry)
+    assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -3,8 +3,6 @@
 import asyncio
 import io
 import json
-import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,147 +10,103 @@ from rich.console import Console
 
 from local_runner import status, summary
 from local_runner.nodes import Run
-from local_runner.progress import Step
+from local_runner.progress import Step, advice, failed
 from local_runner.spec import TaskSpec
 from local_runner.view import View, describe
 from tests.local_runner.test_nodes import run_of
 
-NO_REWARD = "none of 96 completions got a reward; all have 0. Look at the completions"
-NO_SCORE = "no completion could be scored. Look at the completions"
-EQUAL = "within each prompt's group, all rewards are equal (96 completions). Look at the completions"
-
-
 TURNS = "session a-1 reached its limit of 3 turns (AGENT_MAX_TURNS); stop the agent's loop earlier"
 BROKEN = "RuntimeError: shop database is down"
+LOOK = "Look at the completions"
 
 
-def lines(
-    counts: list[list[tuple[float, int]]], trained: float = 0.0, failures: Sequence[tuple[str, int, str]] = ()
-) -> list[bytes]:
-    """Return a run's lines of metrics.jsonl, with the counts of each step's rewards, and each step's failures."""
-    records = []
-    for number, of_step in enumerate(counts, 1):
-        record = {"step": number, "trained_tokens": trained, "reward_counts": of_step, "failures": failures}
-        total = sum(count for _, count in of_step)
-        if total:
-            record["reward_mean"] = sum(reward * count for reward, count in of_step) / total
-        records.append(json.dumps(record).encode() + b"\n")
-    return records
+def line(number=1, counts=(), trained=0.0, failures=()) -> bytes:
+    """Return a step's line of metrics.jsonl."""
+    record = {"step": number, "trained_tokens": trained, "reward_counts": counts, "failures": failures}
+    if total := sum(count for _, count in counts):
+        record["reward_mean"] = sum(reward * count for reward, count in counts) / total
+    return json.dumps(record).encode() + b"\n"
 
 
-RUNS = [
-    (lines([[(0.0, 32)]] * 3), NO_REWARD),
-    (lines([[]] * 3), NO_SCORE),
-    (lines([[(0.0, 16), (1.0, 16)]] * 3), EQUAL),
-    (lines([[(1.0, 32)]] * 3), EQUAL),
-    (
-        lines([[(0.0, 32)]] * 3, failures=[("exception", 6, BROKEN), ("limit", 2, TURNS)]),
-        "none of 96 completions got a reward; all have 0. Failed completions have no reward, except",
-    ),
-]
-
-
-def run_in(folder: Path, told: list[bytes]) -> Run:
-    """Return a run in ``folder`` that has written the lines."""
-    run = run_of(TaskSpec("ppo-trainer", ""))
-    run = Run(run.group, run.run_id, folder, run.addresses)
-    run.run_dir.mkdir(parents=True)
-    (run.run_dir / "metrics.jsonl").write_bytes(b"".join(told))
-    return run
-
-
-def shown_end(run: Run) -> str:
-    console = Console(file=io.StringIO(), width=80)
-    summary.show(console, run, None, {"reason": "done", "seconds": 9.0}, {})
-    return console.file.getvalue()
-
-
-def shown_status(run: Run) -> str:
-    console = Console(file=io.StringIO(), width=400)
-    asyncio.run(status.print_status(console, run.run_dir, None))
-    return console.file.getvalue()
-
-
-@pytest.mark.parametrize(("told", "said"), RUNS)
-def test_the_lines_say_once_that_the_model_has_learned_nothing(told, said):
-    console = Console(file=io.StringIO(), width=80)
-    with View(run_of(TaskSpec("ppo-trainer", "")), console, live=False) as shown:
-        for line in told[:2]:
-            shown.step(Step.read(line))
-        assert "The model has learned nothing" not in console.file.getvalue()
-        for line in [*told[2:], *told]:
-            shown.step(Step.read(line))
-    assert console.file.getvalue().count(f"The model has learned nothing in 3 steps: {said}") == 1
-
-
-@pytest.mark.parametrize(("told", "said"), [(told[:count], said) for told, said in RUNS for count in (1, 3)])
-def test_the_end_and_the_status_of_a_run_say_that_the_model_has_learned_nothing(tmp_path, told, said):
-    run = run_in(tmp_path, told)
-    in_steps = "in 3 steps" if len(told) == 3 else "in the step"
-    expected = f"The model has learned nothing {in_steps}: {said}".replace("96", str(32 * len(told)))
-    for shown in (shown_end(run), shown_status(run)):
-        assert expected in " ".join(shown.split())
-
-
-@pytest.mark.parametrize("told", [[], lines([[(0.0, 32)]] * 3, trained=900.0)])
-def test_a_run_that_changed_its_model_or_has_no_step_does_not_count_as_learning_nothing(tmp_path, told):
-    run = run_in(tmp_path, told)
-    assert "learned nothing" not in shown_end(run) + shown_status(run)
-
-
-def test_a_steps_line_says_when_it_taught_nothing():
-    unscored, zero = map(Step.read, lines([[], [(0.0, 8)]]))
-    [trained] = map(Step.read, lines([[(0.0, 8)]], trained=64.0))
-    assert describe(unscored, 0, None) == "step 1  no reward"
-    assert describe(zero, 0, None) == "step 2  reward 0.000  equal rewards"
-    assert describe(trained, 0, None) == "step 1  reward 0.000"
+def steps(count: int, *of_step) -> list[Step]:
+    return [Step.read(line(number + 1, *of_step)) for number in range(count)]
 
 
 @pytest.mark.parametrize(
-    ("trained", "failures", "share", "reason"),
+    ("counts", "failures", "said"),
     [
-        # Those over a limit are among the rewards.
-        (90.0, [("limit", 4, TURNS)], "4/4 (limit)", f"{TURNS}. Raise the limit, or end the episode before it"),
+        ([(0.0, 32)], [], "none of 96 completions got a reward; all have 0. Look at the completions"),
+        ([], [], "no completion could be scored. Look at the completions"),
+        ([(0.0, 16), (1.0, 16)], [], "all rewards are equal (96 completions). Look at the completions"),
+        ([(1.0, 32)], [], "all rewards are equal (96 completions). Look at the completions"),
+        # Rewards of the others say little where completions have failed.
         (
-            90.0,
-            [("reward_over_limit", 2, "more than 1 s")],
-            "2/4 (reward_over_limit)",
-            "more than 1 s. Make the reward function faster or smaller",
-        ),
-        (
-            0.0,
-            [("exception", 4, BROKEN), ("limit", 1, TURNS)],
-            "5/8 (exception 4, limit 1)",
-            f"{BROKEN}. Correct the agent",
-        ),
-        (
-            0.0,
-            [("reward_error", 4, "my:f returned nan")],
-            "4/8 (reward_error)",
-            "my:f returned nan. Correct the reward",
-        ),
-        (
-            0.0,
-            [("turn_rewards", 4, "give one a call")],
-            "4/8 (turn_rewards)",
-            "give one a call. Look at the completions",
+            [(0.0, 32)],
+            [("exception", 6, BROKEN)],
+            "none of 96 completions got a reward; all have 0. Failed completions",
         ),
     ],
 )
-def test_failed_completions_are_counted_and_the_most_frequent_reason_told(tmp_path, trained, failures, share, reason):
-    told = lines([[(1.0, 4)]] * 2, trained, failures)
-    run = run_in(tmp_path, told)
-    assert f"reward 1.000  failed {share}" in describe(Step.read(told[0]), 0, None)
-    whole = re.sub(r"\d+", lambda number: str(2 * int(number[0])), share)
-    for shown in (shown_end(run), shown_status(run)):
-        said = " ".join(shown.replace("│", " ").split())
-        assert f"failed completions {whole}" in said
-        about = "Failed completions have no reward, except that those over a limit are wrong"
-        assert f"{about}: {whole}. The most frequent failure: {reason}" in said
-        assert ("The model has learned nothing in 2 steps" in said) == (trained == 0)
-        assert "too easy" not in said, "the failures come first"
+def test_steps_that_gave_nothing_to_learn_from_are_explained(counts, failures, said):
+    assert advice(steps(1, counts, 0.0, failures)).startswith("The model has learned nothing in the step: ")
+    in_three = advice(steps(3, counts, 0.0, failures))
+    assert in_three.startswith("The model has learned nothing in 3 steps: ")
+    assert said in in_three
+    assert advice([]) is advice(steps(3, [(0.0, 32)], 900.0)) is None
+    assert "learned nothing" not in (advice(steps(3, counts, 900.0, failures)) or "")
 
 
-def test_a_step_of_several_sources_has_the_reward_of_each() -> None:
-    line = b'{"step": 4, "reward_mean": 0.5, "reward_mean/game": 0.25, "reward_mean/sums": 0.75, "groups/sums": 2}\n'
-    assert describe(Step.read(line), 9, None) == "step 4/9  reward 0.500 (game 0.250, sums 0.750)"
+@pytest.mark.parametrize(
+    ("failures", "share", "remedy"),
+    [
+        # Those over a limit are among the rewards.
+        ([("limit", 4, TURNS)], "8/8 (limit)", "Raise the limit, or end the episode before it"),
+        ([("reward_over_limit", 2, "more than 1 s")], "4/8 (reward_over_limit)", "Make the reward function faster"),
+        ([("exception", 4, BROKEN), ("limit", 1, TURNS)], "10/16 (exception 8, limit 2)", "Correct the agent"),
+        ([("reward_error", 4, "my:f returned nan")], "8/16 (reward_error)", "Correct the reward"),
+        ([("turn_rewards", 4, "give one a call")], "8/16 (turn_rewards)", LOOK),
+    ],
+)
+def test_failed_completions_are_counted_and_the_most_frequent_reason_told(failures, share, remedy):
+    both = steps(2, [(1.0, 4)], 90.0, failures)
+    assert failed(both) == share
+    assert f"{share}. The most frequent failure: {failures[0][2]}. {remedy}" in advice(both)
+    assert f"reward 1.000  failed {failed(both[:1])}" in describe(both[0], 0, None)
+
+
+def test_the_advice_is_in_the_third_steps_line_once_and_at_the_end_and_in_the_status_of_a_run(tmp_path: Path):
+    taught_nothing = steps(3, [(0.0, 32)], 0.0, [("exception", 6, BROKEN)])
+    console = Console(file=io.StringIO(), width=80)
+    with View(run_of(TaskSpec("ppo-trainer", "")), console, live=False) as shown:
+        for step in taught_nothing[:2]:
+            shown.step(step)
+        assert "The model has learned nothing" not in console.file.getvalue()
+        for step in [taught_nothing[2], *taught_nothing]:
+            shown.step(step)
+    assert console.file.getvalue().count(advice(taught_nothing)) == 1
+    whole = describe(taught_nothing[0], 0, None)
+    assert len(whole) > 80
+    assert whole in console.file.getvalue().splitlines()
+    run = run_of(TaskSpec("ppo-trainer", ""))
+    run = Run(run.group, run.run_id, tmp_path, run.addresses)
+    run.run_dir.mkdir(parents=True)
+    lines = [line(number, [(0.0, 32)], 0.0, [("exception", 6, BROKEN)]) for number in (1, 2, 3)]
+    (run.run_dir / "metrics.jsonl").write_bytes(b"".join(lines))
+    end, state = (Console(file=io.StringIO(), width=400) for _ in range(2))
+    summary.show(end, run, None, {"reason": "done", "seconds": 9.0}, {})
+    asyncio.run(status.print_status(state, run.run_dir, None))
+    for printed in (end.file.getvalue(), state.file.getvalue()):
+        words = " ".join(printed.replace("│", " ").split())
+        assert advice(taught_nothing) in words
+        assert "failed completions 18/114 (exception)" in words
+
+
+def test_a_steps_line_says_when_it_taught_nothing_and_the_reward_of_each_source():
+    told = [line(1), line(2, [(0.0, 8)]), line(3, [(0.0, 8)], 64.0)]
+    of_sources = {"step": 4, "reward_mean": 0.5, "reward_mean/game": 0.25, "reward_mean/sums": 0.75, "groups/sums": 2}
+    assert [describe(Step.read(one), 9, None) for one in (*told, json.dumps(of_sources).encode())] == [
+        "step 1/9  no reward",
+        "step 2/9  reward 0.000  equal rewards",
+        "step 3/9  reward 0.000",
+        "step 4/9  reward 0.500 (game 0.250, sums 0.750)",
+    ]

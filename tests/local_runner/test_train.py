@@ -7,12 +7,17 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
+import pandas
 import pytest
 
 from local_runner.train import RunError, train
+from tests.local_runner.in_process import call
 from tests.local_runner.runner import HEADER, is_running, task
 from tests.waiting import LIMIT_SECONDS, bytes_in, wait_until
 
@@ -22,14 +27,13 @@ echo '{"step": 1, "reward_mean": 0.25}' > metrics.jsonl; echo '{"step": 2, "rewa
 echo "{\\"learning_rate\\": $LEARNING_RATE, \\"nodes\\": $SKYPILOT_NUM_NODES}" > summary.json
 """
 LOADS = """
-python -c '
 import json, os
 from services.core.imports import load_function
 function = load_function("REWARD_FN", os.environ["REWARD_FN"])
 rows = [json.loads(line) for line in open(os.environ["DATASET"])]
 print(os.environ["REWARD_FN"], [function(response=row["question"]) for row in rows])
-'
 """
+SUMS = [{"question": "1+1=", "answer": "2"}] * 3
 
 
 @pytest.fixture
@@ -41,6 +45,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def group(*tasks: str) -> str:
     Path("group.yaml").write_text(HEADER + "".join(tasks))
     return "group.yaml"
+
+
+Runs = Callable[[str], None]
+
+
+@pytest.fixture
+def runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Has a shell script run in place of ``grpo run``; its arguments are in the file ``arguments``."""
+
+    def script(text: str) -> None:
+        Path("runner.sh").write_text(f"echo $@ > arguments\n{text}\n")
+        monkeypatch.setattr("local_runner.train.GRPO", ("sh", "runner.sh"))
+
+    return script
 
 
 def test_a_run_has_its_summary_its_metrics_and_its_model(here, capfd, monkeypatch):
@@ -55,53 +73,65 @@ def test_a_run_has_its_summary_its_metrics_and_its_model(here, capfd, monkeypatc
     assert "\x1b" not in printed
 
 
+@pytest.mark.usefixtures("asks_here")
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("setting", "said"),
     [
-        ({"learning_rat": 1}, r"^learning_rat is read by no component; the nearest setting is learning_rate\. "),
-        ({"group_size": "many"}, r"^ppo-trainer: group_size is 'many': Input should be a valid integer"),
-        ({"steps": 3}, r"^steps is read by no component; the nearest setting is max_steps\."),
-        (
-            {"dataset": [{"question": "1+1=", "answer": "2"}] * 3, "max_steps": 2, "batch_size": 500},
-            r"^batch_size is 500, but the data have 2 prompts to train on, 6 in num_epochs=3: not one step; set batch",
-        ),
-        ({"updates_per_batch": 9}, r"^ppo-trainer: updates_per_batch is 9; allowed is at most batch_size \(4\)"),
+        ("LEARNING_RAT=1", "learning_rat is read by no component; the nearest setting is learning_rate"),
+        ("GROUP_SIZE=many", "ppo-trainer: group_size is 'many'"),
+        ("STEPS=3", "steps is read by no component; the nearest setting is max_steps"),
+        ("BATCH_SIZE=500", "batch_size is 500, but the data have 2 prompts to train on, 6 in num_epochs=3"),
+        ("UPDATES_PER_BATCH=9", "ppo-trainer: updates_per_batch is 9; allowed is at most batch_size (4)"),
     ],
 )
-def test_a_setting_that_is_unknown_or_not_allowed_is_refused_once_in_the_callers_words(here, capfd, settings, said):
-    with pytest.raises(ValueError, match=said):
-        train(job_group=group(task("ppo-trainer", "exit 0"), task("data-server", "exit 0")), **settings)
+def test_a_program_gets_refusals_in_its_callers_words(here, capfd, setting, said):
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
+    words = ("--env=DATASET=rows.jsonl", "--env=MAX_STEPS=2", f"--env={setting}")
+    group(task("ppo-trainer", "exit 0"), task("data-server", "exit 0"))
+    assert call("run", "group.yaml", "--by-program", *words) == 78
+    out, err = capfd.readouterr()
+    assert (out, err.startswith(f"error: {said}")) == ("", True), err
+    assert not any(here.glob("runs/*"))
+
+
+def test_a_refusal_is_one_error_of_any_number_of_lines_and_leaves_no_run(here, runs, capfd):
+    runs("echo 'error: group.yaml is not valid YAML: a\n  in line 3' >&2; exit 78")
+    with pytest.raises(ValueError, match=r"^group\.yaml is not valid YAML: a\n  in line 3$"):
+        train(job_group="group.yaml", dataset=SUMS)
     assert capfd.readouterr() == ("", "")
     assert not any(here.glob("runs/*"))
 
 
-def test_a_dataset_without_rows_is_refused(here):
-    with pytest.raises(ValueError, match="dataset has no rows; give at least one"):
-        train(job_group=group(task("ppo-trainer", "exit 0")), dataset=[])
+@pytest.mark.parametrize(
+    ("rows", "error", "said"),
+    [
+        ([], ValueError, "dataset has no rows; give at least one"),
+        (["what"], TypeError, "row 0 of dataset is 'what'; give rows as dicts"),
+        ([*SUMS, "what"], TypeError, "row 3 of dataset is 'what'"),
+        ([*SUMS, {"question": "1+2=", "answer": float("nan")}], ValueError, "row 3 of dataset: .* not JSON"),
+        ([*SUMS, {"question": "1+2=", "answer": {1, 2}}], TypeError, "row 3 of dataset: .* not JSON"),
+    ],
+)
+def test_rows_that_cannot_be_written_are_refused_and_leave_no_run(here, rows, error, said):
+    with pytest.raises(error, match=said):
+        train(dataset=rows)
+    assert not any(here.glob("runs/*"))
 
 
-@pytest.mark.parametrize("rows", [[], [{"question": "1+1="}, "2+2="], [{"question": {1}}]])
-def test_rows_that_cannot_be_written_leave_no_run_behind(here, rows):
-    with pytest.raises((TypeError, ValueError)):
-        train(job_group=group(task("ppo-trainer", "exit 0")), dataset=rows)
-    assert not list(here.glob("runs/*"))
-
-
-def test_a_refusal_of_several_lines_is_one_error(here, capfd):
-    (here / "group.yaml").write_text("name: group\nexecution: [\n")
-    with pytest.raises(ValueError, match=r"(?s)group\.yaml is not valid YAML: .*\n.*line 3"):
-        train(job_group="group.yaml")
-    assert capfd.readouterr().out == ""
-    assert not list(here.glob("runs/*"))
-
-
-def test_a_failed_run_raises_with_the_component_its_exit_code_and_its_log(here):
-    command = "[ $SKYPILOT_NODE_RANK = 0 ] && exec sleep 60; echo 'error: no such model'; exit 78"
-    job_group = group(task("ppo-trainer", "exec sleep 60"), task("rollout-server", command))
+def test_a_failed_run_raises_with_the_component_its_exit_code_and_its_log(here, runs):
+    record = {"reason": "rollout-server failed", "failed": "rollout-server-1"}
+    runs(f"cd runs/mine; mkdir logs; echo 'error: no such model' > logs/rollout-server-1.log; echo end >> logs/*.log\n"
+         f"echo '{json.dumps(record)}' > runner.json; exit 78")  # fmt: skip
     with pytest.raises(RunError, match=r"rollout-server-1 failed .* 78; error: no such model; see runs/") as raised:
-        train(job_group=job_group, nodes={"rollout-server": 2})
+        train(run_id="mine", nodes={"rollout-server": 2})
     assert (raised.value.component, raised.value.exit_code) == ("rollout-server-1", 78)
     assert "no such model" in raised.value.log.read_text()
+    assert "--run-id mine" in Path("arguments").read_text()
+    assert "--num-nodes=rollout-server=2" in Path("arguments").read_text()
+    runs("echo the last line; exit 1")
+    with pytest.raises(RunError, match="the local runner failed: the last line") as raised:
+        train(run_id="mine")
+    assert (raised.value.component, raised.value.exit_code) == (None, 1)
 
 
 def longest(response: str, most: int = 10) -> float:
@@ -121,54 +151,39 @@ def share(part: int, whole: int) -> float:
         (functools.partial(longest, most=10), "given_reward_fn:function"),
     ],
 )
-def test_components_have_the_rows_and_the_function(here, function, name):
-    import datasets  # which takes a second
-
+def test_components_have_the_rows_and_the_function(here, runs, capfd, function, name):
     rows = datasets.Dataset.from_list([{"question": "1" * length, "answer": "1"} for length in (1, 5)])
-    readers = (task(name, "exec sleep 60") for name in ("data-server", "reward-server"))
-    job_group = group(task("ppo-trainer", LOADS), *readers)
-    done = train(job_group=job_group, reward_fn=function, dataset=rows, batch_size=1, run_id="mine")
+    Path("loads.py").write_text(LOADS)
+    runs(f"{sys.executable} loads.py")
+    done = train(reward_fn=function, dataset=rows, batch_size=1, run_id="mine")
     assert done.directory == Path("runs/mine")
-    assert (done.directory / "logs/ppo-trainer-0.log").read_text().splitlines()[1:] == [f"{name} [0.1, 0.5]"]
+    assert capfd.readouterr().out == f"{name} [0.1, 0.5]\n"
 
 
-def test_a_dataset_has_the_name_of_what_was_given(here):
-    import datasets
-
-    (here / "sums.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
-    loaded = datasets.load_dataset("json", data_files="sums.jsonl", split="train", cache_dir="cache")
+def test_a_dataset_has_the_name_of_what_was_given(here, runs, capfd):
+    loaded = datasets.Dataset.from_list(SUMS)
     loaded.info.dataset_name = "team/sums"
-    job_group = group(task("ppo-trainer", "echo $DATASET $DATASET_TEST"), task("data-server", "exec sleep 60"))
-    train(job_group=job_group, dataset=loaded, dataset_test=[{"question": "1+2=", "answer": "3"}], run_id="mine")
-    told = Path("runs/mine/logs/ppo-trainer-0.log").read_text().splitlines()[-1]
+    runs("echo $DATASET $DATASET_TEST")
+    train(dataset=loaded, dataset_test=[{"question": "1+2=", "answer": "3"}], run_id="mine")
     inputs = "runs/mine/inputs"
-    assert told == f"{inputs}/dataset/team-sums.jsonl {inputs}/dataset_test/rows.jsonl"
+    assert capfd.readouterr().out == f"{inputs}/dataset/team-sums.jsonl {inputs}/dataset_test/rows.jsonl\n"
+    arguments = Path("arguments").read_text().split()
+    assert arguments[-2:] == ["--env=DATASET", "--env=DATASET_TEST"]
 
 
-@pytest.mark.parametrize("library", ["pandas", "polars"])
-def test_the_rows_of_a_dataframe_are_written_with_their_values(here, library):
-    frames = pytest.importorskip(library)
-    rows = [
-        {"question": "1+1=", "answer": 9007199254740993, "level": 0.5, "day": "2024-01-02"},
-        {"question": "1+2=", "answer": 3, "level": None, "day": None},
-        {"question": "1+3=", "answer": 4, "level": 1.0, "day": "2024-01-03"},
-    ]
-    job_group = group(task("ppo-trainer", "cat $DATASET"), task("data-server", "exec sleep 60"))
-    done = train(job_group=job_group, dataset=frames.DataFrame(rows), batch_size=1, run_id="mine")
-    lines = (done.directory / "logs/ppo-trainer-0.log").read_text().splitlines()[-3:]
-    assert [json.loads(line) for line in lines] == rows
+FRAME = [
+    {"question": "1+1=", "answer": 9007199254740993, "level": 0.5, "day": "2024-01-02"},
+    {"question": "1+2=", "answer": 3, "level": None, "day": None},
+    {"question": "1+3=", "answer": 4, "level": 1.0, "day": "2024-01-03"},
+]
 
 
-@pytest.mark.parametrize("value", [float("nan"), {1, 2}])
-def test_a_value_that_json_does_not_have_is_refused_with_its_row(here, value):
-    rows = [{"question": "1+1=", "answer": 2}, {"question": "1+2=", "answer": value}]
-    with pytest.raises((TypeError, ValueError), match=r"row 1 of dataset: .* not JSON .*; give text, numbers, lists"):
-        train(dataset=rows)
-
-
-def test_a_row_that_is_no_dict_is_refused(here):
-    with pytest.raises(TypeError, match="row 0 of dataset is 'what'; give rows as dicts"):
-        train(dataset=["what"])
+@pytest.mark.parametrize("frame", [pandas.DataFrame(FRAME), SimpleNamespace(to_dicts=lambda: FRAME)])
+def test_the_rows_of_a_dataframe_are_written_with_their_values(here, runs, capfd, frame):
+    """The second is as one of polars."""
+    runs("cat $DATASET")
+    train(dataset=frame, run_id="mine")
+    assert [json.loads(line) for line in capfd.readouterr().out.splitlines()] == FRAME
 
 
 STOPS = "trap 'touch stopped; exit 0' TERM; touch started; while :; do sleep 0.05; done"
@@ -197,7 +212,10 @@ def check_stops(here: Path, script: str, number: int, run: str) -> None:
     assert json.loads(record.read_text())["reason"] == "stopped by SIGINT"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, *SLOW])
 def test_the_run_stops_in_order_when_its_program_is_interrupted_or_killed(here, number):
     group(task("ppo-trainer", f"until [ -e pids ]; do sleep 0.05; done; {STOPS}"), task("reward-server", SERVES))
     check_stops(here, SCRIPT, number, "mine")
@@ -213,6 +231,7 @@ touch trained
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_fork_stops_in_order_when_its_program_is_interrupted_or_killed(here, number):
     group(task("ppo-trainer", TRAINED.format(stops=STOPS)), task("reward-server", SERVES))
@@ -248,20 +267,10 @@ def test_a_launch_from_python_is_that_of_the_command_line(launcher: Path, capfd:
         hf_token="hush",
     )
     assert job.number == 7
-    arguments = (launcher / "arguments").read_text().split()
-    assert arguments == [
-        "launch",
-        "--yes",
-        "--gpus",
-        "H100:8",
-        "--rollout-nodes",
-        "4",
-        "--trainer-nodes",
-        "2",
-        "--env=MODEL_NAME=Qwen/Qwen3-8B",
-        "--env=MAX_STEPS=100",
-        "--secret=HF_TOKEN",
-    ]
+    assert (launcher / "arguments").read_text() == (
+        "launch --yes --gpus H100:8 --rollout-nodes 4 --trainer-nodes 2 --env=MODEL_NAME=Qwen/Qwen3-8B "
+        "--env=MAX_STEPS=100 --secret=HF_TOKEN\n"
+    )
     assert (launcher / "secret").read_text() == "hush\n"
     assert "memory of each node" in capfd.readouterr().out
     job.cancel()

@@ -20,6 +20,7 @@ from services.run_page import activity
 from services.run_page.directory import first_and_last
 from tests.local_runner.test_nodes import run_of
 
+WAIT = "waiting for 2 rollout workers, 1 there, until 08:31:10"
 SECONDS = {"generate": 3.2, "score": 0.04, "store": 0.02, "train": 16.6, "publish": 3.9, "step": 23.9}
 STEP = Step(step=4, reward=0.484, loss=-0.0395, seconds=SECONDS)
 
@@ -30,6 +31,7 @@ def test_a_line_that_goes_into_a_file_has_everything():
     )
 
 
+@pytest.mark.leaving
 def test_a_line_says_how_much_of_a_version_was_published():
     delta = b'{"step": 4, "reward_mean": 0.5, "loss": 0.01, "publish_bytes": 3300000, "publish_whole_bytes": 2.69e8}'
     assert describe(Step.read(delta), 10, 0) == "step 4/10  reward 0.500  loss +0.0100  published 3.3 MB of 269"
@@ -50,15 +52,13 @@ def test_the_view_has_step_reward_phase_and_time_left():
         shown.trainer(TrainerStatus("train", 3))
         shown.step(Step(1, 0.1, None, SECONDS))
         shown.step(Step(2, 0.2, None, SECONDS))
-        shown.trainer(TrainerStatus("save", 3))
+        shown.trainer(TrainerStatus("save", 3, WAIT))
     said = re.sub(r"\x1b\[[?\d]*[A-Za-z]", "", printed(console)).replace("\r", "\n")
     assert "step 2/3  reward 0.200" in said
     last = said.rpartition("component")[2]
     assert re.search(r"2/3 reward 0.200 save 0:00:0\d", last)
+    assert WAIT in last
     assert max(map(len, said.splitlines())) <= 80
-
-
-WAIT = "waiting for 2 rollout workers, 1 there, until 08:31:10"
 
 
 def waiting(seconds: float) -> TrainerStatus:
@@ -100,20 +100,6 @@ def test_before_the_trainer_answers_it_says_which_components_are_missing(monkeyp
         assert printed(console) == before, "a trainer at work may be too busy to answer"
 
 
-def test_the_live_view_says_what_the_run_waits_for():
-    console = terminal(80)
-    with View(run_of(TaskSpec("ppo-trainer", "")), console, live=True) as shown:
-        shown.trainer(waiting(1))
-    assert WAIT in printed(console).rpartition("component")[2]
-
-
-def test_a_steps_line_stays_whole_in_a_file():
-    console = Console(file=io.StringIO(), width=80)
-    with View(run_of(TaskSpec("ppo-trainer", "")), console, live=False) as shown:
-        shown.step(STEP)
-    assert printed(console).splitlines()[-1].endswith("step 23.9s")
-
-
 @pytest.mark.parametrize(
     ("rewards", "label", "text"),
     [
@@ -128,32 +114,39 @@ def test_first_and_last_rewards_are_of_different_steps(rewards, label, text):
     assert summary.reward_change(first_and_last(rewards)) == (label, text)
 
 
-def test_accuracies_have_their_interval_and_their_prompts():
-    measured = {"accuracy": 1.0, "accuracy_low": 0.8389, "accuracy_high": 1.0, "accuracy_prompts": 20}
-    after = {name.replace("accuracy", "accuracy_after"): value for name, value in measured.items()}
-    assert summary.outcome_rows({}, {"accuracy_before": None} | after) == [
-        ("accuracy before", "not measured"),
-        ("accuracy after, 20 held-out prompts", "1.000 (0.839 to 1.000)"),
-    ]
+def accuracy(when: str, *values: float) -> dict[str, float]:
+    parts = ("", "_low", "_high", "_prompts")
+    return {f"accuracy_{when}{part}": value for part, value in zip(parts, values, strict=True)}
 
 
-def test_an_accuracy_over_one_prompt_says_so():
-    measured = {
-        "accuracy_after": 1.0,
-        "accuracy_after_low": 0.2,
-        "accuracy_after_high": 1.0,
-        "accuracy_after_prompts": 1,
-    }
-    [_, (after, _)] = summary.outcome_rows({}, measured)
-    assert after == "accuracy after, 1 held-out prompt"
-
-
-def test_the_end_of_a_run_says_which_rows_were_left_out():
-    row = summary.outcome_rows({}, {"rows": 20, "rows_left_out": {"no ground truth": 1}})
-    assert row == [("rows left out", "1 of 20 (no ground truth)")]
-    [(_, several)] = summary.outcome_rows({}, {"rows": 20, "rows_left_out": {"no question": 1, "too long": 2}})
-    assert several == "3 of 20 (too long 2, no question 1)"
-    assert summary.outcome_rows({}, {"rows": 20, "rows_left_out": None}) == []
+@pytest.mark.parametrize(
+    ("found", "rows"),
+    [
+        (
+            {"accuracy_before": None} | accuracy("after", 1.0, 0.8389, 1.0, 20),
+            [("accuracy before", "not measured"), ("accuracy after, 20 held-out prompts", "1.000 (0.839 to 1.000)")],
+        ),
+        (
+            accuracy("before", 0.5, 0, 1, 1) | accuracy("after", 1, 1, 1, 1),
+            [
+                ("accuracy before, 1 held-out prompt", "0.500 (0.000 to 1.000)"),
+                ("accuracy after, 1 held-out prompt", "1.000 (1.000 to 1.000)"),
+            ],
+        ),
+        (
+            {"accuracy_before": 0.5, "accuracy_after": None, "evaluation_error": "none got a completion"},
+            [("last evaluation", "no accuracy: none got a completion")],
+        ),
+        ({"rows": 20, "rows_left_out": {"no ground truth": 1}}, [("rows left out", "1 of 20 (no ground truth)")]),
+        (
+            {"rows": 20, "rows_left_out": {"no question": 1, "too long": 2}},
+            [("rows left out", "3 of 20 (too long 2, no question 1)")],
+        ),
+        ({"rows": 20, "rows_left_out": None}, []),
+    ],
+)
+def test_the_end_of_a_run_has_its_accuracies_and_the_rows_that_were_left_out(found, rows):
+    assert summary.outcome_rows({}, found) == rows
 
 
 LAUNCH = Launch(
@@ -165,96 +158,87 @@ LAUNCH = Launch(
 )
 
 
-def ended(directory: Path) -> str:
-    """Return the printed end of a run in ``directory``."""
+def test_the_end_of_a_run_shows_times_sizes_and_commands_short_where_grpo_was_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / ".venv/bin/grpo"), "run"])
     run = run_of(TaskSpec("ppo-trainer", ""))
-    run = Run(run.group, run.run_id, directory, run.addresses)
+    run = Run(run.group, run.run_id, tmp_path, run.addresses)
     (run.run_dir / "model").mkdir(parents=True)
     (run.run_dir / "metrics.jsonl").write_text('{"step": 2, "reward_mean": 1}\n')
     console = terminal(80)
     of_trainer = {"status": "succeeded", "steps": 2, "seconds": 167.0, **first_and_last([0.1, 0.9])}
     outcome = {"exit_code": 0, "reason": "done", "seconds": 222.0, "restarts": {}}
     summary.show(console, run, LAUNCH, outcome, of_trainer)
-    return printed(console)
-
-
-def test_the_end_of_a_run_shows_times_sizes_and_commands(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    said = ended(tmp_path)
+    said = printed(console)
     rows = [line.replace("│", " ").split() for line in said.splitlines()]
     assert ["time", "of", "last", "attempt", "3m42s"] in rows
     assert ["time", "of", "training,", "all", "attempts", "2m47s"] in rows
     assert "size of all runs in runs/: " in said
     assert ["disk", "space"] in [row[:2] for row in rows]
-    for command in (
-        "view runs/run-1",
-        "clean runs/run-1",
-        "evaluate --model runs/run-1/model --env-file examples/demo.env",
-    ):
-        assert f"grpo {command}" in said
-
-
-def test_the_command_that_resumes_is_the_given_one_without_secret_values(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = run_of(TaskSpec("ppo-trainer", ""))
-    run = Run(run.group, run.run_id, tmp_path, run.addresses)
-    (run.run_dir / "checkpoints" / "step-000002").mkdir(parents=True)
-    commands = dict(next_commands(run, LAUNCH, {"status": "interrupted"}, exit_code=130))
-    assert commands["resume"].partition("grpo ")[2] == (
-        "run jobgroup.yaml --env-file examples/demo.env --env 'INSTRUCTION=Think, then answer.' "
-        "--secret JOBGROUP_TOKEN --num-nodes ppo-trainer=1 --run-id run-1"
+    evaluate = "evaluate --model runs/run-1/model --env-file examples/demo.env"
+    for command in ("view runs/run-1", "clean runs/run-1", "chat runs/run-1", evaluate):
+        assert f"  .venv/bin/grpo {command}" in said
+    assert Launch(Path("jobgroup.yaml"), small=True).again("run-1") == (
+        [".venv/bin/grpo", "run", "jobgroup.yaml", "--small", "--run-id", "run-1"]
     )
 
 
-def after(launch: Launch, exit_code: int, *tasks: TaskSpec, directory: Path) -> dict[str, str]:
-    """Return the commands, by purpose, at the end of a run that has a model if it succeeded."""
-    group = run_of(*tasks)
+def after(launch: Launch, exit_code: int, directory: Path, *tasks: TaskSpec, has_checkpoint: bool = True) -> dict:
+    """Return the commands, by purpose, at the end of a run in ``directory`` that has a model if it succeeded."""
+    group = run_of(*(tasks or [TaskSpec("ppo-trainer", "")]))
     run = Run(group.group, group.run_id, directory, group.addresses)
-    if exit_code:
-        return dict(next_commands(run, launch, {"status": "failed"}, exit_code))
-    for made in ("model", "checkpoints/step-000004"):
+    for made in ["model"] * (not exit_code) + ["checkpoints/step-000004"] * has_checkpoint:
         (run.run_dir / made).mkdir(parents=True)
-    return dict(next_commands(run, launch, {"status": "succeeded", "steps": 4}, exit_code))
+    summary = {"status": "failed" if exit_code else "succeeded", "steps": 4}
+    return dict(next_commands(run, launch, summary, exit_code))
 
 
-def trained_on(directory: Path, launch: Launch, **variables: str) -> str:
-    """Return the options of the command that trains on after a run of 4 steps."""
-    commands = after(launch, 0, TaskSpec("ppo-trainer", "", environment=variables), directory=directory)
-    return commands["train on"].partition(" jobgroup.yaml ")[2]
-
-
-def test_the_command_that_trains_on_gives_each_variable_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("exit_code", "has_checkpoint", "purpose"),
+    [
+        (1, False, "start again"),
+        (78, False, "start again, after the correction"),
+        (78, True, "resume, after the correction"),
+        (130, True, "resume"),
+        (0, True, "train on"),
+        (0, False, None),
+    ],
+)
+def test_a_run_can_go_on_or_start_again(tmp_path, monkeypatch, exit_code, has_checkpoint, purpose):
     monkeypatch.chdir(tmp_path)
-    launch = Launch(Path("jobgroup.yaml"), env=["MAX_STEPS=3", "SEED=1", "MAX_STEPS=4"])
-    assert trained_on(tmp_path, launch, MAX_STEPS="4") == (
-        "--env SEED=1 --env MAX_STEPS=8 --env NUM_EPOCHS=6 --run-id run-1"
-    )
+    commands = after(LAUNCH, exit_code, tmp_path, has_checkpoint=has_checkpoint)
+    going_on = {name: command for name, command in commands.items() if " run jobgroup.yaml " in command}
+    assert list(going_on) == ([] if purpose is None else [purpose])
+    assert ("evaluate" in commands) == (exit_code == 0)
+    for command in going_on.values() if exit_code else ():
+        assert command.partition("grpo ")[2] == (
+            "run jobgroup.yaml --env-file examples/demo.env --env 'INSTRUCTION=Think, then answer.' "
+            "--secret JOBGROUP_TOKEN --num-nodes ppo-trainer=1 --run-id run-1"
+        )
 
 
-def test_no_command_trains_on_without_a_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("env", "variables", "options"),
+    [
+        (["MAX_STEPS=3", "SEED=1", "MAX_STEPS=4"], {"MAX_STEPS": "4"}, ["SEED=1", "MAX_STEPS=8", "NUM_EPOCHS=6"]),
+        # It has ended with its prompts.
+        (["NUM_EPOCHS=1"], {"NUM_EPOCHS": "1"}, ["NUM_EPOCHS=2"]),
+    ],
+)
+def test_the_command_that_trains_on_gives_each_variable_once(tmp_path, monkeypatch, env, variables, options):
     monkeypatch.chdir(tmp_path)
-    task = TaskSpec("ppo-trainer", "")
-    assert "train on" in after(LAUNCH, 0, task, directory=tmp_path)
-    (tmp_path / "runs/run-1/checkpoints/step-000004").rmdir()
-    run = Run(run_of(task).group, "run-1", tmp_path, run_of(task).addresses)
-    assert "train on" not in dict(next_commands(run, LAUNCH, {"status": "succeeded", "steps": 4}, 0))
-
-
-def test_the_command_that_trains_on_has_more_epochs_where_a_run_ended_with_its_prompts(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    launch = Launch(Path("jobgroup.yaml"), env=["NUM_EPOCHS=1"])
-    assert trained_on(tmp_path, launch, NUM_EPOCHS="1") == "--env NUM_EPOCHS=2 --run-id run-1"
+    launch, trainer = Launch(Path("jobgroup.yaml"), env=env), TaskSpec("ppo-trainer", "", environment=variables)
+    command = after(launch, 0, tmp_path, trainer)["train on"]
+    given = "".join(f" --env {option}" for option in options)
+    assert command.partition(" jobgroup.yaml")[2] == f"{given} --run-id run-1"
 
 
 def agents_run(dataset: str, **of_trainer: str) -> tuple[TaskSpec, ...]:
     """Return tasks as a job group's file has them, with the variables of the command line in all of them."""
     given = {"MAX_STEPS": "4", "EVAL_PROMPTS": "0", "HF_HUB_OFFLINE": "1", "MAX_NEW_TOKENS": "6"}
     data = {"DATASET": dataset, "MODEL_NAME": "m", "SHARED_DIR": "/shared"}
-    return (
-        TaskSpec("ppo-trainer", "", environment={**data, **of_trainer, **given}),
-        TaskSpec("data-server", "", environment={**data, **given}),
-        TaskSpec("reward-server", "", environment={"REWARD_FN": "math", **given}),
-    )
+    of_task = {"ppo-trainer": data | of_trainer, "data-server": data, "reward-server": {"REWARD_FN": "math"}}
+    return tuple(TaskSpec(name, "", environment=own | given) for name, own in of_task.items())
 
 
 def test_the_command_that_evaluates_gives_each_setting_that_evaluations_read_once(tmp_path, monkeypatch):
@@ -267,38 +251,13 @@ def test_the_command_that_evaluates_gives_each_setting_that_evaluations_read_onc
         ("other:solve", "rows.jsonl", ["AGENT=other:solve", "DATASET=rows.jsonl"]),
     ):
         tasks = agents_run(dataset, ROLLOUT="agent", AGENT=agent)
-        command = after(launch, 0, *tasks, directory=tmp_path / dataset)["evaluate"]
+        command = after(launch, 0, tmp_path / dataset, *tasks)["evaluate"]
         env_file, *options = command.partition("/model ")[2].split(" --env ")
         assert env_file == "--env-file shop.env"
         assert sorted(options) == sorted([*always, *of_job_group])
-
-
-def test_no_command_evaluates_a_run_on_an_environment(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    commands = after(Launch(Path("g.yaml")), 0, *agents_run("seeds", ROLLOUT="environment"), directory=tmp_path)
-    assert "train on" in commands
+    # Episodes of an environment need the environment-servers of a run.
+    commands = after(Launch(Path("g.yaml")), 0, tmp_path, *agents_run("seeds", ROLLOUT="environment"))
     assert "evaluate" not in commands
-
-
-def test_after_a_wrong_setting_the_command_is_for_after_its_correction(tmp_path):
-    task = TaskSpec("ppo-trainer", "")
-    assert "start again" in after(LAUNCH, 1, task, directory=tmp_path)
-    assert "start again, after the correction" in after(LAUNCH, 78, task, directory=tmp_path)
-
-
-def test_commands_are_short_where_grpo_was_called(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", [str(tmp_path / ".venv/bin/grpo"), "run"])
-    said = ended(tmp_path)
-    for command in (
-        "view runs/run-1",
-        "chat runs/run-1",
-        "evaluate --model runs/run-1/model --env-file examples/demo.env",
-    ):
-        assert f"  .venv/bin/grpo {command}" in said
-    assert Launch(Path("jobgroup.yaml"), small=True).again("run-1") == (
-        [".venv/bin/grpo", "run", "jobgroup.yaml", "--small", "--run-id", "run-1"]
-    )
 
 
 FAILURE = "reward_error: mine:score: LookupError: no answer (mine.py, line 3, in score)"
@@ -322,10 +281,3 @@ def test_a_steps_line_has_what_its_most_frequent_failure_says():
     step = Step(1, 0.0, None, {"step": 1.0}, reward_counts=[(0.0, 1)], failures=failures)
     line = describe(step, 10, None)
     assert line == f"step 1/10  reward 0.000  failed 16/16 (reward_error 15, limit 1)  step 1.0s  {FAILURE}"
-
-
-def test_the_end_of_a_run_says_why_its_last_evaluation_has_no_accuracy():
-    found = {"accuracy_before": 0.5, "accuracy_after": None, "evaluation_error": "none of 8 prompts got a completion"}
-    assert summary.outcome_rows({}, found) == [("last evaluation", "no accuracy: none of 8 prompts got a completion")]
-    one = {f"accuracy_{when}{part}": 1 for when in ("before", "after") for part in ("", "_low", "_high", "_prompts")}
-    assert summary.outcome_rows({}, one)[0] == ("accuracy before, 1 held-out prompt", "1.000 (1.000 to 1.000)")
