@@ -16,6 +16,7 @@ from services.protocol.groups import TokenSequence
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.waiting import IDLE_SECONDS
 
+pytestmark = pytest.mark.slow
 SESSIONS = 16
 TURNS = 4
 SUFFIX = [5, 6]

@@ -20,6 +20,7 @@ from services.protocol.sessions import CreateSessionRequest, Trace, TraceSequenc
 from tests.services.conftest import RunningService
 from tests.waiting import IDLE_SECONDS
 
+pytestmark = pytest.mark.slow
 TEMPERATURE = 5.0
 """The answers of the tiny model are longer the hotter it is."""
 AGENTS = 6

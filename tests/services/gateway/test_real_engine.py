@@ -19,6 +19,7 @@ from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
 
 __all__ = ["server"]
+pytestmark = pytest.mark.slow
 
 QUESTIONS = ("3+4=", "9-2=", "5+5=")
 
