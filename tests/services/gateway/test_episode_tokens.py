@@ -34,7 +34,7 @@ from trainer.rollouts.groups import GroupMaker, make_groups
 
 PROMPTS = [
     Prompt(id=f"p/{i}", prompt=question, ground_truth="7", position=i)
-    for i, question in enumerate(["3+4=", "9-2=", "1+6=", "8-4=", "2+3=", "5+5="])
+    for i, question in enumerate(["3+4=", "9-2=", "1+6=", "8-4="])
 ]
 
 
