@@ -54,6 +54,12 @@ async def test_an_episode_over_http_is_the_one_that_gymnasium_plays(serving: Any
 
 async def test_many_episodes_are_begun_and_stepped_at_once(serving: Any, app: Any) -> None:
     async with serving(app()) as client:
+        health = (await client.get("/health")).json()
+        assert (health["name"], health["environment"], health["pushing"]) == ("test-server", "CartPole-v1", False)
+        info = (await client.post("/reset", json={"seed": 7, "request_id": "r"})).json()
+        action = info["environment"]["action"]
+        assert (info["environment"]["id"], action["kind"], action["count"]) == ("CartPole-v1", "index", 2)
+        await client.post("/close", json={"episodes": [info["episodes"][0]["episode"]]})
         begun = await begin(client, episodes=64, seed=100)
         assert [episode["seed"] for episode in begun] == list(range(100, 164))
         assert len({episode["episode"] for episode in begun}) == 64
@@ -63,16 +69,6 @@ async def test_many_episodes_are_begun_and_stepped_at_once(serving: Any, app: An
         closed = await client.post("/close", json={"episodes": [e["episode"] for e in begun[:10]] + ["who"]})
         assert closed.json() == {"closed": 10, "unknown": 1}
         assert (await client.get("/stats")).json()["active"] == 54
-
-
-async def test_a_reset_describes_states_and_actions(serving: Any, app: Any) -> None:
-    async with serving(app()) as client:
-        info = (await client.post("/reset", json={})).json()["environment"]
-        assert (info["id"], info["action"]["kind"], info["action"]["count"]) == ("CartPole-v1", "index", 2)
-    async with serving(app(environment="Pendulum-v1")) as client:
-        info = (await client.post("/reset", json={})).json()["environment"]
-        assert info["state"] == {"kind": "numbers", "shape": [3]}
-        assert (info["action"]["kind"], info["action"]["shape"]) == ("numbers", [1])
 
 
 async def test_a_repeated_request_takes_no_second_step(serving: Any, app: Any) -> None:
@@ -123,12 +119,18 @@ async def test_an_action_that_does_not_fit_is_refused_and_leaves_the_episode(ser
 
 async def test_numbers_beyond_the_bounds_are_clipped_and_wrong_shapes_refused(serving: Any, app: Any) -> None:
     async with serving(app(environment="Pendulum-v1")) as client:
+        info = (await client.post("/reset", json={})).json()["environment"]
+        assert info["state"] == {"kind": "numbers", "shape": [3]}
+        assert (info["action"]["kind"], info["action"]["shape"]) == ("numbers", [1])
         within, beyond, wrong = await begin(client, episodes=3)
         assert (await take(client, (wrong["episode"], 0, [1.0, 2.0])))[0]["status"] == "refused"
         twins = [(await begin(client, seed=3))[0]["episode"] for _ in range(2)]
         results = await take(client, (twins[0], 0, [2.0]), (twins[1], 0, [1e9]))
         assert results[0]["state"] == results[1]["state"]
         assert within["seed"] + 1 == beyond["seed"]
+        text = '{"steps": [{"episode": "a", "step": 0, "action": [NaN]}]}'
+        response = await client.post("/step", content=text, headers={"Content-Type": "application/json"})
+        assert response.status_code == 400
 
 
 async def test_composed_states_are_flattened(serving: Any, app: Any) -> None:
@@ -307,19 +309,6 @@ async def test_health_has_the_memory_of_a_large_process(
             return ((await client.get("/health")).json()["usage"] or {}).get("memory_bytes")
 
         assert await eventually(memory) == 3 * 2**30
-
-
-async def test_nan_is_refused_as_an_action(serving: Any, app: Any) -> None:
-    async with serving(app(environment="Pendulum-v1")) as client:
-        text = '{"steps": [{"episode": "a", "step": 0, "action": [NaN]}]}'
-        response = await client.post("/step", content=text, headers={"Content-Type": "application/json"})
-        assert response.status_code == 400
-
-
-async def test_health_names_the_server_and_its_environment(serving: Any, app: Any) -> None:
-    async with serving(app()) as client:
-        health = (await client.get("/health")).json()
-    assert (health["name"], health["environment"], health["pushing"]) == ("test-server", "CartPole-v1", False)
 
 
 MIX = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,51 +16,15 @@ from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head import head as head_module
 from services.evaluation_head.head import servers_at
-from tests.browser import (
-    DESKTOP,
-    PHONE,
-    browser,
-    chromium,
-    hidden_focus,
-    is_wider_than_window,
-    problems_of,
-    violations_of,
-)
+from tests.browser import PHONE, chromium, hidden_focus, is_wider_than_window, violations_of
 from tests.services.evaluation_head.policies import publish_wobbles
+from tests.services.run_page.conftest import chrome, open_page, serve
 from tests.services.run_page.serving import served, served_ready
 from tests.waiting import IDLE_SECONDS
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here; install it or name it in CHROMIUM")
-expect.set_options(timeout=1000 * IDLE_SECONDS)
+__all__ = ["chrome", "open_page", "serve"]
 HOSTILE = "<img src=x onerror='window.hacked = 1'>"
-
-
-@pytest.fixture(scope="module")
-def chrome() -> Iterator[Any]:
-    with browser() as running:
-        yield running
-
-
-@pytest.fixture
-def open_page(chrome: Any) -> Iterator[Any]:
-    """``open_page(url, ...)``; the test fails of errors that the page did not expect and of requests elsewhere."""
-    windows = []
-
-    def open_(url: str, *, expected_problems: str = "", **options: Any) -> Any:
-        window = chrome.new_context(**{"viewport": DESKTOP, **options})
-        page = window.new_page()
-        page.set_default_timeout(1000 * IDLE_SECONDS)
-        requests: list[str] = []
-        page.on("request", lambda request: requests.append(request.url))
-        windows.append((window, problems_of(page), expected_problems, requests, url))
-        page.goto(f"{url}/dashboard")
-        return page
-
-    yield open_
-    for window, problems, expected, requests, url in windows:
-        window.close()
-        assert [p for p in problems if not (expected and re.search(expected, p))] == []
-        assert [r for r in requests if not r.startswith((url, url.replace("http", "ws"), "data:"))] == []
 
 
 def test_numbers_move_while_the_head_plays_on_what_the_button_discovers(
@@ -75,7 +38,7 @@ def test_numbers_move_while_the_head_plays_on_what_the_button_discovers(
         served(create_environment_app(EnvironmentSettings())) as environment,
         served(head(game_server_addresses="replaced:1", **settings)) as url,
     ):
-        page = open_page(url, expected_problems="ERR_CONNECTION|WebSocket")
+        page = open_page(url, "/dashboard", expected_problems="ERR_CONNECTION|WebSocket")
         expect(page.locator("#state")).to_have_text("live")
         away = page.locator("#servers [data-name='127.0.0.1:9']")
         expect(away).to_contain_text("unreachable")
@@ -132,7 +95,7 @@ def test_the_dashboard_asks_for_the_token_fits_a_phone_is_accessible_and_shows_t
             body = {**report, "server": name}
             reply = httpx.post(f"{url}/evaluate", json=body, headers=headers, timeout=IDLE_SECONDS, trust_env=False)
             assert reply.status_code == status
-        page = open_page(url, viewport=PHONE, has_touch=True, is_mobile=True, color_scheme=scheme)
+        page = open_page(url, "/dashboard", viewport=PHONE, has_touch=True, is_mobile=True, color_scheme=scheme)
         page.get_by_label("JOBGROUP_TOKEN").fill("wrong")
         page.get_by_role("button", name="Open").click()
         expect(page.locator("#token-refused")).to_be_visible()
