@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from services.environment_server.sandbox import SHOWN_CHARACTERS
 from services.sandbox.box import Box
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the backends for Linux")
@@ -106,6 +107,8 @@ async def test_a_step_that_is_repeated_runs_once_and_a_bad_call_is_read_by_the_m
         for number, call in enumerate(calls, 1):
             assert said(await step(client, episode, number, f"<tool_call>{call}</tool_call>")).startswith("[")
         assert said(await step(client, episode, 4, append)) == "2\n"
+        long = said(await step(client, episode, 5, python("print('x' * 20_000)")))
+        assert f"[{20_001 - SHOWN_CHARACTERS} more characters]" in long
         # A box without a task shows outputs alone and has no limit of turns.
         [start] = (await client.post("/reset", json={"split": "box"})).json()["episodes"]
         assert start["state"] == []

@@ -137,21 +137,6 @@ async def test_an_agent_that_goes_back_and_asks_again_meets_its_limit(gateway: S
         assert statuses == [200] * 6 + [429] * 3
 
 
-async def test_two_retries_of_openais_client_get_two_replies(gateway: StartGateway) -> None:
-    async with gateway(answers=["Hi."]) as running:
-        await running.open()
-        numbered(running)
-        running.engine.may_answer.clear()
-        url = f"{running.client.base_url}/sessions/s/v1"
-        client = openai.AsyncOpenAI(base_url=url, api_key="any", timeout=0.3, max_retries=200)
-        asked = [asyncio.create_task(client.chat.completions.create(**BODY)) for _ in range(2)]
-        await are_repeated(running, 2)
-        running.engine.may_answer.set()
-        replies = await asyncio.gather(*asked)
-        assert {reply.choices[0].message.content for reply in replies} == {"1", "2"}
-        assert len(running.engine.requests) == 2
-
-
 async def test_a_retry_joins_the_oldest_call_that_no_retry_has_joined(gateway: StartGateway) -> None:
     async with gateway(answers=["Hi."]) as running:
         await running.open()
@@ -210,19 +195,6 @@ async def test_a_client_that_is_cut_between_record_and_reply_gets_the_same_bytes
         assert again.content == orjson.dumps(next(iter(session.tree.calls.values())).reply)
         assert len(running.engine.requests) == 2
         assert text(another) == "2"
-
-
-async def test_a_call_whose_request_was_cancelled_goes_to_the_next_one(gateway: StartGateway) -> None:
-    async with gateway(answers=["Hi."]) as running:
-        await running.open()
-        numbered(running)
-        running.engine.may_answer.clear()
-        asked = asyncio.create_task(post(running))
-        await eventually(lambda: running.engine.requests, every=0.01)
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
-        running.engine.may_answer.set()
-        assert [text(await post(running)), text(await post(running))] == ["1", "2"]
 
 
 @pytest.mark.parametrize("parts", [0, 1, 2])

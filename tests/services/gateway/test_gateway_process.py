@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -17,12 +18,13 @@ import pytest
 
 from services.clients.agent_episodes import RetryingTransport
 from services.clients.gateway import GatewayClient
-from services.core.endpoints import ENDPOINTS_VARIABLE
+from services.core.endpoints import ENDPOINTS_VARIABLE, Endpoint
 from services.core.tasks import Stopwatch
 from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
 from services.http.client import RequestRefusedError
 from services.protocol.sessions import CreateSessionRequest
+from tests.services.gateway.client_service import serving_gateway
 from tests.services.gateway.fake_engine import FakeEngine, running
 from tests.services.run_page.serving import served_ready
 from tests.waiting import IDLE_SECONDS, eventually
@@ -97,6 +99,25 @@ async def share(nodes: tuple[str, ...], names: list[str]) -> None:
         assert (total.open_sessions, total.nodes) == (12, 2)
         traces = [await client.finish(name, 1.0) for name in names]
         assert sum(trace.sampled_tokens for trace in traces) == total.open_tokens == total.engine_tokens
+
+
+async def test_sessions_are_deleted_once_their_traces_are_there_and_a_gateway_that_is_gone_is_left(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.clients.gateway.DELETE_SECONDS", 0.1)
+    async with running(FakeEngine(seeded)) as engine, contextlib.AsyncExitStack() as stack:
+        with serving_gateway(models("qwen2.5"), f"http://127.0.0.1:{engine.port}", tmp_path) as url:
+            client = GatewayClient(Endpoint("127.0.0.1", int(url.rpartition(":")[2])))
+            await stack.enter_async_context(client)
+            for name in ("one", "two"):
+                await client.create(CreateSessionRequest(id=name, seed=1))
+            await client.finish("one", 1.0)
+            with pytest.raises(RequestRefusedError, match="404"):
+                await client.finish("nobody", 1.0)
+            assert (await client.session("one")).status == "finished"
+            await client.finish("two", 1.0)
+            with pytest.raises(RequestRefusedError, match="404"):
+                await client.session("one")
 
 
 @pytest.mark.slow

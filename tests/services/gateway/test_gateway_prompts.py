@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,17 +106,6 @@ async def test_a_thought_that_the_template_drops_later_begins_a_new_sequence(gat
         trace = await running.finish()
         assert [len(sequence["completion_ids"]) for sequence in trace["sequences"]] != []
         assert (len(trace["sequences"]), trace["branches"]) == (2, 1)
-        assert running.engine.prompts()[1] == running.whole(messages)
-
-
-async def test_the_tiny_tokenizers_conversations_are_one_sequence(gateway: StartGateway, tiny_model: Path) -> None:
-    async with gateway(tiny_model, answers=["7", "12"]) as running:
-        path = await running.open()
-        messages = [{"role": "user", "content": "3+4="}]
-        messages.append(await running.chat(path, messages))
-        messages.append({"role": "user", "content": "5+7="})
-        await running.chat(path, messages)
-        check_one_sequence(running, await running.finish())
         assert running.engine.prompts()[1] == running.whole(messages)
 
 

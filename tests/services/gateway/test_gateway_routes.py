@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 import time
 from typing import Any
 
@@ -240,16 +239,6 @@ async def test_tokens_that_arrive_after_the_end_are_lost(gateway: StartGateway) 
         assert 'gateway_lost_tokens_total{reason="finished"}' in metrics
 
 
-async def test_a_client_that_leaves_finds_its_answer_when_it_asks_again(gateway: StartGateway) -> None:
-    async with gateway(answers=["Hi."]) as running:
-        path = await running.open()
-        running.engine.seconds = 0.3
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(running.chat(path, HELLO), 0.1)
-        assert (await running.chat(path, HELLO))["content"] == "Hi."
-        assert len(running.engine.requests) == 1
-
-
 async def test_calls_that_cannot_be_parsed_stay_text(gateway: StartGateway) -> None:
     text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> <tool_call>{"name": </tool_call>'
     async with gateway(answers=[text]) as running:
@@ -313,25 +302,6 @@ async def test_a_response_template_says_what_is_a_call(
         assert message["content"] == (("so" if text.startswith("so") else None) if calls else text)
         trace = await running.finish()
         assert (trace["tool_calls"], trace["unparsed_tool_calls"]) == (len(calls), unparsed)
-
-
-async def test_a_full_disk_refuses_the_call_and_loses_nothing_that_was_answered(
-    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from services.gateway.store import Store
-
-    async with gateway(answers=["Hi."]) as running:
-        path = await running.open()
-        await running.chat(path, HELLO)
-
-        def fail(*_: Any) -> None:
-            raise sqlite3.OperationalError("database or disk is full")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Store, "_commit", fail)
-            reply = await running.client.post(path, json={"messages": [*HELLO, *HELLO]})
-            assert error_of(reply)[0] == 507
-        assert (await running.finish())["turns"] == 1
 
 
 async def test_an_episode_ends_with_one_request_that_can_be_repeated(gateway: StartGateway) -> None:

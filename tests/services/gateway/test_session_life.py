@@ -111,17 +111,6 @@ async def test_the_same_episode_begun_anew_takes_the_place_of_the_one_whose_owne
         assert (await running.client.get("/sessions/successor")).status_code == 200
 
 
-async def test_a_gateway_looks_for_late_sessions_by_itself(
-    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gateway_module, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(gateway_module, "EXPIRY_SECONDS", 0.02)
-    async with gateway(answers=["Hi."]) as running:
-        await running.open("left", deadline_seconds=0.01)
-        await eventually(lambda: open_sessions() == 0)
-        assert (await running.client.get("/sessions/left")).status_code == 404
-
-
 async def test_a_gateway_whose_database_failed_looks_for_late_sessions_again(
     gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

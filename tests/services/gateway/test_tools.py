@@ -125,15 +125,16 @@ async def test_a_server_that_is_not_there_or_has_no_boxes_is_an_error_that_says_
     gateway: StartGateway, boxes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tools, "BEGIN_SECONDS", 1.0)
-    async with gateway(answers=["no"]) as running, boxes("guessing") as app:
+    async with boxes("guessing") as app:
         for session, address, status, says in (
             ("away", f"127.0.0.1:{free_port()}", 503, "environment-server"),
             ("other", app.state.address, 400, "set ENVIRONMENT=sandbox"),
         ):
-            find(monkeypatch, address)
-            base = (await running.open(session)).removesuffix("/chat/completions")
-            refused = await running.client.post(f"{base}/tools", json=call("bash", command="ls"))
-            assert (refused.status_code, says in refused.json()["detail"]) == (status, True)
+            async with gateway(answers=["no"]) as running:
+                find(monkeypatch, address)
+                base = (await running.open(session)).removesuffix("/chat/completions")
+                refused = await running.client.post(f"{base}/tools", json=call("bash", command="ls"))
+                assert (refused.status_code, says in refused.json()["detail"]) == (status, True)
 
 
 @pytest.mark.parametrize("is_repeatable", [False, True])

@@ -723,7 +723,7 @@ def test_many_runs_have_names_colours_and_the_settings_that_tell_them_apart(open
     notes = [text for text in page.locator(".runs .note").all_inner_texts() if text]
     assert sorted(notes) == ["same settings as grpo-2", "same settings as two/grpo-1"]
     titles = page.locator(".runs thead th").all_inner_texts()
-    assert titles[titles.index("last step") + 1 :] == ["LOSS", "SEED", "BATCH_SIZE", "MIN_WORKERS"]
+    assert titles[titles.index("last step") + 1 :] == ["LOSS", "BATCH_SIZE", "SEED", "MIN_WORKERS"]
     drawn = page.locator(".runs tbody tr:has(:checked) label")
     assert sorted(drawn.all_inner_texts()) == [f"run-{number:02}" for number in range(9, 17)], "the newest"
     page.get_by_label("show all listed runs").check()
