@@ -89,11 +89,11 @@ def test_the_pages_agent_plays_cartpole(head: Any, lean: Path) -> None:
     agent: dict[str, Any] = {"__name__": "head_agent"}
     exec(block, agent)
     with served_ready(head(head_policies=f"lean={lean}")) as url:
-        returns = agent["play"](url, range(2))
+        returns = agent["play"](url, range(1))
         stats = httpx.get(f"{url}/stats", trust_env=False, timeout=IDLE_SECONDS).json()
-    assert all(value > 100 for value in returns)
-    assert stats["episodes"] == {"active": 0, "finished": 2, "lost": 0}
-    assert stats["returns"]["mean"] == sum(returns) / 2
+    assert returns[0] > 100
+    assert stats["episodes"] == {"active": 0, "finished": 1, "lost": 0}
+    assert stats["returns"]["mean"] == returns[0]
     assert stats["servers"][0]["environment"] == "CartPole-v1"
 
 

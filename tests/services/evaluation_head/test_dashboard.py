@@ -30,7 +30,7 @@ HOSTILE = "<img src=x onerror='window.hacked = 1'>"
 def test_numbers_move_while_the_head_plays_on_what_the_button_discovers(
     open_page: Any, head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    addresses = ["127.0.0.1:9"]
+    addresses = ["http://127.0.0.1:9"]
     monkeypatch.setattr(head_module, "servers_at", lambda _urls: servers_at(addresses))
     publish_wobbles(tmp_path)
     settings = {"head_policies": f"wobbles={tmp_path}", "head_drive_episodes": 4, "INTERVAL_SECONDS": 3600}
