@@ -54,6 +54,12 @@ async def test_an_episode_over_http_is_the_one_that_gymnasium_plays(serving: Any
 
 async def test_many_episodes_are_begun_and_stepped_at_once(serving: Any, app: Any) -> None:
     async with serving(app()) as client:
+        health = (await client.get("/health")).json()
+        assert (health["name"], health["environment"], health["pushing"]) == ("test-server", "CartPole-v1", False)
+        info = (await client.post("/reset", json={"seed": 7, "request_id": "r"})).json()
+        action = info["environment"]["action"]
+        assert (info["environment"]["id"], action["kind"], action["count"]) == ("CartPole-v1", "index", 2)
+        await client.post("/close", json={"episodes": [info["episodes"][0]["episode"]]})
         begun = await begin(client, episodes=64, seed=100)
         assert [episode["seed"] for episode in begun] == list(range(100, 164))
         assert len({episode["episode"] for episode in begun}) == 64
@@ -63,16 +69,6 @@ async def test_many_episodes_are_begun_and_stepped_at_once(serving: Any, app: An
         closed = await client.post("/close", json={"episodes": [e["episode"] for e in begun[:10]] + ["who"]})
         assert closed.json() == {"closed": 10, "unknown": 1}
         assert (await client.get("/stats")).json()["active"] == 54
-
-
-async def test_a_reset_describes_states_and_actions(serving: Any, app: Any) -> None:
-    async with serving(app()) as client:
-        info = (await client.post("/reset", json={})).json()["environment"]
-        assert (info["id"], info["action"]["kind"], info["action"]["count"]) == ("CartPole-v1", "index", 2)
-    async with serving(app(environment="Pendulum-v1")) as client:
-        info = (await client.post("/reset", json={})).json()["environment"]
-        assert info["state"] == {"kind": "numbers", "shape": [3]}
-        assert (info["action"]["kind"], info["action"]["shape"]) == ("numbers", [1])
 
 
 async def test_a_repeated_request_takes_no_second_step(serving: Any, app: Any) -> None:
@@ -99,30 +95,42 @@ async def test_the_last_step_can_be_asked_for_again_after_the_episodes_end(servi
         assert (await take(client, (episode, 2, 0)))[0]["status"] == "refused"
 
 
-@pytest.mark.parametrize("action", [2, -1, 0.5, True, "left", [1], [], None, 10**30, [[0], [1, 2]]])
-async def test_an_action_that_does_not_fit_is_refused_and_leaves_the_episode(
-    serving: Any, app: Any, action: Any
-) -> None:
+async def test_an_action_that_does_not_fit_is_refused_and_leaves_the_episode(serving: Any, app: Any) -> None:
     async with serving(app()) as client:
         episode = (await begin(client, seed=1))[0]["episode"]
-        response = await client.post("/step", json={"steps": [{"episode": episode, "step": 0, "action": action}]})
-        if response.status_code != 200:
-            assert response.status_code == 422
-        else:
-            result = response.json()["results"][0]
-            assert result["status"] == "refused"
-            assert "takes Discrete(2)" in result["detail"]
+        for action in (2, -1, 0.5, True, "left", [1], [], None, 10**30, [[0], [1, 2]]):
+            response = await client.post("/step", json={"steps": [{"episode": episode, "step": 0, "action": action}]})
+            if response.status_code != 200:
+                assert response.status_code == 422, action
+            else:
+                result = response.json()["results"][0]
+                assert (result["status"], "takes Discrete(2)" in result["detail"]) == ("refused", True), action
         assert (await take(client, (episode, 0, 1)))[0]["steps"] == 1
+        for body in (
+            {},
+            {"steps": []},
+            {"steps": [{"episode": "a", "step": -1, "action": 0}]},
+            {"steps": [{"episode": "a b", "step": 0, "action": 0}]},
+            {"steps": [{"episode": "a", "step": 0, "action": 0}] * 2},
+            {"steps": [{"episode": "a", "step": 0, "action": {"left": 1}}]},
+        ):
+            assert (await client.post("/step", json=body)).status_code == 422, body
 
 
 async def test_numbers_beyond_the_bounds_are_clipped_and_wrong_shapes_refused(serving: Any, app: Any) -> None:
     async with serving(app(environment="Pendulum-v1")) as client:
+        info = (await client.post("/reset", json={})).json()["environment"]
+        assert info["state"] == {"kind": "numbers", "shape": [3]}
+        assert (info["action"]["kind"], info["action"]["shape"]) == ("numbers", [1])
         within, beyond, wrong = await begin(client, episodes=3)
         assert (await take(client, (wrong["episode"], 0, [1.0, 2.0])))[0]["status"] == "refused"
         twins = [(await begin(client, seed=3))[0]["episode"] for _ in range(2)]
         results = await take(client, (twins[0], 0, [2.0]), (twins[1], 0, [1e9]))
         assert results[0]["state"] == results[1]["state"]
         assert within["seed"] + 1 == beyond["seed"]
+        text = '{"steps": [{"episode": "a", "step": 0, "action": [NaN]}]}'
+        response = await client.post("/step", content=text, headers={"Content-Type": "application/json"})
+        assert response.status_code == 400
 
 
 async def test_composed_states_are_flattened(serving: Any, app: Any) -> None:
@@ -170,16 +178,16 @@ async def test_a_step_asked_for_again_while_it_is_taken_is_taken_once(serving: A
         assert (counts["steps"], counts["closed"]) == (1, 1)
 
 
-@pytest.mark.parametrize(("action", "says"), [(1, "a gear fell off"), (2, "not finite"), (3, "reward nan")])
-async def test_a_broken_environment_loses_its_own_episode_only(serving: Any, app: Any, action: int, says: str) -> None:
+async def test_a_broken_environment_loses_its_own_episode_only(serving: Any, app: Any) -> None:
     async with serving(app(environment=f"{ODD}Broken-v0")) as client:
-        first, broken, last = [e["episode"] for e in await begin(client, episodes=3)]
-        results = await take(client, (first, 0, 0), (broken, 0, action), (last, 0, 0))
-        assert [r["status"] for r in results] == ["running", "lost", "running"]
-        assert says in results[1]["detail"]
-        assert (await take(client, (broken, 0, 0)))[0]["status"] == "lost"
-        stats = (await client.get("/stats")).json()
-        assert (stats["active"], stats["episodes"]["lost"]) == (2, 1)
+        for action, says in ((1, "a gear fell off"), (2, "not finite"), (3, "reward nan")):
+            first, broken, last = [e["episode"] for e in await begin(client, episodes=3)]
+            results = await take(client, (first, 0, 0), (broken, 0, action), (last, 0, 0))
+            assert [r["status"] for r in results] == ["running", "lost", "running"]
+            assert says in results[1]["detail"]
+            assert (await take(client, (broken, 0, 0)))[0]["status"] == "lost"
+            stats = (await client.get("/stats")).json()
+            assert (stats["active"], stats["episodes"]["lost"]) == (2 * action, action)
 
 
 HOLDING = ODD.removesuffix("Odd/") + "Holding"
@@ -229,40 +237,17 @@ async def test_a_hanging_step_loses_its_episode_only(serving: Any, app: Any) -> 
         await stats_show(client, lambda stats: stats["stuck"] == 0)
 
 
-async def test_a_server_with_too_many_hanging_environments_is_unhealthy(
-    serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (app_module, episodes):
-        monkeypatch.setattr(module, "MAX_STUCK", 1)
-    odd_environments.RELEASE.clear()
-    async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=1)) as client:
-        hangs, too = [(e["episode"], 0, 1) for e in await begin(client, episodes=2)]
-        await take(client, hangs)
-        assert (await client.get("/health")).status_code == 200
-        await take(client, too)
-        assert (await client.get("/health")).status_code == 503
-        refused = await client.post("/reset", json={})
-        assert refused.status_code == 503
-        assert "restarted" in refused.json()["detail"]
-        odd_environments.RELEASE.set()
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
+async def test_a_server_whose_environment_is_unavailable_does_not_start(serving: Any, app: Any) -> None:
+    for name, says in (
         ("NoSuchGame-v0", "NoSuchGame"),
         ("no_such_module:Game-v0", "no_such_module"),
         (f"{ODD}Unshaped-v0", "observations"),
         (f"{ODD}Several-v0", "neither an index nor numbers"),
         (f"{ODD}Mute-v0", "or is a Conversation"),
-    ],
-)
-async def test_a_server_whose_environment_is_unavailable_does_not_start(
-    serving: Any, app: Any, name: str, says: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=f"ENVIRONMENT is '{name}'.*{says}"):
-        async with serving(app(environment=name)):
-            pass
+    ):
+        with pytest.raises(ConfigurationError, match=f"ENVIRONMENT is '{name}'.*{says}"):
+            async with serving(app(environment=name)):
+                pass
 
 
 async def test_an_environment_that_cannot_be_reset_begins_no_episode(serving: Any, app: Any) -> None:
@@ -324,35 +309,6 @@ async def test_health_has_the_memory_of_a_large_process(
             return ((await client.get("/health")).json()["usage"] or {}).get("memory_bytes")
 
         assert await eventually(memory) == 3 * 2**30
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"steps": []},
-        {"steps": [{"episode": "a", "step": -1, "action": 0}]},
-        {"steps": [{"episode": "a b", "step": 0, "action": 0}]},
-        {"steps": [{"episode": "a", "step": 0, "action": 0}] * 2},
-        {"steps": [{"episode": "a", "step": 0, "action": {"left": 1}}]},
-    ],
-)
-async def test_malformed_steps_are_refused(serving: Any, app: Any, body: Any) -> None:
-    async with serving(app()) as client:
-        assert (await client.post("/step", json=body)).status_code == 422
-
-
-async def test_nan_is_refused_as_an_action(serving: Any, app: Any) -> None:
-    async with serving(app(environment="Pendulum-v1")) as client:
-        text = '{"steps": [{"episode": "a", "step": 0, "action": [NaN]}]}'
-        response = await client.post("/step", content=text, headers={"Content-Type": "application/json"})
-        assert response.status_code == 400
-
-
-async def test_health_names_the_server_and_its_environment(serving: Any, app: Any) -> None:
-    async with serving(app()) as client:
-        health = (await client.get("/health")).json()
-    assert (health["name"], health["environment"], health["pushing"]) == ("test-server", "CartPole-v1", False)
 
 
 MIX = """

@@ -18,7 +18,7 @@ from tests.waiting import IDLE_SECONDS, eventually, stats_show
 
 MODULE = ODD.removesuffix("Odd/")
 HOSTILE = f"{MODULE}Hostile"
-KINDS = [(1, "SystemExit: enough ("), (2, "KeyboardInterrupt ("), (3, "CancelledError (")]
+KINDS = {1: "SystemExit: enough (", 2: "KeyboardInterrupt (", 3: "Cancelled"}
 
 
 @pytest.fixture(autouse=True)
@@ -33,51 +33,25 @@ async def ids(client: Any, count: int, **request: Any) -> list[str]:
     return [start["episode"] for start in await begin(client, episodes=count, seed=100, **request)]
 
 
-@pytest.mark.parametrize(
-    ("action", "says"),
-    [
-        ("step exit", "SystemExit: enough ("),
-        ("step interrupt", "KeyboardInterrupt ("),
-        ("step cancel", "CancelledError ("),
-        ("task exit", "SystemExit: enough ("),
-        ("task interrupt", "KeyboardInterrupt ("),
-        ("task cancel", "CancelledError"),
-    ],
-)
-async def test_a_coroutine_that_would_end_its_server_loses_its_episode(
-    serving: Any, app: Any, action: str, says: str
-) -> None:
-    async with serving(app(environment=HOSTILE)) as client:
-        first, hostile, last = await ids(client, 3)
-        results = await take(client, (first, 0, "a"), (hostile, 0, action), (last, 0, "b"))
-        assert [result["status"] for result in results] == ["running", "lost", "running"]
-        assert says in results[1]["detail"]
-        assert results[1]["environment_failed"]
-        assert [r["steps"] for r in await take(client, (first, 1, "a"), (last, 1, "b"))] == [2, 2]
-
-
-@pytest.mark.parametrize(
-    ("action", "says"), [(1, "SystemExit: enough ("), (2, "KeyboardInterrupt ("), (3, "Cancelled")]
-)
-async def test_a_function_that_would_end_its_server_loses_its_episode(
-    serving: Any, app: Any, action: int, says: str
-) -> None:
-    async with serving(app(environment=f"{ODD}HostileFunctions-v0")) as client:
-        first, hostile, last = await ids(client, 3)
-        results = await take(client, (first, 0, 0), (hostile, 0, action), (last, 0, 0))
-        assert [result["status"] for result in results] == ["running", "lost", "running"]
-        assert says in results[1]["detail"]
-
-
-@pytest.mark.parametrize("environment", [HOSTILE, f"{ODD}HostileFunctions-v0"])
-@pytest.mark.parametrize(("seed", "says"), KINDS)
-async def test_a_reset_that_would_end_its_server_begins_no_episode(
-    serving: Any, app: Any, environment: str, seed: int, says: str
-) -> None:
-    async with serving(app(environment=environment)) as client:
-        refused = await client.post("/reset", json={"seed": seed, "request_id": "r"})
-        assert (refused.status_code, says in refused.json()["detail"]) == (422, True)
-        assert (await client.post("/reset", json={"seed": 7, "request_id": "r"})).status_code == 200
+async def test_what_would_end_its_server_costs_its_episode_only(serving: Any, app: Any) -> None:
+    words = dict(zip(("exit", "interrupt", "cancel"), KINDS.values(), strict=True))
+    coroutine = {f"{where} {what}": says for where in ("step", "task") for what, says in words.items()}
+    for environment, harmless, actions in ((HOSTILE, "a", coroutine), (f"{ODD}HostileFunctions-v0", 0, KINDS)):
+        async with serving(app(environment=environment)) as client:
+            for action, says in actions.items():
+                first, hostile, last = await ids(client, 3)
+                steps = [(first, 0, harmless), (hostile, 0, action), (last, 0, harmless)]
+                results = await take(client, *steps)
+                assert [result["status"] for result in results] == ["running", "lost", "running"]
+                assert says in results[1]["detail"]
+                assert results[1]["environment_failed"]
+                on = await take(client, (first, 1, harmless), (last, 1, harmless))
+                assert [result["steps"] for result in on] == [2, 2]
+            for seed, says in KINDS.items():
+                request = {"request_id": f"r{seed}"}
+                refused = await client.post("/reset", json={"seed": seed, **request})
+                assert (refused.status_code, says in refused.json()["detail"]) == (422, True)
+                assert (await client.post("/reset", json={"seed": 7, **request})).status_code == 200
 
 
 async def test_an_environment_that_would_end_its_server_where_it_closes_does_not(serving: Any, app: Any) -> None:
@@ -95,11 +69,10 @@ async def test_an_environment_that_would_end_its_server_where_it_is_made_is_refu
             pass
 
 
-@pytest.mark.parametrize("action", ["step block", "task block"])
-async def test_a_coroutine_that_blocks_costs_its_episode_only(serving: Any, app: Any, action: str) -> None:
+async def test_a_coroutine_that_blocks_costs_its_episode_only(serving: Any, app: Any) -> None:
     async with serving(app(environment=HOSTILE, environment_step_seconds=1)) as client:
         waits, blocks, follows, later = await ids(client, 4)
-        taking = asyncio.create_task(take(client, (waits, 0, "wait 0.1"), (blocks, 0, action), (follows, 0, "a")))
+        taking = asyncio.create_task(take(client, (waits, 0, "wait 0.1"), (blocks, 0, "task block"), (follows, 0, "a")))
         await eventually(HANGING.is_set, "the step blocks")
         assert (await client.get("/health")).status_code == 200
         later_step = asyncio.create_task(take(client, (later, 0, "b")))
@@ -168,20 +141,16 @@ async def test_all_coroutines_share_an_event_loop_and_one_that_closes_is_awaited
         assert (await take(client, (second, 1, "on")))[0]["state"][0]["content"] == "True"
 
 
-@pytest.mark.parametrize("action", ["surrogate", "object", "error"])
-async def test_a_step_that_cannot_be_written_loses_its_episode_only(serving: Any, app: Any, action: str) -> None:
+async def test_a_step_that_cannot_be_written_loses_its_episode_only(serving: Any, app: Any) -> None:
     async with serving(app(environment=HOSTILE)) as client:
-        first, hostile, last = await ids(client, 3)
-        steps = [(first, 0, "a"), (hostile, 0, action), (last, 0, "b")]
-        for _ in range(2):  # The second request repeats the steps.
-            results = await take(client, *steps)
-            assert [result["status"] for result in results] == ["running", "lost", "running"]
-            assert "caf\\udce9" in results[1]["detail"] or "invalid step result" in results[1]["detail"]
-        assert [r["steps"] for r in await take(client, (first, 1, "a"), (last, 1, "b"))] == [2, 2]
-
-
-async def test_a_refusal_that_cannot_be_written_is_reported_with_escapes(serving: Any, app: Any) -> None:
-    async with serving(app(environment=HOSTILE)) as client:
+        for action in ("surrogate", "object", "error"):
+            first, hostile, last = await ids(client, 3)
+            steps = [(first, 0, "a"), (hostile, 0, action), (last, 0, "b")]
+            for _ in range(2):  # The second request repeats the steps.
+                results = await take(client, *steps)
+                assert [result["status"] for result in results] == ["running", "lost", "running"]
+                assert "caf\\udce9" in results[1]["detail"] or "invalid step result" in results[1]["detail"]
+            assert [r["steps"] for r in await take(client, (first, 1, "a"), (last, 1, "b"))] == [2, 2]
         [episode] = await ids(client, 1)
         [refused] = await take(client, (episode, 0, "refuse"))
         assert (refused["status"], refused["detail"]) == ("refused", "caf\\udce9")
@@ -194,6 +163,7 @@ async def test_a_first_state_that_cannot_be_written_begins_no_episode(serving: A
             assert (refused.status_code, "as its first state" in refused.json()["detail"]) == (422, True)
 
 
+@pytest.mark.slow
 def test_a_server_outlives_a_step_that_never_ends(start_service: Any) -> None:
     server = start_service(
         "services.environment_server", ENVIRONMENT=HOSTILE, ENVIRONMENT_STEP_SECONDS="2", ENVIRONMENT_SERVER_NAME="a"

@@ -9,19 +9,27 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import orjson
 import pytest
+from fastapi import FastAPI
 from websockets.asyncio.server import ServerConnection, serve
 
-from services.core.errors import EXIT_CONFIGURATION, EXIT_FAILED, DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
+from services.environment_server import openenv_environment
 from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError, Transition
-from services.environment_server.openenv_environment import Forms, NotAnActionError, OpenEnvEnvironment, messages_of
+from services.environment_server.openenv_environment import (
+    Forms,
+    NotAnActionError,
+    OpenEnvEnvironment,
+    ask_for_forms,
+    messages_of,
+)
 from tests.ports import free_port
 from tests.services.run_page.serving import served, served_ready
-from tests.waiting import IDLE_SECONDS, wait_until
+from tests.waiting import IDLE_SECONDS
 
 MOVE = {
     "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}, "metadata": {"type": "object"}},
@@ -194,25 +202,20 @@ def test_a_single_field_that_is_not_text_is_the_answers_json() -> None:
     assert orjson.dumps(forms.action_schema).decode() in forms.rules()[0]["content"]
 
 
-def test_a_server_that_starts_later_is_waited_for(start_service: Any, app: Any) -> None:
+async def test_a_server_that_starts_later_is_waited_for_and_another_one_refused(
+    app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = asyncio.Event()
+    monkeypatch.setattr(openenv_environment, "log", SimpleNamespace(info=lambda *_, **__: waits.set()))
     port = free_port()
-    name = f"openenv+http://127.0.0.1:{port}"
-    waits = start_service("services.environment_server", ENVIRONMENT=name, healthy=False)
-    wait_until(lambda: "waiting for an OpenEnv server to start" in waits.log, "it waits")
-    with served(app(environment="guessing"), port):
-        wait_until(lambda: httpx.get(f"{waits.url}/health", trust_env=False).status_code == 200, "it is healthy")
-
-
-def test_a_server_that_never_starts_ends_the_start(start_service: Any) -> None:
-    refused = start_service(
-        "services.environment_server",
-        ENVIRONMENT="openenv+http://127.0.0.1:9",
-        SERVICE_DEADLINE_SECONDS="1",
-        healthy=False,
-    )
-    assert refused.process.wait(IDLE_SECONDS) == EXIT_FAILED
-    assert "did not answer within SERVICE_DEADLINE_SECONDS=1" in refused.log
-    assert "start the server" in refused.log
+    asking = asyncio.create_task(ask_for_forms(f"openenv+http://127.0.0.1:{port}", IDLE_SECONDS))
+    await waits.wait()
+    with served(app(environment="guessing"), port) as url:
+        assert (await asking)[0] == url
+    with served(FastAPI()) as other, pytest.raises(ConfigurationError, match="schema is not an OpenEnv server's: 404"):
+        await ask_for_forms(f"openenv+{other}", IDLE_SECONDS)
+    with pytest.raises(NeverReadyError, match="SERVICE_DEADLINE_SECONDS"):
+        await ask_for_forms("openenv+http://127.0.0.1:9", 0.2)
 
 
 async def test_a_reason_that_the_server_gives_before_it_closes_is_reported() -> None:
@@ -244,10 +247,3 @@ async def closing_at_once(message: bytes) -> AsyncIterator[str]:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-
-async def test_an_answer_that_is_not_an_openenv_servers_ends_with_78(start_service: Any, app: Any) -> None:
-    data_server = start_service("services.data_server", DATASET="arithmetic")
-    other = start_service("services.environment_server", ENVIRONMENT=f"openenv+{data_server.url}", healthy=False)
-    assert other.process.wait(120) == EXIT_CONFIGURATION
-    assert "no route /schema" in other.log

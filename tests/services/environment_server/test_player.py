@@ -90,6 +90,7 @@ async def test_an_action_that_does_not_fit_loses_the_episode(serving: Any, app: 
     assert head.finished == []
 
 
+@pytest.mark.slow
 def test_the_service_plays_as_a_process_and_ends_at_sigterm(start_service: Any, head: Head) -> None:
     with served(head.app) as url:
         server = start_service(

@@ -52,6 +52,8 @@ async def test_actions_come_in_order_with_versions_and_log_probabilities(head: A
         async with EvaluationHeadClient(url, policy="times") as client:
             reply = await client.act([[1.0, 2.0]], logprobs=True)
             assert (reply.actions, reply.logprobs) == ([[3.0, 6.0]], [None])
+            with pytest.raises(RequestRefusedError, match="policy 'times' takes numbers of shape"):
+                await client.act([[1.0]])
 
 
 async def test_a_busy_head_is_asked_again_and_each_repetition_is_counted() -> None:
@@ -68,16 +70,6 @@ async def test_a_head_that_is_away_is_given_up_at_the_deadline() -> None:
     async with EvaluationHeadClient("http://127.0.0.1:9", deadline=0.3) as client:
         with pytest.raises(DependencyLostError, match="evaluation-head did not answer POST"):
             await client.act([[1.0]])
-
-
-async def test_a_refusal_says_what_fits(head: Any) -> None:
-    with served_ready(head()) as url:
-        async with EvaluationHeadClient(url) as client:
-            with pytest.raises(RequestRefusedError, match="policy 'times' takes numbers of shape"):
-                await client.act([[1.0]])
-        async with EvaluationHeadClient(url, policy="no") as client:
-            with pytest.raises(RequestRefusedError, match="no policy 'no' here"):
-                await client.act([[1.0]])
 
 
 def test_the_synchronous_client_is_the_same_client_and_reports_once(head: Any) -> None:
@@ -97,11 +89,11 @@ def test_the_pages_agent_plays_cartpole(head: Any, lean: Path) -> None:
     agent: dict[str, Any] = {"__name__": "head_agent"}
     exec(block, agent)
     with served_ready(head(head_policies=f"lean={lean}")) as url:
-        returns = agent["play"](url, range(2))
+        returns = agent["play"](url, range(1))
         stats = httpx.get(f"{url}/stats", trust_env=False, timeout=IDLE_SECONDS).json()
-    assert all(value > 100 for value in returns)
-    assert stats["episodes"] == {"active": 0, "finished": 2, "lost": 0}
-    assert stats["returns"]["mean"] == sum(returns) / 2
+    assert returns[0] > 100
+    assert stats["episodes"] == {"active": 0, "finished": 1, "lost": 0}
+    assert stats["returns"]["mean"] == returns[0]
     assert stats["servers"][0]["environment"] == "CartPole-v1"
 
 
@@ -126,23 +118,22 @@ async def test_a_function_and_a_policy_of_another_head_are_policies(head: Any, s
             assert (refused.status_code, "no policy 'none'" in refused.json()["detail"]) == (422, True)
 
 
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        ("say_two_twice", "gave 4 actions"),
-        ("fail", "ZeroDivisionError"),
-        ("say_numpy", "gave array([0, 1])"),
-        ("say_nothing", "gave [None, None]"),
-        ("say_nan", "gave [0.5, nan]"),
-        ("say_infinity", "gave [[0.5], [[-inf]]]"),
-        ("leave", "raised SystemExit: enough"),
-        ("say_no_text", r"gave ['a', '\udce9']"),
-    ],
-)
-async def test_a_function_that_fails_is_a_policy_that_failed(head: Any, serving: Any, function: str, says: str) -> None:
-    async with serving(head(head_policies=f"p=tests.services.evaluation_head.test_client:{function}")) as client:
-        reply = await client.post("/evaluate", json={"states": [[1], [2]]})
-        assert (reply.status_code, says in reply.json()["detail"]) == (500, True)
+async def test_a_function_that_fails_is_a_policy_that_failed(head: Any, serving: Any) -> None:
+    wrong = {
+        "say_two_twice": "gave 4 actions",
+        "fail": "ZeroDivisionError",
+        "say_numpy": "gave array([0, 1])",
+        "say_nothing": "gave [None, None]",
+        "say_nan": "gave [0.5, nan]",
+        "say_infinity": "gave [[0.5], [[-inf]]]",
+        "leave": "raised SystemExit: enough",
+        "say_no_text": r"gave ['a', '\udce9']",
+    }
+    policies = " ".join(f"{name}=tests.services.evaluation_head.test_client:{name}" for name in wrong)
+    async with serving(head(head_policies=policies)) as client:
+        for name, says in wrong.items():
+            reply = await client.post("/evaluate", json={"policy": name, "states": [[1], [2]]})
+            assert (reply.status_code, says in reply.json()["detail"]) == (500, True), name
 
 
 def say_two_twice(states: list[Any]) -> list[int]:

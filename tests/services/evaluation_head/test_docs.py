@@ -65,37 +65,12 @@ async def test_the_three_commands_make_a_head_that_plays(start_service: Any, pol
     assert stats["returns"]["mean"] == 500
 
 
-def test_the_benchmark_has_the_named_options() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "policy", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    options = [word for word in words_of("benchmarks policy") if word.startswith("--")]
-    assert len(options) == 5
-    assert all(option in done.stdout for option in options)
-
-
 def test_the_python_example_sends_states_as_bytes(lean: Path) -> None:
     [text] = [text for language, _, text in FENCES if language == "python" and "tobytes" in text]
     with served_ready(create_app(HeadSettings(head_policies=f"lean={lean}"))) as url:
         names: dict[str, Any] = {"url": url, "states": np.array([[0, 0, 1, 0], [0, 0, -1, 0]])}
         exec(compile(text, "evaluation_head.md", "exec"), names)
     assert names["reply"]["actions"] == [1, 0]
-
-
-@pytest.mark.slow
-def test_the_command_evaluates_a_policy(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    words = words_of("grpo evaluate-policy")
-    assert "--episodes" in words
-    out = tmp_path_factory.mktemp("evaluation")
-    given = {f"cartpole={POLICIES}": f"cartpole={policy}", "runs/evaluations/cartpole": str(out), "100": "2", "4": "2"}
-    command = [sys.executable, "-m", "scripts.grpo", "evaluate-policy", *(given.get(word, word) for word in words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    assert done.returncode == 0, done.stderr
-    assert orjson.loads((out / "results.json").read_bytes())["mean_return"]["value"] == 500
 
 
 def test_the_python_example_publishes_a_policy(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import threading
+import re
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-import uvicorn
 from fastapi import FastAPI, Request
 
 from services.clients import environment
@@ -28,7 +30,8 @@ from services.protocol.evaluation import ActionKind, ActionSpec, DiscoveredServe
 from tests.ports import free_port
 from tests.services.clients.test_lost_servers import TURNS, guess, undisturbed
 from tests.services.environment_server.conftest import ODD
-from tests.services.run_page.serving import served
+from tests.services.evaluation_head.policies import publish_wobbles
+from tests.services.run_page.serving import served, served_ready
 from tests.waiting import IDLE_SECONDS, eventually, stats_show
 
 
@@ -56,14 +59,14 @@ async def stats_of(url: str) -> dict[str, Any]:
 
 
 def gymnasium_returns(seeds: range) -> list[float]:
-    """Return the returns of the leaning policy when gymnasium runs in this process."""
+    """Return the returns of the wobbling policy when gymnasium runs in this process."""
     returns = []
     for seed in seeds:
         environment = gymnasium.make("CartPole-v1")
         state, _ = environment.reset(seed=seed)
         total, done = 0.0, False
         while not done:
-            action = int(np.float32(state[2]) + np.float32(0.3) * np.float32(state[3]) > 0)
+            action = int(np.float32(state[2]) > 0)
             state, reward, terminated, truncated, _ = environment.step(action)
             total, done = total + reward, terminated or truncated
         returns.append(total)
@@ -71,9 +74,10 @@ def gymnasium_returns(seeds: range) -> list[float]:
 
 
 async def test_returns_on_a_discovered_server_equal_those_of_gymnasium(
-    serving: Any, head: Any, environment_server: Any, lean: Path
+    serving: Any, head: Any, environment_server: Any, tmp_path: Path
 ) -> None:
-    options = {"head_policies": f"lean={lean}", "head_drive_total": 6, "head_drive_episodes": 4}
+    publish_wobbles(tmp_path)
+    options = {"head_policies": f"wobbles={tmp_path}", "head_drive_total": 6, "head_drive_episodes": 4}
     async with serving(head(game_server_addresses=environment_server(), **options)) as client:
         stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 6)
         server = row(stats)
@@ -97,16 +101,9 @@ async def test_a_server_that_pushes_is_not_driven_and_counts_once(
 ) -> None:
     port = free_port()
     url = environment_server(eval_head_endpoint=f"http://127.0.0.1:{port}", environment_push_total=5)
-    settings = {"head_policies": f"lean={lean}", "game_server_addresses": url, "PROBE_INTERVAL_SECONDS": 0.1}
-    app = head(**settings)
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        base_url = f"http://127.0.0.1:{port}"
+    app = head(head_policies=f"lean={lean}", game_server_addresses=url, PROBE_INTERVAL_SECONDS=0.1)
+    with served_ready(app, port) as base_url:
         async with httpx.AsyncClient(base_url=base_url, timeout=IDLE_SECONDS, trust_env=False) as client:
-            await eventually(lambda: server.started)
-            await eventually(lambda: _is_healthy(client))
             stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 5)
             played = await stats_of(url)
             assert played["episodes"]["begun"] == 5
@@ -115,69 +112,69 @@ async def test_a_server_that_pushes_is_not_driven_and_counts_once(
             assert (found["mode"], found["states"]) == ("idle", 0)
             assert found["detail"] == "plays by itself, as env"
             await stats_show(client, lambda stats: row(stats, url.removeprefix("http://"))["usage"] is not None)
-    finally:
-        server.should_exit = True
-        thread.join(IDLE_SECONDS)
 
 
-async def _is_healthy(client: httpx.AsyncClient) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return (await client.get("/health")).status_code == 200
-    return False
+@contextlib.asynccontextmanager
+async def ended_within(app: FastAPI) -> AsyncIterator[tuple[str, Callable[[], Awaitable[None]]]]:
+    """Serve an application; give its URL and a function that ends it."""
+    with contextlib.ExitStack() as stack:
+        yield stack.enter_context(served(app)), partial(asyncio.to_thread, stack.close)
+
+
+def guessing() -> FastAPI:
+    return create_environment_app(EnvironmentSettings(environment="guessing", environment_text_turns=TURNS))
 
 
 async def test_a_restarted_server_loses_its_episodes_and_is_driven_again(
-    serving: Any, head: Any, start_service: Any, lean: Path
-) -> None:
-    first = start_service("services.environment_server", LOG_LEVEL="warning")
-    options = {"head_policies": f"lean={lean}", "PROBE_INTERVAL_SECONDS": 0.2}
-    async with serving(head(game_server_addresses=first.url, **options)) as client:
-        # Well before the end of the eight episodes, which all end at step 500.
-        await stats_show(client, lambda stats: 80 <= stats["states"] % 4000 <= 2000)
-        first.kill()
-        second = start_service("services.environment_server", LOG_LEVEL="warning", port=first.port)
-        lost = await stats_show(client, lambda stats: stats["episodes"]["lost"] >= 8)
-        assert lost["episodes"]["lost"] == 8
-        before = lost["episodes"]["finished"]
-        await stats_show(client, lambda stats: stats["episodes"]["finished"] > before)
-        assert (await stats_of(second.url))["episodes"]["begun"] >= 8
-
-
-@pytest.mark.parametrize("is_restarted", [False, True])
-async def test_the_episodes_of_a_killed_server_continue_with_equal_returns(
-    serving: Any, head: Any, start_service: Any, monkeypatch: pytest.MonkeyPatch, is_restarted: bool
+    serving: Any, head: Any, lean: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.5)
-    variables = {"ENVIRONMENT": "guessing", "ENVIRONMENT_TEXT_TURNS": str(TURNS), "LOG_LEVEL": "warning"}
-    servers = [start_service("services.environment_server", **variables) for _ in range(1 if is_restarted else 2)]
-    count = 8 * len(servers)
+    async with ended_within(create_environment_app(EnvironmentSettings())) as (url, end):
+        options = {"head_policies": f"lean={lean}", "PROBE_INTERVAL_SECONDS": 0.2}
+        async with serving(head(game_server_addresses=url, **options)) as client:
+            # Well before the end of the eight episodes, which all end at step 500.
+            await stats_show(client, lambda stats: 80 <= stats["states"] % 4000 <= 2000)
+            await end()
+            with served(create_environment_app(EnvironmentSettings()), int(url.rpartition(":")[2])):
+                lost = await stats_show(client, lambda stats: stats["episodes"]["lost"] >= 8)
+                assert lost["episodes"]["lost"] == 8
+                before = lost["episodes"]["finished"]
+                await stats_show(client, lambda stats: stats["episodes"]["finished"] > before)
+                assert (await stats_of(url))["episodes"]["begun"] >= 8
+
+
+async def test_the_episodes_of_a_restarted_server_continue_with_equal_returns(
+    serving: Any, head: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.5)
     options = {"head_policies": f"guess={__name__}:guess_slowly", "head_drive_episodes": 8, "head_drive_total": 8}
-    options |= {"game_server_addresses": " ".join(server.url for server in servers), "PROBE_INTERVAL_SECONDS": 0.2}
-    async with serving(head(**options)) as client:
-        await stats_show(client, lambda stats: bool(stats["servers"]) and all(s["states"] for s in stats["servers"]))
-        servers[0].kill()
-        if is_restarted:
-            start_service("services.environment_server", port=servers[0].port, **variables)
-        stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == count)
-    assert stats["episodes"] == {"active": 0, "finished": count, "lost": 0}
+    async with (
+        ended_within(guessing()) as (url, end),
+        serving(head(game_server_addresses=url, PROBE_INTERVAL_SECONDS=0.2, **options)) as client,
+    ):
+        await stats_show(client, lambda stats: stats["states"] > 0)
+        await end()
+        with served(guessing(), int(url.rpartition(":")[2])):
+            stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 8)
+    assert stats["episodes"] == {"active": 0, "finished": 8, "lost": 0}
     returns = [(await undisturbed(seed))[0] for seed in range(8)]
     assert 0 < np.mean(returns) < 1
     assert stats["returns"]["mean"] == pytest.approx(np.mean(returns))
-    last = row(stats, servers[-1].url.removeprefix("http://"))
-    assert last["finished"] > count - 8, "an episode may have ended before the kill"
 
 
-async def test_the_episodes_of_a_server_that_discovery_drops_continue_elsewhere(start_service: Any) -> None:
-    variables = {"ENVIRONMENT": "guessing", "ENVIRONMENT_TEXT_TURNS": str(TURNS), "LOG_LEVEL": "warning"}
-    servers = [start_service("services.environment_server", **variables) for _ in range(2)]
-    found = [DiscoveredServer(name=s.url, source="cluster", status="UP", url=s.url) for s in servers]
+async def test_the_episodes_of_a_server_that_discovery_drops_continue_elsewhere() -> None:
     settings = HeadSettings(head_drive_episodes=8, head_drive_total=8)
     registry = Registry(Meter())
-    async with FunctionPolicy("guess", f"{__name__}:guess_slowly") as policy:
+    async with (
+        ended_within(guessing()) as (first, end),
+        ended_within(guessing()) as (second, _),
+        FunctionPolicy("guess", f"{__name__}:guess_slowly") as policy,
+    ):
+        found = [DiscoveredServer(name=url, source="cluster", status="UP", url=url) for url in (first, second)]
         driver = Driver(settings, {"guess": policy}, registry)
         driver.update(found)
         await eventually(lambda: all(server.states for server in registry.servers.values()))
-        servers[0].kill()
+        await end()
         driver.update(found[1:])
         await eventually(lambda: registry.returns.count == 16, progress=lambda: str(registry.returns))
         await driver.close()
@@ -187,7 +184,7 @@ async def test_the_episodes_of_a_server_that_discovery_drops_continue_elsewhere(
 
 
 def guess_slowly(states: list[Any]) -> list[str]:
-    """Bisect, and leave time to kill a server between two steps."""
+    """Bisect, and leave time to end a server between two steps."""
     time.sleep(0.3)
     return [guess(state) for state in states]
 
@@ -234,38 +231,37 @@ def liar(**lies: Any) -> FastAPI:
     return app
 
 
-@pytest.mark.parametrize(
-    ("lies", "says"),
-    [
-        ({"health": {"name": None}}, "is not an environment server"),
-        ({"more": 3}, "/reset began other episodes"),
-        ({"state": [0.0, 1.0]}, "state 0 does not fit"),
-        ({"state": "hello"}, "EpisodeStart|ResetReply"),
-        ({"step": {"episode": "somebody-elses"}}, "other episodes than it was asked for"),
-        ({"step": {"steps": 40}}, "/step counts 40 steps"),
-        ({"step": {"state": None}}, "no state"),
-        ({"step": {"reward": "a lot"}}, "StepReply"),
-        ({"step": {"status": "refused", "detail": "no"}}, "an episode was given up: no"),
-    ],
-)
-async def test_a_server_that_breaks_the_protocol_is_reported_and_not_counted(
-    serving: Any, head: Any, environment_server: Any, lean: Path, lies: Any, says: str
+LIES: list[tuple[dict[str, Any], str]] = [
+    ({"health": {"name": None}}, "is not an environment server"),
+    ({"more": 3}, "/reset began other episodes"),
+    ({"state": [0.0, 1.0]}, "state 0 does not fit"),
+    ({"state": "hello"}, "EpisodeStart|ResetReply"),
+    ({"step": {"episode": "somebody-elses"}}, "other episodes than it was asked for"),
+    ({"step": {"steps": 40}}, "/step counts 40 steps"),
+    ({"step": {"state": None}}, "no state"),
+    ({"step": {"reward": "a lot"}}, "StepReply"),
+    ({"step": {"status": "refused", "detail": "no"}}, "an episode was given up: no"),
+]
+
+
+async def test_servers_that_break_the_protocol_are_reported_and_not_counted(
+    serving: Any, head: Any, environment_server: Any, lean: Path
 ) -> None:
-    honest = environment_server()
-    with served(liar(**lies)) as url:
+    with contextlib.ExitStack() as stack:
+        liars = [stack.enter_context(served(liar(**lies))) for lies, _ in LIES]
+        names = [url.removeprefix("http://") for url in (*liars, environment_server())]
         options = {"head_policies": f"lean={lean}", "PROBE_INTERVAL_SECONDS": 60, "REQUEST_SECONDS": 1}
-        async with serving(head(game_server_addresses=f"{url} {honest}", **options)) as client:
-            name = url.removeprefix("http://")
+        async with serving(head(game_server_addresses=" ".join(names), **options)) as client:
 
-            def has_the_detail(stats: dict[str, Any]) -> bool:
-                details = [s["detail"] or "" for s in stats["servers"] if s["name"] == name]
-                return any(word in detail for word in says.split("|") for detail in details)
+            def all_are_reported(stats: dict[str, Any]) -> bool:
+                details = {server["name"]: server["detail"] or "" for server in stats["servers"]}
+                expected = zip(names[:-1], (says for _, says in LIES), strict=True)
+                return all(re.search(says, details.get(name, "")) for name, says in expected)
 
-            stats = await stats_show(client, has_the_detail)
-            assert row(stats, name)["finished"] == 0
-            honest_name = honest.removeprefix("http://")
-            before = row(stats, honest_name)["states"]
-            await stats_show(client, lambda stats: row(stats, honest_name)["states"] > before)
+            stats = await stats_show(client, all_are_reported)
+            assert [row(stats, name)["finished"] for name in names[:-1]] == [0] * len(LIES)
+            before = row(stats, names[-1])["states"]
+            await stats_show(client, lambda stats: row(stats, names[-1])["states"] > before)
 
 
 async def test_broken_episodes_are_lost_and_replaced(

@@ -90,17 +90,6 @@ async def test_conversations_are_answered_in_order_with_their_version(serving: A
         assert (reply["action"], reply["policy_versions"]) == ("25", [5])
 
 
-async def test_a_language_model_plays_a_text_environment(serving: Any, head: Any, guesser: Any) -> None:
-    _, url = guesser
-    with served(create_environment_app(EnvironmentSettings(environment="guessing"))) as environment:
-        options = {"head_policies": f"llm={url}", "head_drive_total": 12, "game_server_addresses": environment}
-        async with serving(head(**options)) as client:
-            stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 12)
-    # Seven guesses always find one of a hundred numbers.
-    assert stats["returns"]["mean"] == 1.0
-    assert stats["servers"][0]["states"] <= 7 * 12
-
-
 async def test_a_conversation_that_is_refused_costs_its_own_episode_alone(
     serving: Any, head: Any, guesser: Any
 ) -> None:
@@ -118,28 +107,34 @@ async def test_a_conversation_that_is_refused_costs_its_own_episode_alone(
         async with serving(head(game_server_addresses=environment, **options)) as client:
             stats = await stats_show(client, lambda s: s["episodes"]["finished"] + s["episodes"]["lost"] == 12)
             assert stats["episodes"]["finished"] == played
+            # Seven guesses always find one of a hundred numbers.
+            assert stats["returns"]["mean"] == 1.0
+            assert stats["servers"][0]["states"] <= 7 * 12
             assert "an episode was given up: " in stats["servers"][0]["detail"]
             assert "too long" in stats["servers"][0]["detail"]
 
 
-@pytest.mark.parametrize(
-    ("state", "says"),
-    [
+async def test_states_other_than_conversations_are_refused(serving: Any, head: Any, guesser: Any) -> None:
+    model, url = guesser
+    wrong: list[tuple[list[Any], str]] = [
         ([], "at least 1 item"),
         ([1.0, 2.0], "is not a list of messages"),
         ([{"role": "user"}], "0.content"),
         ([{"role": "boss", "content": "x"}], "0.role"),
-    ],
-)
-async def test_states_other_than_conversations_are_refused(
-    serving: Any, head: Any, guesser: Any, state: Any, says: str
-) -> None:
-    _, url = guesser
+    ]
     async with serving(head(head_policies=f"llm={url}")) as client:
-        response = await client.post("/evaluate", json={"states": [user("guess"), state]})
+        for state, says in wrong:
+            response = await client.post("/evaluate", json={"states": [user("guess"), state]})
+            assert response.status_code == 422
+            assert "state 1" in response.json()["detail"]
+            assert says in response.json()["detail"]
+        # A conversation that the model's server refuses affects no later one.
+        model.status = 400
+        response = await client.post("/evaluate", json={"state": user("guess")})
         assert response.status_code == 422
-        assert "state 1" in response.json()["detail"]
-        assert says in response.json()["detail"]
+        assert "refuses the conversation" in response.json()["detail"]
+        model.status = 200
+        assert (await client.post("/evaluate", json={"state": user("guess")})).json()["action"] == "50"
 
 
 async def test_concurrent_conversations_are_bounded(serving: Any, head: Any, guesser: Any) -> None:
@@ -155,17 +150,6 @@ async def test_concurrent_conversations_are_bounded(serving: Any, head: Any, gue
         model.holds = False
         assert (await waiting).json()["actions"] == ["50"] * 8
     assert model.most_at_once == 3
-
-
-async def test_a_refused_conversation_does_not_affect_later_ones(serving: Any, head: Any, guesser: Any) -> None:
-    model, url = guesser
-    async with serving(head(head_policies=f"llm={url}")) as client:
-        model.status = 400
-        response = await client.post("/evaluate", json={"state": user("guess")})
-        assert response.status_code == 422
-        assert "refuses the conversation" in response.json()["detail"]
-        model.status = 200
-        assert (await client.post("/evaluate", json={"state": user("guess")})).json()["action"] == "50"
 
 
 async def test_an_unreachable_rollout_server_fails_the_request_in_time(serving: Any, head: Any) -> None:

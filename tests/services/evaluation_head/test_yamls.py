@@ -25,35 +25,29 @@ def tasks() -> dict[str, Any]:
     return {name: next(iter(files[f"evaluation/{name}.yaml"]["tasks"].values())) for name in NAMES}
 
 
-def test_the_head_has_processors_no_gpu_and_the_api_servers_secrets(tasks: Any) -> None:
-    head = tasks["head"]
+def test_each_task_has_its_machine_its_port_and_its_token(tasks: Any) -> None:
+    head, server, service = tasks["head"], tasks["environment_server"], tasks["environment_service"]
     assert (head["cpus"], head["accelerators"], head["use_spot"]) == (["8+"], [], [False])
     assert head["ports"] == [str(EVALUATION_HEAD_PORT)]
     assert {"SKYPILOT_API_SERVER_ENDPOINT", "SKYPILOT_SERVICE_ACCOUNT_TOKEN"} <= set(head["secrets"])
     assert head["service"] is None
-
-
-@pytest.mark.parametrize("name", ["environment_server", "environment_service"])
-def test_environment_servers_are_on_the_port_that_the_head_asks_for(tasks: Any, name: str) -> None:
-    assert tasks[name]["accelerators"] == []
-    assert tasks[name]["ports"] == [str(ENVIRONMENT_PORT)] == [tasks["head"]["envs"]["GAME_SERVER_PORT"]]
-
-
-def test_environment_servers_are_on_spot_machines_where_there_are_any(tasks: Any) -> None:
-    assert tasks["environment_server"]["use_spot"] == [True, False]
-
-
-def test_skyserve_takes_the_service(tasks: Any) -> None:
-    # It refuses a choice between spot machines and others.
-    assert tasks["environment_service"]["service"]["errors"] is None
-    assert tasks["environment_service"]["use_spot"] == [False]
-
-
-@pytest.mark.parametrize("name", NAMES[:3])
-def test_a_machine_goes_when_nothing_runs_on_it(tasks: Any, name: str) -> None:
-    # Kubernetes has no stopped machines.
-    assert tasks[name]["autostop"]
-    assert all((one["idle_minutes"], one["down"]) == (60, True) for one in tasks[name]["autostop"])
+    for task in (server, service):
+        assert task["accelerators"] == []
+        assert task["ports"] == [str(ENVIRONMENT_PORT)] == [head["envs"]["GAME_SERVER_PORT"]]
+    for task in tasks.values():
+        assert (task["must_be_given"], task["still_to_be_given"]) == (["JOBGROUP_TOKEN"], [])
+    # SkyServe refuses a choice between spot machines and others.
+    assert (server["use_spot"], service["use_spot"], service["service"]["errors"]) == ([True, False], [False], None)
+    for name in NAMES[:3]:
+        # Kubernetes has no stopped machines.
+        assert tasks[name]["autostop"]
+        assert all((one["idle_minutes"], one["down"]) == (60, True) for one in tasks[name]["autostop"])
+    assert server["recovery"]["recover_on_exit_codes"] == [EXIT_RECOVERABLE]
+    assert server["recovery"]["max_restarts_on_errors"] >= 1
+    probed = service["service"]
+    assert (probed["min_replicas"], probed["max_replicas"], probed["readiness_path"]) == (1, 5, "/health")
+    assert probed["initial_delay"] >= 300
+    assert probed["target_qps"] > 0
 
 
 def test_the_head_with_a_bucket_is_the_head_with_other_policies(tasks: Any) -> None:
@@ -67,32 +61,6 @@ def test_the_head_with_a_bucket_is_the_head_with_other_policies(tasks: Any) -> N
     assert "toys.cartpole" in example
     assert with_bucket["setup"].splitlines() == lines
     assert {**with_bucket, "setup": ""} == {**head, "setup": ""}
-
-
-@pytest.mark.parametrize("name", NAMES[:2])
-def test_the_head_installs_no_cuda_where_there_is_none(name: str) -> None:
-    setup = yaml.safe_load(PATHS[name].read_text())["setup"]
-    [install] = [line for line in setup.splitlines() if ".[head]" in line]
-    assert install.startswith('uv pip install --python "$(command -v python)" --torch-backend auto ')
-
-
-def test_a_managed_environment_server_is_restarted(tasks: Any) -> None:
-    assert tasks["environment_server"]["recovery"]["recover_on_exit_codes"] == [EXIT_RECOVERABLE]
-    assert tasks["environment_server"]["recovery"]["max_restarts_on_errors"] >= 1
-
-
-def test_the_service_has_one_to_five_replicas_and_a_readiness_probe(tasks: Any) -> None:
-    service = tasks["environment_service"]["service"]
-    assert (service["min_replicas"], service["max_replicas"]) == (1, 5)
-    assert service["readiness_path"] == "/health"
-    assert service["initial_delay"] >= 300
-    assert service["target_qps"] > 0
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_port_is_open_without_a_token(tasks: Any, name: str) -> None:
-    assert tasks[name]["must_be_given"] == ["JOBGROUP_TOKEN"]
-    assert tasks[name]["still_to_be_given"] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,7 +88,10 @@ def test_the_service_is_the_server_with_a_service_section() -> None:
     assert server == service
 
 
-def test_the_head_installs_the_skypilot_that_its_discovery_names() -> None:
-    setup = yaml.safe_load(PATHS["head"].read_text())["setup"]
-    assert "'skypilot==0.14.1'" in setup
+def test_the_head_installs_torch_for_its_machine_and_the_skypilot_that_its_discovery_names() -> None:
+    for name in NAMES[:2]:
+        setup = yaml.safe_load(PATHS[name].read_text())["setup"]
+        [install] = [line for line in setup.splitlines() if ".[head]" in line]
+        assert install.startswith('uv pip install --python "$(command -v python)" --torch-backend auto ')
+        assert "'skypilot==0.14.1'" in setup
     assert "skypilot[kubernetes]==0.14.1" in (ROOT / "pyproject.toml").read_text()

@@ -1,11 +1,9 @@
-"""A gateway process in front of an engine that uses a tool, for clients that nobody here wrote."""
+"""A gateway on a port of its own, in front of an engine that uses a tool, for clients that nobody here wrote."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from prometheus_client import REGISTRY
 
 from services.core.endpoints import ENDPOINTS_VARIABLE
-from tests.services.gateway.fake_engine import FakeEngine, running
+from services.gateway.app import create_app
+from services.gateway.settings import GatewaySettings
+from tests.services.gateway.fake_engine import FakeEngine
+from tests.services.run_page.serving import served, served_ready
 from tests.waiting import IDLE_SECONDS
 
 QUESTION = "What is 12+30?"
@@ -49,7 +52,7 @@ def model(directory: Path) -> Callable[[dict[str, Any]], list[int]]:
 
 @dataclass
 class Service:
-    """A gateway in a process of its own, and the sessions that the tests opened there."""
+    """A gateway, and the sessions that the tests opened there."""
 
     url: str
     sessions: list[str] = field(default_factory=list)
@@ -79,49 +82,34 @@ class Service:
 
 
 @contextmanager
-def serving_clients(directory: Path, start_service: Any, kept: Path) -> Iterator[Service]:
-    """Run a gateway. In the end, its traces must have every token that its engine sampled, and no prefix be broken.
+def serving_gateway(directory: Path, engine_url: str, kept: Path) -> Iterator[str]:
+    """Serve a gateway in a thread, for clients that take URLs.
 
     Args:
         directory: the model's.
-        start_service: the fixture.
+        engine_url: the engine's URL.
+        kept: the sessions' directory.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENDPOINTS_VARIABLE, json.dumps({"rollout-server-0:30000": engine_url.removeprefix("http://")}))
+        with served_ready(create_app(GatewaySettings(model_name=str(directory), gateway_dir=kept))) as url:
+            yield url
+
+
+@contextmanager
+def serving_clients(directory: Path, kept: Path) -> Iterator[Service]:
+    """Serve a gateway. In the end, its traces must have every token that its engine sampled, and no prefix be broken.
+
+    Args:
+        directory: the model's.
         kept: the sessions' directory.
     """
     engine = FakeEngine(model(directory))
-    with _in_thread(engine):
-        mapping = {"rollout-server-0:30000": f"127.0.0.1:{engine.port}", "gateway-0:8005": "127.0.0.1:0"}
-        process = start_service(
-            "services.gateway",
-            MODEL_NAME=str(directory),
-            GATEWAY_DIR=str(kept),
-            **{ENDPOINTS_VARIABLE: json.dumps(mapping)},
-        )
-        made = Service(process.url)
+    before = REGISTRY.get_sample_value("gateway_broken_prefixes_total")
+    with served(engine) as engine_url, serving_gateway(directory, engine_url, kept) as url:  # type: ignore[arg-type]
+        made = Service(url)
         yield made
         traces = [made.finish(session) for session in made.sessions]
         assert sum(trace["sampled_tokens"] for trace in traces) == engine.completion_tokens > 0
         assert not any(trace["lost_tokens"] for trace in traces)
-        metrics = httpx.get(made.url + "/metrics", trust_env=False, timeout=IDLE_SECONDS).text
-        assert "gateway_broken_prefixes_total 0.0" in metrics
-        process.end()
-
-
-@contextmanager
-def _in_thread(engine: FakeEngine) -> Iterator[None]:
-    """Serve an engine, whose event loop is that of no test."""
-    loop, started, stopped = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
-
-    async def serve() -> None:
-        async with running(engine):
-            started.set()
-            await stopped.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=[serve()])
-    thread.start()
-    started.wait()
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(stopped.set)
-        thread.join()
-        loop.close()
+        assert REGISTRY.get_sample_value("gateway_broken_prefixes_total") == (before or 0.0)

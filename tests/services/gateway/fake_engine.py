@@ -28,6 +28,8 @@ class FakeEngine:
     seconds: float = 0.0
     """The time of each answer."""
     version: int = 3
+    later_version: int | None = None
+    """The version of a completion's tokens but the first, as if weights changed in mid-turn; None: ``version``."""
     troubles: list[int | None] = field(default_factory=list)
     """For the next requests: none, an HTTP status, or, below 100, the number of tokens of an aborted completion."""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -60,6 +62,9 @@ class FakeEngine:
             "weight_version": str(self.version),
             "output_token_logprobs": [[logprob(request["input_ids"], n), id, None] for n, id in enumerate(ids)],
         }
+        if self.later_version is not None:
+            spans = ((self.version, 0, 1), (self.later_version, 1, len(ids)))
+            meta["weight_versions"] = [{"version": str(v), "start": start, "end": end} for v, start, end in spans]
         return {"text": "", "output_ids": ids, "meta_info": meta}
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:

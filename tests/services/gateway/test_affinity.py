@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.endpoints import ENDPOINTS_VARIABLE
 from services.gateway.calls import EngineClient
 from services.protocol.groups import TokenSequence
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.waiting import IDLE_SECONDS
 
+pytestmark = pytest.mark.slow
 SESSIONS = 16
 TURNS = 4
 SUFFIX = [5, 6]
@@ -53,16 +53,6 @@ async def play(client: EngineClient, number: int) -> int:
         known = len(ids) - len(SUFFIX) - 1
         await asyncio.sleep(pause.random() * 0.05)
     return needed
-
-
-async def test_groups_are_spread_over_the_workers(two: Nodes) -> None:
-    before = counts(two, range(2), "generated_tokens")
-    params = SamplingParams(max_new_tokens=120)
-    async with RolloutClient(two.router, TOKEN, vocab_size=17, deadline_seconds=IDLE_SECONDS) as client:
-        groups = await asyncio.gather(*(client.generate([3, 4, 5], params, 4) for _ in range(8)))
-    assert all(len(group) == 4 for group in groups)
-    generated = [now - then for now, then in zip(counts(two, range(2), "generated_tokens"), before, strict=True)]
-    assert min(generated) > sum(generated) / 4
 
 
 async def test_turns_reach_the_worker_that_has_the_session_and_both_workers_are_used(

@@ -11,8 +11,8 @@ from tests.services.gateway.client_service import QUESTION, THANKS, Service, add
 
 
 @pytest.fixture(scope="module")
-def service(models: Any, start_service_once: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving_clients(models("qwen2.5"), start_service_once, tmp_path_factory.mktemp("gateway")) as made:
+def service(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with serving_clients(models("qwen2.5"), tmp_path_factory.mktemp("gateway")) as made:
         yield made
 
 

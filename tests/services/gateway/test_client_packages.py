@@ -1,8 +1,9 @@
-"""Clients that nobody here wrote, in a tool loop against a gateway process: anthropic, openai's Responses, curl."""
+"""Clients that nobody here wrote, in a tool loop against the gateway: the packages anthropic and openai, and curl."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +16,8 @@ from tests.waiting import IDLE_SECONDS
 
 
 @pytest.fixture(scope="module")
-def service(models: Any, start_service_once: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving_clients(models("qwen2.5"), start_service_once, tmp_path_factory.mktemp("gateway")) as made:
+def service(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with serving_clients(models("qwen2.5"), tmp_path_factory.mktemp("gateway")) as made:
         yield made
 
 
@@ -154,6 +155,45 @@ async def test_openai_responses_async_by_previous_response(service: Service) -> 
     service.check(session, 3)
 
 
+async def test_openai_chat_completions_async_and_sync(service: Service) -> None:
+    import openai
+
+    session = service.open(max_turns=3)
+    client = openai.AsyncOpenAI(base_url=f"{service.url}/sessions/{session}/v1", api_key="any")
+    assert len([model.id async for model in client.models.list()]) == 1
+    asked: dict[str, Any] = {"model": "m", "tools": [ADD]}
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    first = (await client.chat.completions.create(messages=messages, **asked)).choices[0]
+    assert (first.finish_reason, first.message.content) == ("tool_calls", "I add.")
+    [call] = first.message.tool_calls or ()
+    assert json.loads(call.function.arguments) == {"a": 12, "b": 30}  # type: ignore[union-attr]
+    messages += [first.message, {"role": "tool", "tool_call_id": call.id, "content": "42"}]
+    text, usage = "", None
+    async for chunk in await client.chat.completions.create(
+        messages=messages, stream=True, stream_options={"include_usage": True}, **asked
+    ):
+        usage = chunk.usage or usage
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    assert text == "It is 42."
+    assert usage is not None
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": THANKS}]
+    by_key = openai.OpenAI(base_url=f"{service.url}/v1", api_key=session)
+    assert by_key.chat.completions.create(messages=messages, **asked).choices[0].message.content == "Bye."
+    with pytest.raises(openai.RateLimitError, match="AGENT_MAX_TURNS") as limit:
+        by_key.chat.completions.create(messages=[*messages, *messages], **asked)
+    assert limit.value.code == "max_turns"
+    service.check(session, 3)
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{service.url}/v1", api_key="stranger").models.list()
+    of_two = openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.open())
+    whole = of_two.chat.completions.create(model="m", messages=messages, n=2)
+    texts = {0: "", 1: ""}
+    for chunk in of_two.chat.completions.create(model="m", messages=messages, n=2, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert [*texts.values()] == [choice.message.content for choice in whole.choices] == ["Bye.", "Bye."]
+
+
 CURL = r"""
 set -euo pipefail
 messages='{"role": "user", "content": "Hello"}'
@@ -168,6 +208,7 @@ done
 """
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 def test_curl_in_a_loop(service: Service) -> None:
     session = service.open()
     environment = {"PATH": "/usr/bin:/bin", "OPENAI_BASE_URL": f"{service.url}/v1", "OPENAI_API_KEY": session}

@@ -1,179 +1,68 @@
-"""kill -9 of everything around episodes, at random points: their tokens equal those of an undisturbed run."""
+"""kill -9 of the services around episodes, at random points: their tokens equal those of an undisturbed run."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from services.clients.replay import ReplayClient
-from services.core.endpoints import ENDPOINTS_VARIABLE, PORTS, Endpoint, Task
+from services.agents import Example
+from services.clients.gateway import GatewayClient
+from services.core.endpoints import ENDPOINTS_VARIABLE, Endpoint
 from services.protocol.groups import Group
-from services.protocol.replay import LeaseRequest
+from services.protocol.prompts import Prompt
+from tests.e2e.agents import Asking
 from tests.ports import free_ports
-from tests.services.conftest import REPOSITORY, RunningService, StartService
-from tests.services.gateway.player import GROUP_SIZE, TURNS, Work
+from tests.services.conftest import RunningService, StartService
+from tests.services.gateway.test_episode_tokens import OneDigit
 from tests.services.rollout_server.nodes import TOKEN, Nodes
-from tests.waiting import IDLE_SECONDS, bytes_in, eventually
+from tests.waiting import IDLE_SECONDS, eventually
+from trainer.config import TrainerSettings
+from trainer.rollouts.episodes import Agents
+from trainer.rollouts.groups import GroupMaker, make_groups
 
-CALL = b"POST /sessions/"
-COMPLETIONS = b"/chat/completions"
-QUESTIONS = 80
-"""Sums of one digit in the training split."""
-KINDS = ("gateway", "engine", "router", "collector", "connections")
+pytestmark = pytest.mark.slow
+TURNS, GROUP_SIZE = 3, 4
+PROMPTS = [Prompt(id=f"p/{n}", prompt=f"{n}+4=", ground_truth="7", position=n) for n in range(8)]
+KINDS = ("gateway", "engine", "router")
+asked: list[str] = []
+"""The session of each call so far."""
 
 
-class Relay:
-    """The network between players and the gateway, which counts calls and can cut all connections."""
-
-    def __init__(self, target: int) -> None:
-        self.calls = 0
-        self.port = 0
-        self._target = target
-        self._open: set[asyncio.StreamWriter] = set()
-
-    async def __aenter__(self) -> Relay:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        self.cut()
-
-    def has_passed(self, calls: int, player: subprocess.Popen[bytes]) -> bool:
-        """Return True once so many calls were sent, or there will be no more."""
-        return self.calls >= calls or _ended(player)
-
-    def cut(self) -> None:
-        for writer in self._open:
-            writer.transport.abort()
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open.add(writer)
-        try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
-        except OSError:
-            writer.transport.abort()
-        else:
-            self._open.add(far_writer)
-            await asyncio.gather(self._pass_on(reader, far_writer), self._pass_on(far_reader, writer))
-            self._open.discard(far_writer)
-        self._open.discard(writer)
-
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(2**16):
-                self.calls += data.count(COMPLETIONS) if data.startswith(CALL) else 0
-                writer.write(data)
-                await writer.drain()
-        except OSError:
-            pass
-        finally:
-            writer.transport.abort()
+async def insist(example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient) -> float:
+    """Ask in one conversation, and once more from its beginning."""
+    asking = Asking(example, base_url=base_url, api_key=api_key, http_client=http_client)
+    messages: list[dict[str, str]] = []
+    for turn in range(TURNS):
+        messages.append({"role": "user", "content": f"{turn}+{example.prompt}"})
+        asked.append(api_key)
+        messages.append({"role": "assistant", "content": await asking.say(messages)})
+    asked.append(api_key)
+    return float(len(await asking.say([*messages[:2], {"role": "user", "content": "1+1="}])))
 
 
 class World:
     """Two engines behind the router, and the gateway in front of them."""
 
     def __init__(self, start_service: StartService, directory: Path, model: Path) -> None:
-        self.directory = directory
-        self.model = model
         self.nodes = Nodes(directory, model, 2, environment={"ROLLOUT_MAX_RESTARTS": "100"})
-        self._start_service = start_service
+        self._start_service, self._directory, self._model = start_service, directory, model
         [self._port] = free_ports(1)
-        self.gateway: RunningService
 
-    def start(self) -> None:
-        self.start_gateway()
-        self.nodes.start_all()
-        self.gateway.wait_healthy()
+    def start_gateway(self) -> RunningService:
+        endpoints = {**self.nodes.endpoints, "gateway-0:8005": f"127.0.0.1:{self._port}"}
+        environment = {"MODEL_NAME": str(self._model), "GATEWAY_DIR": str(self._directory / "gateway")}
+        environment |= {"JOBGROUP_TOKEN": TOKEN, ENDPOINTS_VARIABLE: json.dumps(endpoints)}
+        self.gateway = self._start_service("services.gateway", port=self._port, healthy=False, **environment)
+        return self.gateway
 
-    def start_gateway(self) -> None:
-        self.gateway = self._start_service(
-            "services.gateway",
-            port=self._port,
-            healthy=False,
-            MODEL_NAME=str(self.model),
-            GATEWAY_DIR=str(self.directory / "gateway"),
-            JOBGROUP_TOKEN=TOKEN,
-            **{ENDPOINTS_VARIABLE: json.dumps(self.endpoints)},
-        )
-
-    @property
-    def endpoints(self) -> dict[str, str]:
-        return {**self.nodes.endpoints, "gateway-0:8005": f"127.0.0.1:{self._port}"}
-
-    async def collect(self, name: str, kills: list[int], draw: random.Random) -> dict[int, Group]:
-        """Collect an epoch by a collector that is killed when so many groups are in the queue; return them by place."""
-        environment = {"JOBGROUP_TOKEN": TOKEN, "SHARED_DIR": str(self.directory / name), "RUN_ID": "faults"}
-        endpoints = self.endpoints
-        running = []
-        for task in (Task.DATA_SERVER, Task.REWARD_SERVER, Task.REPLAY_BUFFER):
-            module = f"services.{task.value.replace('-', '_')}"
-            service = self._start_service(module, healthy=False, **environment, **COLLECTED, MODEL_NAME=str(self.model))
-            endpoints[f"{task.value}-0:{PORTS[task][0]}"] = f"127.0.0.1:{service.port}"
-            running.append(service)
-        *_, queue = running
-        environment |= {**COLLECTED, "MODEL_NAME": str(self.model), ENDPOINTS_VARIABLE: json.dumps(endpoints)}
-        async with ReplayClient(Endpoint("127.0.0.1", queue.port), TOKEN) as replay:
-            await replay.wait_healthy(IDLE_SECONDS)
-            log = self.directory / f"{name}.log"
-            collector = _collector(environment, log)
-            try:
-                for kill in kills:
-                    await _until_queued(replay, kill, self.directory)
-                    await asyncio.sleep(draw.uniform(0, 0.05))
-                    assert not _ended(collector), f"it ended before it was killed: {log.read_text()[-3000:]}"
-                    collector.kill()
-                    collector.wait(IDLE_SECONDS)
-                    collector = _collector(environment, log)
-                await eventually(lambda: _ended(collector), "its end", progress=lambda: bytes_in(self.directory))
-            finally:
-                collector.kill()
-            assert collector.returncode == 0, log.read_text()[-3000:]
-            groups = (await replay.lease(LeaseRequest(max_groups=2 * QUESTIONS))).groups
-        for service in running:
-            service.end()
-        assert len({group.group_id for group in groups}) == len(groups)
-        return {group.prompt.position: group for group in groups}
-
-    async def play(self, name: str, prompts: int, faults: list[tuple[int, str]], draw: random.Random) -> list[Group]:
-        """Play prompts, with a fault of a kind whenever so many calls were sent, and return the groups."""
-        directory = self.directory / name
-        directory.mkdir()
-        async with Relay(self._port) as relay:
-            work = Work(relay.port, TOKEN, str(self.model), str(directory), prompts)
-            player = self._player(work)
-            try:
-                for calls, kind in faults:
-                    await eventually(partial(relay.has_passed, calls, player), every=0.005)
-                    await asyncio.sleep(draw.uniform(0, 0.05))
-                    assert not _ended(player), f"the run is over before {kind} is killed"
-                    if kind == "collector":
-                        player.kill()
-                        player.wait(IDLE_SECONDS)
-                        player = self._player(work)
-                    elif kind == "connections":
-                        relay.cut()
-                    else:
-                        await asyncio.to_thread(self._kill, kind, draw.randrange(2))
-                await eventually(lambda: _ended(player), "the player's end", progress=lambda: bytes_in(self.directory))
-            finally:
-                player.kill()
-        assert player.returncode == 0, (directory / "log").read_text()[-3000:]
-        return work.groups()
-
-    def _kill(self, kind: str, rank: int) -> None:
+    def kill(self, kind: str, rank: int) -> None:
         if kind == "gateway":
             self.gateway.kill()
             self.start_gateway()
@@ -183,61 +72,21 @@ class World:
             for engine in self.nodes.nodes[rank].children("embedded_engine"):
                 engine.kill()
 
-    def _player(self, work: Work) -> subprocess.Popen[bytes]:
-        with (Path(work.directory) / "log").open("ab") as log:
-            command = [sys.executable, "-m", "tests.services.gateway.player", str(work.write())]
-            return subprocess.Popen(command, cwd=REPOSITORY, env=os.environ, stdout=log, stderr=log)
-
-
-COLLECTED = {
-    "DATASET": "arithmetic",
-    "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
-    "PROMPT_STYLE": "plain",
-    "REWARD_FN": "exact_match",
-    "MODE": "async",
-    "ROLLOUT": "agent",
-    "AGENT": "tests.e2e.agents:twice",
-    "NUM_EPOCHS": "1",
-    "BATCH_SIZE": "16",
-    "MAX_STALENESS": "8",
-    "GROUP_SIZE": "2",
-    "MAX_NEW_TOKENS": "8",
-    "MAX_PROMPT_TOKENS": "64",
-}
-
-
-def _collector(environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "trainer.collector"],
-            cwd=REPOSITORY,
-            env=os.environ | environment,
-            stdout=output,
-            stderr=output,
-        )
-
-
-async def _until_queued(replay: ReplayClient, groups: int, directory: Path) -> None:
-    async def are_queued() -> bool:
-        return (await replay.stats()).waiting >= groups
-
-    await eventually(are_queued, f"{groups} groups in the queue", progress=lambda: bytes_in(directory))
-
-
-def _ended(player: subprocess.Popen[bytes]) -> bool:
-    return player.poll() is not None
-
-
-@pytest.fixture(scope="module")
-def world(
-    start_service_once: StartService, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[World]:
-    made = World(start_service_once, tmp_path_factory.mktemp("world"), tiny_model)
-    try:
-        made.start()
-        yield made
-    finally:
-        made.nodes.stop()
+    async def play(self, run: str, faults: list[tuple[int, str]], draw: random.Random) -> list[Group]:
+        """Play all prompts, with a fault of a kind whenever so many calls were begun, and return the groups."""
+        fields: dict[str, Any] = {"rollout": "agent", "agent": f"{__name__}:insist", "model_name": str(self._model)}
+        settings = TrainerSettings.load(**fields, group_size=GROUP_SIZE, max_new_tokens=24, run_id=run)
+        asked.clear()
+        async with GatewayClient(Endpoint("127.0.0.1", self._port), TOKEN) as client:
+            maker = GroupMaker(settings, Agents(settings, OneDigit(), client, insist))  # type: ignore[arg-type]
+            playing = asyncio.create_task(make_groups({"": maker}, PROMPTS))
+            for calls, kind in faults:
+                await eventually(partial(lambda calls: len(asked) >= calls or playing.done(), calls), every=0.005)
+                await asyncio.sleep(draw.uniform(0, 0.05))
+                assert not playing.done(), f"the run is over before {kind} is killed"
+                await asyncio.to_thread(self.kill, kind, draw.randrange(2))
+            async with asyncio.timeout(4 * IDLE_SECONDS):
+                return await playing
 
 
 def figures(group: Group) -> list[dict[str, Any]]:
@@ -245,30 +94,26 @@ def figures(group: Group) -> list[dict[str, Any]]:
     return [experience.model_dump(mode="json", exclude={"logprobs"}) for experience in group.sequences]
 
 
-@pytest.mark.parametrize(
-    ("points", "prompts"), [(len(KINDS), 4), pytest.param(20, 16, marks=pytest.mark.slow)], ids=["each", "twenty"]
-)
-async def test_whatever_is_killed_the_trained_tokens_stay_the_same(world: World, points: int, prompts: int) -> None:
-    draw = random.Random(points)
-    kinds = [KINDS[point % len(KINDS)] for point in range(points)]
+async def test_whatever_is_killed_the_trained_tokens_stay_the_same(
+    start_service: StartService, tiny_model: Path, tmp_path: Path
+) -> None:
+    draw = random.Random(10)
+    kinds = [*KINDS, *KINDS]
     draw.shuffle(kinds)
-    calls = prompts * GROUP_SIZE * (TURNS + 1)
-    places = sorted(draw.sample(range(1, calls - 4), points))
-    wanted = await world.play(f"undisturbed-{points}", prompts, [], draw)
-    found = await world.play(f"disturbed-{points}", prompts, list(zip(places, kinds, strict=True)), draw)
+    calls = len(PROMPTS) * GROUP_SIZE * (TURNS + 1)
+    places = sorted(draw.sample(range(1, calls - 4), len(kinds)))
+    world = World(start_service, tmp_path, tiny_model)
+    try:
+        gateway = world.start_gateway()
+        world.nodes.start_all()
+        gateway.wait_healthy()
+        wanted = await world.play("faults", [], draw)
+        found = await world.play("faults", list(zip(places, kinds, strict=True)), draw)
+    finally:
+        world.nodes.stop()
     assert [group.prompt_ids for group in found] == [group.prompt_ids for group in wanted]
     assert [figures(group) for group in found] == [figures(group) for group in wanted]
     for ours, theirs in zip(found, wanted, strict=True):
         for one, other in zip(ours.sequences, theirs.sequences, strict=True):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-    assert sum(len(group.sequences) for group in wanted) == prompts * GROUP_SIZE * 2
-
-
-@pytest.mark.slow
-async def test_a_killed_collector_loses_no_prompt_and_changes_no_token(world: World) -> None:
-    draw = random.Random(3)
-    wanted = await world.collect("one-collector", [], draw)
-    found = await world.collect("killed-collector", sorted(draw.sample(range(1, QUESTIONS - 20), 3)), draw)
-    assert sorted(found) == sorted(wanted) == list(range(QUESTIONS))
-    assert {place: figures(found[place]) for place in found} == {place: figures(wanted[place]) for place in wanted}
-    assert "regenerating groups" in (world.directory / "killed-collector.log").read_text()
+    assert sum(len(group.sequences) for group in wanted) == len(PROMPTS) * GROUP_SIZE * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from services.chat.prompts import ChatPrompts
 from services.chat.tokenizers import load_tokenizer
 from services.protocol.groups import TokenSequence
 from tests.services.gateway.conftest import ADD, StartGateway
+from tests.services.gateway.fake_engine import logprob
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 30}}\n</tool_call>'
 QUESTIONS = ["What is 12 + 30?", "And once more?\n", "Thanks.\n\nBye"]
@@ -41,17 +41,14 @@ def check_one_sequence(running: Any, trace: dict[str, Any]) -> None:
     ids = sequence["prompt_ids"] + sequence["completion_ids"]
     assert all(ids[: len(prompt)] == prompt for prompt in prompts)
     ends = [len(prompt) - len(prompts[0]) for prompt in prompts]
-    for place, token in enumerate(sequence["completion_ids"]):
-        turn = max(number for number, end in enumerate(ends) if end <= place)
-        logprob = pytest.approx(_logprob(prompts[turn], place - ends[turn]))
-        assert not sequence["loss_mask"][place] or sequence["logprobs"][place] == logprob, (place, token)
     assert len(sequence["policy_versions"]) == len(sequence["completion_ids"])
-
-
-def _logprob(prompt: list[int], place: int) -> float:
-    from tests.services.gateway.fake_engine import logprob
-
-    return logprob(prompt, place)
+    first, later = running.engine.version, running.engine.later_version or running.engine.version
+    for place, is_sampled in enumerate(sequence["loss_mask"]):
+        turn = max(number for number, end in enumerate(ends) if end <= place)
+        within = place - ends[turn]
+        if is_sampled:
+            assert sequence["logprobs"][place] == pytest.approx(logprob(prompts[turn], within)), place
+            assert sequence["policy_versions"][place] == (later if within else first), place
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3", "smollm2", "qwen3", "demo"])
@@ -66,6 +63,7 @@ async def test_an_append_only_conversation_is_one_sequence_of_the_templates_own_
         answers = ['{"name": "add", "parameters": {"a": 12, "b": 30}}', "42"]
     async with gateway(name, answers=[*answers, "Bye."]) as running:
         tools = [ADD] if with_tools else None
+        running.engine.later_version = 4
         messages = await play(running, tools)
         trace = await running.finish()
         check_one_sequence(running, trace)
@@ -108,17 +106,6 @@ async def test_a_thought_that_the_template_drops_later_begins_a_new_sequence(gat
         trace = await running.finish()
         assert [len(sequence["completion_ids"]) for sequence in trace["sequences"]] != []
         assert (len(trace["sequences"]), trace["branches"]) == (2, 1)
-        assert running.engine.prompts()[1] == running.whole(messages)
-
-
-async def test_the_tiny_tokenizers_conversations_are_one_sequence(gateway: StartGateway, tiny_model: Path) -> None:
-    async with gateway(tiny_model, answers=["7", "12"]) as running:
-        path = await running.open()
-        messages = [{"role": "user", "content": "3+4="}]
-        messages.append(await running.chat(path, messages))
-        messages.append({"role": "user", "content": "5+7="})
-        await running.chat(path, messages)
-        check_one_sequence(running, await running.finish())
         assert running.engine.prompts()[1] == running.whole(messages)
 
 

@@ -111,17 +111,6 @@ async def test_the_same_episode_begun_anew_takes_the_place_of_the_one_whose_owne
         assert (await running.client.get("/sessions/successor")).status_code == 200
 
 
-async def test_a_gateway_looks_for_late_sessions_by_itself(
-    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gateway_module, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(gateway_module, "EXPIRY_SECONDS", 0.02)
-    async with gateway(answers=["Hi."]) as running:
-        await running.open("left", deadline_seconds=0.01)
-        await eventually(lambda: open_sessions() == 0)
-        assert (await running.client.get("/sessions/left")).status_code == 404
-
-
 async def test_a_gateway_whose_database_failed_looks_for_late_sessions_again(
     gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,25 +179,3 @@ async def test_sessions_that_come_and_go_leave_the_disk_as_it_is(gateway: StartG
             (0,),
             (0,),
         ]
-
-
-@pytest.mark.parametrize("adapter", [None, "policy"])
-async def test_the_engine_samples_with_the_sessions_adapter(gateway: StartGateway, adapter: str | None) -> None:
-    async with gateway(answers=["Hi."]) as running:
-        await running.chat(await running.open(lora_path=adapter), HELLO)
-        assert [request.get("lora_path") for request in running.engine.requests] == [adapter]
-
-
-async def test_the_state_of_a_session_names_the_limit_over_which_its_last_call_was_refused(
-    gateway: StartGateway,
-) -> None:
-    async with gateway(answers=["a b c"]) as running:
-        seen: dict[str, str] = {}
-        for limit, limits in (("max_turns", {"max_turns": 1}), ("max_tokens", {"max_tokens": 2})):
-            path = await running.open(limit, **limits)
-            await running.chat(path, HELLO)
-            before = (await running.client.get(f"/sessions/{limit}")).json()
-            assert before["refused"] is None
-            assert (await running.client.post(path, json={"messages": HELLO * 2})).status_code == 429
-            seen[limit] = (await running.client.get(f"/sessions/{limit}")).json()["refused"]
-        assert seen == {"max_turns": "max_turns", "max_tokens": "max_tokens"}

@@ -66,39 +66,34 @@ async def test_a_full_disk_answers_507_and_what_was_acknowledged_is_there(
         assert after["turns"] == 2
 
 
-async def test_a_removed_directory_answers_507(gateway: StartGateway, tmp_path: Path) -> None:
-    async with gateway(answers=["Hi."]) as running:
-        path = await running.open()
-        shutil.rmtree(tmp_path / "gateway")
-        for number in range(3):
-            status, detail = await post(running, path, said(number))
-            assert (status, "No such file" in detail) == (507, True)
-
-
-async def test_a_replaced_database_answers_507(gateway: StartGateway, tmp_path: Path) -> None:
+async def test_a_removed_directory_or_a_replaced_database_answers_507(gateway: StartGateway, tmp_path: Path) -> None:
     async with gateway(answers=["Hi."]) as running:
         path = await running.open()
         (tmp_path / "gateway/gateway.sqlite").rename(tmp_path / "gateway/other")
         (tmp_path / "gateway/gateway.sqlite").touch()
         status, detail = await post(running, path, said(1))
         assert (status, "took the place" in detail) == (507, True)
+        shutil.rmtree(tmp_path / "gateway")
+        for number in range(3):
+            status, detail = await post(running, path, said(number))
+            assert (status, "No such file" in detail) == (507, True)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("odd"), MemoryError(), sqlite3.InternalError("odd")])
 async def test_any_other_error_answers_500_and_the_next_call_goes_on(
-    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, error: Exception
+    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway(answers=["Hi."]) as running:
         path = await running.open()
+        for error in (RuntimeError("odd"), MemoryError(), sqlite3.InternalError("odd")):
 
-        def fail(*_: Any) -> None:
-            raise error
+            def fail(*_: Any, error: Exception = error) -> None:
+                raise error
 
-        with monkeypatch.context() as patch:
-            patch.setattr(Store, "_commit", fail)
-            replies = await asyncio.gather(*(post(running, path, said(number)) for number in range(3)))
-            assert [status for status, _ in replies] == [500] * 3
-        assert (await post(running, path, said(0)))[0] == 200
+            with monkeypatch.context() as patch:
+                patch.setattr(Store, "_commit", fail)
+                replies = await asyncio.gather(*(post(running, path, said(number)) for number in range(3)))
+                assert [status for status, _ in replies] == [500] * 3
+            assert (await post(running, path, said(0)))[0] == 200
 
 
 async def test_a_write_that_cannot_be_executed_costs_the_others_nothing(tmp_path: Path) -> None:

@@ -121,25 +121,20 @@ async def test_a_call_runs_once_whatever_is_repeated_or_restarted(
             assert [reply.json()["content"] for reply in again] == ["1\n", "2\n"]
 
 
-async def test_a_server_that_does_not_answer_is_an_error_that_says_so(
-    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tools, "BEGIN_SECONDS", 1.0)
-    async with gateway(answers=["no"]) as running:
-        find(monkeypatch, f"127.0.0.1:{free_port()}")
-        base = (await running.open()).removesuffix("/chat/completions")
-        refused = await running.client.post(f"{base}/tools", json=call("bash", command="ls"))
-        assert (refused.status_code, "environment-server" in refused.json()["detail"]) == (503, True)
-
-
-async def test_a_server_without_boxes_is_an_error_that_says_so(
+async def test_a_server_that_is_not_there_or_has_no_boxes_is_an_error_that_says_so(
     gateway: StartGateway, boxes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with gateway(answers=["no"]) as running, boxes("guessing") as app:
-        find(monkeypatch, app.state.address)
-        base = (await running.open()).removesuffix("/chat/completions")
-        wrong = await running.client.post(f"{base}/tools", json=call("bash", command="ls"))
-        assert (wrong.status_code, "set ENVIRONMENT=sandbox" in wrong.json()["detail"]) == (400, True)
+    monkeypatch.setattr(tools, "BEGIN_SECONDS", 1.0)
+    async with boxes("guessing") as app:
+        for session, address, status, says in (
+            ("away", f"127.0.0.1:{free_port()}", 503, "environment-server"),
+            ("other", app.state.address, 400, "set ENVIRONMENT=sandbox"),
+        ):
+            async with gateway(answers=["no"]) as running:
+                find(monkeypatch, address)
+                base = (await running.open(session)).removesuffix("/chat/completions")
+                refused = await running.client.post(f"{base}/tools", json=call("bash", command="ls"))
+                assert (refused.status_code, says in refused.json()["detail"]) == (status, True)
 
 
 @pytest.mark.parametrize("is_repeatable", [False, True])

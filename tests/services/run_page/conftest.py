@@ -28,18 +28,26 @@ def serve():
 
 @pytest.fixture
 def open_page(chrome, serve):
-    """``open_page(app or URL, **options of the window)``; the test fails of errors that the page did not expect."""
+    """``open_page(app or URL, path, **options of the window)``.
+
+    The test fails of errors that the page did not expect and of requests to other servers.
+    """
     windows = []
 
     def open_(app, part="", *, expected_problems="", **options):
         window = chrome.new_context(**{"viewport": DESKTOP, **options})
         page = window.new_page()
         page.set_default_timeout(1000 * IDLE_SECONDS)
-        windows.append((window, problems_of(page), expected_problems))
-        page.goto((app if isinstance(app, str) else serve(app)) + part)
+        url = app if isinstance(app, str) else serve(app)
+        requests = []
+        page.on("request", lambda request: requests.append(request.url))
+        windows.append((window, problems_of(page), expected_problems, requests, url))
+        page.goto(url + part)
         return page
 
     yield open_
-    for window, problems, expected in windows:
+    for window, problems, expected, requests, url in windows:
         window.close()
+        here = (url, url.replace("http", "ws"), "data:", "blob:")
+        assert [request for request in requests if not request.startswith(here)] == []
         assert [problem for problem in problems if not (expected and re.search(expected, problem))] == []

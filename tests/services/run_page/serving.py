@@ -36,9 +36,9 @@ def served(app: FastAPI, port: int = 0) -> Iterator[str]:
 
 
 @contextmanager
-def served_ready(app: FastAPI) -> Iterator[str]:
+def served_ready(app: FastAPI, port: int = 0) -> Iterator[str]:
     """As ``served``, once the application says that it is healthy."""
-    with served(app) as url:
+    with served(app, port) as url:
         wait_until(
             lambda: httpx.get(f"{url}/health", timeout=IDLE_SECONDS, trust_env=False).status_code == 200, "health"
         )

@@ -90,26 +90,13 @@ def test_the_counts_of_a_steps_rewards_come_beside_its_metrics(tmp_path):
     assert not {"reward_counts", "failures"} & read.columns.keys()
 
 
-def test_broken_lines_are_counted_and_left_out(tmp_path):
+def test_broken_lines_and_counts_are_left_out(tmp_path):
     run = RunDirectory("run", write_run(tmp_path / "run", 1))
-    (run.path / "metrics.jsonl").write_text('{"step":1}\n{"st\n{"step":2}\n')
-    read = run.metrics(Position())
-    assert steps_of(read) == [1, 2]
-    assert read.unreadable == 1
-
-
-def test_lines_and_counts_of_the_wrong_form_are_left_out(tmp_path):
-    run = RunDirectory("run", write_run(tmp_path / "run", 1))
-    lines = [
-        '{"step":null}',
-        "[1]",
-        "\0\0",
-        '{"step":1,"reward_counts":"many"}',
-        '{"step":2,"reward_counts":[[1,2],[3]]}',
-    ]
+    broken = ['{"step":null}', '{"st', "[1]", "\0\0"]
+    lines = [*broken, '{"step":1,"reward_counts":"many"}', '{"step":2,"reward_counts":[[1,2],[3]]}']
     (run.path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     read = run.metrics(Position())
-    assert (steps_of(read), read.unreadable, read.reward_counts) == ([1, 2], 3, [None, [[1, 2]]])
+    assert (steps_of(read), read.unreadable, read.reward_counts) == ([1, 2], 4, [None, [[1, 2]]])
 
 
 def test_a_damaged_file_is_named_and_counts_as_empty(tmp_path):
@@ -133,19 +120,12 @@ def test_a_run_that_has_just_begun_is_empty(tmp_path):
     assert run.overview().first_failure == "exception: KeyError (mine.py, line 3, in agent)"
 
 
-def test_a_directory_of_runs_stands_for_all_of_them(tmp_path):
+def test_runs_are_found_and_told_apart(tmp_path):
     for name in ("b", "a"):
         write_run(tmp_path / "runs" / name, 1)
     (tmp_path / "runs" / "notes").mkdir()
     assert [run.name for run in find_runs([tmp_path / "runs"])] == ["a", "b"]
-
-
-def test_runs_of_the_same_name_are_told_apart(tmp_path):
     paths = [write_run(tmp_path / volume / "grpo-1", 1) for volume in ("one", "two")]
-    names = [run.name for run in find_runs([*paths, paths[0]])]
-    assert names == ["one/grpo-1", "two/grpo-1"]
-
-
-def test_what_is_no_run_is_refused_with_what_would_be_one(tmp_path):
+    assert [run.name for run in find_runs([*paths, paths[0]])] == ["one/grpo-1", "two/grpo-1"]
     with pytest.raises(ConfigurationError, match=r"nowhere is not a run directory.*runs/grpo-1"):
         find_runs([tmp_path / "nowhere"])

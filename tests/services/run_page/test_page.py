@@ -1,24 +1,29 @@
-"""The page in a real browser: it loads, follows a run, is used by mouse, keyboard and phone, and trusts no text."""
+"""The page in a real browser: plots, samples, episodes, a live run, failures, comparisons, and text that stays text."""
 
 import csv
 import json
 import re
+import socket
+import time
 from contextlib import asynccontextmanager
 
+import orjson
 import pytest
 from playwright.sync_api import Page, expect
 
+from local_runner.progress import GrowingFile, advice, new_steps
 from services.core.settings import Settings
 from services.http.app import create_service_app
-from services.run_page.directory import RunDirectory, read_object
+from services.run_page.directory import FIRST_FAILURE, RunDirectory, find_runs, read_object
 from services.run_page.routes import PUBLIC, add_run_page
-from tests.browser import PHONE, chromium, contrast, is_wider_than_window
-from tests.services.run_page.runs import append, group, metrics, write_run
+from tests.browser import PHONE, chromium, contrast, hidden_focus, is_wider_than_window, violations_of
+from tests.services.run_page.runs import append, episodes, group, metrics, write_run
 from tests.services.run_page.serving import served, view
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here; install it or name it in CHROMIUM")
 
-
+REWARD = {"name": "reward-server", "url": "http://r:8002", "state": "healthy", "figures": {"waiting": 12}}
+ENGINE = {"name": "rollout-server-1", "url": "http://w:30001", "state": "silent", "figures": {"running": 3}}
 NOW = {
     "phase": "train",
     "step": 3,
@@ -27,12 +32,32 @@ NOW = {
     "accuracy_before": 0.25,
     "activity": {"what": "training step 4", "done": "", "since": 1_700_000_000.0, "until": None},
     "components": [
-        {"name": "reward-server", "url": "http://r:8002", "state": "healthy", "figures": {"waiting": 12}}
-        | {"detail": None, "policy_version": None, "seconds_since_answer": 0.1},
-        {"name": "rollout-server-1", "url": "http://w:30001", "state": "silent", "figures": {"running": 3}}
-        | {"detail": "no answer", "policy_version": 1, "seconds_since_answer": 42.0},
+        REWARD | {"detail": None, "policy_version": None, "seconds_since_answer": 0.1},
+        ENGINE | {"detail": "no answer", "policy_version": 1, "seconds_since_answer": 42.0},
     ],
 }
+WAITING = NOW | {
+    "phase": "publish",
+    "step": 0,
+    "accuracy_before": None,
+    "components": [NOW["components"][0], NOW["components"][1] | {"seconds_since_answer": None}],
+    "activity": {"what": "waiting for 2 rollout workers", "done": "1 there", "since": 0.0, "until": 1_700_001_000.0},
+}
+DASH = "\N{EN DASH}"
+"""Stands on the page for what is not known."""
+ERROR = "DATASET is 'q.csv', which is not on the hub"
+HOSTILE = [
+    "<script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "</pre><style>body { display: none }</style>",
+    "javascript:window.hacked=1 \x1b[31m \u202e backwards",
+]
+COLOUR = """element => {
+    const canvas = document.createElement("canvas").getContext("2d");
+    canvas.fillStyle = getComputedStyle(element).backgroundColor;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data].join(" ");
+}"""
 
 
 def live(run, now):
@@ -48,109 +73,41 @@ def live(run, now):
     return app
 
 
-def move_cursor(page: Page, plot: str, key: str) -> None:
-    """Press a key on a plot once its data are there, because a key that comes before them moves nothing."""
+def failed(path):
+    """A run that a component's error ended before its first step."""
+    (path / "logs").mkdir(parents=True)
+    nodes = {"pid": 1, "started": 0.0, "endpoints": {}, "machine": socket.gethostname()}
+    (path / "nodes.json").write_text(json.dumps(nodes))
+    outcome = {"exit_code": 78, "reason": "data-server cannot run", "failed": "data-server-0"}
+    (path / "runner.json").write_text(json.dumps(outcome))
+    (path / "logs/data-server-0.log").write_text(f"=== 2026-01-31 12:00:00 start ===\nerror: {ERROR}\n")
+    return path
+
+
+def rewrite(run, records, **summary):
+    """Replace the metrics of a run, and add to its summary."""
+    (run / "metrics.jsonl").unlink()
+    append(run / "metrics.jsonl", records)
+    (run / "summary.json").write_bytes(orjson.dumps(read_object(run / "summary.json") | summary))
+
+
+def move_cursor(page: Page, plot: str, key: str) -> str:
+    """Press a key on a plot once its data are there; return what the plot says then of the step under the cursor."""
     canvas = page.locator(f"#plot-{plot} canvas.top")
-    expect(canvas).to_be_visible()
+    # A key that comes before the data moves nothing.
     expect(canvas).to_have_attribute("aria-label", re.compile(r"\ds?: "))
     canvas.press(key)
+    expect(page.locator(f"#plot-{plot} .spoken")).to_contain_text(": ")
+    return page.locator(f"#plot-{plot} .spoken").inner_text()
 
 
-def test_a_run_opens_with_its_plots(open_page, tmp_path):
-    page = open_page(view(write_run(tmp_path / "grpo-1", 40)))
-    expect(page).to_have_title(re.compile(r"step 40 · grpo-1"))
-    expect(page.locator("#state")).to_have_text("succeeded")
-    for plot in ("reward", "accuracy", "lengths", "entropy", "kl", "seconds", "loss", "groups"):
-        expect(page.locator(f"#plot-{plot} canvas.top")).to_be_visible()
-    page.get_by_text("Further metrics").click()
-    expect(page.locator("#plot-metric-lovely_metric")).to_be_visible()
-    assert is_drawn(page, "#plot-reward canvas")
-    assert is_drawn(page, "#plot-histogram canvas")
-    assert not is_wider_than_window(page)
+def says(page: Page, plot: str, pattern: str) -> None:
+    """Wait until a plot's label, which has the newest values, matches."""
+    expect(page.locator(f"#plot-{plot} canvas").last).to_have_attribute("aria-label", re.compile(pattern))
 
 
-def test_plots_say_quantity_unit_and_rounded_numbers(open_page, tmp_path):
-    page = open_page(view(write_run(tmp_path / "run", 40)))
-    expect(page.locator("#plot-groups figcaption")).to_have_text(re.compile("Groups in each step number of groups"))
-    page.get_by_text("Further metrics").click()
-    expect(page.locator("#plot-metric-lovely_metric")).to_be_visible()
-    for figure in page.locator("figure:visible").all():
-        assert all(figure.locator(f"figcaption {part}").inner_text() for part in ("strong", ".muted"))
-    texts = [page.locator("main").inner_text()]
-    texts += [canvas.get_attribute("aria-label") for canvas in page.locator("canvas[role=img]:visible").all()]
-    page.get_by_role("link", name="Settings").click()
-    texts.append(page.locator("#settings").inner_text())
-    assert "0.3" in texts[-1]
-    assert not [text for text in texts if re.search(r"\d\.\d{8}", text)]
-    shown = page.evaluate("""async () => {
-        const { number, tickLabels } = await import("/static/format.js");
-        const numbers = [0.1 + 0.2, 999.6, 12345, 1234567, 0.00001234].map((value) => number(value));
-        return [numbers, tickLabels([0.998, 1, 1.002])];
-    }""")
-    assert shown == [["0.3", "1,000", "12,345", "1.23M", "1.2e-5"], ["0.998", "1.000", "1.002"]]
-
-
-def test_the_reward_says_how_many_completions_failed_and_are_not_in_it(open_page, tmp_path):
-    run = write_run(tmp_path / "run", 40)
-    page = open_page(view(run))
-    reward = page.locator(".tiles .card").filter(has_text="Reward")
-    expect(reward).to_contain_text("first to newest 3 steps")
-    expect(reward).not_to_contain_text("failed")
-    failed = {"unscorable": 1, "episodes_failed": 4, "over_limit": 1}
-    append(run / "metrics.jsonl", [metrics(step) | failed for step in (41, 42)])
-    page.reload()
-    # Those over a limit have a reward.
-    expect(reward).to_contain_text("first to newest 3 steps, without 6 failed completions")
-
-
-def test_the_reward_of_trained_groups_is_a_plot_of_its_own_with_dynamic_sampling(open_page, tmp_path):
-    run = write_run(tmp_path / "run", 40)
-    page = open_page(view(run))
-    plot = page.locator("#plot-reward-trained canvas.top")
-    expect(page.locator("#plot-reward canvas.top")).to_be_visible()
-    expect(plot).not_to_be_visible()
-    append(run / "metrics.jsonl", [metrics(step) | {"reward_trained_mean": 0.5} for step in (41, 42)])
-    page.reload()
-    expect(plot).to_have_attribute("aria-label", re.compile(r"step 42: reward 0\.5\."))
-
-
-def test_rewards_have_their_spread_their_parts_and_a_histogram_of_a_chosen_step(open_page, tmp_path):
-    run = write_run(tmp_path / "run", 40)
-    append(run / "metrics.jsonl", [metrics(41) | {"reward_counts": [[0.25, 7]]}])
-    page = open_page(view(run))
-    expect(page.locator("#plot-reward canvas.top")).to_have_attribute(
-        "aria-label", re.compile(r"reward 0\.\d+ \(0\.\d+ to 0\.\d+\)\.")
-    )
-    parts = re.compile(r"step 41: math 0\.\d+, my_rewards:brevity 0\.5\.")
-    expect(page.locator("#plot-reward-parts canvas.top")).to_have_attribute("aria-label", parts)
-    histogram = page.locator("#plot-histogram canvas")
-    expect(histogram).to_have_attribute("aria-label", re.compile(r"Step 41: 7 with reward 0\.25\."))
-    page.locator("#plot-histogram").get_by_role("spinbutton", name="Step").fill("3")
-    expect(histogram).to_have_attribute("aria-label", re.compile(r"Step 3: 20 with reward 0, 12 with reward 1\."))
-    move_cursor(page, "reward", "End")
-    expect(histogram).to_have_attribute("aria-label", re.compile(r"Step 41:"))
-
-
-def test_the_accuracy_before_training_is_the_first_point(open_page, tmp_path):
-    page = open_page(view(write_run(tmp_path / "run", 40)))
-    move_cursor(page, "accuracy", "Home")
-    expect(page.locator("#cursor")).to_have_text("step 0, before training")
-    expect(page.locator("#plot-accuracy .spoken")).to_have_text("step 0: greedy pass@1 0.4 (0.25 to 0.55).")
-    page.get_by_label("Against").select_option("time")
-    move_cursor(page, "accuracy", "Home")
-    expect(page.locator("#plot-accuracy .spoken")).to_contain_text("0.0s: greedy pass@1 0.4")
-
-
-def test_an_accuracy_that_only_the_summary_has_is_the_newest(open_page, tmp_path):
-    run = write_run(tmp_path / "run", 30)
-    after = {"accuracy_after": 0.9, "accuracy_after_low": 0.8, "accuracy_after_high": 0.95}
-    summary = read_object(run / "summary.json") | after | {"accuracy_after_prompts": 100, "accuracy_after_step": 30}
-    (run / "summary.json").write_text(json.dumps(summary))
-    page = open_page(view(run))
-    tile = page.locator(".tiles .card").filter(has_text="Accuracy")
-    expect(tile).to_contain_text("0.4 → 0.9 0.8 to 0.95, 100 prompts")
-    move_cursor(page, "accuracy", "End")
-    expect(page.locator("#plot-accuracy .spoken")).to_have_text("step 30: greedy pass@1 0.9 (0.8 to 0.95).")
+def tile(page: Page, title: str):
+    return page.locator(".tiles .card").filter(has_text=title)
 
 
 def is_drawn(page, canvas):
@@ -165,38 +122,146 @@ def is_drawn(page, canvas):
     )
 
 
-def test_a_plot_tells_the_values_under_the_mouse_and_shows_a_steps_samples(open_page, tmp_path):
-    page = open_page(view(write_run(tmp_path / "run", 40)))
-    plot = page.locator("#plot-reward canvas.top")
-    plot.hover(position={"x": 200, "y": 80})
-    tip = page.locator("#plot-reward .tip")
-    expect(tip).to_contain_text("reward")
-    step = re.search(r"step (\d+)", tip.inner_text())[1]
-    expect(page.locator("#cursor")).to_contain_text(f"step {step}")
-    page.get_by_role("button", name="its samples").click()
-    expect(page.locator("article.group")).to_have_count(2)
-    expect(page.locator("article.group strong").first).to_have_text(f"step {step}")
+def saved(page, button, name):
+    """The content of the file ``name`` that a button saves."""
+    with page.expect_download() as download:
+        page.get_by_role("button", name=button, exact=True).click()
+    assert download.value.suggested_filename == name
+    return download.value.path().read_bytes()
 
 
-def test_the_mouse_zooms_a_plot_and_the_others_follow(open_page, tmp_path):
-    page = open_page(view(write_run(tmp_path / "run", 40)))
-    plot = page.locator("#plot-loss canvas.top")
-    plot.scroll_into_view_if_needed()
-    box = plot.bounding_box()
-    page.mouse.move(box["x"] + 150, box["y"] + 60)
-    page.mouse.down()
-    page.mouse.move(box["x"] + 220, box["y"] + 60, steps=4)
-    page.mouse.up()
-    reset = page.get_by_role("button", name="Whole run")
-    expect(reset).to_be_visible()
-    move_cursor(page, "entropy", "End")
-    assert int(re.search(r"step (\d+)", page.locator("#cursor").inner_text())[1]) < 40
-    reset.click()
-    move_cursor(page, "entropy", "End")
-    expect(page.locator("#cursor")).to_contain_text("step 40")
+def test_a_run_opens_with_its_plots_and_the_important_ones_come_first(open_page, tmp_path):
+    run = write_run(tmp_path / "run", 40)
+    append(run / "metrics.jsonl", [metrics(41) | {"reward_counts": [[0.25, 7]]}])
+    page = open_page(view(run))
+    expect(page).to_have_title(re.compile(r"step 41 · run"))
+    expect(page.locator("#state")).to_have_text("succeeded")
+    expect(page.locator("#plot-reward canvas.top")).to_be_visible()
+    ids = page.locator("#plots figure:visible").evaluate_all("figures => figures.map((figure) => figure.id)")
+    first = ["reward", "histogram", "accuracy", "lengths", "entropy", "kl", "seconds"]
+    assert ids[:7] == [f"plot-{name}" for name in first]
+    assert {"plot-loss", "plot-groups"} <= set(ids)
+    expect(page.locator("#plots h2:visible")).to_have_text(["Answers and rewards", "Updates"])
+    assert is_drawn(page, "#plot-reward canvas")
+    assert is_drawn(page, "#plot-histogram canvas")
+    page.get_by_text("Further metrics").click()
+    expect(page.locator("#plot-metric-lovely_metric")).to_be_visible()
+    assert page.locator("[id^='plot-metric-reward_']").count() == 0
+    assert not is_wider_than_window(page)
+
+    says(page, "reward", r"reward 0\.\d+ \(0\.\d+ to 0\.\d+\)\.")
+    says(page, "reward-parts", r"step 41: math 0\.\d+, my_rewards:brevity 0\.5\.")
+    says(page, "histogram", r"Step 41: 7 with reward 0\.25\.")
+    page.locator("#plot-histogram").get_by_role("spinbutton", name="Step").fill("3")
+    says(page, "histogram", r"Step 3: 20 with reward 0, 12 with reward 1\.")
+    move_cursor(page, "reward", "End")
+    says(page, "histogram", r"Step 41:")
+    assert move_cursor(page, "accuracy", "Home") == "step 0: greedy pass@1 0.4 (0.25 to 0.55)."
+    expect(page.locator("#cursor")).to_have_text("step 0, before training")
+    page.get_by_label("Against").select_option("time")
+    assert "0.0s: greedy pass@1 0.4" in move_cursor(page, "accuracy", "Home")
+    page.get_by_label("Against").select_option("step")
+
+    expect(page.locator("#plot-groups figcaption")).to_have_text(re.compile("Groups in each step number of groups"))
+    expect(page.locator("#plot-kl .note")).to_contain_text("behaviour policy, which sampled the completions")
+    for figure in page.locator("figure:visible").all():
+        assert all(figure.locator(f"figcaption {part}").inner_text() for part in ("strong", ".muted"))
+    labels = page.locator("canvas[role=img]:visible").evaluate_all(
+        "canvases => canvases.map((c) => c.getAttribute('aria-label'))"
+    )
+    page.get_by_role("link", name="Settings").click()
+    texts = [page.locator("main").inner_text(), page.locator("#settings").inner_text(), *labels]
+    assert "0.3" in texts[1]
+    assert not [text for text in texts if re.search(r"\d\.\d{8}", text)]
+
+    numbers = page.evaluate("""async () => {
+        const { number, tickLabels } = await import("/static/format.js");
+        const numbers = [0.1 + 0.2, 999.6, 12345, 1234567, 0.00001234].map((value) => number(value));
+        return [numbers, tickLabels([0.998, 1, 1.002])];
+    }""")
+    assert numbers == [["0.3", "1,000", "12,345", "1.23M", "1.2e-5"], ["0.998", "1.000", "1.002"]]
+    for low, high in [(-1.06, 0.43), (0.0, 0.375), (-0.55, 0.4), (0.02, 1.06)]:
+        ticks = f"import('/static/series.js').then(({{ ticks }}) => ticks({low}, {high}, 5, false, true))"
+        values = page.evaluate(ticks)
+        assert max(values[0] - low, high - values[-1]) <= (high - low) / 4
+        assert 4 <= len(values) <= 12
+    notes = page.evaluate("import('/static/specs.js').then(({ PLOTS }) => PLOTS.map(({ note }) => note ?? ''))")
+    assert len(notes) > 25
+    assert all(note.endswith(".") for note in notes)
+
+    page.get_by_role("link", name="Plots").click()
+    folded = page.locator("#constant > summary")
+    expect(folded).to_contain_text("Learning rate 1e-6")
+    expect(folded).to_contain_text("Staleness 0")
+    expect(page.locator("#plot-learning-rate")).to_be_hidden()
+    folded.click()
+    assert move_cursor(page, "learning-rate", "End") == "step 41: learning rate 1e-6."
+    append(run / "metrics.jsonl", [metrics(42) | {"learning_rate": 2e-6}])
+    page.reload()
+    expect(page.locator("#plot-learning-rate")).to_be_visible()
 
 
-def test_the_page_is_used_by_keyboard_alone(open_page, tmp_path):
+def test_metrics_that_only_some_runs_have_are_shown_where_they_are(open_page, tmp_path):
+    run = write_run(tmp_path / "run", 40)
+    page = open_page(view(run))
+    expect(tile(page, "Reward")).to_contain_text("first to newest 3 steps")
+    expect(tile(page, "Reward")).not_to_contain_text("failed")
+    expect(page.locator("#plot-reward-trained")).to_be_hidden()
+    expect(tile(page, "Policy version")).to_contain_text("completions by the policy in training")
+    told = {"unscorable": 1, "episodes_failed": 4, "over_limit": 1, "reward_trained_mean": 0.5, "staleness_max": 2.0}
+    told |= {"turns_mean": 2.5, "turns_max": 4.0, "tool_calls_mean": 1.5, "tool_calls_parsed": 0.9}
+    told |= {"branches_mean": 0.25}
+    newest = [metrics(41) | told | {"episodes_failed_timeout": 4.0}, metrics(42) | told]
+    append(run / "metrics.jsonl", newest)
+    page.reload()
+    # Completions over a limit have a reward.
+    expect(tile(page, "Reward")).to_contain_text("first to newest 3 steps, without 6 failed completions")
+    expect(tile(page, "Policy version")).to_contain_text("completions up to 2 versions older")
+    page.locator("#constant > summary").click()
+    for plot, text in {
+        "reward-trained": r"step 42: reward 0\.5\.",
+        "turns": r"step 42: mean 2\.5, most 4\.",
+        "tool-calls": r"step 42: tool calls 1\.5, branches 0\.25\.",
+        "parsed": r"step 42: parsed 0\.9\.",
+        "failed": r"step 42: all 4, timeout 0\.",
+    }.items():
+        says(page, plot, text)
+    assert move_cursor(page, "failed", "Home") == "step 41: all 4, timeout 4."
+
+    def edges() -> list[float]:
+        """The ends of the reward's band at step 1."""
+        return [float(edge) for edge in re.findall(r"\((\S+) to (\S+)\)", move_cursor(page, "reward", "Home"))[0]]
+
+    quantiles = {"reward_q10": 0.125, "reward_q90": 0.75, "eval_reward": 0.5}
+    rewrite(run, [metrics(step) | quantiles for step in range(1, 5)], eval_reward_before=0.25)
+    page.reload()
+    assert edges() == [0.125, 0.75]
+    expect(page.locator("#plot-reward figcaption")).to_contain_text("from the 10% to the 90% quantile")
+    assert move_cursor(page, "evaluation", "Home") == "step 0: greedy 0.25."
+    wide = {"reward_std": 5.0, "reward_counts": [[-0.5, 3], [0.9, 1]]}
+    rewrite(run, [metrics(step) | wide for step in range(1, 5)])
+    page.reload()
+    assert edges() == [-0.5, 0.9], "without quantiles the band ends at the rewards that occurred"
+    after = {"accuracy_after": 0.9, "accuracy_after_low": 0.8, "accuracy_after_high": 0.95}
+    rewrite(run, [metrics(step) for step in range(1, 31)], **after, accuracy_after_prompts=1, accuracy_after_step=30)
+    page.reload()
+    expect(tile(page, "Accuracy")).to_contain_text(re.compile(r"0\.4 → 0\.9 0\.8 to 0\.95, 1 prompt\b"))
+    assert move_cursor(page, "accuracy", "End") == "step 30: greedy pass@1 0.9 (0.8 to 0.95)."
+
+    for fields in [
+        {"reward_counts": [[0.0, 32]]},
+        {"reward_counts": [[0.0, 8], [1.0, 24]]},
+        {"reward_counts": [], "unscorable": 2.0, "failures": [["reward_error", 2, "x"]]},
+        {"reward_counts": [[0.0, 30]], "unscorable": 2.0, "failures": [["reward_error", 2, "x"]]},
+    ]:
+        rewrite(run, [metrics(step) | {"trained_tokens": 0.0, **fields} for step in range(1, 5)])
+        page.reload()
+        expect(page.locator(".advice")).to_contain_text("The model has learned nothing in 4 steps")
+        # The terminal says it in the same words.
+        assert advice(new_steps(GrowingFile(run / "metrics.jsonl"))).startswith(page.locator(".advice").inner_text())
+
+
+def test_a_plot_is_used_by_mouse_and_by_keyboard_alone(open_page, tmp_path):
     page = open_page(view(write_run(tmp_path / "run", 40)))
     expect(page.locator("#plot-reward canvas.top")).to_be_visible()
     reached = []
@@ -206,220 +271,567 @@ def test_the_page_is_used_by_keyboard_alone(open_page, tmp_path):
         if page.evaluate("document.activeElement.closest('#plot-reward') !== null"):
             break
     assert {"Plots", "Samples", "Settings"} <= set(reached)
-    page.keyboard.press("Home")
-    expect(page.locator("#cursor")).to_contain_text("step 1,")
-    page.keyboard.press("ArrowRight")
-    expect(page.locator("#cursor")).to_contain_text("step 2,")
+    for key, step in (("Home", 1), ("ArrowRight", 2)):
+        page.keyboard.press(key)
+        expect(page.locator("#cursor")).to_contain_text(f"step {step},")
     expect(page.locator("#plot-reward .spoken")).to_contain_text("step 2: reward 0.")
     page.keyboard.press("Enter")
     expect(page.locator("article.group strong").first).to_have_text("step 2")
 
+    page.get_by_role("link", name="Plots").click()
+    page.locator("#plot-reward canvas.top").hover(position={"x": 200, "y": 80})
+    tip = page.locator("#plot-reward .tip")
+    expect(tip).to_contain_text("reward")
+    step = re.search(r"step (\d+)", tip.inner_text())[1]
+    expect(page.locator("#cursor")).to_contain_text(f"step {step}")
+    page.get_by_role("button", name="its samples").click()
+    expect(page.locator("article.group strong").first).to_have_text(f"step {step}")
+    expect(page.locator("article.group")).to_have_count(2)
 
-def test_samples_show_a_groups_completions_side_by_side(open_page, tmp_path):
-    run = write_run(tmp_path / "run", 12)
-    append(run / "samples.jsonl", group(13, 99, rewards=[1.0, 0.0, None], rendered_prompt="<|user|>What is 99 plus 1?"))
+    page.get_by_role("link", name="Plots").click()
+    plot = page.locator("#plot-loss canvas.top")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 150, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 220, box["y"] + 60, steps=4)
+    page.mouse.up()
+    whole = page.get_by_role("button", name="Whole run")
+    expect(whole).to_be_visible()
+    assert int(re.search(r"step (\d+)", move_cursor(page, "entropy", "End"))[1]) < 40, "all plots are zoomed"
+    whole.click()
+    expect(whole).to_be_hidden()
+    assert move_cursor(page, "entropy", "End").startswith("step 40:")
+
+
+def test_samples_are_groups_that_are_searched_filtered_followed_and_saved(open_page, tmp_path):
+    run = write_run(tmp_path / "run", 40)
+    equal = group(
+        41, 7, rewards=[1.0, 1.0], group_id="again", spans=[{"version": 2, "tokens": ["8"], "logprobs": [-0.1]}]
+    )
+    asked = {"rendered_prompt": "<|user|>What is 99 plus 1?", "completion": '=1+1, "so"'}
+    append(run / "samples.jsonl", equal + group(42, 99, rewards=[1.0, 0.0, None], **asked))
     page = open_page(view(run), "/#samples")
-    first = page.locator("article.group").first
-    expect(first.locator(".completion")).to_have_count(3)
-    tops = [box.bounding_box()["y"] for box in first.locator(".completion").all()]
-    assert len(set(tops)) == 1
+    cards, form = page.locator("article.group"), page.locator("#samples-form")
+    expect(page.locator("#only-mixed")).to_contain_text("Only groups whose rewards differ")
+    first = cards.first
+    completions = first.locator(".completion")
+    expect(completions).to_have_count(3)
+    assert len({box.bounding_box()["y"] for box in completions.all()}) == 1, "side by side"
     expect(first.locator(".prompt")).to_contain_text("What is 99 plus 1?")
     first.get_by_text("As the model saw it").click()
     expect(first.get_by_text("<|user|>What is 99 plus 1?")).to_be_visible()
-    expect(first.locator(".completion").nth(0)).to_contain_text("▲")
-    expect(first.locator(".completion").nth(1)).to_contain_text("compared as numbers")
-    expect(first.locator(".completion").nth(2)).to_contain_text("not scored")
-    expect(first.locator(".completion").nth(2)).to_contain_text("the verifier stumbled")
-    shown = page.locator("article.group").count()
+    expect(completions.nth(0)).to_contain_text("▲ above the group's mean")
+    expect(completions.nth(1)).to_contain_text("▼ below the group's mean")
+    expect(completions.nth(1)).to_contain_text("compared as numbers")
+    expect(completions.nth(2)).to_contain_text("not scored")
+    expect(completions.nth(2)).to_contain_text("the verifier stumbled")
+    shown = cards.count()
     page.get_by_role("button", name="Older groups").click()
-    expect(page.locator("article.group")).to_have_count(2 * shown)
+    expect(cards).to_have_count(2 * shown)
 
-
-def test_samples_are_searched_and_filtered(open_page, tmp_path):
-    page = open_page(view(write_run(tmp_path / "run", 30)), "/#samples")
-    form = page.locator("#samples-form")
-    form.get_by_placeholder("in prompts").fill("what is 14 plus")
-    expect(page.locator("article.group")).to_have_count(1)
-    expect(page.locator("mark")).to_have_text("What is 14 plus")
     form.get_by_placeholder("in prompts").fill("no such words")
     expect(page.locator("#samples-state")).to_have_text("No group fits.")
+    form.get_by_placeholder("in prompts").fill("what is 14 plus")
+    expect(cards).to_have_count(1)
+    expect(page.locator("mark")).to_have_text("What is 14 plus")
     form.get_by_role("button", name="Clear").click()
     form.get_by_placeholder("first").fill("5")
     form.get_by_placeholder("last").fill("6")
-    expect(page.locator("article.group")).to_have_count(2)
+    expect(cards).to_have_count(2)
     page.get_by_role("button", name="Show all groups").click()
-    expect(page.locator("article.group")).to_have_count(4)
+    expect(cards).to_have_count(4)
+    expect(page.locator("#only-mixed")).to_be_hidden()
     form.get_by_placeholder("highest").fill("0.6")
-    expect(page.locator("article.group")).to_have_count(2)
-
-
-def test_a_prompt_is_followed_over_the_steps_at_which_it_was_sampled(open_page, tmp_path):
-    run = write_run(tmp_path / "run", 40)
-    append(run / "samples.jsonl", group(41, 7, rewards=[0.0, 1.0]) + group(42, 7, rewards=[1.0, 1.0]))
-    page = open_page(view(run), "/#samples")
+    expect(cards).to_have_count(2)
+    form.get_by_role("button", name="Clear").click()
     page.get_by_role("button", name="Show all groups").click()
+    untaught = cards.filter(has_text="again").first
+    expect(untaught.locator(".reward span").first).to_have_text("equal to the group's mean: not trained on")
+
+    form.get_by_placeholder("first").fill("42")
+    expect(cards).to_have_count(1)
+    lines = saved(page, "Save shown as JSONL", "run-training-samples.jsonl").splitlines()
+    record = json.loads(lines[0])
+    assert (len(lines), record["step"], record["prompt"], record["completion"]) == (
+        3,
+        42,
+        "What is 99 plus 1?",
+        '=1+1, "so"',
+    )
+    row, *_ = csv.DictReader(saved(page, "Save shown as CSV", "run-training-samples.csv").decode().splitlines())
+    assert row["completion"] == """'=1+1, "so\"""", "a spreadsheet must not run what a model wrote"
+
+    form.get_by_placeholder("first").fill("")
     page.get_by_label("of prompts sampled more than once").check()
-    expect(page.locator("article.group")).to_have_count(3)
-    page.get_by_role("button", name="Follow this prompt (3 groups)").first.click()
+    expect(cards).to_have_count(2)
+    page.get_by_role("button", name="Follow this prompt (2 groups)").first.click()
     columns = page.locator("#followed section.step")
-    expect(columns.locator("strong")).to_have_text(["step 3", "step 41", "step 42"])
+    expect(columns.locator("strong")).to_have_text(["step 3", "step 41"])
     assert len({column.bounding_box()["y"] for column in columns.all()}) == 1
     expect(columns.nth(1)).to_contain_text("policy version 40")
-    expect(columns.nth(1)).to_contain_text("mean reward 0.5")
-    expect(columns.nth(1).locator(".completion")).to_have_count(2)
+    expect(columns.nth(1)).to_contain_text("mean reward 1")
     expect(page.locator("#followed")).to_contain_text("What is 7 plus 1?")
     assert not is_wider_than_window(page)
     page.get_by_role("button", name="Back to all groups").click()
     page.get_by_label("From").select_option("evaluation")
-    expect(page.locator("article.group")).to_have_count(6)
+    expect(page.locator("article.group[aria-label^=evaluation]")).to_have_count(6)
     page.get_by_role("button", name="Follow this prompt (3 groups)").last.click()
     expect(columns.locator("strong")).to_have_text(["step 0", "step 20", "step 40"])
     expect(page.locator("#followed")).to_contain_text("mean reward 0 → 1")
 
-
-def test_metrics_samples_and_plots_are_saved_as_files(open_page, tmp_path):
-    run = write_run(tmp_path / "run", 40)
-    append(run / "samples.jsonl", group(41, 99, rewards=[1.0], completion='=1+1, "so"'))
-    page = open_page(view(run))
+    page.get_by_role("link", name="Plots").click()
     expect(page).to_have_title(re.compile(r"step 40 · "))
     rows = list(csv.DictReader(saved(page, "Save metrics as CSV", "run-metrics.csv").decode().splitlines()))
     assert [row["step"] for row in rows] == [str(step) for step in range(41)]
     assert (rows[0]["accuracy"], rows[0]["loss"], rows[20]["accuracy_low"]) == ("0.4", "", "0.3")
     for plot, name in (("Reward", "reward"), ("Rewards of one step", "rewards-of-step-40")):
         assert saved(page, f"Save {plot} as a picture", f"{name}.png").startswith(b"\x89PNG")
-    page.get_by_role("link", name="Samples").click()
-    page.get_by_role("button", name="Show all groups").click()
-    page.get_by_placeholder("first").fill("41")
-    expect(page.locator("article.group")).to_have_count(1)
-    [line] = saved(page, "Save shown as JSONL", "run-training-samples.jsonl").splitlines()
-    record = json.loads(line)
-    assert (record["step"], record["prompt"], record["completion"]) == (41, "What is 99 plus 1?", '=1+1, "so"')
-    [row] = csv.DictReader(saved(page, "Save shown as CSV", "run-training-samples.csv").decode().splitlines())
-    assert row["completion"] == """'=1+1, "so\"""", "a spreadsheet must not run what a model wrote"
 
 
-def saved(page, button, name):
-    """The content of the file ``name`` that a button saves."""
-    with page.expect_download() as download:
-        page.get_by_role("button", name=button, exact=True).click()
-    assert download.value.suggested_filename == name
-    return download.value.path().read_bytes()
+def test_an_episode_is_one_answer_with_its_conversation_branches_and_tokens(open_page, tmp_path):
+    run = write_run(tmp_path / "run", 3, advantage="gae")  # Equal rewards are trained on, so all groups are shown.
+    bare = [record | {"spans": None} for record in episodes(3, 98)]
+    last_in_branch = episodes(4, 99)
+    last_in_branch[1]["messages"][-1] = last_in_branch[1]["messages"][-1] | {"is_last": True}
+    plain = {"spans": [{"version": 4, "tokens": ["99", "!"], "logprobs": [-0.1, -0.2], "advantages": -0.5}]}
+    groups = group(3, 8, rewards=[0.0], **plain, result={"status": "scored"}) + last_in_branch + episodes(5, 100)
+    append(run / "samples.jsonl", [{k: v for k, v in r.items() if v is not None} for r in bare] + groups)
+    page = open_page(view(run), "/#samples")
+    cards, reader = page.locator("article.group"), page.locator("#reader")
+    expect(page.locator("main")).not_to_contain_text("not trained on")
+    expect(cards.first.locator(".completion")).to_have_count(2)
+    expect(cards.first.locator(".strip i")).to_have_count(2)
+    expect(cards.first.locator("header")).to_contain_text("mean reward 1")
+    right, wrong = cards.first.locator(".completion dl").all()
+    for figure in ("turns3", "tool calls1", "branches1"):
+        expect(right).to_contain_text(figure)
+    expect(wrong).to_contain_text("tool calls1 (1 unreadable)")
+
+    def open_reader(number: int, place: int = 0) -> None:
+        """Press an episode's button in the dialog's stead."""
+        if reader.is_visible():
+            page.keyboard.press("Escape")
+            expect(reader).to_be_hidden()
+        cards.nth(number).locator(".completion").nth(place).get_by_role("button").press("Enter")
+
+    open_reader(0)
+    messages = reader.locator(".message")
+    expect(messages.locator("h3")).to_have_text(["User", "Model", "Result of calculate", "Model"])
+    expect(messages.nth(1).locator(".call")).to_have_text(
+        re.compile(r'calls calculate\s*{\s*"expression": "12\*31"\s*}')
+    )
+    expect(messages.nth(2).locator("pre")).to_have_text("372")
+    expect(reader).to_contain_text("turns 3 · tool calls 1 · branches 1")
+    branch = reader.get_by_role("button", name="Branch 1")
+    branch.press("Enter")
+    expect(branch).to_have_attribute("aria-pressed", "true")
+    expect(branch).to_be_focused()
+    expect(reader.locator("summary")).to_have_text("2 messages as in the main line")
+    visible = reader.locator(".message:visible")
+    expect(visible.locator("pre")).to_have_text(["You found 372. Answer with just the number.", "372"])
+    reader.locator("summary").click()
+    expect(visible).to_have_count(4)
+
+    reader.get_by_role("button", name="Main line").click()
+    reader.get_by_role("button", name="Tokens").press("Enter")
+    tokens = reader.locator(".tokens .token")
+    expect(tokens).to_have_text(["<call>", "12", "*31", "It is", " 372."])
+    looks = tokens.evaluate_all("all => all.map((e) => [e.className, e.style.getPropertyValue('--strength')])")
+    assert looks[:4] == [["token plus", "1"], ["token plus", "0.5"], ["token zero", ""], ["token plus", "0.5"]]
+    between = ["<user>What is 12*31?<assistant>", "<tool>372</tool><assistant>"]
+    expect(reader.locator(".tokens .context")).to_have_text(between)
+    expect(reader.locator(".tokens .version")).to_have_text(["version 4", "version 5"])
+    tokens.nth(2).hover()
+    expect(reader.locator(".explanation")).to_contain_text("3 of 5 sampled tokens")
+    reader.locator(".tokens").press("ArrowRight")
+    expect(reader.locator(".explanation")).to_have_text(
+        '4 of 5 sampled tokens: "It is", probability 0.779 (log -0.25), advantage 0.75, policy version 5'
+    )
+    page.keyboard.press("Escape")
+    expect(reader).to_be_hidden()
+    expect(page.get_by_role("button", name="Whole conversation").first).to_be_focused()
+
+    open_reader(0, 1)
+    expect(reader).to_contain_text("the verifier stumbled")
+    reader.get_by_role("button", name="Tokens").click()
+    expect(reader.locator(".tokens .untrained")).to_have_text(["Hm", "."])
+    open_reader(1)
+    expect(reader.get_by_role("button", name="Branch 1")).to_have_attribute("aria-pressed", "true")
+    expect(reader.locator(".message:visible h3")).to_have_text(["User", "Model last answer"])
+    open_reader(2)
+    expect(reader.locator(".tokens .minus")).to_have_text(["99", "!"])
+    expect(reader.locator("h2")).to_have_text("Completion 1 of group run-0-8, step 3")
+    expect(reader.locator("p").first).to_have_text("reward 0")
+    page.keyboard.press("Escape")
+    expect(cards.nth(4).locator(".completion").first.get_by_role("button"), "it has no tokens").to_have_count(0)
+
+    page.get_by_placeholder("first").fill("5")
+    expect(cards).to_have_count(1)
+    first, *_ = map(json.loads, saved(page, "Save shown as JSONL", "run-training-samples.jsonl").splitlines())
+    assert first["messages"][1]["tool_calls"][0]["name"] == "calculate"
+    assert "spans" not in first
 
 
-HOSTILE = [
-    "<script>window.hacked = 1</script>",
-    "<img src=x onerror='window.hacked = 1'>",
-    "</pre><style>body { display: none }</style>",
-    "javascript:window.hacked=1 \x1b[31m \u202e backwards",
-]
-
-
-def test_what_a_model_wrote_stays_text(open_page, tmp_path):
+def test_what_models_and_tools_wrote_stays_text(open_page, tmp_path):
     run = write_run(tmp_path / "<b>run", 2, model_name=HOSTILE[0])
     for number, text in enumerate(HOSTILE):
         append(run / "samples.jsonl", group(3, 10 + number, rewards=[1.0], completion=text, prompt=text))
         append(run / "metrics.jsonl", [{"step": 3 + number, "time": 1.0, text: 1.0}])
+    hostile = HOSTILE[1]
+    calls = [{"name": hostile, "arguments": hostile}]
+    wrote = [{"role": hostile, "content": hostile}, {"role": "assistant", "sampled": True, "tool_calls": calls}]
+    spans = [{"text": hostile}, {"version": 1, "tokens": [hostile], "logprobs": [-1], "advantages": 1}]
+    append(run / "samples.jsonl", group(9, 9, rewards=[1.0], episode=0, messages=wrote, spans=spans))
     page = open_page(view(run))
     page.get_by_text("Further metrics").click()
-    expect(page.locator("figure").filter(has_text=HOSTILE[1])).to_be_visible()
+    expect(page.locator("figure").filter(has_text=hostile)).to_be_visible()
     page.get_by_role("link", name="Settings").click()
     page.get_by_label("only what is not the default").uncheck()
     expect(page.locator("#settings")).to_contain_text(HOSTILE[0])
     page.get_by_role("link", name="Samples").click()
     page.get_by_role("button", name="Show all groups").click()
     for text in HOSTILE[:3]:
-        expect(page.locator(".completion pre").filter(has_text=text)).to_be_visible()
+        expect(page.locator(".completion pre").filter(has_text=text).first).to_be_visible()
+    page.get_by_role("button", name="Whole conversation").first.click()
+    expect(page.locator("#reader .message").first).to_contain_text(hostile)
+    page.locator("#reader").get_by_role("button", name="Tokens").click()
+    expect(page.locator("#reader .tokens .token")).to_have_text(hostile)
     assert page.evaluate("window.hacked") is None
 
 
-def test_numbers_move_while_the_run_goes_on(open_page, tmp_path):
-    run, now = write_run(tmp_path / "run", 3, ended=False), dict(NOW)
-    page = open_page(live(run, now))
-    expect(page.locator("#progress-text")).to_contain_text("step 3 of 100")
-    before = re.compile(r"step 0: greedy pass@1 0\.25\.")
-    expect(page.locator("#plot-accuracy canvas.top")).to_have_attribute("aria-label", before)
-    append(run / "metrics.jsonl", [metrics(4), metrics(5)])
-    now["phase"] = "publish"
-    expect(page.locator("#progress-text")).to_contain_text("step 5 of 100")
-    expect(page.locator("#plot-reward canvas.top")).to_have_attribute("aria-label", re.compile("step 5"))
-    now["components"] = []
-    expect(page.locator("#state")).to_have_text("publish")
-
-
-def test_components_show_health_queues_and_policy_versions(open_page, tmp_path):
-    page = open_page(live(write_run(tmp_path / "run", 3, ended=False), NOW))
-    expect(page.locator("#state")).to_have_text("rollout-server-1 unwell")
-    page.get_by_role("link", name="Components").click()
-    reward = page.locator("[data-name=reward-server]")
-    expect(reward).to_contain_text("healthy")
-    expect(reward.locator("dl")).to_contain_text("waiting12")
-    worker = page.locator("[data-name=rollout-server-1]")
-    expect(worker).to_contain_text("1, 2 behind")
-    expect(worker).to_contain_text("42s ago")
-
-
-def test_a_page_whose_server_ends_says_so_and_how_to_go_on(open_page, tmp_path):
-    run = write_run(tmp_path / "run", 3, ended=False)
-    with served(live(run, NOW)) as url:
+def test_a_run_is_followed_from_its_wait_to_the_end_of_its_server(open_page, tmp_path):
+    run, now = tmp_path / "run", WAITING | {"activity": WAITING["activity"] | {"since": time.time() - 65}}
+    with served(live(run, now)) as url:
         page = open_page(url, expected_problems="ERR_|Failed to fetch")
-        expect(page.locator("#progress-text")).to_contain_text("step 3")
+        waits = page.locator(".waiting")
+        expect(waits).to_contain_text(
+            re.compile(r"Waiting for 2 rollout workers: 1 there, for \dm\d\ds, until \d\d:\d\d:\d\d")
+        )
+        expect(waits).to_contain_text("1 of 2 components healthy")
+        expect(page.locator(".tiles")).to_have_count(0)
+        assert not re.search(f"[{DASH}-](/s|%)", page.locator("main").inner_text())
+        expect(page.locator("#state"), "a component that never answered is starting").to_have_text("publish")
+        page.get_by_role("link", name="Components").click()
+        expect(page.locator("[data-name=rollout-server-1] .pill")).to_have_text("starting")
+
+        write_run(run, 3, ended=False)
+        now |= NOW | {"components": WAITING["components"]}
+        expect(page.locator("#progress-text")).to_contain_text("step 3 of 100")
+        expect(page.locator("#state"), "once there are steps, it is silent").to_have_text("rollout-server-1 unwell")
+        now |= NOW
+        expect(page.locator("[data-name=reward-server] dl")).to_contain_text("waiting12")
+        for text in ("1, 2 behind", "42s ago"):
+            expect(page.locator("[data-name=rollout-server-1]")).to_contain_text(text)
+        page.get_by_role("link", name="Plots").click()
+        says(page, "accuracy", r"step 0: greedy pass@1 0\.25\.")
+        move_cursor(page, "loss", "Home")
+        expect(page.locator("#plot-gradient")).to_be_hidden()
+        append(run / "metrics.jsonl", [metrics(4) | {"grad_norm": 2.5, "clip_fraction_high": 0.5}])
+        expect(page.locator("#plot-gradient"), "it is constant no more").to_be_visible()
+        expect(page.locator("#plot-loss canvas.top")).to_be_focused()
+        expect(page.locator("#cursor")).to_contain_text("step 1,")
+        append(run / "metrics.jsonl", [metrics(5)])
+        now |= {"phase": "publish", "components": []}
+        expect(page.locator("#progress-text")).to_contain_text("step 5 of 100")
+        expect(page.locator("#state")).to_have_text("publish")
+        says(page, "reward", "step 5")
     expect(page.locator("#trouble")).to_contain_text(f"grpo view {run}")
     expect(page.locator("#plot-reward")).to_be_visible()
 
 
-def test_several_runs_are_compared(open_page, tmp_path):
-    runs = [
-        write_run(tmp_path / "slow", 30, level=0.1),
-        write_run(tmp_path / "fast", 30, level=0.6, reward_fn="exact_match"),
-    ]
-    page = open_page(view(*runs))
-    rows = page.locator("#summary tbody tr")
-    expect(rows).to_have_count(2)
-    move_cursor(page, "reward", "End")
-    expect(page.locator("#plot-reward .tip")).to_contain_text("slow")
-    expect(page.locator("#plot-reward .tip")).to_contain_text("fast")
-    expect(page.locator("#plot-groups .legend")).to_have_text("fresh, all rewards equal")
-    page.get_by_label("show fast").uncheck()
-    move_cursor(page, "reward", "End")
-    expect(page.locator("#plot-reward .tip")).not_to_contain_text("fast")
-    page.get_by_role("link", name="Settings").click()
-    page.get_by_label("only what is not the default").uncheck()
-    expect(page.locator("#settings")).to_contain_text("LEARNING_RATE")
-    page.get_by_label("only what differs").check()
-    expect(page.locator("#settings")).not_to_contain_text("LEARNING_RATE")
-    differing = page.locator("#settings tr.differs")
-    expect(differing).to_have_text(["REWARD_FNmathexact_match", "accuracy before0.10.6"])
-    expect(differing.locator(".changed")).to_have_text("exact_match")
+def test_a_failed_or_damaged_run_says_why_and_the_token_is_asked_for_once(open_page, tmp_path):
+    page = open_page(view(failed(tmp_path / "failed")))
+    expect(page.locator("#error")).to_have_text(f"data-server cannot run: {ERROR}")
+    expect(page.locator("#summary")).to_have_text("The run ended before its first step.")
+    assert DASH not in page.locator("main").inner_text()
+    expect(page.get_by_label("Smoothing")).to_be_hidden()
 
-
-def test_the_token_is_asked_for_once(open_page, tmp_path):
-    page = open_page(view(write_run(tmp_path / "run", 3), token="secret"), expected_problems="401")
+    run = write_run(tmp_path / "run", 3, ended=False)
+    (run / "summary.json").write_text(json.dumps({"status": "failed", "error": "reward-server: no answer", "steps": 3}))
+    (run / "config.json").write_text("[]")
+    (run / FIRST_FAILURE).write_text("reward_error: mine:score: KeyError (mine.py, line 3, in score)")
+    page = open_page(view(run, token="secret"), expected_problems="401")
     page.get_by_label("JOBGROUP_TOKEN").fill("wrong")
     page.get_by_role("button", name="Open").click()
     expect(page.locator("#token-refused")).to_be_visible()
+    assert violations_of(page) == []
     page.get_by_label("JOBGROUP_TOKEN").fill("secret")
     page.keyboard.press("Enter")
     expect(page.locator("#plot-reward")).to_be_visible()
+    expect(page.locator("#error")).to_have_text("reward-server: no answer")
+    expect(page.locator("#damage")).to_contain_text("config.json cannot be read")
+    expect(page.locator("#damage")).to_contain_text("The first answer that failed: reward_error: mine:score: KeyError")
     page.reload()
     expect(page.locator("#plot-reward")).to_be_visible()
     assert "secret" not in page.url
 
 
-@pytest.mark.parametrize("part", ["plots", "samples", "components", "settings"])
-def test_the_page_fits_a_phone(open_page, tmp_path, part):
+@pytest.fixture
+def runs(tmp_path):
+    """Three runs: a short one, a good one, and one under way."""
+    short = write_run(tmp_path / "short", 10, level=0.1, seed=1)
+    good = write_run(tmp_path / "good", 40, level=0.9, seed=2, loss="gspo", reward_fn="exact_match")
+    open_ = write_run(tmp_path / "under-way", 20, level=0.5, ended=False, seed=10)
+    return short, good, open_
+
+
+def names(page: Page) -> list[str]:
+    return page.locator(".runs tbody label").all_inner_texts()
+
+
+def row(page: Page, run: str):
+    return page.locator(".runs tbody tr").filter(has=page.get_by_label(f"show {run}"))
+
+
+def cells(page: Page, run: str) -> list[str]:
+    return row(page, run).locator("td").all_inner_texts()
+
+
+def press(page: Page, heading: str) -> str | None:
+    """Press the heading of a column; return the order that it says then."""
+    button = page.get_by_role("button", name=heading, exact=True)
+    button.press("Enter")
+    return button.locator("..").get_attribute("aria-sort")
+
+
+def test_runs_are_compared_in_a_table_and_in_plots(open_page, runs):
+    for run in runs[:2]:
+        summary = read_object(run / "summary.json") | {"job": None, "ended": 1_700_000_000.5}
+        (run / "summary.json").write_bytes(orjson.dumps(summary))
+    page = open_page(view(*runs))
+    says(page, "reward", "good")
+    expect(page.get_by_role("status").filter(has_text="3 of 3 runs, 3 in the plots")).to_be_visible()
+    for heading, order, listed in [
+        ("steps", "descending", ["good", "under-way", "short"]),
+        ("steps", "ascending", ["short", "under-way", "good"]),
+        ("reward", "descending", ["good", "under-way", "short"]),
+        ("SEED", "descending", ["under-way", "good", "short"]),
+        # What is missing comes last in either order.
+        ("training time", "descending", ["good", "short", "under-way"]),
+        ("training time", "ascending", ["short", "good", "under-way"]),
+        ("run", "ascending", ["good", "short", "under-way"]),
+    ]:
+        assert (press(page, heading), names(page)) == (order, listed)
+    expect(page.get_by_role("button", name="run", exact=True)).to_be_focused()
+    assert re.fullmatch(r"0\.9 → \S+ \(0\.3 to 0\.9, 40 prompts\)", cells(page, "good")[3])
+    expect(page.locator("#plot-throughput .legend")).to_have_text("generated, over the whole step")
+    newest = r"The newest step of each run: short, step 10: 20 with reward 0, 12 with reward 1; good, step 40: 20 with"
+    says(page, "histogram", newest)
+    page.locator("#plot-histogram").get_by_role("spinbutton", name="Step").fill("30")
+    says(page, "histogram", r"Step 30: .*good: 20 with reward 0")
+
+    picture = page.locator("#plot-reward canvas").first
+    page.mouse.move(0, 0)
+    before = picture.evaluate("canvas => canvas.toDataURL()")
+    page.get_by_label("show good").hover()
+    assert picture.evaluate("canvas => canvas.toDataURL()") != before, "its curves stand out"
+    page.mouse.move(0, 0)
+    assert picture.evaluate("canvas => canvas.toDataURL()") == before
+    page.locator("#plot-reward canvas.top").press("Home")
+    tips = page.locator("#plot-reward .tip div:has(b)")
+    expect(tips).to_have_count(3)
+    in_table = {name: row(page, name).locator(".swatch").evaluate(COLOUR) for name in names(page)}
+    assert {t.locator("span").inner_text(): t.locator(".swatch").evaluate(COLOUR) for t in tips.all()} == in_table
+    assert len(set(in_table.values())) == 3
+    page.get_by_label("show good").uncheck()
+    page.locator("#plot-reward canvas.top").press("Home")
+    expect(tips).to_have_count(2)
+    page.get_by_label("show good").check()
+
+    words = page.get_by_label("Filter")
+    words.fill("LOSS=gspo succ")
+    expect(page.locator(".runs tbody tr")).to_have_count(1)
+    assert names(page) == ["good"]
+    says(page, "reward", r"^(?!.*short).*step 40: good \d")
+    words.fill("no such run")
+    expect(page.get_by_role("status").filter(has_text="0 of 3 runs, 0 in the plots")).to_be_visible()
+    words.fill("")
+    says(page, "reward", "short")
+
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if "api/metrics" in request.url else None)
+    with page.expect_request("**/api/metrics*"):
+        append(runs[2] / "metrics.jsonl", [metrics(21)])
+    expect(row(page, "under-way").locator("td").nth(1)).to_have_text("21")
+    assert cells(page, "under-way")[0] == "may be under way"
+    assert all("under-way" in url for url in asked), "a run that ended has nothing new"
+    page.get_by_label("show all listed runs").uncheck()
+    expect(page.locator("#no-curves")).to_have_text("No run of the table above is ticked.")
+
+    page.get_by_role("link", name="Settings").click()
+    page.get_by_label("only what is not the default").uncheck()
+    expect(page.locator("#settings")).to_contain_text("LEARNING_RATE")
+    outcome = page.locator("#settings tbody").filter(has_text="Outcome")
+    heads = outcome.locator("th[scope=row]").all_inner_texts()
+    assert heads[0] == "state"
+    assert "job" not in heads, "only rows with a value"
+    ended = outcome.locator("tr").filter(has=page.get_by_role("rowheader", name="ended", exact=True)).locator("td")
+    assert re.fullmatch(r"2023-11-1\d \d\d:\d\d", ended.first.inner_text())
+    page.get_by_label("only what differs").check()
+    expect(page.locator("#settings")).not_to_contain_text("LEARNING_RATE")
+    expect(page.locator("#settings tr.differs .changed")).to_have_text("exact_match")
+
+
+def test_failed_damaged_and_forked_runs_are_in_the_table(open_page, runs, tmp_path):
+    short, good, under_way = runs
+    (good / "fork.json").write_bytes(orjson.dumps({"parent": "short", "at": 4, "changes": ["LOSS=gspo"]}))
+    page = open_page(view(short, good, failed(tmp_path / "bad")))
+    expect(row(page, "good").locator(".note")).to_contain_text("short → good (from step 4: LOSS=gspo)")
+    says(page, "paired", "^(?!.*short).*good")
+    expect(row(page, "bad").locator("td.failed")).to_have_text("failed")
+    expect(row(page, "bad").locator(".note")).to_contain_text(ERROR)
+    expect(page.locator("td.failed")).to_have_count(1)
+    assert cells(page, "bad")[:2] == ["failed", DASH]
+
+    (good / "fork.json").unlink()
+    (short / "summary.json").write_text('{"status": ')
+    (good / "config.json").write_bytes(b"\xff\x00")
+    broken = [b"{", b'{"step": null}', b"[1]", b"\x00" * 9, b'{"step": 11, "loss": NaN}', b"\xff\xfe"]
+    with (under_way / "metrics.jsonl").open("ab") as stream:
+        stream.write(b"\n".join(broken) + b"\n" + orjson.dumps(metrics(21) | {"reward_counts": "many"}) + b"\n{")
+    (short / "metrics.jsonl").unlink()
+    (short / "metrics.jsonl").mkdir()
+    page = open_page(view(*runs), expected_problems="500")
+    expect(page.locator(".note").filter(has_text="metrics.jsonl has 6 broken lines")).to_be_visible()
+    expect(page.locator(".note").filter(has_text="summary.json cannot be read")).to_contain_text("metrics.jsonl: 500")
+    expect(page.locator(".note").filter(has_text="config.json cannot be read")).to_be_visible()
+    says(page, "reward", "step 40")
+    assert cells(page, "under-way")[1] == "21"
+    expect(page.locator("#plot-paired")).to_be_hidden()
+
+
+def test_many_runs_have_names_colours_and_the_settings_that_tell_them_apart(open_page, tmp_path):
+    first = {"min_workers": 1, "batch_size": 4, "loss": "clipped"}
+    other = {"min_workers": 2, "batch_size": 8, "loss": "gspo"}
+    paths = [
+        write_run(tmp_path / "one" / "grpo-1", 3, run_id="grpo-1", **first),
+        write_run(tmp_path / "two" / "grpo-1", 3, run_id="other", **other),
+        write_run(tmp_path / "two" / "grpo-2", 3, run_id="grpo-2", **other),
+        *(write_run(tmp_path / f"run-{n:02}", 2, seed=n, run_id=f"run-{n:02}", **first) for n in range(17)),
+    ]
+    app = view(*paths, names=[run.name for run in find_runs(paths)])
+    page = open_page(app, "/static/style.css", expected_problems="404|ERR_ABORTED")
+    page.route("**/api/metrics*", lambda _: None)
+    with page.expect_request("**/api/metrics*"):
+        page.goto(page.url.replace("/static/style.css", "/"))
+    expect(page.locator(".runs tbody tr"), "the table is there before the metrics").to_have_count(20)
+    assert cells(page, "run-16")[:2] == ["succeeded", "2"]
+    page.unroute("**/api/metrics*")
+    page.reload()
+    expect(page.get_by_role("status").filter(has_text="20 of 20 runs, 8 in the plots")).to_be_visible()
+    notes = [text for text in page.locator(".runs .note").all_inner_texts() if text]
+    assert sorted(notes) == ["same settings as grpo-2", "same settings as two/grpo-1"]
+    titles = page.locator(".runs thead th").all_inner_texts()
+    assert titles[titles.index("last step") + 1 :] == ["LOSS", "BATCH_SIZE", "SEED", "MIN_WORKERS"]
+    drawn = page.locator(".runs tbody tr:has(:checked) label")
+    assert sorted(drawn.all_inner_texts()) == [f"run-{number:02}" for number in range(9, 17)], "the newest"
+    page.get_by_label("show all listed runs").check()
+    expect(drawn).to_have_count(20)
+    swatches = page.locator(".runs tbody .swatch")
+    assert len({swatch.evaluate(COLOUR) for swatch in swatches.all()}) == 20
+    says(page, "reward", "grpo-2")
+    page.locator("#plot-reward canvas.top").press("Home")
+    expect(page.locator("#plot-reward .tip")).to_contain_text("and 8 lower")
+
+
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
+def test_every_part_is_accessible_readable_and_fits_a_phone(open_page, runs, tmp_path, scheme):
+    phone = {"viewport": PHONE, "has_touch": True, "is_mobile": True, "color_scheme": scheme}
     run = write_run(tmp_path / "a-run-with-a-rather-long-name-20260131-120000", 30, ended=False)
-    append(run / "samples.jsonl", group(31, 99, rewards=[1.0], completion="long" * 500))
-    page = open_page(live(run, NOW), f"/#{part}", viewport=PHONE, has_touch=True, is_mobile=True)
-    expect(page.locator(f"#{part}")).to_be_visible()
+    long = group(31, 99, rewards=[1.0, 0.5], completion="long" * 500)
+    append(run / "samples.jsonl", group(30, 7, rewards=[0.0, 1.0]) + long + episodes(32, 9))
+    (run / "summary.json").write_text("{")
+
+    def check(page: Page, *selectors: str) -> None:
+        """Check the part that is open, and the contrast of some of its elements."""
+        assert violations_of(page) == []
+        assert not is_wider_than_window(page)
+        for selector in selectors:
+            assert contrast(page.locator(selector).first) >= 4.5, selector
+
+    page = open_page(live(run, NOW), **phone)
     expect(page.locator("#progress-text")).to_contain_text("step 30")
-    assert not is_wider_than_window(page)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_is_readable_in_light_and_dark(open_page, tmp_path, scheme):
-    page = open_page(live(write_run(tmp_path / "run", 3, ended=False), NOW), "/#components", color_scheme=scheme)
+    expect(page.locator("#damage")).to_contain_text("summary.json")
+    page.locator("#plot-reward-parts .legend button").first.click()
+    page.get_by_text("Further metrics").click()
+    page.locator("#constant > summary").click()
+    move_cursor(page, "reward", "End")
+    expect(page.locator("#plot-reward .tip")).to_be_visible()
+    check(page, "h1", ".muted", "nav a", ".pill.bad")
+    page.get_by_role("link", name="Components").click()
     expect(page.locator("[data-name=reward-server]")).to_be_visible()
-    for selector in ("h1", ".muted >> nth=0", ".component dd >> nth=0", ".pill.good", ".pill.bad", "nav a"):
-        assert contrast(page.locator(selector).first) >= 4.5, selector
+    check(page, ".component dd", ".pill.good")
+    page.get_by_role("link", name="Settings").click()
+    check(page)
+    page.get_by_role("link", name="Samples").click()
+    page.get_by_role("button", name="Show all groups").click()
+    page.get_by_placeholder("in prompts").fill("plus")
+    expect(page.locator("mark").first).to_be_visible()
+    check(page)
+    page.get_by_role("button", name="Follow this prompt").first.click()
+    expect(page.locator("#followed section.step")).to_have_count(2)
+    check(page)
+    page.get_by_role("button", name="Back to all groups").click()
+    page.get_by_placeholder("in prompts").fill("12*31")
+    page.get_by_role("button", name="Whole conversation").first.click()
+    expect(page.locator("#reader .message").first).to_be_visible()
+    check(page, "#reader .of-model h3", "#reader .call", "#reader .choices [aria-pressed=true]")
+    page.locator("#reader").get_by_role("button", name="Tokens").click()
+    page.locator("#reader .tokens").press("End")
+    legend = [f"#reader .token-legend .{kind}" for kind in ("plus", "minus", "zero", "untrained", "context")]
+    check(page, *legend, *(f"#reader {part}" for part in (".tokens .plus", ".tokens .context", ".version")))
+    assert page.locator("#reader").bounding_box()["width"] <= PHONE["width"]
+    page.keyboard.press("Escape")
     page.locator("#theme").click()
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+    page = open_page(live(tmp_path / "not-yet", WAITING), color_scheme=scheme)
+    expect(page.locator(".waiting")).to_be_visible()
+    check(page)
+    (runs[0] / "config.json").write_text("{")
+    page = open_page(view(*runs), **phone)
+    move_cursor(page, "reward", "Home")
+    assert max(line.bounding_box()["height"] for line in page.locator(".runs tbody tr").all()) < PHONE["height"] / 4
+    page.get_by_role("button", name="steps", exact=True).click()
+    page.get_by_label("show good").uncheck()
+    check(page)
+    page.get_by_role("link", name="Settings").click()
+    check(page)
+
+
+def test_whoever_uses_the_keyboard_sees_where_they_are_and_reaches_every_run(open_page, runs):
+    page = open_page(view(*runs))
+    for part in ("plots", "samples", "settings"):
+        page.goto(page.url.partition("#")[0] + f"#{part}")
+        expect(page.locator(f"#{part}")).to_be_visible()
+        assert hidden_focus(page, 40) == [], part
+    page.get_by_role("link", name="Plots").click()
+    page.get_by_label("Filter").focus()
+    page.keyboard.type("short")
+    expect(page.locator(".runs tbody tr")).to_have_count(1)
+    page.keyboard.press("Control+A")
+    page.keyboard.press("Delete")
+    reached = []
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.ariaLabel ?? document.activeElement.textContent"))
+    assert reached[:3] == ["runs", "show all listed runs", "run"]
+    assert {"show short", "show good"} <= set(reached)
+    box = page.get_by_label("show short")
+    box.press("Space")
+    expect(box).not_to_be_checked()
+    expect(box).to_be_focused()
+
+
+@pytest.mark.leaving
+def test_settings_that_changed_while_a_run_ran_stand_beside_its_name(open_page, runs):
+    short, good, _ = runs
+    changes = [
+        {"step": 4, "values": {"learning_rate": 5e-06}},
+        {"step": 9, "values": {"max_steps": 50, "eval_every": 5}},
+    ]
+    append(good / "changes.jsonl", changes)
+    said = "LEARNING_RATE=0.000005 from step 4; MAX_STEPS=50, EVAL_EVERY=5 from step 9"
+    expect(open_page(view(good)).locator("#about")).to_contain_text(said)
+    expect(row(open_page(view(short, good)), "good").locator(".note")).to_contain_text(said)

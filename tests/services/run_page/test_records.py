@@ -41,19 +41,11 @@ def test_a_search_goes_on_where_it_was(index):
     assert len(seen) == len(set(seen)) == 20
 
 
-def test_steps_bound_the_search(index):
+def test_groups_are_found_by_steps_and_by_the_reward_of_any_completion(index):
     assert steps(index.search(GroupsQuery(step_from=3, step_to=4))) == [4, 4, 3, 3]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "groups"),
-    [(1.0, None, 20), (0.4, 0.6, 10), (None, 0.0, 10), (0.6, 0.9, 0), (None, None, 20)],
-)
-def test_a_group_is_found_by_the_reward_of_any_completion(index, low, high, groups):
-    assert len(index.search(GroupsQuery(limit=100, reward_from=low, reward_to=high)).groups) == groups
-
-
-def test_groups_that_teach_nothing_can_be_left_out_or_sought(index):
+    for low, high, groups in [(1.0, None, 20), (0.4, 0.6, 10), (None, 0.0, 10), (0.6, 0.9, 0), (None, None, 20)]:
+        assert len(index.search(GroupsQuery(limit=100, reward_from=low, reward_to=high)).groups) == groups
+    # Those that teach nothing can be left out or sought.
     assert {len(g["completions"]) for g in index.search(GroupsQuery(limit=100, spread="mixed")).groups} == {4}
     assert {len(g["completions"]) for g in index.search(GroupsQuery(limit=100, spread="equal")).groups} == {2}
 
@@ -68,20 +60,17 @@ def test_a_prompt_is_found_at_every_step_at_which_it_was_sampled(index):
     assert index.search(GroupsQuery(prompt_key=prompt_key("never asked"))).groups == []
 
 
-@pytest.mark.parametrize("text", ["what is 14 plus", "I SAY 14.", "compared as numbers", "run-0-14", "15"])
-def test_text_is_found_in_prompts_completions_and_the_verifiers_words(index, text):
-    assert "run-0-14" in [g["group_id"] for g in index.search(GroupsQuery(limit=100, text=text)).groups]
-
-
-@pytest.mark.parametrize("text", ["finish_reason", "completion", "reward"])
-def test_the_names_of_fields_are_not_text(index, text):
-    assert index.search(GroupsQuery(limit=100, text=text)).groups == []
-
-
-@pytest.mark.parametrize("text", ['say "no"', "line one\nline two", "schön 数", "back\\slash"])
-def test_text_of_any_characters_is_found(index, text):
-    append(index.path, group(11, 99, rewards=[1.0], completion=f"well, {text} then"))
-    assert steps(index.search(GroupsQuery(text=text))) == [11]
+def test_text_is_found_in_prompts_completions_conversations_and_the_verifiers_words(index):
+    for text in ("what is 14 plus", "I SAY 14.", "compared as numbers", "run-0-14", "15"):
+        assert "run-0-14" in [g["group_id"] for g in index.search(GroupsQuery(limit=100, text=text)).groups], text
+    for field in ("finish_reason", "completion", "reward"):
+        assert index.search(GroupsQuery(limit=100, text=field)).groups == []
+    for step, text in enumerate(['say "no"', "line one\nline two", "schön 数", "back\\slash"], 11):
+        append(index.path, group(step, 99, rewards=[1.0], completion=f"well, {text} then"))
+        assert steps(index.search(GroupsQuery(text=text))) == [step]
+    append(index.path, episodes(20, 98))
+    for text in ("you found 372", "calculate", "12*31", "expression"):
+        assert steps(index.search(GroupsQuery(text=text))) == [20], text
 
 
 def test_what_could_not_be_scored_has_no_reward(index):
@@ -128,9 +117,3 @@ def test_tokens_are_sent_only_when_asked_for(index):
     asked = index.search(GroupsQuery(before=21, limit=1, tokens=True)).groups[0]["completions"]
     assert asked[0]["spans"][0]["tokens"] == ["<call>", "12", "*31"]
     assert "spans" not in index.search(GroupsQuery(before=20, limit=1)).groups[0]["completions"][0]
-
-
-@pytest.mark.parametrize("text", ["you found 372", "calculate", "12*31", "expression"])
-def test_text_is_found_in_conversations(index, text):
-    append(index.path, episodes(11, 99))
-    assert steps(index.search(GroupsQuery(text=text))) == [11]
