@@ -76,9 +76,12 @@ def wait_longer_than_a_collective_may(joined: Ranks) -> int:
     # Collectives of this group time out after COLLECTIVE_SECONDS.
     backend = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     backend._set_default_timeout(timedelta(seconds=1))
-    if joined.is_main:
-        time.sleep(2.5)
-    value: int = joined.broadcast_json(7)
+    try:
+        if joined.is_main:
+            time.sleep(2.5)
+        value: int = joined.broadcast_json(7)
+    finally:
+        backend._set_default_timeout(timedelta(seconds=ranks.COLLECTIVE_SECONDS))
     return value
 
 
