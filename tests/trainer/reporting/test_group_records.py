@@ -224,16 +224,3 @@ def test_a_resumed_run_keeps_what_a_damaged_file_lacks(tmp_path: Path) -> None:
     records = GroupRecords(tmp_path / "runs" / "r")
     assert all(len(records.groups(step)) == BATCH + 2 for step in range(6, 9) if step != 4)
     assert all(entry.step != 4 for step in range(6, 9) for entry in records.head(step).groups)
-
-
-@pytest.mark.parametrize("value", ["0", "-3", "some", "1.5", "10 steps"])
-def test_steps_that_cannot_be_recorded_are_refused_with_what_can(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RECORD_GROUPS", value)
-    with pytest.raises(ConfigurationError, match=f"RECORD_GROUPS is '{value}': give off, a number of steps from 1 on"):
-        TrainerSettings.load()
-
-
-@pytest.mark.parametrize(("value", "kept"), [("off", "off"), ("all", "all"), ("12", 12), ("", None)])
-def test_steps_to_record_are_read(value: str, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RECORD_GROUPS", value)
-    assert TrainerSettings.load().record_groups == kept

@@ -213,6 +213,7 @@ def test_an_environment_whose_every_episode_fails_ends_the_run_for_good(stage: S
         stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
+@pytest.mark.slow
 def test_servers_outlive_an_environment_that_exits_at_some_seeds(start_service: StartService) -> None:
     servers = [
         start_service("services.environment_server", ENVIRONMENT=f"{ODD}Leaving", ENVIRONMENT_SERVER_NAME=name)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from services.clients.data import DataClient
 from services.clients.environment import EnvironmentClient
@@ -287,18 +286,6 @@ def test_an_opponent_in_an_environment_of_one_seat_is_refused(stage: Stage, oppo
     settings = against(stage, opponent(optimal))
     with pytest.raises(ConfigurationError, match="one seat"):
         stage.group(prompt_of(1), **settings)
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"opponent": "version:3"}, "allowed: `self`"),
-        ({"opponent": "http://127.0.0.1:9", "rollout": "completion"}, "set ROLLOUT=environment"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(fields: dict[str, str], says: str) -> None:
-    with pytest.raises((ValidationError, ConfigurationError), match=says):
-        TrainerSettings.load(**({"rollout": "environment"} | fields))
 
 
 def test_an_earlier_version_on_the_volume_is_an_opponent_once_an_engine_serves_it(
