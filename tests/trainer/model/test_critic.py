@@ -15,12 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForTokenClassification
 
-from tests.sequences import changed, trained_sequence
+from tests.sequences import changed
 from tests.trainer import rank_jobs
 from tests.trainer.rank_jobs import Arrays, make_learner, weights_of
 from tests.trainer.tiny import plain_model, random_groups
-from tests.trainer.walks import Walk, all_walks, value
-from trainer.algorithm.gae import critic_metrics, explained_variance
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config.objective import Objective
 from trainer.model.critic import CriticLearner
@@ -254,40 +252,3 @@ def test_what_is_saved_loads_as_a_token_classifier_with_the_same_values(
     with torch.no_grad():
         for row, expected in zip(critic.values(groups)[0], plain_values(loaded.model, head, groups[0]), strict=True):
             assert row == pytest.approx(expected, abs=1e-5)
-
-
-# --- values that are known -------------------------------------------------------------------------------------------
-
-FIT_STEPS, WALK_STEPS = 200, 3
-
-
-@pytest.mark.slow
-def test_a_critic_fitted_on_walks_knows_their_values(alone: Ranks, model: Path) -> None:
-    """In a gridworld of tokens the critic comes to dynamic programming's values, from the returns of all walks."""
-    settings = {"critic_learning_rate": 5e-3, "lr_schedule": "cosine", "gamma": 0.9, "value_clip": 0, "kl_coef": 1.0}
-    critic = make_critic(alone, model, "own", total_steps=FIT_STEPS, **settings)
-    # Each walk as often as it is likely.
-    walks = [walk for walk in all_walks(steps_left=WALK_STEPS) for _ in range(round(walk.probability * 4**WALK_STEPS))]
-    group, reference = walks_as_group(walks)
-
-    def targets() -> list[TrainingGroup]:
-        return Objective(critic.settings).with_advantages([group], [reference], critic.values([group]))
-
-    groups = targets()  # with lambda 1, returns do not depend on values
-    for step in range(FIT_STEPS):
-        critic.update(groups, step)
-    known = [[value(cell, WALK_STEPS - i, 0.9) for i, cell in enumerate(walk.cells)] for walk in walks]
-    found = critic.values([group])[0]
-    errors = [abs(a - b) for row, exact in zip(found, known, strict=True) for a, b in zip(row, exact, strict=True)]
-    assert max(errors) < 0.03
-    metrics = critic_metrics(targets())
-    assert metrics["value_mean"] == pytest.approx(metrics["return_mean"], abs=0.02)
-    exact_values = torch.tensor([x for row in known for x in row])
-    returns = torch.tensor([x for s in groups[0].sequences for x in s.arrays["returns"].tolist()])
-    assert metrics["explained_variance"] == pytest.approx(explained_variance(exact_values, returns), abs=0.02)
-
-
-def walks_as_group(walks: Sequence[Walk]) -> tuple[TrainingGroup, list[list[float]]]:
-    """Return walks as completions of one prompt, and a reference whose KL gives each token its reward."""
-    sequences = [trained_sequence(w.tokens, [-2.0] * len(w.tokens), [0.0] * len(w.tokens)) for w in walks]
-    return TrainingGroup([9], sequences, "walks"), [[-2.0 + reward for reward in walk.rewards] for walk in walks]

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 import trainer.__main__ as program
+import trainer.run  # noqa: F401  (main imports it, which takes seconds)
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from trainer.model import ranks

@@ -15,12 +15,7 @@ from typing import Any
 
 import pytest
 
-from services.clients.data import DataClient
-from services.clients.environment import EnvironmentClient
-from services.clients.gateway import GatewayClient
-from services.clients.reward import RewardClient
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.tasks import ServiceThread
 from services.embedded_engine.http.app import create_app as create_engine
 from services.engines.settings import EngineSettings
 from services.environment_server.app import create_app
@@ -32,10 +27,9 @@ from services.protocol.rewards import RewardStatus
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.sequences import trained_sequence
-from tests.services.clients.test_environment import address_of
 from tests.services.run_page.serving import served_ready
-from tests.trainer.rollouts.fake_gateway import FakeGateway, ids
-from tests.trainer.rollouts.test_environment_player import Stage
+from tests.trainer.rollouts.fake_gateway import ids
+from tests.trainer.rollouts.test_environment_player import Stage, stage_of
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
@@ -76,18 +70,10 @@ def seed_won_by(seat: int, parity: int | None = None) -> int:
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     """A job group whose environment-server has Nim, and whose model plays optimally."""
     name = getattr(request, "param", "nim")
-    server = create_app(EnvironmentSettings(environment=name, environment_server_name="a"))
-    gateway = FakeGateway(optimal)
-    with ExitStack() as stack:
-        data, rewards, served = (stack.enter_context(fake_service(routes)) for routes in ({}, {}, gateway))
-        environments = EnvironmentClient([address_of(stack.enter_context(served_ready(server)))], deadline=5)
-        data_client, reward_client = DataClient(data.endpoint), RewardClient(rewards.endpoint)
-        gateway_client = GatewayClient(served.endpoint, deadline=30)
-        thread = stack.enter_context(ServiceThread())
-        for client in (data_client, reward_client, gateway_client, environments):
-            thread.call(client.__aenter__())
-            stack.callback(lambda client=client: thread.call(client.__aexit__(None, None, None)))
-        yield Stage(gateway, data_client, reward_client, gateway_client, environments, thread)
+    app = create_app(EnvironmentSettings(environment=name, environment_server_name="a"))
+    with served_ready(app) as url, stage_of(url) as made:
+        made.gateway.says = optimal
+        yield made
 
 
 @pytest.mark.parametrize("winner", [0, 1])
@@ -116,6 +102,8 @@ def test_the_metrics_have_the_figures_of_the_environment_and_the_wins_of_each_se
     metrics = group_metrics([group], 1)
     assert (metrics["environment_legal_moves"], metrics["environment_optimal_moves"]) == (1.0, 1.0)
     assert (metrics["win_rate_seat_0"], metrics["win_rate_seat_1"]) == (0.0, 1.0)
+    for column in ("environment_legal_moves", "eval_environment_legal_moves", "win_rate_seat_1"):
+        assert _measure(column) is not None, "it is exported"
     stage.gateway.says = lambda messages: "hm" if len(messages) < 6 else optimal(messages)
     group = stage.group(prompt_of(seed_won_by(1)))
     assert group is not None
@@ -143,11 +131,6 @@ def test_an_evaluation_has_the_figures_of_greedy_games(stage: Stage, monkeypatch
     assert (metrics["eval_prompts"], metrics["eval_left_out"]) == (3, 0)
     assert metrics["accuracy"] == 0.5, "one seat of two wins each game"
     assert len(evaluator.samples) == 6
-
-
-@pytest.mark.parametrize("column", ["environment_legal_moves", "eval_environment_legal_moves", "win_rate_seat_1"])
-def test_the_metrics_of_games_are_exported(column: str) -> None:
-    assert _measure(column) is not None
 
 
 def test_turns_of_two_seats_are_not_compared() -> None:
