@@ -159,6 +159,16 @@ def test_cispo_bounds_the_weight_of_a_stale_token_by_itself(batch: MicroBatch, i
     torch.testing.assert_close(gradient, -weight * batch.advantages * batch.weights / STEP.tokens)
 
 
+def test_another_correction_takes_the_place_of_cispos_weight(batch: MicroBatch) -> None:
+    """In a step of one update; IcePop leaves out tokens whose ratio is out of bounds."""
+    theta = logprobs_near(batch, 1, spread=1.0)
+    _, gradient = loss_of(batch, theta, {"loss": "cispo", "importance_correction": "icepop"})
+    ratio = (theta - batch.behaviour_logprobs).exp()
+    weight = torch.where((ratio >= 0.5) & (ratio <= 5), ratio, 0.0)
+    assert 0 < (weight == 0).sum() < len(weight)
+    torch.testing.assert_close(gradient, -weight * batch.advantages * batch.weights / STEP.tokens)
+
+
 def test_stale_tokens_are_corrected_unless_the_settings_say_otherwise(batch: MicroBatch) -> None:
     theta = logprobs_near(batch, 1, spread=1.0)
     loss, gradient = loss_of(batch, theta, {})
