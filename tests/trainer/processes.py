@@ -24,8 +24,10 @@ from trainer.model.ranks import join_ranks
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.trainer.rank_jobs"])
 
-_pools: dict[int, list[tuple[BaseProcess, Connection]]] = {}
-"""Each rank's process and the pipe to it, by the number of ranks."""
+Pool = list[tuple[BaseProcess, Connection]]
+
+_pools: dict[tuple[int, str | None], Pool] = {}
+"""Each rank's process and the pipe to it, by the number of ranks and the GPUs that they may see."""
 
 
 def run_on_ranks(world_size: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -35,9 +37,10 @@ def run_on_ranks(world_size: int, job: Callable[..., Any], *arguments: Any) -> l
         AssertionError: a rank failed, with its traceback, did not end within the deadline, or left the process in
             another state than it was in.
     """
-    if world_size not in _pools:
-        _pools[world_size] = _started(world_size)
-    pool = _pools[world_size]
+    kind = world_size, os.environ.get("CUDA_VISIBLE_DEVICES")
+    if kind not in _pools:
+        _pools[kind] = _started(*kind)
+    pool = _pools[kind]
     deadline = time.monotonic() + LIMIT_SECONDS
     for _, pipe in pool:
         pipe.send((job, arguments))
@@ -45,7 +48,7 @@ def run_on_ranks(world_size: int, job: Callable[..., Any], *arguments: Any) -> l
     failures = [f"rank {rank}:\n{reply['error']}" for rank, reply in enumerate(replies) if "error" in reply]
     if failures:
         # The others may wait for the one that failed.
-        for process, pipe in _pools.pop(world_size):
+        for process, pipe in _pools.pop(kind):
             process.kill()
             process.join()
             pipe.close()
@@ -53,11 +56,15 @@ def run_on_ranks(world_size: int, job: Callable[..., Any], *arguments: Any) -> l
     return [reply["value"] for reply in replies]
 
 
-def _started(world_size: int) -> list[tuple[BaseProcess, Connection]]:
-    port, pool = free_port(), []
+def _started(world_size: int, gpus: str | None) -> Pool:
+    variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # The server has the environment of the first use.
+    variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+    pool: Pool = []
     for rank in range(world_size):
         here, there = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_rank, args=(there, rank, world_size, port), daemon=True)
+        own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = _CONTEXT.Process(target=_rank, args=(there, own), daemon=True)
         process.start()
         there.close()
         pool.append((process, here))
@@ -74,15 +81,9 @@ def _receive(rank: int, pipe: Connection, deadline: float) -> dict[str, Any]:
     return reply
 
 
-def _rank(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+def _rank(pipe: Connection, variables: dict[str, str]) -> None:
     """Run jobs until one fails, or the other end of the pipe is closed."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= variables
     try:
         with join_ranks() as ranks:
             before = _state()

@@ -66,7 +66,7 @@ BY_GROUP: dict[str, Callable[[list[float]], list[float]]] = {"grpo": grpo, "dr_g
 
 
 @pytest.mark.parametrize("method", BY_GROUP)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(groups=st.lists(rewards_of_a_group, min_size=1, max_size=5), shuffle=st.randoms(use_true_random=False))
 def test_group_advantages_are_the_formula_whatever_the_order_and_numbering_of_groups(
     method: str, groups: list[list[float]], shuffle: Any

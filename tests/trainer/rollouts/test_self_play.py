@@ -79,7 +79,6 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
 @pytest.mark.parametrize("winner", [0, 1])
 def test_self_play_trains_both_seats_with_their_own_tokens_and_rewards(stage: Stage, winner: int) -> None:
     group = stage.group(prompt_of(seed_won_by(winner)))
-    assert group is not None
     assert [e.episode for e in group.sequences] == [0, 1, 2, 3]
     assert [e.seat for e in group.sequences] == [0, 1, 0, 1]
     assert group.rewards == ([1.0, -1.0] if winner == 0 else [-1.0, 1.0]) * 2
@@ -98,7 +97,6 @@ def test_self_play_trains_both_seats_with_their_own_tokens_and_rewards(stage: St
 
 def test_the_metrics_have_the_figures_of_the_environment_and_the_wins_of_each_seat(stage: Stage) -> None:
     group = stage.group(prompt_of(seed_won_by(1)))
-    assert group is not None
     metrics = group_metrics([group], 1)
     assert (metrics["environment_legal_moves"], metrics["environment_optimal_moves"]) == (1.0, 1.0)
     assert (metrics["win_rate_seat_0"], metrics["win_rate_seat_1"]) == (0.0, 1.0)
@@ -106,14 +104,12 @@ def test_the_metrics_have_the_figures_of_the_environment_and_the_wins_of_each_se
         assert _measure(column) is not None, "it is exported"
     stage.gateway.says = lambda messages: "hm" if len(messages) < 6 else optimal(messages)
     group = stage.group(prompt_of(seed_won_by(1)))
-    assert group is not None
     assert 0 < group_metrics([group], 1)["environment_legal_moves"] < 1
 
 
 def test_a_game_counts_for_a_seat_that_never_acted(stage: Stage) -> None:
     stage.gateway.says = lambda _: "hm"
     group = stage.group(prompt_of(3))
-    assert group is not None
     assert {experience.seat for experience in group.sequences} == {0}
     metrics = group_metrics([Group.model_validate_json(group.model_dump_json())], 1)
     assert (metrics["win_rate_seat_0"], metrics["win_rate_seat_1"]) == (0.0, 1.0)
@@ -151,7 +147,6 @@ def test_turns_of_two_seats_are_not_compared() -> None:
 
 def test_one_place_for_an_episode_is_enough_for_a_game(stage: Stage) -> None:
     group = stage.group(prompt_of(3), agent_concurrency=1)
-    assert group is not None
     assert len(group.sequences) == 4
 
 
@@ -162,7 +157,6 @@ def test_a_seat_over_a_limit_has_lost_and_leaves_the_other_without_a_reward(stag
     )
     prompt = prompt_of(next(seed for seed in range(200) if len(draw_heaps(seed)) == 3))
     group = stage.group(prompt, group_size=1, advantage="reinforce", over_limit_reward=-1)
-    assert group is not None
     over, other = sorted(group.sequences, key=lambda e: e.reward is None)
     assert (over.reward, over.result.status, other.reward) == (-1.0, RewardStatus.OVER_LIMIT, None)
     assert group.episode_figures is not None
@@ -182,7 +176,6 @@ def test_a_seat_that_waits_for_the_other_one_does_not_use_its_time(stage: Stage,
 
     stage.gateway.says = says
     group = stage.group(prompt_of(3), group_size=1, advantage="reinforce", agent_seconds=1.0)
-    assert group is not None
     assert group.episodes_failed == {}
     assert sorted(group.rewards) == [-1.0, 1.0]
 
@@ -230,7 +223,6 @@ def test_a_fixed_opponent_plays_the_other_seat_and_one_seat_is_trained(
     fixed = opponent(optimal)
     settings = against(stage, fixed, temperature=0.7, max_new_tokens=5)
     group = stage.group(prompt_of(seed), **settings)
-    assert group is not None
     assert [(e.seat, e.reward) for e in group.sequences] == [(trained, 1.0)] * 2
     assert len(stage.gateway.sessions) == 2
     asked = fixed.asked("POST /v1/chat/completions")
@@ -280,6 +272,5 @@ def test_an_earlier_version_on_the_volume_is_an_opponent_once_an_engine_serves_i
         settings = {"opponent": url, "rollout": "environment", "max_new_tokens": 4}
         stage.opponent = FixedModel(TrainerSettings.load(**settings))
         group = stage.group(prompt_of(seed_won_by(0, parity=0)), **settings)
-    assert group is not None
     # Its third answer that is no move loses.
     assert [(e.seat, e.reward) for e in group.sequences] == [(0, 1.0)] * 2
