@@ -96,13 +96,13 @@ def test_what_is_wrongly_configured_is_not(tiny_model, tmp_path, settings, said)
 @pytest.mark.parametrize(
     "variables", [{"SKYPILOT_NODE_IPS": "a\nb", "SKYPILOT_NUM_NODES": "2"}, {"RANK": "0"}], ids=str
 )
-def test_a_wrong_setting_ends_launcher_and_rank_with_a_line(monkeypatch, capsys, variables):
+def test_a_wrong_setting_ends_launcher_and_rank_with_a_line(monkeypatch, capfd, variables):
     for name, value in ({"LEARNING_RATE": "-1", "SKYPILOT_NODE_RANK": "0"} | variables).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(program, "kill_stale_processes", lambda: None)
     monkeypatch.setattr(program, "launch_ranks", lambda *_, **__: pytest.fail("launched"))
     assert program.main() == EXIT_CONFIGURATION
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: LEARNING_RATE")
+    assert capfd.readouterr().err.splitlines()[-1].startswith("error: LEARNING_RATE")
 
 
 @pytest.mark.parametrize(

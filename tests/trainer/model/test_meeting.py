@@ -27,13 +27,13 @@ GPU = CPU | {"device": "cuda", "backend": "cpu:gloo,cuda:nccl", "host": "b"}
 
 @pytest.mark.parametrize("rank", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["launcher", "rank"])
 def test_a_trainer_whose_gpus_are_missing_ends_instead_of_training_on_the_processor(
-    rank: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rank: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     variables = {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "SHARED_DIR": str(tmp_path), "RUN_ID": "r", **rank}
     monkeypatch.setattr(os, "environ", os.environ | variables)
     monkeypatch.setattr(program, "kill_stale_processes", lambda: None)
     assert program.main() == EXIT_CONFIGURATION
-    last = capsys.readouterr().err.splitlines()[-1]
+    last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("error: SKYPILOT_NUM_GPUS_PER_NODE is 8, but torch sees 0 CUDA devices"), last
 
 
