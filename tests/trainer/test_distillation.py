@@ -27,8 +27,6 @@ from trainer.config import TrainerSettings
 from trainer.model.ranks import Ranks
 from trainer.model.teachers import check_teachers
 
-BETAS = pytest.mark.parametrize("beta", [None, 0.5], ids=["sampled tokens", "vocabulary"])
-
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -82,7 +80,7 @@ def distance_by_hand(model: Path, teacher: Path, groups: list[TrainingGroup], be
     return {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
 
 
-@BETAS
+@pytest.mark.parametrize("beta", [None, 0.5], ids=["sampled tokens", "vocabulary"])
 def test_an_update_is_the_distance_computed_by_hand(
     alone: Ranks, model: Path, teacher: Path, beta: float | None
 ) -> None:
@@ -129,12 +127,9 @@ def test_two_ranks_with_two_teachers_by_source_make_the_update_of_one(
         assert trained.result.metrics == pytest.approx(expected.result.metrics, rel=1e-3)
 
 
-@BETAS
-def test_adapters_are_distilled_and_the_teacher_has_none(
-    alone: Ranks, model: Path, teacher: Path, beta: float | None
-) -> None:
+def test_adapters_are_distilled_and_the_teacher_has_none(alone: Ranks, model: Path, teacher: Path) -> None:
     groups = random_trees(3)
-    learner = make_learner(alone, model, **options(teacher, beta, reward_weight=0, lora_rank=4))
+    learner = make_learner(alone, model, **options(teacher, 0.5, reward_weight=0, lora_rank=4))
     before = learner.teacher_logprobs(groups)
     assert learner.teacher_overlap(groups, 3) is not None
     losses = [learner.update(scored(groups, before), step).metrics["teacher_loss"] for step in range(12)]
@@ -151,7 +146,7 @@ SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "publish_type": "float32"}
 @pytest.mark.parametrize(
     ("lost", "others"),
     [
-        ("draw_replayed", {"reward_weight": 0, "teacher_jsd_beta": 1.0}),
+        pytest.param("draw_replayed", {"reward_weight": 0, "teacher_jsd_beta": 1.0}, marks=pytest.mark.slow),
         ("publish", {"teacher_coef": 0.5, "lora_rank": 4}),
     ],
     ids=str,
@@ -163,15 +158,6 @@ def test_a_run_that_was_cut_off_ends_with_the_very_weights_of_the_undisturbed_on
     for line in run.metrics:
         assert {"teacher_k1", "teacher_k3", "teacher_k1_from_0", "teacher_loss", "seconds_teach"} <= line.keys()
     assert 0 < run.metrics[0]["teacher_overlap"] <= 1
-
-
-def test_a_run_with_a_teacher_and_rewards_learns_from_both(
-    alone: Ranks, model: Path, teacher: Path, tmp_path: Path
-) -> None:
-    rewards = train(alone, model, tmp_path / "rewards", **SETTINGS)
-    both = train(alone, model, tmp_path / "both", teacher_model=str(teacher), **SETTINGS)
-    assert not both.ends_as(rewards)
-    assert "teacher_k1" not in rewards.metrics[0]
 
 
 def test_another_teacher_cannot_continue_a_run(alone: Ranks, model: Path, teacher: Path, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "own critic": {**PPO, "critic": "own"},
     "shared critic": {**PPO, "critic": "shared"},
 }
-SLOW = ("rae", "uncorrected", "shared critic")
+SLOW = ("reference", "rae", "uncorrected", "shared critic")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,9 @@ def test_the_critic_learns_first_then_both_and_metrics_say_so(
     assert not said["missing_keys"]
 
 
-@pytest.mark.parametrize(("kind", "lost"), [("own", "draw_replayed"), ("shared", "publish")])
+@pytest.mark.parametrize(
+    ("kind", "lost"), [("own", "draw_replayed"), pytest.param("shared", "publish", marks=pytest.mark.slow)]
+)
 def test_a_run_that_was_cut_off_ends_with_the_very_weights_of_the_undisturbed_one(
     alone: Ranks, model: Path, tmp_path: Path, kind: str, lost: str
 ) -> None:
