@@ -226,13 +226,6 @@ def test_the_entropy_bonus_lowers_the_loss(batch: MicroBatch) -> None:
     torch.testing.assert_close(entropies.grad, -0.01 * batch.weights / STEP.tokens)
 
 
-@pytest.mark.parametrize("name", ["clipped", "gspo", "cispo", "sapo"])
-def test_on_policy_every_loss_has_the_policy_gradient(batch: MicroBatch, name: str) -> None:
-    settings = {"loss": name, "aggregation": "token_mean"}
-    _, gradient = loss_of(batch, batch.behaviour_logprobs, settings)
-    torch.testing.assert_close(gradient, -batch.advantages * batch.weights / STEP.tokens)
-
-
 def test_bounds_come_from_the_settings(batch: MicroBatch) -> None:
     theta = batch.behaviour_logprobs + math.log(1.5)
     settings: dict[str, Any] = UNCORRECTED | {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.25}

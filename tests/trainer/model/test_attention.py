@@ -72,15 +72,6 @@ def assert_same_gradients(policy: Policy, model: torch.nn.Module) -> None:
         torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
-def test_a_completion_does_not_depend_on_what_it_is_packed_with(directory: Path) -> None:
-    policy = packed_policy(directory)
-    alone, *others = random_groups(5)
-    n_tokens = sum(len(s.completion_ids) for s in alone.sequences)
-    expected = policy(pack([alone])).logprobs
-    logprobs = policy(pack([*others, alone])).logprobs
-    torch.testing.assert_close(logprobs[-n_tokens:], expected, **CLOSE)
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_a_tree_gives_what_its_sequences_give_one_by_one(directory: Path, seed: int) -> None:
     trees, policy, model = random_trees(seed), packed_policy(directory), plain_model(directory)
