@@ -76,7 +76,9 @@ def test_another_model_of_the_same_shape_is_refused_by_what_differs(
 ) -> None:
     other = Path(shutil.copytree(model, tmp_path / "other"))
     change(other)
-    with pytest.raises(ConfigurationError, match=f"the {part} of MODEL_NAME: .*digest.*step-000003.*RUN_ID") as refused:
+    with pytest.raises(
+        ConfigurationError, match=f"step-000003, .*the {part} of MODEL_NAME: .*digest.*RUN_ID"
+    ) as refused:
         start(alone, tmp_path, other, stats())
     assert [name in str(refused.value) for name in ("the weights", "the tokenizer", "the data")] == [
         part == "weights",

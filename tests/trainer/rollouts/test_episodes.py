@@ -807,7 +807,8 @@ async def tells_what_it_sees(example: Any, **endpoint: Any) -> float | None:
 def test_an_agent_sees_the_columns_that_are_named_and_its_reward_the_whole_row(
     stage: Stage, fields: dict[str, Any]
 ) -> None:
-    stage.group(tells_what_it_sees, SECRET, agent_columns="level,absent", **fields)
+    maker = stage.maker(tells_what_it_sees, agent_columns="level,absent", **fields)
+    stage.thread.call(maker.make_group(SECRET))
     requests = stage.rewards.asked("POST /batch_reward")
     assert [request["rows"] for request in requests] == [{"0": SECRET.row.decode()}] * 2
     items = [item for request in requests for item in request["items"]]
