@@ -85,7 +85,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "own critic": {**PPO, "critic": "own"},
     "shared critic": {**PPO, "critic": "shared"},
 }
-SLOW = ("reference", "rae", "uncorrected", "shared critic")
+SLOW = ("reference", "rae", "uncorrected", "own critic", "shared critic")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,9 @@ def loop_groups(run_dir: Path, step: int, loop: Any) -> list[Any]:
         ({"importance_correction": "icepop"}, "cap"),
         ({"off_policy_max_kl": 0.01}, "mask"),
         ({"importance_correction": "truncated"}, "bounded"),
-        ({"importance_correction": "none", "loss": "cispo", "clip_high": 0.5}, "bounded"),
+        pytest.param(
+            {"importance_correction": "none", "loss": "cispo", "clip_high": 0.5}, "bounded", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_tokens_are_counted_by_what_silences_them(
