@@ -22,9 +22,7 @@ from trainer.algorithm.training_groups import PerToken
 from trainer.checkpoints.admission import Fingerprint
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.config import TrainerSettings
-from trainer.config.objective import Objective
 from trainer.model import saving
-from trainer.model.critic import CriticLearner
 from trainer.model.gathering import gather_state
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
@@ -250,39 +248,6 @@ def resume_and_train(
     for step in range(state.step, last):
         learner.update(groups, step)
     return state.step, weights_of(learner.policy)
-
-
-def train_critic(
-    ranks: Ranks, model: Path, directory: Path, kind: str, groups: Sequence[TrainingGroup], last: int
-) -> Arrays:
-    """Train policy and critic to ``last`` from the newest checkpoint, if any; return the weights of both.
-
-    The first step is the critic's warm-up. A checkpoint is saved after every step.
-    """
-    options: dict[str, Any] = {
-        "critic": kind,
-        "critic_warmup_steps": 1,
-        "micro_batch_tokens": 80,
-        "learning_rate": 1e-3,
-    }
-    learner = make_learner(ranks, model, advantage="gae", critic_learning_rate=1e-3, **options)
-    critic = CriticLearner(learner)
-    store = CheckpointStore(directory, 100, ranks)
-    expected = run_state(learner, 0)
-    found, step = store.newest(expected.model_type, expected.parameters), 0
-    if found is not None:
-        store.load(found[0], learner.policy, learner.optimizer, critic)
-        step = found[1].step
-    for number in range(step, last):
-        # On every rank: nothing is told to the others here.
-        values = critic.values(groups)
-        taken = Objective(learner.settings).with_advantages(groups, None, values)
-        if number >= 1:
-            learner.update(taken, number)
-        if critic.trains_alone(number):
-            critic.update(taken, number)
-        store.save(learner.policy, learner.optimizer, run_state(learner, number + 1), critic=critic, wait=True)
-    return weights_of(learner.policy) | {f"critic.{n}": w for n, w in weights_of(critic.module).items()}
 
 
 def hear_groups(ranks: Ranks, groups: list[TrainingGroup]) -> list[list[TrainingGroup]]:

@@ -29,6 +29,8 @@ from trainer.reporting.status import RunStatus
 from trainer.run_checkpoints import resume
 from trainer.service_calls import ServiceCalls
 
+pytestmark = pytest.mark.leaving
+
 STEPS = 6
 SETTINGS: dict[str, Any] = {
     "eval_prompts": 0,

@@ -1,8 +1,7 @@
-"""Defaults of the trainer's settings that depend on others."""
+"""The trainer's settings: defaults that depend on others, and what does not fit together."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -53,108 +52,144 @@ def test_long_completions_have_time_in_proportion(tokens: int, seconds: float) -
     assert TrainerSettings.load(max_new_tokens=tokens).generation_deadline_seconds == seconds
 
 
-@pytest.mark.parametrize(
-    ("settings", "remedy"),
-    [
-        ({"mode": "async"}, "set MODE=sync"),
-        ({"publish_transport": "broadcast"}, "set PUBLISH_TRANSPORT=disk"),
-        ({"publish_transport": "broadcast", "lora_rank": 4}, None),
-        ({}, None),
-    ],
-)
-def test_engines_that_share_the_trainers_gpu_sleep_between_generations(
-    settings: dict[str, Any], remedy: str | None
-) -> None:
-    refusal = nullcontext() if remedy is None else pytest.raises(ConfigurationError, match=remedy)
-    with refusal:
-        TrainerSettings.load(engine_sleeps=True, **settings)
-    TrainerSettings.load(**settings)
+AGENT = {"rollout": "agent", "agent": "a:b"}
+PROGRAM = {"rollout": "program", "agent_command": "x"}
+TEACHER = {"teacher_model": "m"}
+TURNS = {"credit": "turn", "rollout": "environment"}
+KL_IN_REWARD = {"kl_in_reward": True, "kl_coef": 0.1}
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    # Engines on the trainer's GPU, transports
+    ({"engine_sleeps": True, "mode": "async"}, "MODE=sync"),
+    ({"engine_sleeps": True, "publish_transport": "broadcast"}, "PUBLISH_TRANSPORT=disk"),
+    ({"publish_transport": "local", "lora_rank": 4}, "LORA_RANK is 4.*PUBLISH_TRANSPORT=broadcast"),
+    # Settings that could have no effect
+    ({"target_accuracy": 0.9}, "EVAL_EVERY.*TARGET_ACCURACY"),
+    ({"target_accuracy": 0.9, "eval_every": 5, "eval_prompts": 0}, "EVAL_PROMPTS.*TARGET_ACCURACY"),
+    ({"importance_cap": 3, "importance_correction": "none"}, "IMPORTANCE_CAP"),
+    ({"importance_cap": 3, "loss": "cispo"}, "CLIP_HIGH"),
+    ({"loss": "dppo_kl", "dual_clip": 3}, "DUAL_CLIP .*LOSS=dppo_kl"),
+    ({"loss": "gspo", "dual_clip": 3}, "DUAL_CLIP .*LOSS=gspo"),
+    ({"loss": "sapo", "clip_low": 0.1}, "CLIP_LOW .*LOSS=sapo"),
+    ({"loss": "clippd"}, "LOSS is 'clippd'.*clipped"),
+    ({"advantage": "gpro"}, "ADVANTAGE is 'gpro'.*grpo"),
+    ({"advantage": "grpo", "gamma": 0.9, "critic_warmup_steps": 1}, "GAMMA, CRITIC_WARMUP_STEPS .*ADVANTAGE=grpo"),
+    # Groups of one, and formulas
+    ({"group_size": 1}, "GROUP_SIZE is 1.*ADVANTAGE=grpo"),
+    ({"group_size": 1, "mode": "async", "advantage": "pass_at_k"}, "GROUP_SIZE is 1.*ADVANTAGE=pass_at_k"),
+    ({"group_size": 1, "advantage": "maxrl"}, "GROUP_SIZE is 1.*ADVANTAGE=maxrl"),
+    ({"group_size": 1, "advantage": "gdpo"}, "GROUP_SIZE is 1.*ADVANTAGE=gdpo"),
+    ({"group_size": 1, **TEACHER}, "GROUP_SIZE is 1"),
+    ({"advantage": "maxrl", "overlong_buffer": 8}, "OVERLONG_BUFFER .*ADVANTAGE=maxrl"),
+    ({"advantage": "maxrl", **KL_IN_REWARD}, "KL_IN_REWARD .*ADVANTAGE=maxrl"),
+    ({"advantage": "maxrl", "over_limit_reward": -1}, "OVER_LIMIT_REWARD .*ADVANTAGE=maxrl"),
+    ({"advantage": "maxrl", **TURNS}, "CREDIT .*ADVANTAGE=maxrl"),
+    ({"advantage": "rae", **TURNS}, "CREDIT .*ADVANTAGE=rae"),
+    ({"advantage": "gae", **TURNS}, "CREDIT is turn.*critic"),
+    ({"credit": "turn"}, "CREDIT is turn.*one turn"),
+    ({"advantage": "gdpo", "overlong_buffer": 8}, "OVERLONG_BUFFER .*ADVANTAGE=gdpo"),
+    ({"advantage": "gdpo", **KL_IN_REWARD}, "KL_IN_REWARD .*ADVANTAGE=gdpo"),
+    ({"advantage": "gdpo", "gdpo_weights": "math"}, "GDPO_WEIGHTS is 'math'"),
+    ({"advantage": "gdpo", "gdpo_weights": "math=1,math=2"}, "GDPO_WEIGHTS is 'math=1,math=2'"),
+    ({"advantage": "gdpo", "gdpo_weights": "math=0"}, "GDPO_WEIGHTS is 'math=0'"),
+    ({"gdpo_weights": "math=1"}, "GDPO_WEIGHTS.*ADVANTAGE=gdpo"),
+    # Teachers
+    ({"drop_equal_groups": True, **TEACHER}, "DROP_EQUAL_GROUPS"),
+    ({**TEACHER, "model_name": "m"}, "the student"),
+    ({**TEACHER, "teacher_url": "http://t:1"}, "TEACHER_MODEL.*TEACHER_URL|TEACHER_URL.*TEACHER_MODEL"),
+    ({"teacher_url": "t:1"}, "TEACHER_URL"),
+    ({"teacher_url": "http://t:1", "temperature": 0.7}, "TEMPERATURE=1"),
+    ({"teacher_url": "http://t:1", "teacher_jsd_beta": 0.5}, "TEACHER_JSD_BETA"),
+    ({"reward_weight": 0}, "REWARD_WEIGHT"),
+    ({"reward_weight": 0, **TEACHER, "dynamic_sampling_tries": 2}, "DYNAMIC_SAMPLING_TRIES"),
+    ({"reward_weight": 0, **TEACHER, "advantage": "gae"}, "ADVANTAGE"),
+    # METHOD=sft
+    ({"method": "sft", "mode": "async"}, "MODE .*METHOD=sft"),
+    ({"method": "sft", "advantage": "rloo", "kl_coef": 0.1}, "ADVANTAGE, KL_COEF"),
+    ({"method": "sft", **TEACHER, "reward_weight": 0}, "REWARD_WEIGHT, TEACHER_MODEL"),
+    ({"method": "sft", "replay_groups": 2}, "REPLAY_GROUPS"),
+    ({"method": "sft", "dynamic_sampling_tries": 2}, "DYNAMIC_SAMPLING_TRIES"),
+    # Ways of rolling out
+    ({**AGENT, "agent": ""}, "AGENT is ''.*ROLLOUT is agent"),
+    ({**AGENT, "agent_command": "x"}, "AGENT_COMMAND is 'x'.*ROLLOUT=program"),
+    ({**PROGRAM, "agent": "a:b"}, "ROLLOUT is program.*ROLLOUT=agent"),
+    ({**PROGRAM, "agent_command": " "}, "AGENT_COMMAND is empty.*ROLLOUT is program"),
+    ({**AGENT, "rollout": "completion"}, "ROLLOUT is completion.*ROLLOUT=agent"),
+    ({**AGENT, "agent_max_tokens": 8}, "AGENT_MAX_TOKENS is 8.*MAX_NEW_TOKENS"),
+    ({**AGENT, "overlong_buffer": 2}, "OVERLONG_BUFFER .*ROLLOUT is agent"),
+    ({**AGENT, "group_size": 1024, "agent_max_turns": 65}, "GROUP_SIZE times AGENT_MAX_TURNS is 66560"),
+    ({"rollout": "environment", "opponent": "version:3"}, "OPPONENT.*`self`"),
+    ({"opponent": "http://127.0.0.1:9"}, "OPPONENT.*ROLLOUT=environment"),
+    # Values
+    *(({"profile_steps": steps}, "PROFILE_STEPS") for steps in ("0", "3:2", "1:", "a", "1:2:3", "-1")),
+    *(({"record_groups": steps}, f"RECORD_GROUPS is '{steps}'") for steps in ("0", "-3", "some", "1.5", "10 steps")),
+]
+ACCEPTED: list[dict[str, Any]] = [
+    {"engine_sleeps": True},
+    {"engine_sleeps": True, "publish_transport": "broadcast", "lora_rank": 4},
+    {"engine_sleeps": True, "publish_transport": "local"},
+    {"target_accuracy": 0.9, "eval_every": 5},
+    {"importance_cap": 3},
+    {"importance_cap": 3, "loss": "cispo", "updates_per_batch": 2},
+    {"group_size": 1, "mode": "async", "collector_in_process": False},
+    {"group_size": 1, "advantage": "reinforce"},
+    {"group_size": 1, "advantage": "gae"},
+    {"group_size": 1, "advantage": "rae"},
+    {"group_size": 1, **TEACHER, "reward_weight": 0},
+    {"advantage": "maxrl"},
+    {"advantage": "gdpo", "over_limit_reward": -1, "kl_coef": 0.1},
+    {"advantage": "gdpo", "gdpo_weights": "math=1, my.module:length=-0.5"},
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "remedy"),
-    [
-        ({"lora_rank": 4}, "LORA_RANK is 4, .*, or unset PUBLISH_DELTA"),
-        ({"publish_transport": "broadcast"}, "PUBLISH_TRANSPORT=broadcast sends whole weights; set it to disk"),
-        ({"publish_transport": "local"}, "PUBLISH_TRANSPORT=local sends"),
-        ({"publish_type": "float32"}, "set PUBLISH_TYPE=bfloat16"),
-        ({"mode": "async"}, None),
-    ],
-)
-def test_deltas_are_of_whole_weights_on_the_volume(settings: dict[str, Any], remedy: str | None) -> None:
-    with nullcontext() if remedy is None else pytest.raises(ConfigurationError, match=remedy):
-        TrainerSettings.load(publish_delta=True, **settings)
+def test_settings_that_do_not_fit_each_other_are_refused_by_name() -> None:
+    for settings, named in REFUSED:
+        with pytest.raises(ConfigurationError, match=named):
+            pytest.fail(f"{TrainerSettings.load(**settings).run_id} has {settings}, {named}")
 
 
-def test_adapters_are_not_shared_in_memory() -> None:
-    with pytest.raises(ConfigurationError, match=r"LORA_RANK is 4.*set PUBLISH_TRANSPORT=broadcast"):
-        TrainerSettings.load(publish_transport="local", lora_rank=4)
-    TrainerSettings.load(publish_transport="local", engine_sleeps=True)
-
-
-@pytest.mark.parametrize(
-    ("settings", "remedy"),
-    [
-        ({"target_accuracy": 0.9}, "set EVAL_EVERY, or unset TARGET_ACCURACY"),
-        ({"target_accuracy": 0.9, "eval_every": 5, "eval_prompts": 0}, "set EVAL_PROMPTS, or unset TARGET_ACCURACY"),
-        ({"target_accuracy": 0.9, "eval_every": 5}, None),
-        ({"importance_cap": 3, "importance_correction": "none"}, "unset IMPORTANCE_CAP"),
-        ({"importance_cap": 3, "loss": "cispo"}, "set CLIP_HIGH instead"),
-        ({"importance_cap": 3, "loss": "cispo", "updates_per_batch": 2}, None),
-        ({"importance_cap": 3}, None),
-        ({"group_size": 1}, "GROUP_SIZE is 1, but ADVANTAGE=grpo"),
-        ({"group_size": 1, "mode": "async", "advantage": "pass_at_k"}, "GROUP_SIZE is 1, but ADVANTAGE=pass_at_k"),
-        ({"group_size": 1, "mode": "async", "collector_in_process": False}, None),
-        ({"group_size": 1, "advantage": "reinforce"}, None),
-        ({"group_size": 1, "advantage": "gae"}, None),
-        ({"group_size": 1, "advantage": "maxrl"}, "GROUP_SIZE is 1, but ADVANTAGE=maxrl"),
-        ({"advantage": "maxrl"}, None),
-        ({"advantage": "maxrl", "overlong_buffer": 8}, "OVERLONG_BUFFER is set, but ADVANTAGE=maxrl"),
-        ({"advantage": "maxrl", "kl_in_reward": True, "kl_coef": 0.1}, "KL_IN_REWARD is set, but ADVANTAGE=maxrl"),
-        ({"advantage": "maxrl", "over_limit_reward": -1}, "OVER_LIMIT_REWARD is set, but ADVANTAGE=maxrl"),
-        (
-            {"advantage": "maxrl", "credit": "turn", "rollout": "environment"},
-            "CREDIT is set, but ADVANTAGE=maxrl",
-        ),
-        ({"advantage": "gdpo", "overlong_buffer": 8}, "OVERLONG_BUFFER is set, but ADVANTAGE=gdpo"),
-        ({"advantage": "gdpo", "kl_in_reward": True, "kl_coef": 0.1}, "KL_IN_REWARD is set, but ADVANTAGE=gdpo"),
-        ({"advantage": "gdpo", "over_limit_reward": -1, "kl_coef": 0.1}, None),
-        ({"group_size": 1, "advantage": "gdpo"}, "GROUP_SIZE is 1, but ADVANTAGE=gdpo"),
-        ({"advantage": "gdpo", "gdpo_weights": "math=1, my.module:length=-0.5"}, None),
-        ({"advantage": "gdpo", "gdpo_weights": "math"}, "GDPO_WEIGHTS is 'math'"),
-        ({"advantage": "gdpo", "gdpo_weights": "math=1,math=2"}, "GDPO_WEIGHTS is 'math=1,math=2'"),
-        ({"advantage": "gdpo", "gdpo_weights": "math=0"}, "GDPO_WEIGHTS is 'math=0'"),
-        ({"gdpo_weights": "math=1"}, "unset it, or set ADVANTAGE=gdpo"),
-        ({"advantage": "rae", "credit": "turn", "rollout": "environment"}, "CREDIT is set, but ADVANTAGE=rae"),
-        ({"advantage": "rae", "group_size": 1}, None),
-        ({"drop_equal_groups": True, "teacher_model": "some/model"}, "DROP_EQUAL_GROUPS is set, but a teacher"),
-        ({"loss": "dppo_kl", "dual_clip": 3}, "DUAL_CLIP has no effect with LOSS=dppo_kl"),
-    ],
-)
-def test_a_setting_that_could_have_no_effect_is_refused(settings: dict[str, Any], remedy: str | None) -> None:
-    with nullcontext() if remedy is None else pytest.raises(ConfigurationError, match=remedy):
+def test_settings_that_fit_are_accepted() -> None:
+    for settings in ACCEPTED:
         TrainerSettings.load(**settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"clip_high": 0.3}, "CLIP_HIGH has no effect with one update a batch"),
-        ({"loss": "gspo", "clip_low": 0.1, "clip_high": 0.3}, "CLIP_LOW, CLIP_HIGH have no effect"),
-        ({"dual_clip": 3, "mode": "async"}, "DUAL_CLIP has no effect"),
-        ({"clip_high": 0.3, "updates_per_batch": 2}, None),
-        ({"clip_high": 0.3, "epochs_per_batch": 2}, None),
-        ({"clip_high": 0.3, "importance_correction": "none"}, None),
-        ({"clip_high": 3, "loss": "cispo"}, None),
-        ({"clip_high": 3, "loss": "my:loss"}, None),
-        ({"clip_high": 0.1, "loss": "dppo_tv"}, None),
-        ({"lora_rank": 8}, "LORA_RANK is set, but LEARNING_RATE is the whole model's default, 1e-06"),
-        ({"lora_rank": 8, "learning_rate": 1e-6}, None),
-        ({}, None),
-    ],
-    ids=str,
-)
-def test_a_setting_that_is_hardly_meant_is_named(settings: dict[str, Any], said: str | None) -> None:
-    cautions = TrainerSettings.load(**settings).cautions
-    assert len(cautions) == (said is not None)
-    assert all(str(said) in caution for caution in cautions)
+@pytest.mark.leaving
+def test_deltas_are_of_whole_weights_on_the_volume() -> None:
+    for settings, named in (
+        ({"lora_rank": 4}, "LORA_RANK is 4.*PUBLISH_DELTA"),
+        ({"publish_transport": "broadcast"}, "PUBLISH_TRANSPORT=broadcast"),
+        ({"publish_transport": "local"}, "PUBLISH_TRANSPORT=local"),
+        ({"publish_type": "float32"}, "PUBLISH_TYPE=bfloat16"),
+    ):
+        with pytest.raises(ConfigurationError, match=named):
+            TrainerSettings.load(publish_delta=True, **settings)
+    TrainerSettings.load(publish_delta=True, mode="async")
+
+
+@pytest.mark.parametrize(("value", "kept"), [("off", "off"), ("all", "all"), ("12", 12), ("", None)])
+def test_steps_to_record_are_read(value: str, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RECORD_GROUPS", value)
+    assert TrainerSettings.load().record_groups == kept
+
+
+CAUTIONS: list[tuple[dict[str, Any], str | None]] = [
+    ({"clip_high": 0.3}, "CLIP_HIGH"),
+    ({"loss": "gspo", "clip_low": 0.1, "clip_high": 0.3}, "CLIP_LOW, CLIP_HIGH"),
+    ({"dual_clip": 3, "mode": "async"}, "DUAL_CLIP"),
+    ({"clip_high": 0.3, "updates_per_batch": 2}, None),
+    ({"clip_high": 0.3, "epochs_per_batch": 2}, None),
+    ({"clip_high": 0.3, "importance_correction": "none"}, None),
+    ({"clip_high": 3, "loss": "cispo"}, None),
+    ({"clip_high": 3, "loss": "my:loss"}, None),
+    ({"clip_high": 0.1, "loss": "dppo_tv"}, None),
+    ({"lora_rank": 8}, "LORA_RANK is set, but LEARNING_RATE"),
+    ({"lora_rank": 8, "learning_rate": 1e-6}, None),
+    ({"teacher_coef": 2}, "TEACHER_COEF"),
+    ({}, None),
+]
+
+
+def test_a_setting_that_is_hardly_meant_is_named() -> None:
+    for settings, named in CAUTIONS:
+        cautions = TrainerSettings.load(**settings).cautions
+        assert [caution.startswith(str(named)) for caution in cautions] == [True] * (named is not None), settings

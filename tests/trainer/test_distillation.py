@@ -4,40 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.errors import ConfigurationError
 from services.protocol.groups import TEACHER
-from services.protocol.prompts import DataStats
 from tests.sequences import changed
 from tests.toy_models import byte_tokenizer
 from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks
-from tests.trainer.rank_jobs import UNCLIPPED, Arrays, make_learner, weights_of
-from tests.trainer.test_lost_services import Outside
+from tests.trainer.rank_jobs import UNCLIPPED, make_learner
+from tests.trainer.runs import Outside, resumed_run, train
 from tests.trainer.tiny import FAMILIES, plain_forward, plain_logprobs, plain_model, random_trees, save_model
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import scatter
-from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.config import TrainerSettings
-from trainer.loop import TrainingLoop
 from trainer.model.ranks import Ranks
 from trainer.model.teachers import check_teachers
-from trainer.rank_calls import RankCalls
-from trainer.reporting.run_files import RunFiles
-from trainer.reporting.status import RunStatus
-from trainer.run_checkpoints import resume
-from trainer.service_calls import ServiceCalls
-
-STEPS = 4
-BETAS = pytest.mark.parametrize("beta", [None, 0.5], ids=["sampled tokens", "vocabulary"])
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +80,7 @@ def distance_by_hand(model: Path, teacher: Path, groups: list[TrainingGroup], be
     return {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
 
 
-@BETAS
+@pytest.mark.parametrize("beta", [None, 0.5], ids=["sampled tokens", "vocabulary"])
 def test_an_update_is_the_distance_computed_by_hand(
     alone: Ranks, model: Path, teacher: Path, beta: float | None
 ) -> None:
@@ -139,12 +127,9 @@ def test_two_ranks_with_two_teachers_by_source_make_the_update_of_one(
         assert trained.result.metrics == pytest.approx(expected.result.metrics, rel=1e-3)
 
 
-@BETAS
-def test_adapters_are_distilled_and_the_teacher_has_none(
-    alone: Ranks, model: Path, teacher: Path, beta: float | None
-) -> None:
+def test_adapters_are_distilled_and_the_teacher_has_none(alone: Ranks, model: Path, teacher: Path) -> None:
     groups = random_trees(3)
-    learner = make_learner(alone, model, **options(teacher, beta, reward_weight=0, lora_rank=4))
+    learner = make_learner(alone, model, **options(teacher, 0.5, reward_weight=0, lora_rank=4))
     before = learner.teacher_logprobs(groups)
     assert learner.teacher_overlap(groups, 3) is not None
     losses = [learner.update(scored(groups, before), step).metrics["teacher_loss"] for step in range(12)]
@@ -155,92 +140,32 @@ def test_adapters_are_distilled_and_the_teacher_has_none(
 
 # --- runs ------------------------------------------------------------------------------------------------------------
 
-SETTINGS: dict[str, Any] = {
-    "learning_rate": 1e-3,
-    "eval_prompts": 0,
-    "checkpoint_every": 1,
-    "publish_type": "float32",
-    "run_id": "r",
-}
-
-
-def train(ranks: Ranks, model: Path, directory: Path, lost: str = "", **settings: Any) -> Arrays:
-    """Train from the newest checkpoint, if any, until a service is lost or to the end; return all weights."""
-    learner = make_learner(ranks, model, STEPS, shared_dir=directory, **(SETTINGS | settings))
-    checkpoints = CheckpointStore(learner.settings.checkpoint_dir, 2, ranks)
-    data = DataStats(source="tiny", train_prompts=9, test_prompts=1, refused={})
-    state = resume(learner.settings, ranks, learner.policy, data, learner, checkpoints)
-    outside = Outside(lost)
-    outside.steps = state.step
-    rank_calls = RankCalls(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False)
-    if ranks.is_main:
-        files = RunFiles(learner.settings, state.step, str)
-        loop = TrainingLoop(
-            learner.settings, cast(ServiceCalls, outside), rank_calls, files, RunStatus(), state, STEPS, STEPS
-        )
-        loop.publisher.publish = outside.publish  # type: ignore[method-assign]
-        loop.probe.check = lambda _: {}  # type: ignore[method-assign]  # there are no workers
-        try:
-            with rank_calls.leading():
-                loop.run()
-        except DependencyLostError:
-            assert lost
-        files.close()
-    else:
-        rank_calls.follow()
-    return weights_of(learner.policy)
-
-
-def records(directory: Path) -> list[dict[str, Any]]:
-    return [orjson.loads(line) for line in (directory / "runs" / "r" / "metrics.jsonl").read_bytes().splitlines()]
-
-
-def train_twice(ranks: Ranks, model: Path, directory: Path, lost: str, **settings: Any) -> list[dict[str, Any]]:
-    """Check that a run that loses ``lost`` and resumes ends as one that loses nothing, to the bit; return metrics."""
-    undisturbed = train(ranks, model, directory / "undisturbed", **settings)
-    train(ranks, model, directory / "cut", lost, **settings)
-    resumed = train(ranks, model, directory / "cut", **settings)
-    for name, values in undisturbed.items():
-        assert np.array_equal(resumed[name], values), name
-    lines = records(directory / "undisturbed")
-    assert len(lines) == STEPS
-    return lines
+SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "publish_type": "float32"}
 
 
 @pytest.mark.parametrize(
-    "others",
-    [{"reward_weight": 0}, {"reward_weight": 0, "teacher_jsd_beta": 1.0}, {"teacher_coef": 0.5}, {"lora_rank": 4}],
+    ("lost", "others"),
+    [
+        pytest.param("draw_replayed", {"reward_weight": 0, "teacher_jsd_beta": 1.0}, marks=pytest.mark.slow),
+        ("publish", {"teacher_coef": 0.5, "lora_rank": 4}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("lost", ["draw_replayed", "publish"])
 def test_a_run_that_was_cut_off_ends_with_the_very_weights_of_the_undisturbed_one(
     alone: Ranks, model: Path, teacher: Path, tmp_path: Path, lost: str, others: dict[str, Any]
 ) -> None:
-    lines = train_twice(alone, model, tmp_path, lost, teacher_model=str(teacher), **others)
-    for line in lines:
+    run = resumed_run(alone, model, tmp_path, lost, teacher_model=str(teacher), **SETTINGS | others)
+    for line in run.metrics:
         assert {"teacher_k1", "teacher_k3", "teacher_k1_from_0", "teacher_loss", "seconds_teach"} <= line.keys()
-    assert 0 < lines[0]["teacher_overlap"] <= 1
-
-
-def test_a_run_with_a_teacher_and_rewards_learns_from_both(
-    alone: Ranks, model: Path, teacher: Path, tmp_path: Path
-) -> None:
-    alone_ = train(alone, model, tmp_path / "rewards")
-    both = train(alone, model, tmp_path / "both", teacher_model=str(teacher))
-    assert any(not np.array_equal(both[name], alone_[name]) for name in both)
-    assert "teacher_k1" not in records(tmp_path / "rewards")[0]
+    assert 0 < run.metrics[0]["teacher_overlap"] <= 1
 
 
 def test_another_teacher_cannot_continue_a_run(alone: Ranks, model: Path, teacher: Path, tmp_path: Path) -> None:
-    train(alone, model, tmp_path, lost="publish", teacher_model=str(teacher))
+    train(alone, model, tmp_path, Outside("publish"), teacher_model=str(teacher))
     other = save_model(tmp_path / "other", FAMILIES["llama"], seed=7)
     for changed_teacher in ({"teacher_model": str(other)}, {}):
-        with pytest.raises(ConfigurationError) as refused:
+        with pytest.raises(ConfigurationError, match=r"the teacher: .*another RUN_ID"):
             train(alone, model, tmp_path, **changed_teacher)
-        said = str(refused.value)
-        assert f"the teacher: {str(teacher)!r} (digest" in said
-        assert f"{str(other)!r} (digest" in said if changed_teacher else "then, none now" in said
-        assert "another RUN_ID" in said
 
 
 # --- what cannot teach -----------------------------------------------------------------------------------------------
@@ -266,30 +191,3 @@ def test_what_cannot_teach_is_refused_in_a_sentence(model: Path, teacher: Path, 
     with pytest.raises(ConfigurationError, match="has the weights of the student"):
         make_learner(alone, model, **UNCLIPPED | {"teacher_model": str(copy)})
     assert AutoTokenizer.from_pretrained(copy).eos_token == "<end>"
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"teacher_model": "m", "model_name": "m"}, "which is the student"),
-        ({"teacher_model": "m", "teacher_url": "http://t:1"}, "a prompt has one teacher"),
-        ({"teacher_url": "t:1"}, "allowed is a URL"),
-        ({"teacher_url": "http://t:1", "temperature": 0.7}, "set TEMPERATURE=1"),
-        ({"teacher_url": "http://t:1", "teacher_jsd_beta": 0.5}, "gives no logits"),
-        ({"reward_weight": 0}, "nothing is learned"),
-        ({"reward_weight": 0, "teacher_model": "m", "dynamic_sampling_tries": 2}, "DYNAMIC_SAMPLING_TRIES is set"),
-        ({"reward_weight": 0, "teacher_model": "m", "advantage": "gae"}, "no reward is used"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_fit_a_teacher_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        TrainerSettings.load(**settings)
-
-
-def test_groups_of_one_are_legal_without_rewards() -> None:
-    TrainerSettings.load(teacher_model="m", reward_weight=0, group_size=1)
-    with pytest.raises(ConfigurationError, match="GROUP_SIZE is 1"):
-        TrainerSettings.load(teacher_model="m", group_size=1)
-    (caution,) = TrainerSettings.load(teacher_coef=2).cautions
-    assert caution == "TEACHER_COEF has no effect without TEACHER_MODEL or TEACHER_URL"

@@ -74,29 +74,35 @@ def start_trainer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_a_service_that_never_comes_up_uses_up_restarts(tiny_model, tmp_path, num_nodes):
-    ended = run_trainer(tmp_path, num_nodes, {"MODEL_NAME": str(tiny_model)})
-    assert [code for code, _ in ended] == [EXIT_FAILED] * num_nodes, ended
+def test_a_service_that_never_comes_up_uses_up_restarts(tiny_model, tmp_path):
+    ended = run_trainer(tmp_path, 2, {"MODEL_NAME": str(tiny_model)})
+    assert [code for code, _ in ended] == [EXIT_FAILED] * 2, ended
     assert any(line.startswith("error: ") and "after 2 s" in line for line in ended[0][1].splitlines()), ended
     assert "Traceback" not in ended[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"LEARNING_RATE": "-1"}, "LEARNING_RATE"),
-        pytest.param({"PUBLISH_TRANSPORT": "carrier-pigeon"}, "PUBLISH_TRANSPORT", marks=pytest.mark.slow),
-        pytest.param({"BATCH_SIZE": "2", "UPDATES_PER_BATCH": "3"}, "UPDATES_PER_BATCH", marks=pytest.mark.slow),
-        pytest.param({"MODEL_NAME": "no/such/directory"}, "no/such/directory", marks=pytest.mark.slow),
-    ],
+    ("settings", "said"), [({"LEARNING_RATE": "-1"}, "LEARNING_RATE"), ({"MODEL_NAME": "no/such/directory"}, "no/such")]
 )
 def test_what_is_wrongly_configured_is_not(tiny_model, tmp_path, settings, said):
-    # The last is found by the ranks, the others before there are any.
+    # The last is found by the ranks, the first before there are any.
     num_nodes = 2 if "MODEL_NAME" in settings else 1
     ended = run_trainer(tmp_path, num_nodes, {"MODEL_NAME": str(tiny_model), "HF_HUB_OFFLINE": "1"} | settings)
     assert [code for code, _ in ended] == [EXIT_CONFIGURATION] * num_nodes, ended
     assert any(line.startswith("error: ") and said in line for line in ended[0][1].splitlines()), ended
+
+
+@pytest.mark.parametrize(
+    "variables", [{"SKYPILOT_NODE_IPS": "a\nb", "SKYPILOT_NUM_NODES": "2"}, {"RANK": "0"}], ids=str
+)
+def test_a_wrong_setting_ends_launcher_and_rank_with_a_line(monkeypatch, capfd, variables):
+    for name, value in ({"LEARNING_RATE": "-1", "SKYPILOT_NODE_RANK": "0"} | variables).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(program, "kill_stale_processes", lambda: None)
+    monkeypatch.setattr(program, "launch_ranks", lambda *_, **__: pytest.fail("launched"))
+    assert program.main() == EXIT_CONFIGURATION
+    assert capfd.readouterr().err.splitlines()[-1].startswith("error: LEARNING_RATE")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,15 @@ import pytest
 from services.protocol.groups import Group
 from services.protocol.replay import SampledGroup
 from tests.sequences import changed
-from tests.trainer import test_ppo
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
-from tests.trainer.test_lost_services import Outside, train
+from tests.trainer.runs import STEPS, Outside, train, weights_after
 from trainer.explain import explain, verify
-from trainer.model.ranks import Ranks
-from trainer.publishing.probe import Probe
+from trainer.model.ranks import Ranks, join_ranks
 from trainer.reporting.explanations import Explanation
 
-ALL = {"record_groups": "all", "checkpoints_kept": 9}
+ALL: dict[str, Any] = {"record_groups": "all", "checkpoints_kept": 9}
+PPO = ALL | {"advantage": "gae", "critic_warmup_steps": 1, "updates_per_batch": 2, "epochs_per_batch": 2}
 
 
 class Episodes(Outside):
@@ -54,39 +54,55 @@ class Episodes(Outside):
             batch.replayed = [SampledGroup(group=self.made[step - 1], priority=1.0, probability=1.0, weight=0.75)]
 
 
-def checked(run_dir: Path, ranks: Ranks, steps: int = 4, kept: int = 4) -> list[Explanation]:
-    """Explains every step of a run; each must be equal to the bit, tensors of the ``kept`` checkpoints included."""
-    explained = [explain(run_dir, step, ranks) for step in range(1, steps + 1)]
+@pytest.fixture(scope="module")
+def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run, which tests must not write to."""
+    with join_ranks() as ranks:
+        return train(ranks, model, tmp_path_factory.mktemp("recorded"), **ALL).directory
+
+
+@pytest.fixture
+def run_dir(recorded: Path, tmp_path: Path) -> Path:
+    """A copy of the run's directory."""
+    return Path(shutil.copytree(recorded, tmp_path / "runs/r"))
+
+
+def checked(run_dir: Path, ranks: Ranks, steps: Sequence[int] = range(1, STEPS + 1)) -> list[Explanation]:
+    """Explains steps of a run; each must be equal to the bit, tensors included."""
+    explained = [explain(run_dir, step, ranks) for step in steps]
     for one in explained:
         assert one.compared.step is None, one.compared
         assert one.compared.metrics >= 2
-    assert [one.compared.tensors is None for one in explained] == [True] * (steps - kept) + [False] * kept
-    assert min(one.compared.tensors or 100 for one in explained) > 20
+        assert (one.compared.tensors or 0) > 20
     return explained
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "linear": {"lr_schedule": "linear", "warmup_steps": 1},
-    "lora": {"lora_rank": 4, "learning_rate": 1e-2, "kl_coef": 0.1},
+    "lora": {"lora_rank": 4, "learning_rate": 1e-2, "kl_coef": 0.1, "lr_schedule": "linear", "warmup_steps": 1},
     "reference": {"kl_coef": 0.1, "kl_in_reward": True, "advantage": "dr_grpo", "epochs_per_batch": 2},
     "rae": {"advantage": "rae", "kl_coef": 0.1, "loss": "gspo"},
     "uncorrected": {"importance_correction": "none", "loss": "cispo", "entropy_coef": 0.1},
+    "own critic": {**PPO, "critic": "own"},
+    "shared critic": {**PPO, "critic": "shared"},
 }
+SLOW = ("reference", "rae", "uncorrected", "own critic", "shared critic")
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_every_step_is_computed_again_to_the_bit(
-    alone: Ranks, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SETTINGS]
+)
+def test_steps_are_computed_again_to_the_bit(
+    alone: Ranks, model: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Probe, "_check_adapters", lambda _: {})  # asks engines
-    loop = train(alone, tmp_path, Outside(""), **ALL, **SETTINGS[name])
+    run = train(alone, model, tmp_path, prompts=3, **ALL | SETTINGS[name])
     monkeypatch.setenv("LEARNING_RATE", "5")  # of this process, and not of the run
-    checked(loop.settings.run_dir, alone)
+    first, _ = checked(run.directory, alone, (1, 3))
+    assert ("loss" in first.metrics) != ("critic" in name), "in the warm-up of a critic the policy stays"
 
 
-def test_episodes_and_replayed_groups_are_computed_again_to_the_bit(alone: Ranks, tmp_path: Path) -> None:
-    loop = train(alone, tmp_path, Episodes(versions_behind=1), **ALL, replay_groups=1, replay_max_kl=9.0)
-    explained = checked(loop.settings.run_dir, alone)
+def test_episodes_and_replayed_groups_are_computed_again_to_the_bit(alone: Ranks, model: Path, tmp_path: Path) -> None:
+    run = train(alone, model, tmp_path, Episodes(versions_behind=1), **ALL, replay_groups=1, replay_max_kl=9.0)
+    explained = checked(run.directory, alone)
     assert [one.versions for one in explained] == [{0: 6}, {0: 12}, {0: 6, 1: 6}, {1: 6, 2: 6}]
     assert sorted((g.group_id, g.is_replayed, g.weight) for g in explained[2].groups) == [
         ("g2", True, 0.75),
@@ -94,18 +110,9 @@ def test_episodes_and_replayed_groups_are_computed_again_to_the_bit(alone: Ranks
     ]
 
 
-@pytest.mark.parametrize("kind", ["own", "shared"])
-def test_steps_with_a_critic_are_computed_again_to_the_bit(
-    alone: Ranks, model: Path, tmp_path: Path, kind: str
-) -> None:
-    test_ppo.train(alone, model, tmp_path, kind, **ALL)
-    warm_up, *_ = checked(tmp_path / "runs" / "r", alone, kept=2)
-    assert "loss" not in warm_up.metrics, "the policy stays"
-
-
 def train_and_explain(ranks: Ranks, model: Path, directory: Path, context: int) -> list[bytes]:
-    test_ppo.train(ranks.in_contexts(context), model, directory, "own", **ALL, context_parallel_size=context)
-    return [orjson.dumps(one.model_dump(mode="json")) for one in checked(directory / "runs" / "r", ranks, kept=2)]
+    weights_after(ranks.in_contexts(context), model, directory, PPO | {"context_parallel_size": context})
+    return [orjson.dumps(one.model_dump(mode="json")) for one in checked(directory / "runs" / "r", ranks)]
 
 
 @pytest.mark.slow
@@ -119,9 +126,8 @@ def test_two_ranks_compute_their_steps_again_to_the_bit(model: Path, tmp_path: P
 
 
 def test_without_a_checkpoint_right_before_it_a_step_is_computed_from_an_earlier_one(
-    alone: Ranks, tmp_path: Path
+    alone: Ranks, run_dir: Path
 ) -> None:
-    run_dir = train(alone, tmp_path, Outside(""), **ALL).settings.run_dir
     whole = explain(run_dir, 4, alone)
     for step in (2, 3):
         shutil.rmtree(run_dir / "checkpoints" / f"step-{step:06d}")
@@ -133,11 +139,12 @@ def test_without_a_checkpoint_right_before_it_a_step_is_computed_from_an_earlier
     first, second = verify(run_dir, 0, alone)
     assert first.reason is None
     assert "step 3 has no record" in (second.reason or "")
+    with pytest.raises(Exception, match=r"step 3 has no record in .*: there are files of the steps 1 to 4"):
+        explain(run_dir, 3, alone)
 
 
-def test_the_first_difference_is_named(alone: Ranks, tmp_path: Path) -> None:
-    run_dir = train(alone, tmp_path / "one", Outside(""), **ALL).settings.run_dir
-    other = train(alone, tmp_path / "other", Outside(""), **ALL, adam_beta2=0.9).settings.run_dir
+def test_the_first_difference_is_named(alone: Ranks, model: Path, run_dir: Path, tmp_path: Path) -> None:
+    other = train(alone, model, tmp_path / "other", **ALL, adam_beta2=0.9).directory
     shutil.rmtree(run_dir / "checkpoints/step-000003")
     shutil.copytree(other / "checkpoints/step-000003", run_dir / "checkpoints/step-000003")
     found = explain(run_dir, 3, alone).compared
@@ -155,14 +162,9 @@ def test_the_first_difference_is_named(alone: Ranks, tmp_path: Path) -> None:
     assert (grad_norm.name, grad_norm.recorded, grad_norm.recomputed) == ("grad_norm", np.nextafter(true, 9), true)
 
 
-def test_a_step_without_its_record_is_refused_with_what_there_is(alone: Ranks, tmp_path: Path) -> None:
-    run_dir = train(alone, tmp_path, Outside(""), **ALL | {"record_groups": 2}).settings.run_dir
-    with pytest.raises(Exception, match=r"step 1 has no record in .*: there are files of the steps 3 to 4"):
-        explain(run_dir, 1, alone)
-
-
-def test_gradients_add_up_and_completions_move_as_the_weights_did(alone: Ranks, tmp_path: Path) -> None:
-    loop = train(alone, tmp_path, Episodes(), **ALL, replay_groups=1, replay_max_kl=9.0, learning_rate=1e-3)
+def test_gradients_add_up_and_completions_move_as_the_weights_did(alone: Ranks, model: Path, tmp_path: Path) -> None:
+    settings = ALL | {"replay_groups": 1, "replay_max_kl": 9.0, "learning_rate": 1e-3}
+    loop = train(alone, model, tmp_path, Episodes(), **settings).loop
     run_dir = loop.settings.run_dir
     explained = explain(run_dir, 3, alone)
     assert sum(one.share for one in explained.groups) == pytest.approx(1)
@@ -173,7 +175,7 @@ def test_gradients_add_up_and_completions_move_as_the_weights_did(alone: Ranks, 
     assert first.grad_norm >= second.grad_norm > 0
     assert source.grad_norm <= (first.grad_norm + second.grad_norm) * (1 + 1e-6)
 
-    learner = make_learner(alone, tmp_path / "model", 4)
+    learner = make_learner(alone, model, STEPS)
     sums = []
     for step in (2, 3):
         loop.rank_calls.checkpoints.load(run_dir / f"checkpoints/step-{step:06d}", learner.policy, learner.optimizer)
@@ -199,11 +201,13 @@ def loop_groups(run_dir: Path, step: int, loop: Any) -> list[Any]:
         ({"importance_correction": "icepop"}, "cap"),
         ({"off_policy_max_kl": 0.01}, "mask"),
         ({"importance_correction": "truncated"}, "bounded"),
-        ({"importance_correction": "none", "loss": "cispo", "clip_high": 0.5}, "bounded"),
+        pytest.param(
+            {"importance_correction": "none", "loss": "cispo", "clip_high": 0.5}, "bounded", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_tokens_are_counted_by_what_silences_them(
-    alone: Ranks, tmp_path: Path, settings: dict[str, Any], kind: str
+    alone: Ranks, model: Path, tmp_path: Path, settings: dict[str, Any], kind: str
 ) -> None:
     """The sampled tokens are 100 times less likely than the policy has them, those of the worse completion as often."""
 
@@ -215,8 +219,7 @@ def test_tokens_are_counted_by_what_silences_them(
             pair = [changed(worse, logprobs=[-1e-4, -1e-4]), changed(better, logprobs=[-2.8 - ratio, -2.8 - ratio])]
             return [made.model_copy(update={"sequences": pair})]
 
-    run_dir = train(alone, tmp_path, Stale("", prompts=1), **ALL, **settings).settings.run_dir
-    explained = explain(run_dir, 1, alone)
+    explained = explain(train(alone, model, tmp_path, Stale("", prompts=1), **ALL, **settings).directory, 1, alone)
     counts = explained.silence.model_dump()
     assert counts.pop("tokens") == 4
     # A clip and a cap silence the tokens of both completions, a mask those of the worse one; the better one's weights
@@ -228,8 +231,7 @@ def test_tokens_are_counted_by_what_silences_them(
     assert explained.ratios[0].before
 
 
-def test_explaining_leaves_the_run_as_it_was(alone: Ranks, tmp_path: Path) -> None:
-    run_dir = train(alone, tmp_path, Outside(""), **ALL).settings.run_dir
+def test_explaining_leaves_the_run_as_it_was(alone: Ranks, run_dir: Path) -> None:
     (run_dir / "checkpoints/.step-000005.partial").mkdir()  # a running run may be writing it
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     explain(run_dir, 2, alone)

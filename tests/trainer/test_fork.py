@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import orjson
 import pytest
 import torch
@@ -14,26 +14,17 @@ import torch
 from local_runner.fork import Fork
 from services.core.errors import ConfigurationError
 from services.protocol.groups import Group
-from services.protocol.prompts import DataStats
 from tests.sequences import changed
-from tests.trainer.rank_jobs import Arrays, make_learner, weights_of
-from tests.trainer.test_lost_services import Outside
+from tests.trainer.runs import STEPS, Outside, Run, train
 from trainer.algorithm.policy_losses import LossTokens, TokenLosses
-from trainer.checkpoints.checkpoint import CheckpointStore, write_manifest
-from trainer.loop import TrainingLoop
-from trainer.model.ranks import Ranks
-from trainer.rank_calls import RankCalls
-from trainer.reporting.run_files import RunFiles
-from trainer.reporting.status import RunStatus
-from trainer.run_checkpoints import resume
-from trainer.service_calls import ServiceCalls
+from trainer.checkpoints.checkpoint import write_manifest
+from trainer.model.ranks import Ranks, join_ranks
 
-STEPS, AT = 4, 2
+AT = 2
 SETTINGS: dict[str, Any] = {
     "advantage": "rae",
     "loss": f"{__name__}:forgetful",
     "lr_schedule": "linear",
-    "eval_prompts": 0,
     "checkpoint_every": 0,
     "keep_checkpoints_every": AT,
     "record_groups": "all",
@@ -55,31 +46,30 @@ class Prompts(Outside):
         return [made.model_copy(update={"sequences": sequences})]
 
 
-def train(ranks: Ranks, model: Path, directory: Path, run_id: str, **settings: Any) -> Arrays:
-    """Train from the newest checkpoint, if any, to the end; return all weights."""
-    learner = make_learner(ranks, model, STEPS, shared_dir=directory, run_id=run_id, **(SETTINGS | settings))
-    checkpoints = CheckpointStore(learner.settings.checkpoint_dir, 1, ranks, AT)
-    data = DataStats(source="walks", train_prompts=9, test_prompts=1, refused={})
-    state = resume(learner.settings, ranks, learner.policy, data, learner, checkpoints)
-    outside = Prompts("")
-    outside.steps = state.cursors[""].position if state.cursors else 0
-    rank_calls = RankCalls(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False)
-    files = RunFiles(learner.settings, state.step, str)
-    loop = TrainingLoop(
-        learner.settings, cast(ServiceCalls, outside), rank_calls, files, RunStatus(), state, STEPS, STEPS - 1
-    )
-    loop.publisher.publish = outside.publish  # type: ignore[method-assign]
-    with rank_calls.leading():
-        loop.run()
-    files.write_summary(
-        {"status": "succeeded", "accuracy_before": None, "accuracy_after": None} | {"accuracy_after_step": None}
-    )
-    files.close()
-    return weights_of(learner.policy)
+def run(ranks: Ranks, model: Path, directory: Path, run_id: str) -> Run:
+    """Train from the newest checkpoint, if any, to the end."""
+    run = train(ranks, model, directory, Prompts(""), STEPS - 1, run_id=run_id, **SETTINGS)
+    ends = {"accuracy_before": None, "accuracy_after": None, "accuracy_after_step": None}
+    run.loop.files.write_summary({"status": "succeeded", **ends})
+    return run
 
 
-def forked(directory: Path, name: str = "fork") -> Path:
-    fork = Fork(directory / "runs/base", directory / "runs" / name, AT)
+@pytest.fixture(scope="module")
+def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run to fork, which tests must not write to."""
+    torch.manual_seed(5)
+    with join_ranks() as ranks:
+        return run(ranks, model, tmp_path_factory.mktemp("base"), "base")
+
+
+@pytest.fixture
+def parent(base: Run, tmp_path: Path) -> Path:
+    """A copy of its directory."""
+    return Path(shutil.copytree(base.directory, tmp_path / "runs/base"))
+
+
+def forked(parent: Path) -> Path:
+    fork = Fork(parent, parent.with_name("fork"), AT)
     fork.check()
     fork.write([])
     return fork.new
@@ -109,24 +99,18 @@ LEFT_OUT = {
 
 @pytest.mark.parametrize("left_out", [None, *LEFT_OUT])
 def test_a_fork_ends_with_the_weights_of_its_run_only_with_all_of_its_state(
-    alone: Ranks, model: Path, tmp_path: Path, left_out: str | None
+    alone: Ranks, model: Path, tmp_path: Path, base: Run, parent: Path, left_out: str | None
 ) -> None:
-    torch.manual_seed(5)
-    expected = train(alone, model, tmp_path, "base")
-    run_dir = forked(tmp_path)
+    run_dir = forked(parent)
     if left_out is not None:
         LEFT_OUT[left_out](run_dir)
     torch.manual_seed(6)  # a new process has another state
-    weights = train(alone, model, tmp_path, "fork")
-    is_equal = all(np.array_equal(value, expected[name]) for name, value in weights.items())
-    assert is_equal is (left_out is None)
-    lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()
-    assert [orjson.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    fork = run(alone, model, tmp_path, "fork")
+    assert fork.ends_as(base) is (left_out is None)
+    assert [line["step"] for line in fork.metrics] == [1, 2, 3, 4]
 
 
-def test_a_fork_shares_what_nobody_writes_and_says_what_it_takes(alone: Ranks, model: Path, tmp_path: Path) -> None:
-    train(alone, model, tmp_path, "base")
-    parent = tmp_path / "runs/base"
+def test_a_fork_shares_what_nobody_writes_and_says_what_it_takes(parent: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     fork = Fork(parent, tmp_path / "runs/fork", AT)
     fork.check()
@@ -149,9 +133,8 @@ def test_a_fork_shares_what_nobody_writes_and_says_what_it_takes(alone: Ranks, m
     }
 
 
-def test_a_fork_is_refused_where_its_state_is_not_that_of_the_step(alone: Ranks, model: Path, tmp_path: Path) -> None:
-    train(alone, model, tmp_path, "base")
-    parent, new = tmp_path / "runs/base", tmp_path / "runs/fork"
+def test_a_fork_is_refused_where_its_state_is_not_that_of_the_step(parent: Path, tmp_path: Path) -> None:
+    new = tmp_path / "runs/fork"
     with pytest.raises(ConfigurationError, match=r"--at 9: .*/runs/base has 4 steps"):
         Fork(parent, new, 9).check()
     with pytest.raises(ConfigurationError, match="base exists; name the new run with --run-id"):

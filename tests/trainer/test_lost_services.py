@@ -8,8 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,251 +24,85 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from services.clients.data import DataClient
 from services.core.errors import EXIT_RECOVERABLE, ConfigurationError, DependencyLostError, exit_code_of
-from services.protocol.groups import Group, TokenSequence
-from services.protocol.prompts import Cursor
-from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
-from tests.sequences import make_group
-from tests.trainer.rank_jobs import make_learner, run_state, weights_of
-from tests.trainer.tiny import FAMILIES, save_model
-from trainer.checkpoints.checkpoint import CheckpointStore
+from tests.trainer.rank_jobs import make_learner, weights_of
+from tests.trainer.runs import LAST, STEPS, Outside, Run, group, train
+from tests.waiting import wait_until
 from trainer.collector import InFlightPrompts
 from trainer.config.objective import Objective
 from trainer.loop import TrainingLoop
 from trainer.model import saving
-from trainer.model.ranks import Ranks
+from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import DiskFullError
-from trainer.rank_calls import RankCalls
 from trainer.reporting import group_records, run_files
-from trainer.reporting.group_records import GroupRecords
-from trainer.reporting.run_files import RunFiles
-from trainer.reporting.status import RunStatus
-from trainer.rollouts.batch import Batch
 from trainer.run_checkpoints import LEAVE_SNAPSHOT_SECONDS
-from trainer.service_calls import ServiceCalls
-
-LAST = 2
-"""The step in which a service is lost."""
 
 
-class Outside:
-    """All that is outside the trainer: hands out groups, and loses a service in one call of step LAST.
-
-    In ``acknowledge`` of that step, ``happens`` is called before.
-    """
-
-    def __init__(
-        self,
-        lost: str,
-        happens: Callable[[], None] = lambda: None,
-        deleted: Sequence[int] = (),
-        prompts: int = 4,
-        kind: type[Exception] = DependencyLostError,
-    ) -> None:
-        """``deleted`` are versions that go from the shared volume as soon as they are published."""
-        self.lost = lost
-        self.deleted = deleted
-        self.prompts = prompts
-        self.kind = kind
-        self.happens = happens
-        self.error: Exception | None = None
-        self.steps = 0
-        self.saved: list[str] = []
-        self.snapshot_seconds: list[float | None] = []
-        self.forgotten: list[str] = []
-        self.writes: list[int] = []
-        """Versions, each time that one is written."""
-        self.on_gpus = None
-        self.written = 0
-        self.thread = None
-        self.first: list[str] = []
-        """The calls before the first step, in order."""
-        self.samples: list[dict[str, Any]] = []
-        self.failure: str | None = None
-        self.evaluator = self
-
-    @property
-    def cursors(self) -> dict[str, Cursor]:
-        return {"": Cursor(epoch=0, position=self.steps)}
-
-    def fetch_prompts(self, _wanted: int) -> list[Any]:
-        return [None] if self.steps < self.prompts else []
-
-    def generate_and_score(self, _prompts: Any, _batch: Batch, meanwhile: Callable[[], None]) -> list[Group]:
-        meanwhile()
-        self._reach("generate", self.steps + 1)
-        self.steps += 1
-        return [group(f"g{self.steps}", self.steps - 1)]
-
-    def store(self, _batch: Batch) -> None:
-        pass
-
-    def draw_replayed(self, *_: Any) -> None:
-        self._reach("draw_replayed", self.steps)
-
-    def free_engines_memory(self) -> None:
-        self._reach("free_engines_memory", self.steps)
-
-    def acknowledge(self, _: dict[str, float]) -> None:
-        if self.steps == LAST:
-            self.happens()
-        self._reach("acknowledge", self.steps)
-
-    def save_replay(self, label: str, deadline: float | None = None) -> None:
-        self.saved.append(label)
-        self.snapshot_seconds.append(deadline)
-
-    def forget_replay(self, label: str, deadline: float | None = None) -> None:
-        self.forgotten.append(label)
-
-    def wait_for_workers(self) -> None:
-        self.first.append("workers")
-
-    def write(self, version: int) -> None:
-        self.writes.append(version)
-        self.written = version
-        if not self.steps:
-            self.first.append(f"write {version}")
-
-    def is_on_volume(self, version: int) -> bool:
-        return version == 0 or version in self.writes
-
-    def publish(self, version: int) -> dict[str, float]:
-        if not version:
-            self.first.append("publish 0")
-        else:
-            if version not in self.deleted:
-                self.writes.append(version)
-            self.written = version
-            self._reach("publish", self.steps)
-        return {}
-
-    def evaluate(self) -> dict[str, float]:
-        self._reach("evaluate", self.steps)
-        accuracy = min(1.0, 0.25 * self.steps)
-        ends = {"accuracy_low": accuracy / 2, "accuracy_high": accuracy / 2 + 0.5}
-        return {"accuracy": accuracy, **ends, "eval_prompts": 64.0, "eval_left_out": 1.0}
-
-    def statistics(self) -> dict[str, float]:
-        return {}
-
-    def _reach(self, call: str, step: int) -> None:
-        if call == self.lost and step == LAST:
-            raise self.kind(f"{call} found nobody")
-
-
-def group(name: str, version: int) -> Group:
-    experiences = [
-        TokenSequence(
-            completion="x",
-            completion_ids=[5 + number, 6],
-            logprobs=[-2.0, -2.0],
-            policy_versions=[version] * 2,
-            finish_reason=FinishReason.STOP,
-            result=RewardResult(reward=float(number), status=RewardStatus.SCORED),
-        )
-        for number in range(2)
-    ]
-    return make_group(group_id=name, id=name, prompt="1+1=", ground_truth="2", prompt_ids=[2, 3], sequences=experiences)
-
-
-def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> TrainingLoop:
-    """Trains until a service is lost, or to the end."""
-    model = save_model(directory / "model", FAMILIES["qwen2"])
-    options: dict[str, Any] = {"eval_prompts": 0, "checkpoint_every": 1, "checkpoints_kept": 1} | settings
-    learner = make_learner(ranks, model, 4, shared_dir=directory, run_id="r", **options)
-    checkpoints = CheckpointStore(learner.settings.checkpoint_dir, learner.settings.checkpoints_kept, ranks)
-    state = run_state(learner, 0).model_copy(update={"cursors": {}})
-    files = RunFiles(learner.settings, 0, str)
-    rank_calls = RankCalls(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False)
-    loop = TrainingLoop(learner.settings, cast(ServiceCalls, outside), rank_calls, files, RunStatus(), state, 4, 16)
-    loop.publisher.publish = outside.publish  # type: ignore[method-assign]
-    try:
-        with rank_calls.leading():
-            loop.run()
-    except (DependencyLostError, ConfigurationError) as error:
-        outside.error = error
-    files.close()
-    return loop
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that loses nothing."""
+    outside = Outside("")
+    with join_ranks() as ranks:
+        run = train(ranks, model, tmp_path_factory.mktemp("undisturbed"), outside)
+    assert run.error is None
+    assert outside.first == ["write 0", "workers", "publish 0"], "workers may wait for a version"
+    return run
 
 
 @pytest.mark.parametrize(
-    ("lost", "completed"),
-    [("generate", 1), ("draw_replayed", 1), ("free_engines_memory", 1), ("acknowledge", 2), ("publish", 2)],
+    ("lost", "completed", "every"),
+    [
+        ("generate", 1, 0),
+        ("draw_replayed", 1, 0),
+        ("free_engines_memory", 1, 0),
+        ("acknowledge", 2, 0),
+        ("publish", 2, 0),
+        ("generate", 1, 1),
+        ("publish", 2, 1),
+    ],
 )
-@pytest.mark.parametrize("checkpoint_every", [0, 1])
 def test_weights_prompts_and_records_are_of_one_step(
-    alone: Ranks, tmp_path: Path, lost: str, completed: int, checkpoint_every: int
+    alone: Ranks, model: Path, tmp_path: Path, undisturbed: Run, lost: str, completed: int, every: int
 ) -> None:
-    broken = train(alone, tmp_path / "broken", Outside(lost), checkpoint_every=checkpoint_every)
-    nothing_lost = Outside("")
-    undisturbed = train(alone, tmp_path / "undisturbed", nothing_lost)
-    assert nothing_lost.error is None
-    assert nothing_lost.first == ["write 0", "workers", "publish 0"], "workers may wait for a version"
-    found = broken.rank_calls.checkpoints.newest(broken.state.model_type, broken.state.parameters)
+    broken = train(alone, model, tmp_path, Outside(lost), checkpoint_every=every)
+    loop = broken.loop
+    found = loop.rank_calls.checkpoints.newest(loop.state.model_type, loop.state.parameters)
     assert found is not None
     path, state = found
     assert (state.step, state.cursors[""].position, len(state.rewards)) == (completed, completed, completed)
-    metrics = (broken.settings.run_dir / "metrics.jsonl").read_bytes().splitlines()
-    assert [orjson.loads(line)["step"] for line in metrics] == list(range(1, completed + 1))
+    assert [line["step"] for line in broken.metrics] == list(range(1, completed + 1))
 
-    learner = make_learner(alone, tmp_path / "broken" / "model", 4)
-    broken.rank_calls.checkpoints.load(path, learner.policy, learner.optimizer)
-    for step in range(completed + 1, 5):
-        trained = [Objective(broken.settings).training_group(group(f"g{step}", step - 1))]
-        learner.update(Objective(broken.settings).with_advantages(trained), step - 1)
-    expected = weights_of(undisturbed.rank_calls.learner.policy)
-    assert all(np.array_equal(value, expected[name]) for name, value in weights_of(learner.policy).items())
-
-
-def test_a_step_is_computed_again_to_the_bit_from_its_record_and_the_checkpoint_before_it(
-    alone: Ranks, tmp_path: Path
-) -> None:
-    loop = train(alone, tmp_path, Outside(""), record_groups="all", checkpoints_kept=4, lr_schedule="linear")
-    records = GroupRecords(loop.settings.run_dir)
-    assert records.steps == [1, 2, 3, 4]
-    objective = Objective(loop.settings)
-    for step in (2, 3, 4):
-        head = records.head(step)
-        recorded = {name: value for name, value in head.settings.items() if name != "model_name"}
-        learner = make_learner(alone, tmp_path / "model", head.total_steps, **recorded)
-        before, after = (loop.settings.checkpoint_dir / f"step-{number:06d}" for number in (step - 1, step))
-        loop.rank_calls.checkpoints.load(before, learner.policy, learner.optimizer)
-        groups = [
-            objective.training_group(r.group, weight=r.weight, is_replayed=r.is_replayed) for r in records.groups(step)
-        ]
-        learner.update(objective.with_advantages(groups), step - 1, position=head.position)
-        computed = weights_of(learner.policy)
-        loop.rank_calls.checkpoints.load(after, learner.policy, learner.optimizer)
-        assert all(np.array_equal(value, computed[name]) for name, value in weights_of(learner.policy).items())
+    learner, objective = make_learner(alone, model, STEPS), Objective(loop.settings)
+    loop.rank_calls.checkpoints.load(path, learner.policy, learner.optimizer)
+    for step in range(completed + 1, STEPS + 1):
+        trained = [objective.training_group(group(f"g{step}", step - 1))]
+        learner.update(objective.with_advantages(trained), step - 1)
+    weights = weights_of(learner.policy)
+    assert all(np.array_equal(value, weights[name]) for name, value in undisturbed.weights.items())
 
 
 def test_a_run_whose_records_find_no_room_trains_as_before_and_counts_them(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Ranks, model: Path, tmp_path: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undisturbed = train(alone, tmp_path / "undisturbed", Outside(""), record_groups="off")
     monkeypatch.setattr(group_records, "atomic_write", fail)
-    outside = Outside("")
-    loop = train(alone, tmp_path, outside, record_groups="all")
-    assert outside.error is None
-    expected = weights_of(undisturbed.rank_calls.learner.policy)
-    assert all(
-        np.array_equal(value, expected[name]) for name, value in weights_of(loop.rank_calls.learner.policy).items()
-    )
-    lines = [orjson.loads(line) for line in (loop.settings.run_dir / "metrics.jsonl").read_bytes().splitlines()]
-    assert [line["groups_unrecorded"] for line in lines] == [1.0] * 4
+    run = train(alone, model, tmp_path, record_groups="all")
+    assert run.error is None
+    assert run.ends_as(undisturbed)
+    assert [line["groups_unrecorded"] for line in run.metrics] == [1.0] * STEPS
 
 
-def test_a_loss_in_the_evaluation_after_the_last_prompt_leaves_a_checkpoint(alone: Ranks, tmp_path: Path) -> None:
+def test_a_loss_in_the_evaluation_after_the_last_prompt_leaves_a_checkpoint(
+    alone: Ranks, model: Path, tmp_path: Path
+) -> None:
     outside = Outside("evaluate", prompts=LAST)
-    loop = train(alone, tmp_path, outside, eval_prompts=64, checkpoint_every=0)
+    loop = train(alone, model, tmp_path, outside, eval_prompts=64, checkpoint_every=0).loop
     assert str(outside.error) == "evaluate found nobody"
     assert newest_step(loop) == LAST
 
 
 def test_evaluations_outside_the_steps_are_in_tensorboard_and_in_the_curve(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = train(alone, tmp_path, Outside("", prompts=2), eval_prompts=64, eval_every=0, checkpoint_every=0)
+    loop = train(alone, model, tmp_path, Outside("", prompts=2), eval_prompts=64, eval_every=0, checkpoint_every=0).loop
     directory, state = loop.settings.run_dir, loop.state
     events = EventAccumulator(str(directory / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("accuracy")] == [(0, 0.0), (2, 0.5)]
@@ -283,43 +116,45 @@ def test_evaluations_outside_the_steps_are_in_tensorboard_and_in_the_curve(
     assert accuracies.get_xydata().tolist() == [[0.0, 0.0], [2.0, 0.5]]
 
 
-def test_a_setting_that_proves_wrong_in_mid_run_leaves_a_checkpoint(alone: Ranks, tmp_path: Path) -> None:
+def test_a_setting_that_proves_wrong_in_mid_run_leaves_a_checkpoint(alone: Ranks, model: Path, tmp_path: Path) -> None:
     outside = Outside("generate", kind=ConfigurationError)
-    loop = train(alone, tmp_path, outside, checkpoint_every=0)
+    loop = train(alone, model, tmp_path, outside, checkpoint_every=0).loop
     assert str(outside.error) == "generate found nobody"
     assert newest_step(loop) == 1
     assert outside.snapshot_seconds == [LEAVE_SNAPSHOT_SECONDS], "the weights are not kept waiting"
 
 
 def test_a_run_that_is_lost_before_its_first_step_took_time_too(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nobody() -> None:
         raise DependencyLostError("no worker")
 
     outside = Outside("")
     monkeypatch.setattr(outside, "wait_for_workers", nobody)
-    assert train(alone, tmp_path, outside).state.seconds > 0
+    assert train(alone, model, tmp_path, outside).loop.state.seconds > 0
     assert str(outside.error) == "no worker"
 
 
-def test_a_version_that_goes_while_groups_are_made_is_written_again(alone: Ranks, tmp_path: Path) -> None:
+def test_a_version_that_goes_while_groups_are_made_is_written_again(alone: Ranks, model: Path, tmp_path: Path) -> None:
     outside = Outside("", deleted=[2])
-    loop = train(alone, tmp_path, outside)
+    loop = train(alone, model, tmp_path, outside).loop
     assert outside.error is None
     assert loop.state.step == 4
     assert outside.writes == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
-    ("settings", "last"),
-    [({"checkpoint_every": 1}, 4), ({"eval_prompts": 64, "eval_every": 1, "target_accuracy": 0.5}, 2)],
+    ("settings", "last"), [({}, 4), ({"eval_prompts": 64, "eval_every": 1, "target_accuracy": 0.5}, 2)]
 )
-def test_the_last_step_is_saved_once(alone: Ranks, tmp_path: Path, settings: dict[str, Any], last: int) -> None:
+def test_the_last_step_is_saved_once_and_the_replay_buffer_forgets_what_it_kept_for_removed_checkpoints(
+    alone: Ranks, model: Path, tmp_path: Path, settings: dict[str, Any], last: int
+) -> None:
     outside = Outside("")
-    loop = train(alone, tmp_path, outside, **settings)
+    loop = train(alone, model, tmp_path, outside, **settings).loop
     assert outside.error is None
     assert outside.saved == [f"r-step-{step:06d}" for step in range(1, last + 1)]
+    assert outside.forgotten == outside.saved[:-1]
     assert newest_step(loop) == last
 
 
@@ -338,7 +173,11 @@ def fill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Non
         return nullcontext(FullStream())
 
     def fill_disk(what: str) -> None:
-        wait_for_checkpoint(tmp_path / "runs" / "r" / "checkpoints")
+        # The checkpoint of step 1 is written beside the training.
+        manifests = [
+            tmp_path / "runs/r/checkpoints" / name / "manifest.json" for name in (".step-000001.partial", "step-000001")
+        ]
+        wait_until(lambda: any(manifest.exists() for manifest in manifests), "the checkpoint of step 1", every=0.01)
         if what == "records":
             monkeypatch.setattr(run_files, "_append", fail)
         else:
@@ -346,14 +185,6 @@ def fill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Non
             monkeypatch.setattr(saving.tempfile, "TemporaryFile", fail)
 
     return fill_disk
-
-
-def wait_for_checkpoint(directory: Path) -> None:
-    """Returns when the checkpoint of step 1 has been written beside the training."""
-    end = time.monotonic() + 60
-    while not any((directory / name / "manifest.json").exists() for name in (".step-000001.partial", "step-000001")):
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 class FullStream(io.RawIOBase):
@@ -376,11 +207,11 @@ def newest_step(loop: TrainingLoop) -> int:
 
 
 def test_a_full_disk_does_not_hide_which_service_was_lost(
-    alone: Ranks, tmp_path: Path, fill: Callable[[str], None]
+    alone: Ranks, model: Path, tmp_path: Path, fill: Callable[[str], None]
 ) -> None:
     outside = Outside("acknowledge", lambda: fill("checkpoints"))
     with structlog.testing.capture_logs() as logged:
-        loop = train(alone, tmp_path, outside)
+        loop = train(alone, model, tmp_path, outside).loop
     assert str(outside.error) == "acknowledge found nobody"
     [entry] = [entry for entry in logged if entry["event"] == "no checkpoint of the last completed step"]
     assert entry["step"] == LAST
@@ -393,10 +224,10 @@ def test_a_full_disk_does_not_hide_which_service_was_lost(
 
 @pytest.mark.parametrize(("full", "eval_prompts"), [("records", 0), ("checkpoints", 0), ("records", 64)])
 def test_a_full_disk_ends_a_run_that_can_be_resumed_with_its_reason(
-    alone: Ranks, tmp_path: Path, fill: Callable[[str], None], full: str, eval_prompts: int
+    alone: Ranks, model: Path, tmp_path: Path, fill: Callable[[str], None], full: str, eval_prompts: int
 ) -> None:
     outside = Outside("", lambda: fill(full))
-    loop = train(alone, tmp_path, outside, eval_prompts=eval_prompts, eval_every=LAST)
+    loop = train(alone, model, tmp_path, outside, eval_prompts=eval_prompts, eval_every=LAST).loop
     assert isinstance(outside.error, DiskFullError)
     assert re.search(r"the disk is full: .* cannot be written, .* GB are free there\. Make room", str(outside.error))
     assert newest_step(loop) == 1
@@ -407,20 +238,14 @@ def _throw(error: Exception) -> None:
     raise error
 
 
-def test_the_replay_buffer_forgets_what_it_kept_for_removed_checkpoints(alone: Ranks, tmp_path: Path) -> None:
-    outside = Outside("")
-    train(alone, tmp_path, outside)
-    assert outside.forgotten == ["r-step-000001", "r-step-000002", "r-step-000003"], "not that of the newest checkpoint"
-
-
 def test_it_forgets_also_what_the_checkpoint_of_an_interrupted_run_takes_the_place_of(
-    alone: Ranks, tmp_path: Path
+    alone: Ranks, model: Path, tmp_path: Path
 ) -> None:
     outside = Outside("publish")
-    train(alone, tmp_path, outside, checkpoint_every=LAST + 1)
+    train(alone, model, tmp_path, outside, checkpoint_every=LAST + 1)
     assert outside.forgotten == []
     outside = Outside("publish")
-    train(alone, tmp_path / "other", outside)
+    train(alone, model, tmp_path / "other", outside)
     assert outside.saved == ["r-step-000001", "r-step-000002"]
     assert outside.forgotten == ["r-step-000001"]
 
@@ -437,9 +262,11 @@ async def test_a_collector_whose_disk_is_full_ends_as_one_that_may_start_again(
         await taken.take(4)
 
 
-def test_a_run_ends_at_its_target_accuracy_and_says_what_was_compared(tmp_path: Path, alone: Ranks) -> None:
+def test_a_run_ends_at_its_target_accuracy_and_says_what_was_compared(
+    alone: Ranks, model: Path, tmp_path: Path
+) -> None:
     with structlog.testing.capture_logs() as logs:
-        loop = train(alone, tmp_path, Outside(""), eval_prompts=64, eval_every=1, target_accuracy=0.5)
+        loop = train(alone, model, tmp_path, Outside(""), eval_prompts=64, eval_every=1, target_accuracy=0.5).loop
     assert (loop.state.step, loop.state.best_step) == (2, 2)
     state = loop.state
     assert (state.last_accuracy, state.last_accuracy_low, state.last_accuracy_high) == (0.5, 0.25, 0.75)

@@ -9,7 +9,7 @@ from services.protocol.groups import TokenSequence
 from tests.sequences import trained_sequence
 from trainer.algorithm.packing import TrainingGroup
 
-fast = settings(max_examples=100)
+fast = settings(max_examples=50)
 
 
 @st.composite

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from services.core.errors import ConfigurationError
 from services.protocol.groups import TokenSequence, Turn
 from tests.sequences import changed, trained_sequence
 from trainer.algorithm.gae import critic_metrics
@@ -174,9 +173,3 @@ def test_metrics_are_over_trained_tokens() -> None:
     assert metrics["return_mean"] == pytest.approx(0.2)
     errors = torch.tensor([0.9, 0.8, 0.7, -1.4, -1.5])
     assert metrics["explained_variance"] == pytest.approx(1 - errors.var(correction=0).item() / 0.96, rel=1e-5)
-
-
-def test_settings_of_the_critic_are_refused_without_one() -> None:
-    with pytest.raises(ConfigurationError, match="GAMMA, CRITIC_WARMUP_STEPS is set, but ADVANTAGE=grpo has no critic"):
-        settings_of(advantage="grpo", gamma=0.9, critic_warmup_steps=1)
-    assert settings_of(gamma=0.9).has_critic

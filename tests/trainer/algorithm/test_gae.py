@@ -50,20 +50,6 @@ def test_per_turn_discounts_between_turns_only() -> None:
     assert advantages(gamma=gamma, lam=lam, turn_ids=TURNS).tolist() == pytest.approx(expected)
 
 
-def test_per_turn_is_the_estimator_whose_actions_are_turns() -> None:
-    """The first tokens' advantages are those of a completion with one token a turn."""
-    found = advantages(gamma=0.9, lam=0.5, turn_ids=TURNS)[[0, 5, 7]]
-    turns = generalized_advantages(
-        torch.tensor([0.5, 1.0, -1.0], dtype=torch.float64),
-        VALUES[[0, 5, 7]],
-        torch.tensor([0, 0, 1]),
-        torch.ones(3, dtype=torch.bool),
-        0.9,
-        0.5,
-    )
-    torch.testing.assert_close(found, turns)
-
-
 def test_two_turns_without_a_token_between_them_are_two() -> None:
     turns = TURNS.clone()
     turns[2] = 7

@@ -154,6 +154,7 @@ def test_sapo_is_the_formula(seed: int) -> None:
     torch.testing.assert_close(result, losses_by_formula(batch, "old", formula), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.leaving
 @pytest.mark.parametrize("seed", SEEDS)
 def test_clip_cov_takes_the_gradient_of_the_tokens_with_the_highest_covariance(seed: int) -> None:
     tokens = loss_tokens(random_ragged(seed, n_sequences=40, spread=0.1))

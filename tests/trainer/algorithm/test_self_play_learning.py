@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from services.environment_server.games import NAMES, Nim
@@ -75,6 +76,7 @@ def experience(moves: Moves, reward: float, seat: int) -> TokenSequence:
     )
 
 
+@pytest.mark.slow
 async def test_self_play_raises_the_share_of_optimal_moves() -> None:
     table = Table(np.random.default_rng(1))
     shares = []

@@ -144,11 +144,3 @@ def test_gae_has_the_rewards_at_the_ends_of_turns() -> None:
     [group] = Objective(settings).with_advantages([TrainingGroup([1], [episode(1, 4, tokens=2)])], None, values)
     [sequence] = group.sequences
     assert sequence.trained(sequence.arrays["returns"]) == pytest.approx([1.0, 2.0, 2.0, 4.0])
-
-
-@pytest.mark.parametrize(
-    ("options", "why"), [({"rollout": "completion"}, "one turn"), ({"advantage": "gae"}, "critic")]
-)
-def test_credit_that_nothing_reads_is_refused(options: dict[str, str], why: str) -> None:
-    with pytest.raises(Exception, match=f"CREDIT is turn, but.*{why}"):
-        settings_of(**options)

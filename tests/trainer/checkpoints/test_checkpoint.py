@@ -50,15 +50,6 @@ def greatest_difference(weights: Arrays, expected: Arrays) -> float:
     return max(float(np.abs(weights[name] - value).max()) for name, value in expected.items())
 
 
-def test_a_resumed_run_ends_with_the_very_weights_of_the_undisturbed_one(
-    alone: Ranks, model: Path, trained: tuple[Path, Arrays]
-) -> None:
-    directory, undisturbed = trained
-    step, weights = resume_and_train(alone, model, directory, GROUPS, LAST)
-    assert step == SAVED
-    assert greatest_difference(weights, undisturbed) == 0
-
-
 def test_a_state_in_host_memory_is_saved_and_resumed_to_the_bit(
     alone: Ranks, model: Path, trained: tuple[Path, Arrays], tmp_path: Path
 ) -> None:
@@ -70,17 +61,6 @@ def test_a_state_in_host_memory_is_saved_and_resumed_to_the_bit(
     step, weights = resume_and_train(alone, model, tmp_path, GROUPS, LAST)
     assert step == SAVED
     assert greatest_difference(weights, undisturbed) == 0, "by a run without it"
-
-
-def test_a_resumed_run_with_adapters_ends_with_the_very_adapters_of_the_undisturbed_one(
-    alone: Ranks, model: Path, tmp_path: Path
-) -> None:
-    settings = {"lora_rank": 2}
-    undisturbed = train_and_save(alone, model, tmp_path, GROUPS, 1, 3, settings)
-    step, weights = resume_and_train(alone, model, tmp_path, GROUPS, 3, settings)
-    assert step == 1
-    assert greatest_difference(weights, undisturbed) == 0
-    assert any("lora_B" in name and weights[name].any() for name in weights)
 
 
 @pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -163,7 +143,7 @@ def lead_nowhere(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [cut_short, change_one_byte, lose_a_file, empty_the_manifest, make_up_a_field, lead_nowhere],
+    [change_one_byte, lose_a_file, empty_the_manifest, make_up_a_field, lead_nowhere],
     ids=lambda d: d.__name__,
 )
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(
@@ -250,14 +230,6 @@ def test_a_checkpoint_takes_the_place_of_a_link_and_leaves_alone_where_it_leads(
         store.save(learner.policy, learner.optimizer, run_state(learner, step), wait=True)
     assert [(path.name, path.is_symlink()) for path in directory.iterdir()] == [("step-000003", False)]
     assert (elsewhere / "mine").exists()
-
-
-def test_a_run_that_resumes_from_the_checkpoint_before_a_damaged_one_ends_with_the_same_weights(
-    alone: Ranks, model: Path, trained: tuple[Path, Arrays], checkpoints: Path
-) -> None:
-    cut_short(checkpoints / f"step-{SAVED:06d}")
-    _, weights = resume_and_train(alone, model, checkpoints, GROUPS, LAST)
-    assert greatest_difference(weights, trained[1]) == 0
 
 
 def test_nothing_starts_anew_over_checkpoints_that_are_all_damaged(

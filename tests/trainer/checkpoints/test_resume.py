@@ -13,7 +13,6 @@ import structlog
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.chat.tokenizers import tokenizer_digest
 from services.core.errors import ConfigurationError
 from services.protocol.prompts import DataStats
 from services.weights.policy_store import PolicyStore
@@ -77,29 +76,23 @@ def test_another_model_of_the_same_shape_is_refused_by_what_differs(
 ) -> None:
     other = Path(shutil.copytree(model, tmp_path / "other"))
     change(other)
-    with pytest.raises(ConfigurationError) as refused:
+    with pytest.raises(
+        ConfigurationError, match=f"step-000003, .*the {part} of MODEL_NAME: .*digest.*RUN_ID"
+    ) as refused:
         start(alone, tmp_path, other, stats())
-    said = str(refused.value)
-    assert f"the {part} of MODEL_NAME: {str(model)!r} (digest" in said
-    assert f"{str(other)!r} (digest" in said
-    assert "step-000003" in said
-    assert "another RUN_ID" in said
-    assert ("the weights" in said, "the tokenizer" in said, "the data" in said) == (
+    assert [name in str(refused.value) for name in ("the weights", "the tokenizer", "the data")] == [
         part == "weights",
         part == "tokenizer",
         False,
-    )
+    ]
 
 
 def test_other_data_are_refused_by_the_parts_that_differ(
     alone: Ranks, tmp_path: Path, model: Path, begun: Path
 ) -> None:
-    with pytest.raises(ConfigurationError) as refused:
+    with pytest.raises(ConfigurationError, match=r"'gsm8k' now; training prompts 40 .* then, 7473 .* now\.") as refused:
         start(alone, tmp_path, model, stats("gsm8k", **{"training prompts": "7473 (digest 2b)"}))
-    assert (
-        "the data: 'arithmetic' then, 'gsm8k' now; training prompts 40 (digest 1a) then, 7473 (digest 2b) now."
-        in str(refused.value)
-    )
+    assert "order" not in str(refused.value)
 
 
 def test_a_collector_refuses_other_data_before_it_asks_for_any(begun: Path, tmp_path: Path) -> None:
@@ -145,11 +138,6 @@ def test_a_digest_of_weights_shows_each_parameter_and_no_number_format(model: Pa
             parameter.flatten()[0].add_(1)
         digests.add(weights_digest(loaded))
     assert len(digests) == 1 + len(list(loaded.parameters()))
-
-
-def test_a_digest_of_a_tokenizer_is_the_same_each_time(model: Path) -> None:
-    digests = {tokenizer_digest(AutoTokenizer.from_pretrained(model)) for _ in range(2)}
-    assert len(digests) == 1
 
 
 # --- policy versions -------------------------------------------------------------------------------------------------
@@ -265,14 +253,3 @@ def test_whole_rows_are_compared_where_both_runs_had_them() -> None:
     assert not data_differences(before.model_copy(update={"data": {"order": "o"}}), "d", {"order": "o", "rows": "1"})
     [difference] = data_differences(before, "d", {"order": "o", "rows": "2"})
     assert "rows 1 then, 2 now" in difference
-
-
-def test_other_sources_are_refused_by_the_sources_that_differ(tmp_path: Path) -> None:
-    sums = {"sums: settings": "ratio 2, GROUP_SIZE 4", "sums: training prompts": "40 (digest 1a)"}
-    before = Fingerprint(model="m", weights="1", tokenizer="2", dataset="sums", data=sums)
-    now = {**sums, "sums: settings": "ratio 1, GROUP_SIZE 4", "words: settings": "ratio 1"}
-    assert data_differences(before, "sums, words", now) == [
-        "the data: 'sums' then, 'sums, words' now; "
-        "sums: settings ratio 2, GROUP_SIZE 4 then, ratio 1, GROUP_SIZE 4 now; "
-        "words: settings unknown then, ratio 1 now"
-    ]

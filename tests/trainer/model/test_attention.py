@@ -25,7 +25,13 @@ from trainer.model.policy import Policy
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+QUICK = ("qwen2", "qwen3_moe")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in FAMILIES],
+)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"), FAMILIES[request.param])
 
@@ -66,16 +72,7 @@ def assert_same_gradients(policy: Policy, model: torch.nn.Module) -> None:
         torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
-def test_a_completion_does_not_depend_on_what_it_is_packed_with(directory: Path) -> None:
-    policy = packed_policy(directory)
-    alone, *others = random_groups(5)
-    n_tokens = sum(len(s.completion_ids) for s in alone.sequences)
-    expected = policy(pack([alone])).logprobs
-    logprobs = policy(pack([*others, alone])).logprobs
-    torch.testing.assert_close(logprobs[-n_tokens:], expected, **CLOSE)
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_tree_gives_what_its_sequences_give_one_by_one(directory: Path, seed: int) -> None:
     trees, policy, model = random_trees(seed), packed_policy(directory), plain_model(directory)
     batch = pack(trees)

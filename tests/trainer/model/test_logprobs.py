@@ -88,18 +88,6 @@ def test_logits_far_apart_give_finite_numbers() -> None:
     assert hidden.grad.isfinite().all()
 
 
-def test_bfloat16_inputs_give_float32_numbers() -> None:
-    hidden, weight, targets = random_inputs()
-    low = (hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_())
-    logprobs, entropies = token_logprobs(*low, targets, STATES, chunk_tokens=8)
-    assert logprobs.dtype == entropies.dtype == torch.float32
-    logprobs.sum().backward()
-    assert low[0].grad is not None
-    assert low[0].grad.dtype == torch.bfloat16
-    (expected,) = torch.autograd.grad(naive(hidden, weight, targets, 1.0)[0].sum(), hidden)
-    torch.testing.assert_close(low[0].grad.float(), expected, rtol=0.1, atol=0.1)
-
-
 def bfloat16_inputs() -> tuple[Tensor, Tensor, Tensor]:
     """Inputs with logits of about 30, as language models have. bfloat16 would round them to multiples of an eighth."""
     hidden, weight, targets = (x.detach() for x in random_inputs(scale=0.5))

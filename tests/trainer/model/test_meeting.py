@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -17,30 +15,26 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 import trainer.__main__ as program
+import trainer.run  # noqa: F401  (main imports it, which takes seconds)
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from trainer.model import ranks
 from trainer.model.ranks import Ranks
 
-ROOT = Path(__file__).parents[3]
 CPU = {"device": "cpu", "backend": "gloo", "torch": "2.14.1", "host": "a"}
 GPU = CPU | {"device": "cuda", "backend": "cpu:gloo,cuda:nccl", "host": "b"}
 
 
-def test_a_trainer_whose_gpus_are_missing_ends_instead_of_training_on_the_processor(tmp_path: Path) -> None:
-    environment = os.environ | {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "SHARED_DIR": str(tmp_path)}
-    for rank in ({}, {"RANK": "0", "WORLD_SIZE": "1"}):
-        ended = subprocess.run(
-            [sys.executable, "-m", "trainer"],
-            cwd=ROOT,
-            env=environment | rank,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        last = ended.stderr.splitlines()[-1]
-        assert ended.returncode == EXIT_CONFIGURATION, ended.stderr
-        assert last.startswith("error: SKYPILOT_NUM_GPUS_PER_NODE is 8, but torch sees 0 CUDA devices"), last
+@pytest.mark.parametrize("rank", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["launcher", "rank"])
+def test_a_trainer_whose_gpus_are_missing_ends_instead_of_training_on_the_processor(
+    rank: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    variables = {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "SHARED_DIR": str(tmp_path), "RUN_ID": "r", **rank}
+    monkeypatch.setattr(os, "environ", os.environ | variables)
+    monkeypatch.setattr(program, "kill_stale_processes", lambda: None)
+    assert program.main() == EXIT_CONFIGURATION
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: SKYPILOT_NUM_GPUS_PER_NODE is 8, but torch sees 0 CUDA devices"), last
 
 
 def test_a_node_whose_gpus_are_there_has_a_rank_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +70,12 @@ def wait_longer_than_a_collective_may(joined: Ranks) -> int:
     # Collectives of this group time out after COLLECTIVE_SECONDS.
     backend = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     backend._set_default_timeout(timedelta(seconds=1))
-    if joined.is_main:
-        time.sleep(2.5)
-    value: int = joined.broadcast_json(7)
+    try:
+        if joined.is_main:
+            time.sleep(2.5)
+        value: int = joined.broadcast_json(7)
+    finally:
+        backend._set_default_timeout(timedelta(seconds=ranks.COLLECTIVE_SECONDS))
     return value
 
 

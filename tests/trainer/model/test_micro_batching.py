@@ -116,11 +116,6 @@ def test_on_cuda_every_distinct_token_is_computed_once_wherever_a_group_fits(
     assert sum(piece.tokens for pieces in on_cpu for piece in pieces) > group.tokens, "keys are copied there"
 
 
-def test_the_demo_trains_in_one_micro_batch() -> None:
-    groups = [group_of(40, [12] * 8) for _ in range(8)]
-    assert share_out(groups, 1, 16_384) == [[groups]]
-
-
 def test_nothing_to_train_on_is_no_micro_batch() -> None:
     assert share_out([], 3, 100) == [[], [], []]
     assert share_out([TrainingGroup([1], [], "unscorable")], 2, 100) == [[], []]

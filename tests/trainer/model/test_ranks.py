@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ports import free_port
-from tests.waiting import LIMIT_SECONDS
+from tests.waiting import IDLE_SECONDS
 from trainer.model import ranks
 from trainer.model.ranks import join_ranks
 
@@ -43,28 +42,15 @@ def test_an_nccl_group_is_left_after_success_only(monkeypatch: pytest.MonkeyPatc
     assert left == ([] if fails else ["left"])
 
 
-MEETING = """
-import sys
-from trainer.model.ranks import join_ranks
-with join_ranks() as ranks:
-    print(ranks.broadcast_json(sys.argv[1]))
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address, and ports for each run")
-def test_two_job_groups_of_a_machine_meet_each_for_itself_on_one_port() -> None:
-    port = str(free_port())
-    started = {
-        (group, rank): subprocess.Popen(
-            [sys.executable, "-c", MEETING, group],
-            env=os.environ
-            | {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
-            | {"JOBGROUP_ENDPOINTS": json.dumps({f"ppo-trainer-0:{port}": f"{address}:{port}"})},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for group, address in (("first", "127.77.0.1"), ("second", "127.77.0.2"))
-        for rank in "10"
-    }
-    for (group, _), process in started.items():
-        assert process.communicate(timeout=LIMIT_SECONDS)[0].splitlines()[-1] == group
+def test_two_job_groups_of_a_machine_meet_each_for_itself_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, stores = free_port(), {}
+    for rank in (0, 1):
+        for group, address in (("first", "127.77.0.1"), ("second", "127.77.0.2")):
+            monkeypatch.setenv("MASTER_ADDR", address)
+            monkeypatch.setenv("MASTER_PORT", str(port))
+            monkeypatch.setenv("JOBGROUP_ENDPOINTS", json.dumps({f"ppo-trainer-0:{port}": f"{address}:{port}"}))
+            stores[group, rank] = ranks._store(rank, 2, timedelta(seconds=IDLE_SECONDS))
+    for group in ("first", "second"):
+        stores[group, 0].set("group", group)
+    assert [stores[group, 1].get("group").decode() for group in ("first", "second")] == ["first", "second"]

@@ -295,6 +295,7 @@ def test_a_broadcast_has_one_version_in_memory_while_another_is_written(rank: in
     assert broadcast - disk == pytest.approx((versions - 1) * 2 * SHAPES["8B"].parameters)
 
 
+@pytest.mark.leaving
 def test_deltas_take_room_for_one_version_more() -> None:
     whole, deltas = (needed(SHAPES["8B"], chosen("8B", 1, 8, publish_delta=delta)) for delta in (False, True))
     version = 2 * SHAPES["8B"].parameters
@@ -302,6 +303,7 @@ def test_deltas_take_room_for_one_version_more() -> None:
     assert deltas.volume["versions"] - whole.volume["versions"] == version
 
 
+@pytest.mark.leaving
 def test_a_copy_of_the_engines_on_the_trainers_nodes_takes_room_in_shared_memory() -> None:
     given = {"publish_delta": True, "engine_sleeps": True}
     without, copy = (needed(SHAPES["8B"], chosen("8B", 1, 8, **some)) for some in ({"publish_delta": True}, given))

@@ -36,6 +36,8 @@ from trainer.publishing import deltas as module
 from trainer.publishing.publisher import Publisher, VersionWriter
 from trainer.reporting.step_metrics import headline
 
+pytestmark = pytest.mark.leaving
+
 Alone = tuple[Ranks, ServiceThread]
 
 SMALL, LARGE = 1e-5, 1e-1

@@ -381,7 +381,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     os.umask(before)
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077], indirect=True, ids=oct)
+@pytest.mark.parametrize("umask", [0o022, 0o077], indirect=True, ids=oct)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_everything_that_a_run_writes_of_its_model_follows_the_umask(
     alone: tuple[Ranks, ServiceThread], tmp_path: Path, umask: int, rank: int

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -67,6 +68,8 @@ def test_every_moment_belongs_to_the_phase_that_was_entered_last(monkeypatch: py
 
 async def test_an_activity_that_goes_on_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "REPORT_SECONDS", 0.0)
+    pause = asyncio.sleep
+    monkeypatch.setattr("trainer.reporting.status.asyncio", SimpleNamespace(sleep=lambda _: pause(0)))
     status = RunStatus()
     status.begin("publish", "waiting for a worker")
     with structlog.testing.capture_logs() as lines:
@@ -74,10 +77,11 @@ async def test_an_activity_that_goes_on_is_logged(monkeypatch: pytest.MonkeyPatc
         await eventually(lambda: len(lines) > 1, "two lines")
         status.metrics = {"reward_mean": 1.0}  # after a step, a minute must pass
         told = len(lines)
-        await asyncio.sleep(2.5)
+        for _ in range(20):
+            await pause(0)
         logging.cancel()
-    assert all(re.fullmatch(r"waiting for a worker, for \d s", line["event"]) for line in lines)
     assert len(lines) == told
+    assert all(re.fullmatch(r"waiting for a worker, for \d s", line["event"]) for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,10 @@ class Stage:
         settings = TrainerSettings.load(**(wanted | fields))
         return GroupMaker(settings, self.sampler(settings))
 
-    def group(self, prompt: Prompt = PROMPT, **fields: Any) -> Group | None:
-        return self.thread.call(self.maker(**fields).make_group(prompt))
+    def group(self, prompt: Prompt = PROMPT, **fields: Any) -> Group:
+        made = self.thread.call(self.maker(**fields).make_group(prompt))
+        assert made is not None
+        return made
 
 
 @pytest.fixture
@@ -133,7 +135,6 @@ def test_an_episode_over_a_limit_says_what_its_environment_can_do(
 def test_the_model_plays_the_episode_of_the_prompts_seed(stage: Stage) -> None:
     stage.gateway.says = find_secret
     group = stage.group()
-    assert group is not None
     assert len(group.sequences) == 2
     for experience in group.sequences:
         assert experience.messages is not None
@@ -149,7 +150,6 @@ def test_the_model_plays_the_episode_of_the_prompts_seed(stage: Stage) -> None:
 
 def test_the_reward_is_the_episodes_return(stage: Stage) -> None:
     first = stage.group()
-    assert first is not None
     assert first.sequences[0].messages is not None
     answer = first.sequences[0].messages[2].content
     span = range(51, 101) if answer == "Higher." else range(1, 50)
@@ -158,7 +158,6 @@ def test_the_reward_is_the_episodes_return(stage: Stage) -> None:
     while not any(returns):
         stage.gateway.says = lambda _: str(next(counter, 0))
         group = stage.group(group_size=1, advantage="reinforce")
-        assert group is not None
         returns.append(group.rewards[0])
     assert returns[-1] == 1.0
     turns = group.sequences[0].turns
@@ -170,7 +169,6 @@ def test_the_reward_is_the_episodes_return(stage: Stage) -> None:
 def test_a_refused_answer_is_a_turn_with_the_environments_answer(stage: Stage) -> None:
     stage.gateway.says = lambda messages: "yes" if len(messages) > 1 else "perhaps"
     group = stage.group()
-    assert group is not None
     assert group.rewards == [1.0, 1.0]
     messages = group.sequences[0].messages
     assert messages is not None
@@ -200,8 +198,11 @@ def test_a_lost_episode_has_no_reward(stage: Stage) -> None:
     ("stage", "said"),
     [
         (f"{ODD}Fragile", "RuntimeError: it broke (.*odd_environments.py, line [0-9]+, in Fragile.step)"),
-        (f"{ODD}Unstable", "ZeroDivisionError: .*, in Unstable.step.*; the episode was lost 3 times at this action"),
-        (f"{ODD}Worldless", "RuntimeError: no world today (.*odd_environments.py, line [0-9]+, in Worldless.reset)"),
+        pytest.param(
+            f"{ODD}Unstable",
+            "ZeroDivisionError: .*, in Unstable.step.*; the episode was lost 3 times at this action",
+            marks=pytest.mark.slow,
+        ),
     ],
     indirect=["stage"],
 )
@@ -213,6 +214,7 @@ def test_an_environment_whose_every_episode_fails_ends_the_run_for_good(stage: S
         stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
+@pytest.mark.slow
 def test_servers_outlive_an_environment_that_exits_at_some_seeds(start_service: StartService) -> None:
     servers = [
         start_service("services.environment_server", ENVIRONMENT=f"{ODD}Leaving", ENVIRONMENT_SERVER_NAME=name)

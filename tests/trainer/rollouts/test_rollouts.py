@@ -47,6 +47,8 @@ from trainer.rollouts.groups import LEAST_FAILURES, Completions, GroupMaker, mak
 from trainer.service_calls import ServiceCalls
 
 VOCAB_SIZE = 1000
+QUEUE: dict[str, Any] = {"mode": "async", "collector_in_process": False}
+"""Settings of a trainer that gets its groups from the queue."""
 BAD = 7
 """The prompt, by its place, that goes wrong in these tests."""
 
@@ -158,7 +160,7 @@ def fakes() -> Iterator[list[FakeService]]:
         {"POST /prompts": prompts, "GET /stats": lambda _: stats()},
         {"POST /generate": completions},
         {"POST /batch_reward": alternate_rewards, "GET /stats": lambda _: {}},
-        {"POST /groups": added, "POST /queue": added},
+        {"POST /groups": added, "POST /queue": added, "POST /queue/acknowledge": acknowledged},
     ]
     with ExitStack() as stack:
         yield [stack.enter_context(fake_service(own)) for own in routes]
@@ -244,8 +246,7 @@ def test_without_groups_left_out_the_learning_rate_decays_with_the_steps(service
 def test_groups_of_the_queue_that_are_stale_or_without_a_signal_count_as_data_used(services: Services) -> None:
     lease, dropped = leases(*([position] for position in range(12))), iter([3, 1])
     services.replay.routes["POST /queue/lease"] = lambda request: lease(request) | {"dropped_stale": next(dropped, 0)}
-    services.replay.routes["POST /queue/acknowledge"] = acknowledged
-    steps = services.steps(mode="async", collector_in_process=False, dynamic_sampling_tries=1)
+    steps = services.steps(**QUEUE, dynamic_sampling_tries=1)
     assert steps.next() == [4, 5, 6, 7], "the first four have no signal, and only so many are replaced"
     assert steps.loop.state.prompts_used == 12
     services.replay.routes["POST /queue/lease"] = leases(*([position] for position in range(12, 24)))
@@ -265,8 +266,7 @@ def test_every_tenth_step_has_the_entropy_over_all_groups_made(services: Service
     first, _ = (call.args[0] for call in steps.rank_calls.mean_entropy.call_args_list)
     assert [group.group_id.rsplit("-", 1)[1] for group in first] == ["0", "1", "2", "3", "4"]
     services.replay.routes["POST /queue/lease"] = leases(*([position] for position in range(8)))
-    services.replay.routes["POST /queue/acknowledge"] = acknowledged
-    steps = services.steps(mode="async", collector_in_process=False, dynamic_sampling_tries=1)
+    steps = services.steps(**QUEUE, dynamic_sampling_tries=1)
     assert steps.next() == [4, 5, 6, 7]
     assert [group.group_id for group in steps.rank_calls.mean_entropy.call_args.args[0]] == [f"g{i}" for i in range(8)]
 
@@ -277,8 +277,7 @@ def test_every_tenth_step_has_the_entropy_over_all_groups_made(services: Service
 @pytest.mark.parametrize(("version", "oldest"), [(7, 5), (1, 0)])
 def test_fresh_groups_are_at_most_as_stale_as_max_staleness(services: Services, version: int, oldest: int) -> None:
     services.replay.routes["POST /queue/lease"] = leases([1, 2, 3, 4])
-    services.replay.routes["POST /queue/acknowledge"] = acknowledged
-    steps = services.steps(mode="async", collector_in_process=False, max_staleness=2)
+    steps = services.steps(**QUEUE, max_staleness=2)
     steps.loop.state.policy_version = version
     steps.next()
     [request] = services.replay.asked("POST /queue/lease")
@@ -359,13 +358,7 @@ def test_the_activity_says_which_services_the_trainer_waits_for(services: Servic
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_reward_of_a_step_is_of_all_completions_that_it_made(services: Services, mode: str) -> None:
     """The first six of ten prompts are always answered right; four groups have rewards that differ."""
-
-    def reward(request: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "rewards": [{"reward": float(i % 2 or int(item["prompt"]) < 6)} for i, item in enumerate(request["items"])]
-        }
-
-    services.rewards.routes["POST /batch_reward"] = reward
+    services.rewards.routes["POST /batch_reward"] = equal_rewards_for(*range(6))
     fields: dict[str, Any] = {"dynamic_sampling_tries": 3, "batch_size": 4}
     if mode == "async":
         queue = [fresh(n) for n in range(10)]
@@ -377,8 +370,7 @@ def test_the_reward_of_a_step_is_of_all_completions_that_it_made(services: Servi
             "groups": [queue.pop(0)],
             "dropped_stale": 0,
         }
-        services.replay.routes["POST /queue/acknowledge"] = acknowledged
-        fields |= {"mode": "async", "collector_in_process": False}
+        fields |= QUEUE
     steps = services.steps(**fields)
     assert steps.next() == [6, 7, 8, 9]
     metrics = steps.metrics
@@ -409,9 +401,8 @@ def test_groups_of_one_are_all_kept_where_they_teach(services: Services, advanta
 # A prompt that cannot be generated
 
 
-@pytest.mark.parametrize("status", [400, 500])
-def test_a_prompt_that_cannot_be_generated_is_left_out_of_the_step(services: Services, status: int) -> None:
-    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=status)
+def test_a_prompt_that_cannot_be_generated_is_left_out_of_the_step(services: Services) -> None:
+    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=500)
     before = failed_prompts()
     steps = services.steps(position=BAD - 1)
     assert steps.next() == [BAD - 1, BAD + 1, BAD + 2]
@@ -420,21 +411,16 @@ def test_a_prompt_that_cannot_be_generated_is_left_out_of_the_step(services: Ser
 
 
 def test_a_replacement_that_cannot_be_generated_costs_nothing_of_the_batch(services: Services) -> None:
-    def reward(request: dict[str, Any]) -> dict[str, Any]:
-        # All are right on the first prompt, so that it is replaced, and by the bad one.
-        return {
-            "rewards": [{"reward": float(i % 2 or item["prompt"] == "3")} for i, item in enumerate(request["items"])]
-        }
-
-    services.rewards.routes["POST /batch_reward"] = reward
+    # All are right on the first prompt, so that it is replaced, and by the bad one.
+    services.rewards.routes["POST /batch_reward"] = equal_rewards_for(BAD - 4)
     services.rollouts.routes["POST /generate"] = fails_for(BAD, status=400)
     assert services.steps(position=BAD - 4, dynamic_sampling_tries=1).next() == [4, 5, 6, BAD + 1]
 
 
 @pytest.mark.parametrize(
-    ("status", "error"), [(500, DependencyLostError), (400, ConfigurationError)], ids=["lost", "refused"]
+    ("status", "error", "batch_size"),
+    [(500, DependencyLostError, 4), (400, ConfigurationError, 1), (400, ConfigurationError, 10)],
 )
-@pytest.mark.parametrize("batch_size", [1, 4, 10])
 def test_prompts_of_which_none_can_be_generated_end_the_run_and_say_why(
     services: Services, status: int, error: type[Exception], batch_size: int
 ) -> None:
@@ -476,14 +462,14 @@ def test_answers_over_a_limit_and_answers_of_an_overloaded_server_do_not_end_the
     result = {"reward": None, "status": status, "reason": "more than 2 s"}
     services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda _: True, result=result)
     steps = services.steps()
-    for first in range(0, 16, 4):
+    for first in range(0, 12, 4):
         assert steps.next() == list(range(first, first + 4))
 
 
 def test_one_answer_that_can_be_scored_begins_the_count_anew(services: Services) -> None:
     services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda item: int(item["prompt"]) % 4 != 3)
     steps = services.steps()
-    for first in range(0, 24, 4):
+    for first in range(0, 16, 4):
         assert steps.next() == list(range(first, first + 4))
 
 
@@ -494,8 +480,7 @@ def test_groups_of_any_collector_count_where_the_reward_function_fails_at_every_
     """Collectors push such groups, and the trainer, which has them all, ends the run."""
     of_one = [[i] for i in range(8)]
     services.replay.routes["POST /queue/lease"] = leases(*(of_one if tries else [[0, 1, 2, 3], [4, 5, 6, 7]]), **FAILED)
-    services.replay.routes["POST /queue/acknowledge"] = acknowledged
-    steps = services.steps(mode="async", collector_in_process=False, dynamic_sampling_tries=tries)
+    steps = services.steps(**QUEUE, dynamic_sampling_tries=tries)
     if not tries:
         assert steps.next() == [0, 1, 2, 3]
     with pytest.raises(ConfigurationError, match=r"at every answer of 8 prompts in a row: mine:score: KeyError"):
@@ -671,10 +656,9 @@ class CollectorServices:
         return dict(request["cursor"])
 
 
-@pytest.mark.parametrize("status", [400, 500])
-def test_a_collector_leaves_out_what_cannot_be_generated(services: Services, status: int) -> None:
+def test_a_collector_leaves_out_what_cannot_be_generated(services: Services) -> None:
     served = CollectorServices(services, 12)
-    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=status)
+    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=500)
     services.collect()
     assert sorted(group["prompt"]["position"] for group in served.queue()) == [i for i in range(12) if i != BAD]
 
@@ -773,8 +757,7 @@ def leases(*replies: list[int], **result: Any) -> Callable[[dict[str, Any]], dic
 def test_a_group_that_is_leased_again_is_in_the_batch_once(services: Services) -> None:
     # The first lease ran out while the batch waited for more.
     services.replay.routes["POST /queue/lease"] = leases([1, 2], [1, 2], [3, 4])
-    services.replay.routes["POST /queue/acknowledge"] = acknowledged
-    assert services.steps(mode="async", collector_in_process=False).next() == [1, 2, 3, 4]
+    assert services.steps(**QUEUE).next() == [1, 2, 3, 4]
     leases_told = [request["lease_id"] for request in services.replay.asked("POST /queue/acknowledge")]
     assert leases_told == ["l0", "l1", "l2"], "every lease, so that none of its groups comes again"
 
@@ -802,9 +785,8 @@ def test_a_batch_waits_for_each_further_group_as_long_as_an_answer_may_take(
     clock = LeaseClock()
     monkeypatch.setattr(batch, "time", clock)
     services.replay.routes["POST /queue/lease"] = clock.watch(leases([1], [], [2], [], [3, 4]))
-    services.replay.routes["POST /queue/acknowledge"] = acknowledged
     services.data.routes["GET /cursor"] = lambda _: {"epoch": 0, "position": 4}
-    steps = services.steps(mode="async", collector_in_process=False, max_new_tokens=max_new_tokens)
+    steps = services.steps(**QUEUE, max_new_tokens=max_new_tokens)
     if is_patient:
         assert steps.next() == [1, 2, 3, 4]
     else:
@@ -818,9 +800,8 @@ def test_a_group_leased_again_and_again_does_not_renew_the_wait(
     clock = LeaseClock()
     monkeypatch.setattr(batch, "time", clock)
     services.replay.routes["POST /queue/lease"] = clock.watch(leases([1], [1], [], [2, 3, 4]))
-    services.replay.routes["POST /queue/acknowledge"] = acknowledged
     services.data.routes["GET /cursor"] = lambda _: {"epoch": 0, "position": 4}
-    steps = services.steps(mode="async", collector_in_process=False, max_new_tokens=16_384)
+    steps = services.steps(**QUEUE, max_new_tokens=16_384)
     with pytest.raises(DependencyLostError, match="gave 1 of 4 groups"):
         steps.next()
 
@@ -829,7 +810,6 @@ def test_the_last_batch_comes_at_once_when_every_collector_is_done(services: Ser
     # One of the last four could not be generated.
     services.data.routes["GET /stats"] = lambda _: stats(collectors=1, collector_0=1, collector_1=1)
     services.replay.routes["POST /queue/lease"] = leases([1, 2], [3])
-    services.replay.routes["POST /queue/acknowledge"] = acknowledged
     assert services.steps(mode="async").next() == [1, 2, 3]
 
 
@@ -846,7 +826,6 @@ def test_the_last_batch_comes_at_once_when_every_collector_is_done(services: Ser
 def test_a_short_batch_waits_as_long_as_a_collector_is_at_work(services: Services, stand: dict[str, int]) -> None:
     services.data.routes["GET /stats"] = lambda _: stats(**stand)
     services.replay.routes["POST /queue/lease"] = leases([1, 2], [], [], [3, 4])
-    services.replay.routes["POST /queue/acknowledge"] = acknowledged
     assert len(services.steps(mode="async").next()) == 4
     assert all(request["wait_seconds"] > 0 for request in services.replay.asked("POST /queue/lease"))
 
@@ -878,13 +857,8 @@ def curriculum_on(services: Services) -> None:
 
 @pytest.mark.usefixtures("curriculum_on")
 def test_a_step_tells_the_curriculum_what_it_scored(services: Services) -> None:
-    def reward(request: dict[str, Any]) -> dict[str, Any]:
-        # The first prompt's are all right, so that it is replaced: of the curriculum it is part all the same.
-        return {
-            "rewards": [{"reward": 1.0 if item["prompt"] == "0" else i % 2} for i, item in enumerate(request["items"])]
-        }
-
-    services.rewards.routes["POST /batch_reward"] = reward
+    # The first prompt's are all right, so that it is replaced: of the curriculum it is part all the same.
+    services.rewards.routes["POST /batch_reward"] = equal_rewards_for(0)
     steps = services.steps(dynamic_sampling_tries=1)
     steps.next()
     steps.next()

@@ -6,11 +6,12 @@ import asyncio
 import math
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from prometheus_client import REGISTRY
 
+from services.clients.replay import ReplayClient
 from services.core.errors import ConfigurationError
 from services.core.sources import Schedule
 from services.protocol.groups import Group
@@ -23,7 +24,7 @@ from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.reporting.metrics import export
 from trainer.reporting.step_metrics import headline, source_metrics
-from trainer.rollouts.batch import Batch
+from trainer.rollouts.batch import Batch, sample_groups
 from trainer.rollouts.evaluate import macro_means, note_accuracy
 from trainer.rollouts.groups import LEAST_FAILURES, Answers, Completions, make_groups, makers_of
 
@@ -92,6 +93,23 @@ def test_dynamic_sampling_refills_from_the_same_source_a_bounded_number_of_times
     # Each source has tries of its own: a may drop as many groups as it has in the step.
     assert [len(queued.take([made(source, *flat)])) for source in ("b", "a", "a", "a", "b")] == [0, 0, 0, 1, 1]
     assert queued.missing == {"a": 1}
+
+
+async def test_each_source_has_its_share_of_the_replayed_groups(mix: Any) -> None:
+    asked: list[Any] = []
+
+    class Replay:
+        async def sample(self, request: Any) -> list[Any]:
+            asked.append(request)
+            return []
+
+    settings, fresh = mix(replay_groups=2, replay_max_staleness=3), [made("a", 1.0, name="f")]
+    for step in range(3):
+        await sample_groups(settings, cast(ReplayClient, Replay()), step, 7, fresh)
+    counts = {source: sum(r.batch_size for r in asked if r.source == source) for source in ("a", "b")}
+    assert counts == {"a": 4, "b": 2}
+    assert {(request.min_policy_version, *request.exclude) for request in asked} == {(4, "f")}
+    assert len({request.seed for request in asked}) == len(asked)
 
 
 @pytest.mark.parametrize("advantage", ["batch_std", "reinforce", "reinforce_baseline"])
