@@ -67,8 +67,8 @@ def router_command(settings: RolloutSettings, address: Endpoint, metrics: Endpoi
     flags = [*listen_flags(address), API_KEY_FROM_TOKEN, *ROUTER_FLAGS]
     flags += ["--prometheus-host", metrics.host, "--prometheus-port", str(metrics.port)]
     flags += shlex.split(settings.router_extra_flags)
-    # The router asks only workers, and a proxy would hardly reach them: then no worker would ever be registered. NO_PROXY
-    # does not help, because the router takes no * for addresses.
+    # The router asks only workers, which a proxy would hardly reach: then no worker would ever be registered. It takes
+    # NO_PROXY=* for names only, not for addresses.
     return Command("router", sys.executable, "sglang_router.launch_router", flags, withheld=PROXY_VARIABLES)
 
 

@@ -63,6 +63,7 @@ def test_a_directory_or_file_that_is_no_model_is_named(tmp_path: Path, monkeypat
     check_model("Qwen/Qwen2.5-0.5B-Instruct")
 
 
+@pytest.mark.leaving
 @pytest.mark.parametrize(
     ("record", "anchor"),
     [

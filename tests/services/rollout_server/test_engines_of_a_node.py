@@ -28,6 +28,8 @@ from trainer.publishing import broadcast
 from trainer.publishing import publisher as publisher_module
 from trainer.publishing.publisher import Publisher, VersionWriter
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864}
 
 

@@ -23,6 +23,8 @@ from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 from trainer.publishing.publisher import Publisher, VersionWriter
 
+pytestmark = pytest.mark.slow
+
 PROBE = [5, 12, 6, 14, 3, 4, 1, 9, 8, 12, 7, 14, 2, 6, 1]
 
 

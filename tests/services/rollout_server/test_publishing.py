@@ -45,6 +45,8 @@ from trainer.publishing import publisher as publisher_module
 from trainer.publishing.probe import AdapterProbe
 from trainer.publishing.publisher import Publisher, VersionWriter, put_workers_to_sleep
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 12, 6, 14], [7, 12, 3, 14], [9, 13, 4, 14]]  # such as "3+4*"
 PROBE = [5, 12, 6, 14, 3, 4, 1, 9, 8, 12, 7, 14, 2, 6, 1]
 PARAMS = SamplingParams(max_new_tokens=24)
@@ -415,7 +417,6 @@ def test_a_run_with_too_few_workers_ends_with_the_reason(
         trainer.publish()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["broadcast", "local"])
 def test_a_worker_that_hangs_is_left_out_of_the_publication_and_catches_up(
     two: Nodes, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, transport: str
@@ -439,7 +440,6 @@ def test_a_worker_that_hangs_is_left_out_of_the_publication_and_catches_up(
     assert two.version(1) == str(version)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["broadcast", "local"])
 def test_a_worker_that_was_restarted_is_part_of_the_next_publication(
     two: Nodes, trainer: Trainer, transport: str
