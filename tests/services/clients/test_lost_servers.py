@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +23,7 @@ from services.environment_server.settings import EnvironmentSettings
 from services.protocol.evaluation import StepStatus
 from tests.services.clients.playing import begun, step
 from tests.services.conftest import StartService
+from tests.services.environment_server import odd_environments
 from tests.services.run_page.serving import served
 from tests.waiting import IDLE_SECONDS, wait_until
 
@@ -173,8 +176,10 @@ async def test_servers_that_are_killed_in_mid_episode_lose_none(start_service: S
     ],
 )
 async def test_an_episode_that_cannot_begin_again_elsewhere_is_lost(
-    start: Callable[..., Server], name: str, reason: str
+    start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, name: str, reason: str
 ) -> None:
+    # Each of the dice's beginnings is as of another process.
+    monkeypatch.setattr(odd_environments, "os", SimpleNamespace(getpid=itertools.count().__next__))
     servers = [start(name), start(name)]
     async with client_of(*servers) as client, begun(client, 1) as episode:
         await step(client, episode, "perhaps")

@@ -355,8 +355,8 @@ async def test_no_more_requests_are_in_flight_than_allowed(router: Router) -> No
 
 
 async def test_a_prompt_that_waits_for_its_place_loses_nothing_of_its_deadline(router: Router) -> None:
-    router.seconds = 0.8
-    async with client(router, max_concurrency=1, deadline_seconds=3) as rollouts:
+    router.seconds = 0.4
+    async with client(router, max_concurrency=1, deadline_seconds=1.5) as rollouts:
         groups = await asyncio.gather(*(rollouts.generate([number], PARAMS, n=2) for number in range(4)))
     assert [len(group) for group in groups] == [2] * 4
 

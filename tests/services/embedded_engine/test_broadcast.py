@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,29 +38,22 @@ class Trainer:
         scaled = [(x * 1.5).to(torch.bfloat16) for x in load_file(model / "model.safetensors").values()]
         self._tensors = [flattened(scaled, torch.device("cpu"))] if is_flattened else scaled[:count]
         self._port = port
-        self._failure: BaseException | None = None
         self.engine_joined = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._left = ThreadPoolExecutor(1).submit(self._run)
 
     def _run(self) -> None:
         limit = timedelta(seconds=IDLE_SECONDS)
-        try:
-            store = dist.TCPStore("127.0.0.1", self._port, 2, is_master=True, timeout=limit)  # type: ignore[attr-defined]
-            for prefix in (GROUP, f"{GROUP}/", "cpu/"):
-                store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-            group = dist.ProcessGroupGloo(store, 0, 2, limit)  # type: ignore[attr-defined]
-            # A member that leaves before the others have joined would break their connections.
-            assert self.engine_joined.wait(IDLE_SECONDS)
-            for tensor in self._tensors:
-                group.broadcast(tensor, 0).wait()
-        except BaseException as error:
-            self._failure = error
+        store = dist.TCPStore("127.0.0.1", self._port, 2, is_master=True, timeout=limit)  # type: ignore[attr-defined]
+        for prefix in (GROUP, f"{GROUP}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        group = dist.ProcessGroupGloo(store, 0, 2, limit)  # type: ignore[attr-defined]
+        # A member that leaves before the others have joined would break their connections.
+        assert self.engine_joined.wait(IDLE_SECONDS)
+        for tensor in self._tensors:
+            group.broadcast(tensor, 0).wait()
 
     async def leave(self) -> None:
-        await asyncio.to_thread(self._thread.join, IDLE_SECONDS)
-        assert not self._thread.is_alive()
-        assert self._failure is None, self._failure
+        await asyncio.wait_for(asyncio.wrap_future(self._left), IDLE_SECONDS)
 
 
 def description(model: Path) -> dict[str, Any]:

@@ -63,12 +63,6 @@ def wait_registered(nodes: FakeNodes, engines: int = 4) -> None:
     nodes.wait_until(lambda: nodes.registered() == wanted, f"workers {wanted}")
 
 
-def test_workers_wait_for_the_first_router_without_a_warning(node: FakeNodes) -> None:
-    start = node.nodes[0].log.read_text().partition("worker registered")[0]
-    assert "waiting for the router" in start
-    assert "worker not registered" not in start
-
-
 def test_every_engine_has_gpus_of_its_own_and_is_registered_by_itself(node: FakeNodes) -> None:
     told = [node.get(node.worker(0, engine), "/server_info").json() for engine in range(4)]
     assert [(engine["visible"], engine["tp_size"]) for engine in told] == [
@@ -88,15 +82,6 @@ def test_prometheus_gets_the_metrics_of_every_engine_from_the_router(node: FakeN
     assert {one["instance"] for one in found if one["__name__"] == "sglang:num_running_reqs"} == {
         f"{worker.host}:{worker.port}" for worker in workers
     }
-
-
-def test_a_publication_reaches_every_engine(node: FakeNodes) -> None:
-    with Traffic(node) as traffic:
-        node.publish(1)
-        before = len(traffic.groups)
-        traffic.wait_for_groups(12)
-        assert all(node.get(node.worker(0, e), "/model_info").json()["weight_version"] == "1" for e in range(4))
-    assert 1 in traffic.versions(since=before)
 
 
 def test_an_engine_that_dies_is_restarted_alone(node: FakeNodes) -> None:

@@ -280,6 +280,8 @@ async def test_a_node_that_loses_its_volume_or_its_router_ends(
         async with registered(node, settings(tmp_path, rollout_lost_seconds=1)) as until:
             for _ in range(2 + module.MAX_TRIES if fault is drop else 1):
                 await until(lambda: node.registered)
+                looked = len(node.router.asked("GET /health"))
+                await until(lambda: len(node.router.asked("GET /health")) > looked)  # noqa: B023  # awaited at once
                 fault(node)
             await until(lambda: False)
 

@@ -108,23 +108,23 @@ async def test_an_engine_that_is_awake_is_left_alone(worker: Worker, monkeypatch
     assert worker.calls == []
 
 
-HANG_SECONDS = 0.3
-WEDGED = ("GET /health_generate", "GET /server_info")
-
-
-@pytest.mark.parametrize(
-    ("answers", "is_updating", "is_killed"),
-    [({}, never, True), ({}, always, False), ({"GET /server_info": lambda _: {}}, never, False)],
-    ids=["silent", "silent while it loads weights", "paused"],
-)
-async def test_an_engine_is_killed_whose_scheduler_is_silent_without_a_reason(
-    worker: Worker, answers: dict[str, Any], is_updating: Callable[[], Awaitable[bool]], is_killed: bool
+@pytest.mark.parametrize("is_updating", [never, always])
+async def test_an_engine_is_killed_whose_scheduler_is_silent_unless_its_weights_change(
+    worker: Worker, is_updating: Callable[[], Awaitable[bool]]
 ) -> None:
-    """A paused engine generates no token for the check of its health, but its scheduler describes its state."""
     worker.version = "7"
-    worker.service.routes |= {route: lambda _: 503 for route in WEDGED} | answers
+    worker.service.routes["GET /health_generate"] = lambda _: 503
     engine = RunningEngine()
-    engine.may_be_killed = is_killed
-    seconds = IDLE_SECONDS if is_killed else 5 * HANG_SECONDS
-    await watch_for(worker, seconds, engine=engine, is_updating=is_updating, engine_hang_seconds=HANG_SECONDS)
-    assert engine.is_killed is is_killed
+    engine.may_be_killed = is_updating is never
+    seconds = IDLE_SECONDS if engine.may_be_killed else 1.5
+    await watch_for(worker, seconds, engine=engine, is_updating=is_updating, engine_hang_seconds=0.3)
+    assert engine.is_killed is engine.may_be_killed
+
+
+async def test_a_paused_engine_is_not_silent(worker: Worker) -> None:
+    """It generates no token for the check of its health, but its scheduler describes its state."""
+    worker.service.routes |= {"GET /health_generate": lambda _: 503}
+    async with SGLang(worker.url, timeout=IDLE_SECONDS) as admin:
+        assert not await admin.scheduler_answers(IDLE_SECONDS)
+        worker.service.routes["GET /server_info"] = lambda _: {}
+        assert await admin.scheduler_answers(IDLE_SECONDS)
