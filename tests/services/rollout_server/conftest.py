@@ -26,7 +26,9 @@ def check_installed(engine: str) -> None:
 
 
 @pytest.fixture(scope="session", params=ENGINES)
-def tier(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+def server(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Nodes]:
     """One rollout node: a router in front of one engine that serves the tiny model, and adapters for it."""
     check_installed(request.param)
     # A worker that a test leaves behind with an old version is not to be looked after.
@@ -38,38 +40,42 @@ def tier(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pyt
         nodes.stop()
 
 
-def state_of(tier: Nodes) -> dict[str, Any]:
+def state_of(server: Nodes) -> dict[str, Any]:
     """What a test finds and must leave: the routing, and the worker's version, adapters, requests and caches."""
-    models = tier.get(tier.worker(), "/v1/models").json()["data"]
-    state = {"workers": tier.registered(), "version": tier.version(), "models": [model["id"] for model in models]}
-    flushed = tier.post(tier.worker(), "/flush_cache", {})
+    models = server.get(server.worker(), "/v1/models").json()["data"]
+    state = {"workers": server.registered(), "version": server.version(), "models": [model["id"] for model in models]}
+    flushed = server.post(server.worker(), "/flush_cache", {})
     state["flushed"] = flushed.status_code  # 400 while requests run, or wait in a pause
-    if tier.engine == "embedded":
-        stats = tier.get(tier.worker(), "/stats").json()
+    if server.engine == "embedded":
+        stats = server.get(server.worker(), "/stats").json()
         state |= {name: stats[name] for name in ("running", "waiting", "paused", "prefix_cache_tokens")}
     return state
 
 
-def scores(tier: Nodes, ids: list[int]) -> list[float]:
+def scores(server: Nodes, ids: list[int]) -> list[float]:
     """The worker's log-probabilities of ``ids[1:]``, which tell its weights."""
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
-    reply = tier.post(tier.worker(), "/generate", body).json()
+    reply = server.post(server.worker(), "/generate", body).json()
     return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
 
 
 @pytest.fixture(scope="session")
-def at_first(tier: Nodes) -> tuple[dict[str, Any], list[float]]:
-    """The state of the tier before the first test."""
-    return state_of(tier), scores(tier, PROBE)
+def at_first(server: Nodes) -> tuple[dict[str, Any], list[float]]:
+    """The state of the server before the first test."""
+    return state_of(server), scores(server, PROBE)
 
 
-@pytest.fixture
-def server(tier: Nodes, at_first: tuple[dict[str, Any], list[float]]) -> Iterator[Nodes]:
-    """The tier, which each test must leave as it was."""
-    yield tier
-    state, logprobs = at_first
-    assert state_of(tier) == state
-    assert scores(tier, PROBE) == pytest.approx(logprobs, abs=engine_tolerance())
+@pytest.fixture(autouse=True)
+def left_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves the server in another state than it found."""
+    if "server" not in request.fixturenames:
+        yield
+        return
+    server = request.getfixturevalue("server")
+    state, logprobs = request.getfixturevalue("at_first")
+    yield
+    assert state_of(server) == state
+    assert scores(server, PROBE) == pytest.approx(logprobs, abs=engine_tolerance())
 
 
 @pytest.fixture
