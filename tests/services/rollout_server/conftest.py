@@ -97,7 +97,9 @@ def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return [save_adapter(tiny_model, directory / str(seed), seed) for seed in (1, 2)]
 
 
-def logprobs_by(model: Any, ids: Sequence[int], first: int = 1, temperature: float = 1.0) -> Any:
+def logprobs_by(
+    model: Any, ids: Sequence[int], first: int = 1, temperature: float = 1.0, tolerance: float | None = None
+) -> Any:
     """Log-probabilities of ``ids[first:]`` as transformers computes them, for a comparison with an engine's.
 
     ``model`` is a model of transformers, or its directory.
@@ -107,4 +109,4 @@ def logprobs_by(model: Any, ids: Sequence[int], first: int = 1, temperature: flo
     with torch.inference_mode():
         found = (model(torch.tensor([list(ids)])).logits[0].float() / temperature).log_softmax(-1)
     wanted = [float(found[place - 1, ids[place]]) for place in range(first, len(ids))]
-    return pytest.approx(wanted, abs=engine_tolerance())
+    return pytest.approx(wanted, abs=tolerance or engine_tolerance())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import pickle
 from pathlib import Path
@@ -10,20 +11,30 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.engines.engine import WorkerRefusedError
 from services.engines.sglang import SGLang
 from services.http.client import RequestRefusedError
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
-from tests.adapters import RANK, adapted_logprobs
+from tests.adapters import RANK
 from tests.services.rollout_server.conftest import PROBE as IDS
+from tests.services.rollout_server.conftest import logprobs_by
 from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization
-from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
 
 PROMPT = IDS[:4]
+
+
+@functools.cache
+def reference(model: Path, adapter: Path | None) -> Any:
+    """The model as transformers and PEFT compute it."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return (loaded if adapter is None else PeftModel.from_pretrained(loaded, adapter)).eval()
 
 
 async def replace(worker: SGLang, adapter: Path, version: int, *, finishes_requests: bool = True) -> None:
@@ -35,15 +46,15 @@ async def replace(worker: SGLang, adapter: Path, version: int, *, finishes_reque
 async def test_an_adapter_is_computed_for_the_requests_that_name_it(
     server: Nodes, worker: SGLang, adapters: list[Path]
 ) -> None:
-    alone = adapted_logprobs(server.model, None, IDS)
+    alone = logprobs_by(reference(server.model, None), IDS)
     for version, adapter in enumerate(adapters, start=1):
         await replace(worker, adapter, version)
         assert await worker.version() == version
         assert await worker.adapter_path() == str(adapter)
-        wanted = adapted_logprobs(server.model, adapter, IDS)
-        assert await worker.rescore(IDS, ADAPTER_NAME) == pytest.approx(wanted, abs=engine_tolerance())
-        assert wanted != pytest.approx(alone, abs=0.1)
-        assert await worker.rescore(IDS) == pytest.approx(alone, abs=engine_tolerance())
+        found = await worker.rescore(IDS, ADAPTER_NAME)
+        assert found == logprobs_by(reference(server.model, adapter), IDS)
+        assert found != logprobs_by(reference(server.model, None), IDS, tolerance=0.1)
+        assert await worker.rescore(IDS) == alone
 
 
 async def test_the_router_forwards_the_name_of_the_adapter(server: Nodes, worker: SGLang, adapters: list[Path]) -> None:
@@ -53,8 +64,7 @@ async def test_the_router_forwards_the_name_of_the_adapter(server: Nodes, worker
     for completion in completions:
         assert {*completion.policy_versions.tolist()} == {3}
         ids = [*PROMPT, *completion.completion_ids.tolist()]
-        wanted = adapted_logprobs(server.model, adapters[0], ids)[len(PROMPT) - 1 :]
-        assert completion.logprobs == pytest.approx(wanted, abs=engine_tolerance())
+        assert completion.logprobs == logprobs_by(reference(server.model, adapters[0]), ids, len(PROMPT))
 
 
 async def test_openai_routes_take_the_adapter_after_a_colon_in_the_model(
@@ -71,8 +81,8 @@ async def test_openai_routes_take_the_adapter_after_a_colon_in_the_model(
         (given,) = server.post(server.worker(), "/v1/completions", body | fields).json()["choices"][0]["logprobs"][
             "token_logprobs"
         ]
-        scores = [adapted_logprobs(server.model, adapter, [*PROMPT, token])[-1] for token in range(17)]
-        assert given == pytest.approx(max(scores), abs=engine_tolerance())
+        likeliest = int(reference(server.model, adapter)(torch.tensor([PROMPT])).logits[0, -1].argmax())
+        assert [given] == logprobs_by(reference(server.model, adapter), [*PROMPT, likeliest], len(PROMPT))
 
 
 async def test_an_adapter_comes_with_the_request(server: Nodes, worker: SGLang, adapters: list[Path]) -> None:
@@ -82,8 +92,7 @@ async def test_an_adapter_comes_with_the_request(server: Nodes, worker: SGLang, 
     await worker.load_adapter_from_tensors(config, pickle.dumps(tensors), 5)
     await worker.resume()
     assert await worker.version() == 5
-    wanted = adapted_logprobs(server.model, adapters[0], IDS)
-    assert await worker.rescore(IDS, ADAPTER_NAME) == pytest.approx(wanted, abs=engine_tolerance())
+    assert await worker.rescore(IDS, ADAPTER_NAME) == logprobs_by(reference(server.model, adapters[0]), IDS)
 
 
 async def test_a_request_for_an_adapter_that_is_not_loaded_is_refused(server: Nodes, worker: SGLang) -> None:
@@ -132,7 +141,6 @@ async def test_requests_in_flight_end_or_go_on_and_never_mix_adapters_unsaid(
         given = [pair[0] for pair in meta["output_token_logprobs"]]
         ids = [*PROMPT, *reply["output_ids"]]
         for span in meta["weight_versions"]:
-            adapter = adapters[int(span["version"]) - 10]
-            wanted = adapted_logprobs(server.model, adapter, ids)[len(PROMPT) - 1 :]
-            part = slice(span["start"], span["end"])
-            assert given[part] == pytest.approx(wanted[part], abs=engine_tolerance())
+            model = reference(server.model, adapters[int(span["version"]) - 10])
+            start, end = span["start"], span["end"]
+            assert given[start:end] == logprobs_by(model, ids[: len(PROMPT) + end], len(PROMPT) + start)
