@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,11 @@ def test_an_adapter_is_exchanged_under_paused_requests_which_go_on_with_the_new_
     engine: RunningEngine, adapters: list[Path], tiny_model: Path
 ) -> None:
     load_into(engine, adapters[0])
-    started: list[int] = []
+    started = threading.Event()
     pending = engine.submit(
-        use_adapter=True, max_new_tokens=200, on_progress=lambda s: started.append(len(s.output_ids))
+        use_adapter=True, max_new_tokens=200, on_progress=lambda s: len(s.output_ids) >= 5 and started.set()
     )
-    while len(started) < 5:
-        pass
+    assert started.wait(IDLE_SECONDS)
     engine.engine.pause("retract").result(IDLE_SECONDS)
     load_into(engine, None)
     load_into(engine, adapters[1])
@@ -150,10 +150,9 @@ def test_a_request_for_an_adapter_that_was_unloaded_on_its_way_ends(engine: Runn
 
 def test_an_adapter_stays_while_requests_are_paused_in_place(engine: RunningEngine, adapters: list[Path]) -> None:
     load_into(engine, adapters[0])
-    started: list[int] = []
-    engine.submit(use_adapter=True, max_new_tokens=200, on_progress=lambda _: started.append(1))
-    while not started:
-        pass
+    started = threading.Event()
+    engine.submit(use_adapter=True, max_new_tokens=200, on_progress=lambda _: started.set())
+    assert started.wait(IDLE_SECONDS)
     engine.engine.pause("in_place").result(IDLE_SECONDS)
     with pytest.raises(NotIdleError, match="paused in place"):
         load_into(engine, adapters[1])
