@@ -95,10 +95,10 @@ async def test_connections_without_a_whole_request_are_closed(
     for connection in served:
         assert (await answer(connection, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 200")
         connection[1].write(b"GET /health HTTP/1.1\r\n")
-    unfinished = [await connect() for _ in range(5)]
+    unfinished = [await connect() for _ in range(2)]
     for _, writer in unfinished:
         writer.write(b"POST /count HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n12345")
-    endless = [await connect() for _ in range(200)]
+    endless = [await connect() for _ in range(50)]
 
     async def send_headers(writer: asyncio.StreamWriter) -> None:
         writer.write(b"GET /health HTTP/1.1\r\n")
