@@ -76,6 +76,10 @@ PORTS: dict[Task, tuple[int, ...]] = {
 ENDPOINTS_VARIABLE = "JOBGROUP_ENDPOINTS"
 COLOCATE_VARIABLE = "COLOCATE"
 EVERYWHERE = "0.0.0.0"
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+NO_PROXY_VARIABLES = ("NO_PROXY", "no_proxy")
+"""The hosts that HTTP clients ask directly although one of PROXY_VARIABLES is set."""
+PROXY_VARIABLES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 _ADDRESSES = TypeAdapter(dict[str, Annotated[str, Field(pattern=r"^.+:\d+$")]])
 
@@ -141,6 +145,14 @@ def bind_address(task: Task, port: int | None = None) -> Endpoint:
 def reached_at(bind: Endpoint, usual: Endpoint) -> Endpoint:
     """Return where others reach a listener on ``bind``: if it is every interface, at the host of ``usual``."""
     return Endpoint(usual.host, bind.port) if bind.host in (EVERYWHERE, "::") else bind
+
+
+def exempt_from_proxies(*hosts: str) -> dict[str, str]:
+    """Return the variables with which a child process asks these hosts directly, beside those exempt already."""
+    # Some programs read the one variable, some the other.
+    listed = [host for name in NO_PROXY_VARIABLES for host in os.environ.get(name, "").split(",")]
+    exempt = dict.fromkeys(host.strip() for host in (*listed, *hosts) if host.strip())
+    return dict.fromkeys(NO_PROXY_VARIABLES, "*" if "*" in exempt else ",".join(exempt))
 
 
 def is_own_address(host: str) -> bool:

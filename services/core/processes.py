@@ -40,6 +40,8 @@ class Command:
     module: str
     arguments: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    withheld: Sequence[str] = ()
+    """Variables of this process that the child does not get."""
 
     @property
     def line(self) -> list[str]:
@@ -48,7 +50,8 @@ class Command:
 
     def variables(self) -> dict[str, str]:
         """Return the child's environment variables if this process starts it."""
-        return {**os.environ, **self.environment, LAUNCHER_VARIABLE: str(os.getpid())}
+        inherited = {name: value for name, value in os.environ.items() if name not in self.withheld}
+        return {**inherited, **self.environment, LAUNCHER_VARIABLE: str(os.getpid())}
 
     async def start(self, **pipes: Any) -> asyncio.subprocess.Process:
         """Start the child, without input unless ``pipes``, arguments of create_subprocess_exec, give it one."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from services.core import machine
 from services.core.child import API_KEY_FROM_TOKEN
-from services.core.endpoints import Endpoint, Task, endpoint
+from services.core.endpoints import PROXY_VARIABLES, Endpoint, Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.processes import Command
 from services.engines.engine import Engine, check_installed, listen_flags
@@ -67,7 +67,9 @@ def router_command(settings: RolloutSettings, address: Endpoint, metrics: Endpoi
     flags = [*listen_flags(address), API_KEY_FROM_TOKEN, *ROUTER_FLAGS]
     flags += ["--prometheus-host", metrics.host, "--prometheus-port", str(metrics.port)]
     flags += shlex.split(settings.router_extra_flags)
-    return Command("router", sys.executable, "sglang_router.launch_router", flags)
+    # The router asks only workers, which a proxy would hardly reach: then no worker would ever be registered. It takes
+    # NO_PROXY=* for names only, not for addresses.
+    return Command("router", sys.executable, "sglang_router.launch_router", flags, withheld=PROXY_VARIABLES)
 
 
 def proxy_command(listen: Endpoint, router: Endpoint, nodes: int) -> Command:

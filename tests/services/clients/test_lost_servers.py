@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client import REGISTRY
 
 from services.clients import environment
-from services.clients.environment import EnvironmentClient, ServedEpisode
+from services.clients.environment import EnvironmentClient
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
+from services.environment_server.app import create_app
 from services.environment_server.games import GuessingGame
+from services.environment_server.settings import EnvironmentSettings
 from services.protocol.evaluation import StepStatus
 from tests.services.clients.playing import begun, step
-from tests.services.conftest import RunningService, StartService
+from tests.services.conftest import StartService
+from tests.services.environment_server import odd_environments
+from tests.services.run_page.serving import served
+from tests.waiting import IDLE_SECONDS, wait_until
 
 ODD = "tests.services.environment_server.odd_environments:"
 TURNS = 6
@@ -72,115 +80,122 @@ async def play_until(client: EnvironmentClient, is_over: Callable[[], bool], pau
     return sum(await asyncio.gather(*(keep_playing() for _ in range(AT_ONCE))))
 
 
-def start(
-    start_service: StartService, name: str = "guessing", port: int | None = None, **options: Any
-) -> RunningService:
-    variables = {"ENVIRONMENT": name, "ENVIRONMENT_TEXT_TURNS": str(TURNS)}
-    return start_service("services.environment_server", port=port, **(variables | options))
+class Server:
+    """An environment-server in this process, which forgets its episodes when it is killed."""
+
+    def __init__(self, name: str = "guessing", turns: int = TURNS) -> None:
+        self._settings = EnvironmentSettings(
+            environment=name, environment_text_turns=turns, environment_server_name="a"
+        )
+        self._running = ExitStack()
+        self.port = 0
+
+    def start(self) -> None:
+        url = self._running.enter_context(served(create_app(self._settings), self.port))
+        self.port = int(url.rpartition(":")[2])
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=IDLE_SECONDS, trust_env=False).is_success, "health")
+
+    def kill(self) -> None:
+        self._running.close()
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
+    """Starts servers, for which the client waits no longer than a moment."""
+    for name, seconds in (("PAUSE_SECONDS", 0.02), ("ANSWER_SECONDS", 0.5), ("WAIT_SECONDS", 1.0)):
+        monkeypatch.setattr(environment, name, seconds)
+    started: list[Server] = []
+
+    def start(*arguments: Any) -> Server:
+        started.append(Server(*arguments))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()
 
 
 @asynccontextmanager
-async def client_of(*servers: RunningService, deadline: float = 60) -> AsyncIterator[EnvironmentClient]:
+async def client_of(*servers: Any, deadline: float = 60) -> AsyncIterator[EnvironmentClient]:
     async with EnvironmentClient([Endpoint("127.0.0.1", s.port) for s in servers], deadline=deadline) as client:
         yield client
 
 
-async def kill_and_start(
-    start_service: StartService, client: EnvironmentClient, servers: list[RunningService], place: int
-) -> None:
-    """Kill a server while it has episodes, and start it again at its port."""
+async def wait_for_episodes(client: EnvironmentClient, place: int) -> None:
     while not client.active_on((await client.servers())[place]):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    servers[place].kill()
-    servers[place] = await asyncio.to_thread(start, start_service, port=servers[place].port)
 
 
-async def test_a_run_whose_servers_are_killed_again_and_again_has_the_returns_of_an_undisturbed_run(
-    start_service: StartService,
+async def test_a_run_whose_servers_stop_again_and_again_has_the_returns_of_an_undisturbed_run(
+    start: Callable[..., Server],
 ) -> None:
-    servers = [start(start_service), start(start_service)]
+    servers = [start(), start()]
     before = replays()
-    kills = 0
+
+    async def restart() -> None:
+        for place in (0, 1, 0):
+            await wait_for_episodes(client, place)
+            await asyncio.to_thread(servers[place].kill)
+            await asyncio.to_thread(servers[place].start)
+
+    async with client_of(*servers) as client:
+        restarting = asyncio.create_task(restart())
+        assert await play_until(client, restarting.done, 0.01) > AT_ONCE
+        await restarting
+    assert replays() - before >= 3, "each end has an episode that begins again"
+
+
+@pytest.mark.slow
+async def test_servers_that_are_killed_in_mid_episode_lose_none(start_service: StartService) -> None:
+    variables = {"ENVIRONMENT": "guessing", "ENVIRONMENT_TEXT_TURNS": str(TURNS)}
+    servers = [start_service("services.environment_server", **variables) for _ in range(2)]
+    before = replays()
 
     async def kill() -> None:
-        nonlocal kills
         for place in (0, 1, 0):
-            await kill_and_start(start_service, client, servers, place)
-            kills += 1
+            await wait_for_episodes(client, place)
+            port = servers[place].port
+            servers[place].kill()
+            servers[place] = await asyncio.to_thread(
+                start_service, "services.environment_server", port=port, **variables
+            )
 
     async with client_of(*servers) as client:
         killing = asyncio.create_task(kill())
         assert await play_until(client, killing.done, 0.05) > AT_ONCE
         await killing
-    assert kills == 3
-    assert replays() - before >= kills, "each kill has an episode that begins again"
+    assert replays() - before >= 3, "each kill has an episode that begins again"
 
 
-@pytest.mark.slow
-async def test_a_server_killed_every_30_seconds_nine_times_loses_no_episode(start_service: StartService) -> None:
-    servers = [start(start_service)]
-    before = replays()
-    kills = 0
-
-    async def kill() -> None:
-        nonlocal kills
-        while kills < 9:
-            await asyncio.sleep(30)
-            await kill_and_start(start_service, client, servers, 0)
-            kills += 1
-
-    async with client_of(*servers) as client:
-        killing = asyncio.create_task(kill())
-        played = await play_until(client, killing.done, 0.2)
-        await killing
-    replayed = replays() - before
-    assert replayed >= kills, f"{kills} kills, {replayed:.0f} of {played} episodes continued after one"
-    assert played > replayed, "episodes also end between two kills"
-
-
-async def lose(
-    client: EnvironmentClient, episode: ServedEpisode, server: RunningService, monkeypatch: pytest.MonkeyPatch
-) -> str:
-    """Kill the server of an episode and return why the episode cannot continue."""
-    await step(client, episode, "perhaps")
-    kill(server, monkeypatch)
-    lost = await step(client, episode, "yes")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (f"{ODD}Choosy", "does not declare that it is deterministic"),
+        (f"{ODD}Dice", "reached another state after 0 actions"),
+    ],
+)
+async def test_an_episode_that_cannot_begin_again_elsewhere_is_lost(
+    start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    # Each of the dice's beginnings is as of another process.
+    monkeypatch.setattr(odd_environments, "os", SimpleNamespace(getpid=itertools.count().__next__))
+    servers = [start(name), start(name)]
+    async with client_of(*servers) as client, begun(client, 1) as episode:
+        await step(client, episode, "perhaps")
+        await asyncio.to_thread(servers[0].kill)
+        lost = await step(client, episode, "yes")
     assert lost.status is StepStatus.LOST
-    return str(lost.detail)
+    assert reason in str(lost.detail)
 
 
-def kill(server: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kill a server, for which the client waits no longer than half a second from now on."""
-    monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.5)
-    server.kill()
-
-
-async def test_an_episode_that_is_not_declared_deterministic_is_lost(
-    start_service: StartService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    servers = [start(start_service, f"{ODD}Choosy") for _ in range(2)]
-    monkeypatch.setattr(environment, "WAIT_SECONDS", 1)
-    async with client_of(*servers) as client, begun(client, 1) as episode:
-        assert "does not declare that it is deterministic" in await lose(client, episode, servers[0], monkeypatch)
-
-
-async def test_an_episode_that_begins_otherwise_elsewhere_is_lost(
-    start_service: StartService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    servers = [start(start_service, f"{ODD}Dice") for _ in range(2)]
-    async with client_of(*servers) as client, begun(client, 1) as episode:
-        assert "reached another state after 0 actions" in await lose(client, episode, servers[0], monkeypatch)
-
-
-async def test_a_server_with_another_version_is_refused_with_both_versions(
-    start_service: StartService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    servers = [start(start_service), start(start_service, ENVIRONMENT_TEXT_TURNS="3")]
+async def test_a_server_with_another_version_is_refused_with_both_versions(start: Callable[..., Server]) -> None:
+    servers = [start(), start("guessing", 3)]
     async with client_of(*servers, deadline=3) as client:
         for seed in range(3):
             async with begun(client, seed) as episode:
                 assert "6 guesses" in episode.state[0]["content"]  # type: ignore[index,call-overload]
-        kill(servers[0], monkeypatch)
+        await asyncio.to_thread(servers[0].kill)
         with pytest.raises(DependencyLostError) as refused:
             await client.begin([4])
     assert "version '1, 3 guesses up to 100' instead of '1, 6 guesses up to 100'" in str(refused.value)

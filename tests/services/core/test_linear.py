@@ -65,6 +65,7 @@ def test_a_row_is_the_same_in_any_batch_without_packed_weights(shape: tuple[int,
     check(PlainLinear(*random_weight(*shape, dtype), pad_rows=32), shape[0], dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instructions", ["AVX512_CORE", "AVX2"])
 def test_a_row_is_the_same_in_any_batch_on_processors_with_fewer_instructions(instructions: str) -> None:
     """oneDNN emulates bfloat16 with AVX512_CORE, and does not pack it with AVX2."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -25,6 +26,7 @@ except ZeroDivisionError:
 """
 
 
+@functools.cache
 def spoken(log_format: str) -> list[str]:
     process = subprocess.run(
         [sys.executable, "-c", SPEAK], env={"LOG_FORMAT": log_format}, capture_output=True, text=True, check=True

@@ -143,19 +143,14 @@ def test_a_broken_download_names_model_and_cache(served, start):
     assert "MODEL_NAME=team/tiny: the download to" in log, log
 
 
-@pytest.mark.parametrize("model", [".", "not a name"])
-def test_directories_and_impossible_names_ask_nobody(served, start, model):
-    assert ended(start(model))[0] == 0
+@pytest.mark.parametrize(("model", "offline"), [(".", "0"), ("not a name", "0"), (MODEL, "1")])
+def test_directories_and_impossible_names_ask_nobody_and_nothing_is_asked_for_offline(
+    served, monkeypatch, tmp_path, model, offline
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline == "1")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.url)
+    models.download_model(model)
     assert served.listings == 0
-
-
-def test_nothing_is_asked_for_offline(served, start, monkeypatch):
-    assert ended(start(HF_HUB_OFFLINE="1"))[0] == 0
-    assert served.listings == 0
-
-
-def test_the_lease_outlives_the_attribute_cache_of_nfs():
-    assert models.LEASE_SECONDS > 60
 
 
 def test_a_models_vocabulary_is_what_transformers_says(tiny_model):

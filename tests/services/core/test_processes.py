@@ -74,6 +74,7 @@ def test_a_stale_process_that_ends_by_itself_is_not_killed(tmp_path: Path) -> No
         assert ended.exists()
 
 
+@pytest.mark.slow
 def test_a_service_takes_the_port_of_a_stale_process(tmp_path: Path) -> None:
     port = str(free_port())
     environment = os.environ | {"SKYPILOT_TASK_ID": "t-3", "SKYPILOT_NODE_RANK": "0"}

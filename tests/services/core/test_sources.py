@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
 from services.core.errors import ConfigurationError
 from services.core.settings import SourcesSettings
-from services.core.sources import OWN, Schedule, Source, load_sources
+from services.core.sources import Schedule, load_sources
 
 
 @pytest.fixture
@@ -129,9 +128,3 @@ def test_a_copy_of_the_settings_needs_the_file_no_more(write):
     copy = settings.model_copy(update={"log_level": "debug"})
     assert list(copy.by_source()) == ["a", "b"]
     assert copy.schedule.counts(0, 5) == {"a": 5}, "b is evaluated only"
-
-
-def test_the_guide_names_every_key_of_a_source():
-    page = (Path(__file__).parents[3] / "docs/guides/sources.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| ")]
-    assert set(re.findall(r"`([a-z_]+)`", " ".join(rows))) - {"true", "_"} == {*OWN, *Source.model_fields}

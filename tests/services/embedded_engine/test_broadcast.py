@@ -3,57 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from services.embedded_engine.compute import weights
 from services.embedded_engine.http.app import create_app
+from services.weights.broadcast_group import flattened
 from tests.ports import free_port
 from tests.services.embedded_engine.conftest import PROMPT, settings_for
 from tests.tolerance import engine_tolerance
-from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
+from tests.waiting import IDLE_SECONDS
 
 Serving = Callable[..., Any]
 GROUP = "weights"
 
-# Leaves as the trainer does. A member that leaves before the others have joined would break their connections, so it
-# waits until its standard input is closed.
-TRAINER = """
-import sys
-import torch
-from safetensors.torch import load_file
-from services.weights.broadcast_group import broadcast_weights, send_buckets
-from services.weights.broadcast_group import join_weights_group
-from services.weights.broadcast_group import leave_weights_group
-from trainer.__main__ import leave
 
-model, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-group = join_weights_group("127.0.0.1", port, 0, 2, "weights", "gloo", 60)
-sys.stdin.read()
-tensors = [(x * 1.5).to(torch.bfloat16) for x in load_file(model + "/model.safetensors").values()]
-if len(sys.argv) > 4:
-    send_buckets([tensors], torch.device("cpu"), group, 60)
-for tensor in tensors[:count]:
-    broadcast_weights(tensor, group, 60)
-leave_weights_group(group)
-leave(0)
-"""
+class Trainer:
+    """Rank 0, in a thread: broadcasts the first ``count`` of the model's tensors, times 1.5, or a bucket, and leaves.
 
+    Torch's groups have one rank of a process, so this one has a group of gloo's own.
+    """
 
-def start_trainer(model: Path, port: int, count: int = 10_000, *, flattened: bool = False) -> subprocess.Popen[bytes]:
-    """Rank 0: broadcasts the first ``count`` of the model's tensors, times 1.5, or all in one bucket, and leaves."""
-    command = [sys.executable, "-c", TRAINER, str(model), str(port), str(count)]
-    command += ["flattened"] if flattened else []
-    return subprocess.Popen(command, stdin=subprocess.PIPE)
+    def __init__(self, model: Path, port: int, count: int | None = None, *, is_flattened: bool = False) -> None:
+        scaled = [(x * 1.5).to(torch.bfloat16) for x in load_file(model / "model.safetensors").values()]
+        self._tensors = [flattened(scaled, torch.device("cpu"))] if is_flattened else scaled[:count]
+        self._port = port
+        self.engine_joined = threading.Event()
+        self._left = ThreadPoolExecutor(1).submit(self._run)
+
+    def _run(self) -> None:
+        limit = timedelta(seconds=IDLE_SECONDS)
+        store = dist.TCPStore("127.0.0.1", self._port, 2, is_master=True, timeout=limit)  # type: ignore[attr-defined]
+        for prefix in (GROUP, f"{GROUP}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        group = dist.ProcessGroupGloo(store, 0, 2, limit)  # type: ignore[attr-defined]
+        # A member that leaves before the others have joined would break their connections.
+        assert self.engine_joined.wait(IDLE_SECONDS)
+        for tensor in self._tensors:
+            group.broadcast(tensor, 0).wait()
+
+    async def leave(self) -> None:
+        await asyncio.wait_for(asyncio.wrap_future(self._left), IDLE_SECONDS)
 
 
 def description(model: Path) -> dict[str, Any]:
@@ -68,14 +68,14 @@ def description(model: Path) -> dict[str, Any]:
     }
 
 
-async def join(client: httpx.AsyncClient, port: int, trainer: subprocess.Popen[bytes] | None = None) -> httpx.Response:
+async def join(client: httpx.AsyncClient, port: int, trainer: Trainer | None = None) -> httpx.Response:
     """Have the engine join; ``trainer`` goes on afterwards."""
     group = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
     reply: httpx.Response = await client.post(
         "/init_weights_update_group", json={**group, "group_name": GROUP, "backend": "gloo"}, timeout=IDLE_SECONDS
     )
-    if trainer is not None and trainer.stdin is not None:
-        trainer.stdin.close()
+    if trainer is not None:
+        trainer.engine_joined.set()
     return reply
 
 
@@ -97,13 +97,13 @@ async def test_broadcast_weights_serve_after_the_update_ends(
         before = await logprobs(client)
         port = free_port()
         is_flattened = load_format is not None
-        trainer = start_trainer(tiny_model, port, 0 if is_flattened else 10_000, flattened=is_flattened)
+        trainer = Trainer(tiny_model, port, is_flattened=is_flattened)
         assert (await join(client, port, trainer)).json()["success"] is True
         assert (await client.post("/begin_weight_update", json={"selector": "all"})).json()["success"] is True
         whole = description(tiny_model) | {"load_format": load_format}
         sent = await client.post("/update_weights_from_distributed", json=whole, timeout=IDLE_SECONDS)
         assert sent.json()["success"] is True
-        assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0
+        await trainer.leave()
         assert (await version(client), await logprobs(client)) == ("0", before)
         assert (await client.post("/end_weight_update", json={})).json()["success"] is True
         assert await version(client) == "3"
@@ -130,7 +130,7 @@ async def test_a_broadcast_that_breaks_off_leaves_weights_and_version(serving: S
     async with serving(create_app(settings_for(tiny_model))) as client:
         before = await logprobs(client)
         port = free_port()
-        trainer = start_trainer(tiny_model, port, count=20)
+        trainer = Trainer(tiny_model, port, count=20)
         assert (await join(client, port, trainer)).status_code == 200
         await client.post("/begin_weight_update", json={})
         broken = await client.post(
@@ -138,19 +138,19 @@ async def test_a_broadcast_that_breaks_off_leaves_weights_and_version(serving: S
         )
         assert broken.status_code == 400
         assert "broke off" in broken.json()["message"]
-        assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0
+        await trainer.leave()
         assert (await client.post("/end_weight_update", json={})).status_code == 400
         assert (await version(client), await logprobs(client)) == ("0", before)
         # It can join the next group and catch up.
         port = free_port()
-        trainer = start_trainer(tiny_model, port)
+        trainer = Trainer(tiny_model, port)
         assert (await join(client, port, trainer)).status_code == 200
         await client.post("/begin_weight_update", json={})
         sent = await client.post("/update_weights_from_distributed", json=description(tiny_model), timeout=IDLE_SECONDS)
         assert sent.status_code == 200
         assert (await client.post("/end_weight_update", json={})).status_code == 200
         assert await version(client) == "3"
-        assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0
+        await trainer.leave()
 
 
 async def test_a_group_whose_members_do_not_come_keeps_no_update_waiting(
@@ -196,7 +196,7 @@ async def test_what_is_out_of_order_or_does_not_fit_is_refused_before_anything_i
         assert (await client.post("/destroy_weights_update_group", json={"group_name": GROUP})).status_code == 400
 
         port = free_port()
-        trainer = start_trainer(tiny_model, port, count=0)
+        trainer = Trainer(tiny_model, port, count=0)
         assert (await join(client, port, trainer)).status_code == 200
         first = whole["names"][0]
         assert "is not part of the model" in await refused({**whole, "names": ["extra", *whole["names"][1:]]})
@@ -207,4 +207,4 @@ async def test_what_is_out_of_order_or_does_not_fit_is_refused_before_anything_i
         assert end.status_code == 400
         assert "a part of the update was refused" in end.json()["message"]
         assert await version(client) == "0"
-        assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0
+        await trainer.leave()

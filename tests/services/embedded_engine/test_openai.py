@@ -1,4 +1,4 @@
-"""OpenAI's own client and an agent library talk to the embedded engine."""
+"""OpenAI's own client talks to the embedded engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import openai
 import pytest
 import structlog
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 
 from services.chat import tool_calls
 from services.embedded_engine.http.app import create_app
@@ -31,14 +30,13 @@ CHAT_TEMPLATE = (
 )
 CONVERSATIONS = {
     "Tadd;u:3+4?<end>a:": f"so {CALL}",
-    "Tadd;u:3+4?<end>a:soadd(3)<end>t:7<end>a:": "it is 7",
     "u:3+4?<end>a:": "7, I think: ü",
 }
 
 
 @pytest.fixture(scope="module")
 def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a model of single bytes that knows three conversations by heart, one with a tool call."""
+    """Return the directory of a model of single bytes that knows two conversations by heart, one with a tool call."""
     directory = tmp_path_factory.mktemp("tool-model")
     tokenizer = byte_tokenizer(["<pad>", "<end>"], CHAT_TEMPLATE, pad_token="<pad>", eos_token="<end>")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -215,55 +213,26 @@ async def test_a_response_template_says_what_is_a_call(serving: Serving, tool_mo
     assert cut["message"] == {"role": "assistant", "content": f"so {CALL.partition('4')[0]}"}
 
 
-async def test_an_agent_calls_its_tool_and_answers(connect: Callable[[], Any]) -> None:
-    set_tracing_disabled(True)
-    seen: list[tuple[int, int]] = []
-
-    @function_tool
-    def add(a: int, b: int) -> str:
-        """Adds two numbers."""
-        seen.append((a, b))
-        return str(a + b)
-
-    async with connect() as client:
-        agent = Agent(
-            name="adder",
-            tools=[add],
-            model=OpenAIChatCompletionsModel(model="any", openai_client=client),
-            model_settings=ModelSettings(temperature=0),
-        )
-        result = await Runner.run(agent, "3+4?")
-    assert seen == [(3, 4)]
-    assert result.final_output == "it is 7"
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
+async def test_what_cannot_be_honoured_is_refused(connect: Callable[[], Any]) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "x"}}
+    template = {"chat_template_kwargs": {"chat_template": "{{ 1/0 }}"}}
+    chats: list[tuple[dict[str, Any], str]] = [
         ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
         ({"frequency_penalty": 1.0}, "frequency_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text parts"),
+        ({"messages": [{"role": "user", "content": [picture]}]}, "text parts"),
         ({"messages": [{"content": "3"}]}, "role"),
         ({"temperature": -1}, "temperature"),
-        ({"extra_body": {"chat_template_kwargs": {"chat_template": "{{ 1/0 }}"}}}, "leave chat_template out"),
-        ({"extra_body": {"chat_template_kwargs": {"add_generation_prompt": 1}}}, "does not take this conversation"),
-    ],
-    ids=["forced call", "penalty", "format", "picture", "role", "temperature", "template", "argument"],
-)
-async def test_what_cannot_be_honoured_is_refused(
-    connect: Callable[[], Any], fields: dict[str, Any], reason: str
-) -> None:
+        ({"extra_body": template}, "chat_template"),
+        ({"extra_body": {"chat_template_kwargs": {"add_generation_prompt": 1}}}, "conversation"),
+    ]
     async with connect() as client:
-        with pytest.raises(openai.BadRequestError, match=reason):
-            await client.chat.completions.create(**{"model": "any", "messages": QUESTION, **fields})
-
-
-@pytest.mark.parametrize(("prompt", "reason"), [([], "empty list"), ("", "no tokens"), ([[]], "no tokens")])
-async def test_a_text_completion_needs_a_prompt(connect: Callable[[], Any], prompt: Any, reason: str) -> None:
-    async with connect() as client:
-        with pytest.raises(openai.BadRequestError, match=reason):
-            await client.completions.create(model="any", prompt=prompt)
+        for fields, reason in chats:
+            with pytest.raises(openai.BadRequestError, match=reason):
+                await client.chat.completions.create(**{"model": "any", "messages": QUESTION, **fields})
+        for prompt, reason in ([], "empty list"), ("", "no tokens"), ([[]], "no tokens"):
+            with pytest.raises(openai.BadRequestError, match=reason):
+                await client.completions.create(model="any", prompt=prompt)
 
 
 def test_text_that_is_no_well_formed_call_is_kept() -> None:

@@ -150,6 +150,7 @@ def test_a_client_that_leaves_frees_its_place(start_service: StartService, tiny_
     wait_until(lambda: waiting() == 0, "a place")
 
 
+@pytest.mark.slow
 def test_sigterm_gives_running_requests_their_tokens_and_exits_with_0(
     start_service: StartService, tiny_model: Path
 ) -> None:

@@ -21,8 +21,7 @@ def draw(logits: torch.Tensor, count: int, **fields: float) -> torch.Tensor:
     return Sampler(rows, CPU).sample(logits.repeat(count, 1), positions(count))[0]
 
 
-@pytest.mark.parametrize("size", [17, 512, 513, 5000])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("size", "temperature"), [(17, 0.7), (512, 1.0), (513, 0.7), (5000, 1.0)])
 def test_frequencies_are_the_probabilities(size: int, temperature: float) -> None:
     torch.manual_seed(size)
     logits = torch.randn(size) * 2

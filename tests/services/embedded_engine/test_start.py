@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig
 
@@ -27,6 +28,7 @@ print(_rotary_frequencies(LlamaConfig(rope_parameters={ROPE}))[0].tolist())
 """
 
 
+@pytest.mark.slow
 def test_an_engine_starts_without_compilers_and_computes_scaled_rotations() -> None:
     told = subprocess.run([sys.executable, "-c", START], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     heavy, frequencies = told.splitlines()

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,20 @@ import pytest
 from fastapi import FastAPI
 from pydantic import SecretStr
 
-from services.core.errors import ConfigurationError
+from services.core import endpoints, logs
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.settings import Settings
+from services.core.tasks import in_background
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.settings import HeadSettings
 from services.http.app import create_service_app
 from services.http.json_body import MAX_DEPTH, json_depth
 from services.http.problems import PROBLEM_MEDIA_TYPE, ProblemError
-from services.http.server import listen
+from services.http.server import listen, run_service
 from services.protocol.base import ComponentRecord
 from services.protocol.rewards import RewardItem, RewardResult
-from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, eventually, wait_ready, wait_until
+from tests.ports import free_port
+from tests.waiting import IDLE_SECONDS, wait_ready, wait_until
 
 JSON = {"Content-Type": "application/json"}
 
@@ -125,26 +130,23 @@ async def test_a_refusal_does_not_repeat_the_input(serving: Any) -> None:
         assert "hunter2" not in response.text
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"prompt": "a", "response": "b", "ground_truth": NaN}',
-        b'{"prompt": "a", "response": "b", "ground_truth": "c", "completion_tokens": 1e999}',
-        b'{"prompt": "\\ud800", "response": "b", "ground_truth": "c"}',
-        b'{"prompt": "\xed\xa0\x80", "response": "b", "ground_truth": "c"}',
-        b'{"prompt": "\xff", "response": "b", "ground_truth": "c"}',
-        b'{"prompt": "a", "response": "b", "ground_truth": ' + b"[" * 100 + b"]" * 100 + b"}",
-        b"[" * 100_000,
-        b'{"a": "' + b"\\" * 99_999,
-        b"",
-    ],
-    ids=["nan", "infinite", "surrogate", "encoded surrogate", "not utf-8", "deep", "very deep", "unended", "empty"],
-)
-async def test_bodies_that_are_not_plain_json_are_refused(serving: Any, body: bytes) -> None:
+async def test_bodies_that_are_not_plain_json_are_refused(serving: Any) -> None:
+    bodies = {
+        "nan": b'{"prompt": "a", "response": "b", "ground_truth": NaN}',
+        "infinite": b'{"prompt": "a", "response": "b", "ground_truth": "c", "completion_tokens": 1e999}',
+        "surrogate": b'{"prompt": "\\ud800", "response": "b", "ground_truth": "c"}',
+        "encoded surrogate": b'{"prompt": "\xed\xa0\x80", "response": "b", "ground_truth": "c"}',
+        "not utf-8": b'{"prompt": "\xff", "response": "b", "ground_truth": "c"}',
+        "deep": b'{"prompt": "a", "response": "b", "ground_truth": ' + b"[" * 100 + b"]" * 100 + b"}",
+        "very deep": b"[" * 100_000,
+        "unended": b'{"a": "' + b"\\" * 99_999,
+        "empty": b"",
+    }
     async with serving(make_app()) as client:
-        response = await client.post("/echo", content=body, headers=JSON)
-        is_problem(response, response.status_code)
-        assert response.status_code in (400, 422)
+        for name, body in bodies.items():
+            response = await client.post("/echo", content=body, headers=JSON)
+            assert response.status_code in (400, 422), name
+            is_problem(response, response.status_code)
 
 
 async def test_a_body_over_the_limit_is_refused_whether_its_length_is_announced_or_not(serving: Any) -> None:
@@ -217,115 +219,149 @@ def test_depth_is_counted_outside_strings_and_in_linear_time() -> None:
     assert time.thread_time() - started < 5
 
 
-SLOW_SERVICE = """
-import asyncio, sys, time
-from contextlib import asynccontextmanager
-from pathlib import Path
-from services.core import endpoints
-from services.core.errors import ConfigurationError
-from services.core.errors import DependencyLostError
-from services.core.settings import Settings
-from services.http.app import create_service_app
-from services.core.tasks import in_background
-from services.http.server import run_service
-
 class SlowSettings(Settings):
     load_seconds: float = 0
     failure: str = ""
 
-def create_app(settings):
-    @asynccontextmanager
-    async def lifespan(app):
-        await in_background(lambda: time.sleep(settings.load_seconds))
-        if settings.failure == "configuration":
-            raise ConfigurationError("THING is 'x'; set it to y")
-        yield
 
-    app = create_service_app("slow", settings=settings, lifespan=lifespan)
+class Service:
+    """A service whose process is the test's own, and a client of it."""
 
-    @app.get("/slow")
-    async def slow():
-        print("asked", flush=True)
-        await asyncio.sleep(1.0)
-        return {"done": True}
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.log_formats: list[str | None] = []
+        self.loading, self.may_load, self.asked = (threading.Event() for _ in range(3))
+        self.may_load.set()
+        self._monkeypatch, self._capfd = monkeypatch, capfd
+        monkeypatch.setattr(logs, "configure", lambda *_: self.log_formats.append(os.environ.get("LOG_FORMAT")))
+        monkeypatch.setattr(os, "environ", dict(os.environ))
 
-    @app.get("/lose")
-    async def lose():
-        app.state.lifecycle.fail(DependencyLostError("the engine is gone"))
-        return {}
+    def run(self, *flags: str, then: Callable[[str], object] | None = None) -> tuple[int, str]:
+        """Run the service, with ``then`` in a thread once it answers; return its exit code and what it has said."""
+        port = free_port()
+        flags = (*(() if "--port" in flags else ("--port", str(port))), "--host", "127.0.0.1", *flags)
+        self._monkeypatch.setattr(sys, "argv", ["service", *flags])
 
-    return app
+        def visit() -> None:
+            self.loading.wait(IDLE_SECONDS)
+            then and then(f"http://127.0.0.1:{port}")
 
-sys.exit(run_service(create_app, endpoints.Task.REWARD_SERVER, SlowSettings))
-"""
+        visitor = threading.Thread(target=visit)
+        visitor.start()
+        try:
+            code: Any = run_service(self._create_app, endpoints.Task.REWARD_SERVER, SlowSettings)
+        except SystemExit as ended:
+            code = ended.code
+        self.loading.set()
+        visitor.join(IDLE_SECONDS)
+        return code, self._capfd.readouterr().err
 
+    def _create_app(self, settings: SlowSettings) -> FastAPI:
+        @asynccontextmanager
+        async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+            self.loading.set()
+            await in_background(lambda: self.may_load.wait(settings.load_seconds or IDLE_SECONDS))
+            if settings.failure:
+                raise ConfigurationError("THING is 'x'; set it to y")
+            yield
 
-@pytest.fixture(scope="module")
-def slow_service(tmp_path_factory: pytest.TempPathFactory) -> str:
-    script = tmp_path_factory.mktemp("script") / "slow_service.py"
-    script.write_text(SLOW_SERVICE)
-    return str(script)
+        app = create_service_app("slow", settings=settings, lifespan=lifespan)
 
+        @app.get("/slow")
+        async def slow() -> dict[str, bool]:
+            self.asked.set()
+            while not app.state.lifecycle.draining.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            return {"done": True}
 
-async def test_sigterm_lets_a_request_end_and_exits_with_0(start_service: Any, slow_service: str) -> None:
-    service = start_service(slow_service, PYTHONPATH=".")
-    async with httpx.AsyncClient(base_url=service.url, timeout=IDLE_SECONDS) as client:
-        request = asyncio.create_task(client.get("/slow"))
-        await eventually(lambda: "asked" in service.log, "the request has come", told=lambda: service.log)
-        exit_code = asyncio.create_task(asyncio.to_thread(service.terminate))
-        assert (await request).json() == {"done": True}
-        assert await exit_code == 0
+        @app.get("/lose")
+        async def lose() -> dict[str, bool]:
+            app.state.lifecycle.fail(DependencyLostError("the engine is gone"))
+            return {}
 
-
-def test_sigterm_ends_a_service_that_is_still_loading(start_service: Any, slow_service: str) -> None:
-    service = start_service(slow_service, PYTHONPATH=".", LOAD_SECONDS="600", healthy=False)
-    wait_until(lambda: "listening" in service.log, "the service listens", told=lambda: service.log)
-    # Its answer shows that it handles signals.
-    assert httpx.get(f"{service.url}/health", timeout=IDLE_SECONDS, trust_env=False).status_code == 503
-    assert service.terminate() == 0
-
-
-def test_a_configuration_that_cannot_work_exits_with_78_and_one_line(start_service: Any, slow_service: str) -> None:
-    service = start_service(slow_service, PYTHONPATH=".", FAILURE="configuration", LOG_LEVEL="warning", healthy=False)
-    assert service.process.wait(LIMIT_SECONDS) == 78
-    assert service.log == "error: THING is 'x'; set it to y\n"
-    invalid = start_service(slow_service, PYTHONPATH=".", LOAD_SECONDS="soon", healthy=False)
-    assert invalid.process.wait(LIMIT_SECONDS) == 78
-    assert invalid.log.startswith("error: LOAD_SECONDS is 'soon'")
-    assert invalid.log.count("\n") == 1
+        return app
 
 
-def test_every_setting_but_a_secret_has_a_flag_that_wins_over_its_variable(
-    start_service: Any, slow_service: str
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Service:
+    return Service(monkeypatch, capfd)
+
+
+def get(url: str) -> httpx.Response:
+    return httpx.get(url, timeout=IDLE_SECONDS, trust_env=False)
+
+
+def wait_healthy(url: str) -> None:
+    wait_until(lambda: get(f"{url}/health").is_success, "health", every=0.01)
+
+
+def test_sigterm_lets_a_request_end_and_exits_with_0(service: Service) -> None:
+    replies: list[Any] = []
+
+    def visit(url: str) -> None:
+        wait_healthy(url)
+        request = threading.Thread(target=lambda: replies.append(get(f"{url}/slow").json()))
+        request.start()
+        assert service.asked.wait(IDLE_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        request.join(IDLE_SECONDS)
+
+    assert service.run(then=visit) == (0, "")
+    assert replies == [{"done": True}]
+
+
+def test_sigterm_ends_a_service_that_is_still_loading(service: Service) -> None:
+    service.may_load.clear()
+    statuses: list[int] = []
+
+    def visit(url: str) -> None:
+        statuses.append(get(f"{url}/health").status_code)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert service.run(then=visit) == (0, "")
+    assert statuses == [503]
+    service.may_load.set()
+
+
+def test_a_lost_dependency_exits_with_33(service: Service) -> None:
+    def visit(url: str) -> None:
+        wait_healthy(url)
+        get(f"{url}/lose")
+
+    assert service.run(then=visit) == (33, "error: the engine is gone\n")
+
+
+def test_what_cannot_work_exits_with_a_code_and_one_line(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every setting but a secret has a flag, which wins over the variable."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        for variables, flags, code, says in [
+            ({"FAILURE": "configuration"}, [], 78, "THING is 'x'; set it to y"),
+            ({"LOAD_SECONDS": "soon"}, [], 78, "LOAD_SECONDS is 'soon'"),
+            ({"LOAD_SECONDS": "600"}, ["--load-seconds", "soon"], 78, "LOAD_SECONDS is 'soon'"),
+            ({}, ["--port", str(taken)], 78, f"cannot listen on 127.0.0.1:{taken}"),
+            ({}, ["--load-second", "1"], 2, "unrecognized arguments: --load-second 1"),
+            ({}, ["--jobgroup-token", "x"], 2, "unrecognized arguments: --jobgroup-token x"),
+        ]:
+            monkeypatch.setattr(os, "environ", os.environ | variables)
+            found, said = service.run(*flags)
+            assert (found, says in said) == (code, True), said
+            if code == 78:
+                assert said.startswith("error: ")
+                assert said.count("\n") == 1
+            monkeypatch.setattr(os, "environ", {n: v for n, v in os.environ.items() if n not in variables})
+    service.run("--failure", "configuration", "--log-format", "json")
+    assert service.log_formats[-1] == "json"
+
+
+@pytest.mark.parametrize("settings_class", [HeadSettings, EnvironmentSettings])
+def test_help_lists_the_settings_with_their_descriptions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], settings_class: type[Settings]
 ) -> None:
-    service = start_service(
-        slow_service,
-        *("--failure", "configuration", "--load-seconds", "0", "--log-format", "json"),
-        PYTHONPATH=".",
-        LOAD_SECONDS="600",
-        healthy=False,
-    )
-    assert service.process.wait(LIMIT_SECONDS) == 78
-    assert json.loads(service.log.splitlines()[0])["event"] == "listening"
-    for flags, code, says in [
-        (["--load-seconds", "soon"], 78, "LOAD_SECONDS is 'soon'"),
-        (["--load-second", "1"], 2, "unrecognized arguments: --load-second 1"),
-        (["--jobgroup-token", "x"], 2, "unrecognized arguments: --jobgroup-token x"),
-    ]:
-        refused = start_service(slow_service, *flags, PYTHONPATH=".", healthy=False)
-        assert refused.process.wait(LIMIT_SECONDS) == code
-        assert says in refused.log
-
-
-@pytest.mark.parametrize(
-    ("module", "settings_class"),
-    [("services.evaluation_head", HeadSettings), ("services.environment_server", EnvironmentSettings)],
-)
-def test_help_lists_the_settings_with_their_descriptions(module: str, settings_class: type[Settings]) -> None:
-    command = [sys.executable, "-m", module, "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_SECONDS).stdout
+    monkeypatch.setattr(sys, "argv", ["service", "--help"])
+    with pytest.raises(SystemExit):
+        run_service(lambda _: FastAPI(), endpoints.Task.EVALUATION_HEAD, settings_class)
     # Lines are also broken behind hyphens.
-    words = "".join(shown.split())
+    words = "".join(capsys.readouterr().out.split())
     for name, field in settings_class.model_fields.items():
         is_secret = name in ("jobgroup_token", "skypilot_service_account_token")
         assert (f"--{name.replace('_', '-')}VALUE" in words) != is_secret
@@ -347,21 +383,7 @@ def test_the_exit_code_does_not_depend_on_whether_the_reason_can_be_written() ->
     assert ended.returncode == 33
 
 
-def test_a_taken_port_is_said_in_one_line(start_service: Any, slow_service: str) -> None:
-    service = start_service(slow_service, PYTHONPATH=".")
-    second = start_service(slow_service, PYTHONPATH=".", port=service.port, healthy=False)
-    assert second.process.wait(LIMIT_SECONDS) == 78
-    assert f"cannot listen on 127.0.0.1:{service.port}" in second.log
-
-
-def test_a_lost_dependency_exits_with_33(start_service: Any, slow_service: str) -> None:
-    service = start_service(slow_service, PYTHONPATH=".")
-    httpx.get(f"{service.url}/lose", timeout=IDLE_SECONDS, trust_env=False)
-    assert service.process.wait(LIMIT_SECONDS) == 33
-    assert "error: the engine is gone" in service.log
-
-
-@pytest.mark.parametrize("port", [-1, 70_000])
-def test_an_impossible_port_is_named(port: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{port}"):
-        listen("127.0.0.1", port)
+def test_an_impossible_port_is_named() -> None:
+    for port in (-1, 70_000):
+        with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{port}"):
+            listen("127.0.0.1", port)

@@ -32,6 +32,7 @@ TAKE_ANYTHING = (
 """Ends of the paths that take nothing, or only a session's id, which any text may be."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "environment"),
     [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -98,16 +99,33 @@ class FakeNodes(Nodes):
                         await router.remove(worker.url)
 
 
-class Traffic(AbstractContextManager["Traffic"]):
-    """Asks for groups through the router, several at once, until its block ends; then all are checked."""
+def unlike_prompts(number: int, turn: int) -> list[int]:
+    """Return a prompt without a common beginning with others, so that the router has no reason to prefer a worker."""
+    return [number, turn % 1000, 1, 2, 3]
 
-    def __init__(self, nodes: FakeNodes, concurrency: int = 6) -> None:
-        self.groups: list[list[TokenSequence]] = []
+
+class Traffic(AbstractContextManager["Traffic"]):
+    """Asks for groups through the router, several at once, until its block ends; then all must be complete."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        prompt: Callable[[int, int], list[int]] = unlike_prompts,
+        *,
+        concurrency: int = 6,
+        params: SamplingParams = PARAMS,
+        lora_path: str | None = None,
+    ) -> None:
+        self.answers: list[tuple[list[int], list[TokenSequence]]] = []
         self.errors: list[BaseException] = []
-        self._nodes = nodes
-        self._concurrency = concurrency
+        self._nodes, self._prompt, self._concurrency, self._params = nodes, prompt, concurrency, params
+        self._lora_path = lora_path
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    @property
+    def groups(self) -> list[list[TokenSequence]]:
+        return [group for _, group in self.answers]
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -122,43 +140,40 @@ class Traffic(AbstractContextManager["Traffic"]):
 
     def wait_for_groups(self, count: int) -> None:
         """Waits until ``count`` more groups have come."""
-        wanted = len(self.groups) + count
+        wanted = len(self.answers) + count
         wait_until(
-            lambda: len(self.groups) >= wanted or self.errors,
+            lambda: len(self.answers) >= wanted or self.errors,
             "groups",
-            progress=lambda: len(self.groups),
+            progress=lambda: len(self.answers),
             told=self._nodes.logs,
         )
 
     def check(self) -> None:
-        """Every group is complete, and every token comes from the weights of the version that it is said to be of."""
+        """Every group is complete; a fake engine's tokens come from the version that they are said to be of."""
         assert not self.errors, f"{self.errors}\n{self._nodes.logs()}"
         for group in self.groups:
             assert len(group) == GROUP_SIZE
-            for completion in group:
+            for completion in group if isinstance(self._nodes, FakeNodes) else []:
                 assert len(completion.completion_ids) == PARAMS.max_new_tokens
                 assert completion.completion_ids.tolist() == completion.policy_versions.tolist()
 
     def versions(self, since: int = 0) -> set[int]:
         """The versions that made the tokens of the groups after the first ``since``."""
-        return {
-            token
-            for group in self.groups[since:]
-            for completion in group
-            for token in completion.completion_ids.tolist()
-        }
+        return {token for group in self.groups[since:] for one in group for token in one.policy_versions.tolist()}
 
     async def _run(self) -> None:
-        async with RolloutClient(self._nodes.router, TOKEN, vocab_size=1000, deadline_seconds=IDLE_SECONDS) as client:
+        vocab_size = 1000 if isinstance(self._nodes, FakeNodes) else 17
+        options = {"vocab_size": vocab_size, "deadline_seconds": IDLE_SECONDS, "lora_path": self._lora_path}
+        async with RolloutClient(self._nodes.router, TOKEN, **options) as client:
             await asyncio.gather(*(self._ask(client, number) for number in range(self._concurrency)))
 
     async def _ask(self, client: RolloutClient, number: int) -> None:
-        turn = 0
-        while not self._stopping.is_set():
-            turn += 1
+        for turn in itertools.count(1):
+            prompt = self._prompt(number, turn)
             try:
-                # Prompts without a common beginning, so that the router has no reason to prefer a worker.
-                self.groups.append(await client.generate([number, turn % 1000, 1, 2, 3], PARAMS, n=GROUP_SIZE))
+                self.answers.append((prompt, await client.generate(prompt, self._params, n=GROUP_SIZE)))
             except Exception as error:  # noqa: BLE001  # `check` shows it
                 self.errors.append(error)
+                return
+            if self._stopping.is_set():
                 return

@@ -3,59 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import pickle
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.engines.engine import WorkerRefusedError
 from services.engines.sglang import SGLang
 from services.http.client import RequestRefusedError
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
-from tests.adapters import RANK, adapted_logprobs, save_adapter
-from tests.services.rollout_server.conftest import ENGINES, check_installed
+from tests.adapters import RANK
+from tests.services.rollout_server.conftest import PROBE as IDS
+from tests.services.rollout_server.conftest import logprobs_by
 from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization
-from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
 
-IDS = [5, 12, 6, 14, 9, 1]
 PROMPT = IDS[:4]
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def node(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """One rollout node that serves the tiny model, and adapters for it."""
-    check_installed(request.param)
-    environment = {"ENGINE_STALE_SECONDS": "1000", "LORA_RANK": str(RANK)}
-    nodes = Nodes(tmp_path_factory.mktemp("node"), tiny_model, engine=request.param, environment=environment)
-    try:
-        yield nodes.start_all()
-    finally:
-        nodes.stop()
-
-
-@pytest.fixture(scope="module")
-def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two adapters of the tiny model."""
-    directory = tmp_path_factory.mktemp("adapters")
-    return [save_adapter(tiny_model, directory / str(seed), seed) for seed in (1, 2)]
-
-
-@pytest.fixture
-async def worker(node: Nodes) -> AsyncIterator[SGLang]:
-    """The node's worker, which has no adapter before."""
-    async with node.admin() as control:
-        yield control
-        await control.pause("abort")
-        if await control.adapter_path() is not None:
-            await control._ask("POST", "/unload_lora_adapter", {"lora_name": ADAPTER_NAME})
-        await control.resume()
+@functools.cache
+def reference(model: Path, adapter: Path | None) -> Any:
+    """The model as transformers and PEFT compute it."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return (loaded if adapter is None else PeftModel.from_pretrained(loaded, adapter)).eval()
 
 
 async def replace(worker: SGLang, adapter: Path, version: int, *, finishes_requests: bool = True) -> None:
@@ -65,67 +44,65 @@ async def replace(worker: SGLang, adapter: Path, version: int, *, finishes_reque
 
 
 async def test_an_adapter_is_computed_for_the_requests_that_name_it(
-    node: Nodes, worker: SGLang, adapters: list[Path]
+    server: Nodes, worker: SGLang, adapters: list[Path]
 ) -> None:
-    alone = adapted_logprobs(node.model, None, IDS)
+    alone = logprobs_by(reference(server.model, None), IDS)
     for version, adapter in enumerate(adapters, start=1):
         await replace(worker, adapter, version)
         assert await worker.version() == version
         assert await worker.adapter_path() == str(adapter)
-        wanted = adapted_logprobs(node.model, adapter, IDS)
-        assert await worker.rescore(IDS, ADAPTER_NAME) == pytest.approx(wanted, abs=engine_tolerance())
-        assert wanted != pytest.approx(alone, abs=0.1)
-        assert await worker.rescore(IDS) == pytest.approx(alone, abs=engine_tolerance())
+        found = await worker.rescore(IDS, ADAPTER_NAME)
+        assert found == logprobs_by(reference(server.model, adapter), IDS)
+        assert found != logprobs_by(reference(server.model, None), IDS, tolerance=0.1)
+        assert await worker.rescore(IDS) == alone
 
 
-async def test_the_router_forwards_the_name_of_the_adapter(node: Nodes, worker: SGLang, adapters: list[Path]) -> None:
+async def test_the_router_forwards_the_name_of_the_adapter(server: Nodes, worker: SGLang, adapters: list[Path]) -> None:
     await replace(worker, adapters[0], 3)
-    async with RolloutClient(node.router, TOKEN, vocab_size=17, lora_path=ADAPTER_NAME) as client:
+    async with RolloutClient(server.router, TOKEN, vocab_size=17, lora_path=ADAPTER_NAME) as client:
         completions = await client.generate(PROMPT, SamplingParams(max_new_tokens=8), n=4)
     for completion in completions:
         assert {*completion.policy_versions.tolist()} == {3}
         ids = [*PROMPT, *completion.completion_ids.tolist()]
-        wanted = adapted_logprobs(node.model, adapters[0], ids)[len(PROMPT) - 1 :]
-        assert completion.logprobs == pytest.approx(wanted, abs=engine_tolerance())
+        assert completion.logprobs == logprobs_by(reference(server.model, adapters[0]), ids, len(PROMPT))
 
 
 async def test_openai_routes_take_the_adapter_after_a_colon_in_the_model(
-    node: Nodes, worker: SGLang, adapters: list[Path]
+    server: Nodes, worker: SGLang, adapters: list[Path]
 ) -> None:
     await replace(worker, adapters[1], 4)
     body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "logprobs": 1}
     adapter: Path | None
     for adapter, fields in (
-        (adapters[1], {"model": f"{node.model}:{ADAPTER_NAME}"}),
-        (adapters[1], {"model": str(node.model), "lora_path": ADAPTER_NAME}),
-        (None, {"model": str(node.model)}),
+        (adapters[1], {"model": f"{server.model}:{ADAPTER_NAME}"}),
+        (adapters[1], {"model": str(server.model), "lora_path": ADAPTER_NAME}),
+        (None, {"model": str(server.model)}),
     ):
-        (given,) = node.post(node.worker(), "/v1/completions", body | fields).json()["choices"][0]["logprobs"][
+        (given,) = server.post(server.worker(), "/v1/completions", body | fields).json()["choices"][0]["logprobs"][
             "token_logprobs"
         ]
-        scores = [adapted_logprobs(node.model, adapter, [*PROMPT, token])[-1] for token in range(17)]
-        assert given == pytest.approx(max(scores), abs=engine_tolerance())
+        likeliest = int(reference(server.model, adapter)(torch.tensor([PROMPT])).logits[0, -1].argmax())
+        assert [given] == logprobs_by(reference(server.model, adapter), [*PROMPT, likeliest], len(PROMPT))
 
 
-async def test_an_adapter_comes_with_the_request(node: Nodes, worker: SGLang, adapters: list[Path]) -> None:
+async def test_an_adapter_comes_with_the_request(server: Nodes, worker: SGLang, adapters: list[Path]) -> None:
     config = json.loads((adapters[0] / CONFIG_FILE).read_text())
     tensors = load_file(adapters[0] / WEIGHTS_FILE)
     await worker.hold("finish", for_adapter=True)
     await worker.load_adapter_from_tensors(config, pickle.dumps(tensors), 5)
     await worker.resume()
     assert await worker.version() == 5
-    wanted = adapted_logprobs(node.model, adapters[0], IDS)
-    assert await worker.rescore(IDS, ADAPTER_NAME) == pytest.approx(wanted, abs=engine_tolerance())
+    assert await worker.rescore(IDS, ADAPTER_NAME) == logprobs_by(reference(server.model, adapters[0]), IDS)
 
 
-async def test_a_request_for_an_adapter_that_is_not_loaded_is_refused(node: Nodes, worker: SGLang) -> None:
-    async with RolloutClient(node.worker(), TOKEN, vocab_size=17, lora_path="never-loaded") as client:
+async def test_a_request_for_an_adapter_that_is_not_loaded_is_refused(server: Nodes, worker: SGLang) -> None:
+    async with RolloutClient(server.worker(), TOKEN, vocab_size=17, lora_path="never-loaded") as client:
         with pytest.raises(RequestRefusedError, match="loaded"):
             await client.generate(PROMPT, SamplingParams(max_new_tokens=2), n=1)
 
 
 async def test_an_adapter_of_another_rank_is_refused(
-    node: Nodes, worker: SGLang, adapters: list[Path], tmp_path: Path
+    server: Nodes, worker: SGLang, adapters: list[Path], tmp_path: Path
 ) -> None:
     config = json.loads((adapters[0] / CONFIG_FILE).read_text())
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"r": RANK + 1}))
@@ -141,7 +118,7 @@ async def test_an_adapter_of_another_rank_is_refused(
 
 @pytest.mark.parametrize("finishes_requests", [True, False])
 async def test_requests_in_flight_end_or_go_on_and_never_mix_adapters_unsaid(
-    node: Nodes, worker: SGLang, adapters: list[Path], finishes_requests: bool
+    server: Nodes, worker: SGLang, adapters: list[Path], finishes_requests: bool
 ) -> None:
     """SGLang aborts requests where the embedded engine continues them; either way each token has its version."""
     await replace(worker, adapters[0], 10)
@@ -151,7 +128,7 @@ async def test_requests_in_flight_end_or_go_on_and_never_mix_adapters_unsaid(
         "return_logprob": True,
         "lora_path": ADAPTER_NAME,
     }
-    async with httpx.AsyncClient(base_url=node.worker().url, headers=authorization(), timeout=IDLE_SECONDS) as http:
+    async with httpx.AsyncClient(base_url=server.worker().url, headers=authorization(), timeout=IDLE_SECONDS) as http:
         pending = asyncio.create_task(http.post("/generate", json=payload))
         await asyncio.sleep(0.1)
         await replace(worker, adapters[1], 11, finishes_requests=finishes_requests)
@@ -164,7 +141,6 @@ async def test_requests_in_flight_end_or_go_on_and_never_mix_adapters_unsaid(
         given = [pair[0] for pair in meta["output_token_logprobs"]]
         ids = [*PROMPT, *reply["output_ids"]]
         for span in meta["weight_versions"]:
-            adapter = adapters[int(span["version"]) - 10]
-            wanted = adapted_logprobs(node.model, adapter, ids)[len(PROMPT) - 1 :]
-            part = slice(span["start"], span["end"])
-            assert given[part] == pytest.approx(wanted[part], abs=engine_tolerance())
+            model = reference(server.model, adapters[int(span["version"]) - 10])
+            start, end = span["start"], span["end"]
+            assert given[start:end] == logprobs_by(model, ids[: len(PROMPT) + end], len(PROMPT) + start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,11 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp
 
-from services.http.server import listen
+from services.http.server import listen, server_config
+from services.rollout_server.auth_proxy import create_app
+from tests.services.conftest import RunningService, StartService
 from tests.waiting import IDLE_SECONDS, eventually
 
 TOKEN = "a-token"
@@ -55,34 +58,24 @@ class Router:
         yield b"second"
 
 
-@pytest.fixture
-async def router(start_service: Any) -> AsyncIterator[Router]:
-    router = Router()
-    app = Starlette()
-    app.add_route("/{path:path}", router.answer, methods=["GET", "POST", "DELETE"])
+@asynccontextmanager
+async def listening(app: ASGIApp) -> AsyncIterator[str]:
+    """Serve an application in this process; yield its URL."""
     listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+    server = uvicorn.Server(server_config(app, timeout_graceful_shutdown=1))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    router.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    router.proxy = (await open_proxy(start_service, router.url)).url
-    yield router
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     server.should_exit = True
     await serving
 
 
-async def open_proxy(start_service: Any, router_url: str, *flags: str) -> Any:
-    """Starts a proxy in front of a router and waits until it listens."""
-    command = ["services.rollout_server.auth_proxy", "--router", router_url, *flags]
-    proxy = start_service(*command, healthy=False, JOBGROUP_TOKEN=TOKEN)
-    async with asyncio.timeout(IDLE_SECONDS):
-        while True:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
-            except OSError:
-                await asyncio.sleep(0.05)
-            else:
-                writer.close()
-                return proxy
+@pytest.fixture
+async def router() -> AsyncIterator[Router]:
+    router = Router()
+    app = Starlette()
+    app.add_route("/{path:path}", router.answer, methods=["GET", "POST", "DELETE"])
+    async with listening(app) as router.url, listening(create_app(router.url, TOKEN)) as router.proxy:
+        yield router
 
 
 def client(router: Router, token: str | None = TOKEN) -> httpx.AsyncClient:
@@ -90,14 +83,15 @@ def client(router: Router, token: str | None = TOKEN) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=router.proxy, headers=headers, timeout=IDLE_SECONDS, trust_env=False)
 
 
-@pytest.mark.parametrize("token", [None, "", "another"])
-async def test_the_router_never_hears_of_strangers(router: Router, token: str | None) -> None:
-    async with client(router, token) as stranger:
-        for method, path in (("GET", "/v1/models"), ("GET", "/engine_metrics"), ("POST", "/generate"), ("GET", "/x")):
-            assert (await stranger.request(method, path)).status_code == 401
-        assert router.heard == []
-        assert (await stranger.get("/health")).status_code == 418
-        assert router.heard == ["/health"]
+async def test_the_router_never_hears_of_strangers(router: Router) -> None:
+    routes = (("GET", "/v1/models"), ("GET", "/engine_metrics"), ("POST", "/generate"), ("GET", "/x"))
+    for token in (None, "", "another"):
+        async with client(router, token) as stranger:
+            for method, path in routes:
+                assert (await stranger.request(method, path)).status_code == 401
+            assert router.heard == []
+            assert (await stranger.get("/health")).status_code == 418
+            assert router.heard.pop() == "/health"
 
 
 async def test_what_has_the_token_is_passed_on_whole(router: Router) -> None:
@@ -143,8 +137,8 @@ async def test_the_router_hears_that_a_client_left(router: Router) -> None:
     await asyncio.wait_for(router.left.wait(), IDLE_SECONDS)
 
 
-async def test_a_router_that_is_not_there_may_be_asked_again(start_service: Any) -> None:
-    async with client(Router(proxy=(await open_proxy(start_service, "http://127.0.0.1:1")).url)) as friend:
+async def test_a_router_that_is_not_there_may_be_asked_again() -> None:
+    async with listening(create_app("http://127.0.0.1:1", TOKEN)) as url, client(Router(proxy=url)) as friend:
         reply = await friend.get("/workers")
     assert reply.status_code == 503
     assert reply.headers["Retry-After"] == "1"
@@ -163,28 +157,25 @@ def children_of(proxy: Any) -> dict[int, psutil.Process]:
     return {child.pid: child for child in psutil.Process(proxy.process.pid).children() if is_serving(child)}
 
 
-async def test_processes_share_the_requests_and_a_lost_one_is_replaced(router: Router, start_service: Any) -> None:
-    proxy = await open_proxy(start_service, router.url, "--processes", "2")
-    await eventually(lambda: len(children_of(proxy)) == 2, "both run")
-    lost = min(children_of(proxy).values(), key=lambda child: child.pid)
-    lost.kill()
-    await eventually(lambda: len(children_of(proxy).keys() - {lost.pid}) == 2, "the lost one is replaced")
-    router.proxy = proxy.url
-    for _ in range(10):
-        async with client(router) as friend:  # Each time with a connection of its own.
-            assert (await friend.get("/workers")).status_code == 418
-    async with client(router, None) as stranger:
-        assert (await stranger.get("/workers")).status_code == 401
-    children = children_of(proxy).values()
-    proxy.kill()
-    await eventually(lambda: not any(map(is_serving, children)), "no process outlives the main one")
-
-
-async def test_the_processes_end_with_the_main_one_in_order(router: Router, start_service: Any) -> None:
-    proxy = await open_proxy(start_service, router.url, "--processes", "2")
-    router.proxy = proxy.url
-    async with client(router) as friend:
-        assert (await friend.get("/health")).status_code == 418
-    children = children_of(proxy).values()
-    assert proxy.terminate() == 0
-    assert not any(map(is_serving, children))
+@pytest.mark.slow
+async def test_processes_share_the_requests_a_lost_one_is_replaced_and_all_end_together(
+    router: Router, start_service: StartService
+) -> None:
+    command = ["services.rollout_server.auth_proxy", "--router", router.url, "--processes", "2"]
+    for end in (RunningService.terminate, RunningService.kill):
+        proxy = start_service(*command, healthy=False, JOBGROUP_TOKEN=TOKEN)
+        router.proxy = proxy.url
+        await eventually(lambda: len(children_of(proxy)) == 2, "both run")  # noqa: B023  # called at once
+        if end is RunningService.kill:
+            lost = min(children_of(proxy).values(), key=lambda child: child.pid)
+            lost.kill()
+            await eventually(lambda: len(children_of(proxy).keys() - {lost.pid}) == 2, "a new one")  # noqa: B023
+        for _ in range(10):
+            async with client(router) as friend:  # Each time with a connection of its own.
+                assert (await friend.get("/workers")).status_code == 418
+        async with client(router, None) as stranger:
+            assert (await stranger.get("/workers")).status_code == 401
+        children = children_of(proxy).values()
+        code = await asyncio.to_thread(end, proxy)
+        await eventually(lambda: not any(map(is_serving, children)), "no process outlives the main one")  # noqa: B023
+        assert code in (0, None)

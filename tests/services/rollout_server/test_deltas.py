@@ -26,6 +26,8 @@ from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 from trainer.publishing.publisher import Publisher, VersionWriter
 
+pytestmark = pytest.mark.leaving
+
 
 @pytest.fixture(scope="module", params=ENGINES)
 def two(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:

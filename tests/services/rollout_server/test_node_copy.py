@@ -24,6 +24,8 @@ from services.weights import deltas
 from tests.services.weights.test_deltas import Volume, flip_a_bit, is_version, three_versions
 from tests.waiting import IDLE_SECONDS
 
+pytestmark = pytest.mark.leaving
+
 TOKEN = "a-token-of-the-tests"
 
 

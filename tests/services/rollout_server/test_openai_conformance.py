@@ -21,10 +21,9 @@ TOOL = {
 }
 
 
-@pytest.fixture(params=["worker", "router"])
-def client(request: pytest.FixtureRequest, server: Nodes) -> Iterator[openai.OpenAI]:
-    endpoint = server.worker() if request.param == "worker" else server.router
-    with openai.OpenAI(base_url=endpoint.url + "/v1", api_key=TOKEN, timeout=IDLE_SECONDS, max_retries=0) as made:
+@pytest.fixture
+def client(server: Nodes) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.router.url + "/v1", api_key=TOKEN, timeout=IDLE_SECONDS, max_retries=0) as made:
         yield made
 
 
@@ -45,21 +44,14 @@ def test_a_chat_completion_is_whole(client: openai.OpenAI, server: Nodes) -> Non
 
 
 def test_a_streamed_chat_completion_is_the_same_text(client: openai.OpenAI, server: Nodes) -> None:
-    wanted = client.chat.completions.create(model=model_of(server), messages=QUESTION, max_tokens=4, temperature=0)
-    chunks = list(
-        client.chat.completions.create(
-            model=model_of(server), messages=QUESTION, max_tokens=4, temperature=0, stream=True
-        )
-    )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == wanted.choices[0].message.content
-    finish = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
-    assert finish == [wanted.choices[0].finish_reason]
-
-
-def test_several_choices(client: openai.OpenAI, server: Nodes) -> None:
-    reply = client.chat.completions.create(model=model_of(server), messages=QUESTION, max_tokens=4, n=3)
-    assert sorted(choice.index for choice in reply.choices) == [0, 1, 2]
+    asked = {"model": model_of(server), "messages": QUESTION, "max_tokens": 4, "temperature": 0}
+    wanted = client.chat.completions.create(**asked)
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True) if chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in chunks) == wanted.choices[0].message.content
+    reasons = [choice.finish_reason for choice in chunks if choice.finish_reason]
+    assert reasons == [wanted.choices[0].finish_reason]
+    several = client.chat.completions.create(**asked | {"temperature": 1}, n=3)
+    assert sorted(choice.index for choice in several.choices) == [0, 1, 2]
 
 
 def test_tools_are_taken_and_an_answer_without_a_call_is_text(client: openai.OpenAI, server: Nodes) -> None:
@@ -86,16 +78,11 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, server: No
     assert cut.choices[0].finish_reason == "stop"
 
 
-def test_what_cannot_be_done_is_a_bad_request(client: openai.OpenAI, server: Nodes) -> None:
+def test_the_models_are_listed_and_what_cannot_be_done_or_has_a_wrong_key_is_refused(
+    client: openai.OpenAI, server: Nodes
+) -> None:
+    assert model_of(server) in [model.id for model in client.models.list()]
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model=model_of(server), messages=QUESTION, max_tokens=4, temperature=-1)
-
-
-def test_the_models_are_listed(client: openai.OpenAI, server: Nodes) -> None:
-    assert model_of(server) in [model.id for model in client.models.list()]
-
-
-def test_a_wrong_key_is_refused(server: Nodes) -> None:
-    wrong = openai.OpenAI(base_url=server.worker().url + "/v1", api_key="wrong", max_retries=0)
-    with wrong, pytest.raises(openai.AuthenticationError):
-        wrong.completions.create(model=model_of(server), prompt="3+4=")
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").completions.create(model=model_of(server), prompt="3+4=")

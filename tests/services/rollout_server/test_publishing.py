@@ -6,12 +6,9 @@ import asyncio
 import json
 import pickle
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,21 +16,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.rollout import SamplingParams
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import ServiceThread
 from services.engines.router import RouterAdmin
 from services.engines.sglang import ASLEEP, SGLang
-from services.protocol.groups import TokenSequence
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import RANK
 from tests.ports import free_ports
 from tests.sequences import trained_sequence
 from tests.services.rollout_server.conftest import ENGINES, check_installed
+from tests.services.rollout_server.fake_nodes import Traffic
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance
-from tests.waiting import IDLE_SECONDS, wait_until
+from tests.waiting import wait_until
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.model.learner import Learner
@@ -45,10 +42,11 @@ from trainer.publishing import publisher as publisher_module
 from trainer.publishing.probe import AdapterProbe
 from trainer.publishing.publisher import Publisher, VersionWriter, put_workers_to_sleep
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 12, 6, 14], [7, 12, 3, 14], [9, 13, 4, 14]]  # such as "3+4*"
 PROBE = [5, 12, 6, 14, 3, 4, 1, 9, 8, 12, 7, 14, 2, 6, 1]
 PARAMS = SamplingParams(max_new_tokens=24)
-GROUP_SIZE = 2
 SOME_BUCKETS = 1 << 18  # bytes; the tiny model has 1.6 MiB
 
 
@@ -149,54 +147,6 @@ def trainer(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
             made.close()
 
 
-class Traffic(AbstractContextManager["Traffic"]):
-    """Asks for groups through the router until its block ends."""
-
-    def __init__(self, nodes: Nodes, lora_path: str | None = None) -> None:
-        self.answers: list[tuple[list[int], TokenSequence]] = []
-        self.errors: list[BaseException] = []
-        self._nodes = nodes
-        self._lora_path = lora_path
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self.wait_for_answers()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        self._thread.join()
-        assert not self.errors, f"{self.errors}\n{self._nodes.logs()}"
-
-    def wait_for_answers(self) -> None:
-        """Until every prompt has been answered once more and some."""
-        wanted = len(self.answers) + 2 * GROUP_SIZE * len(PROMPTS)
-        wait_until(
-            lambda: len(self.answers) >= wanted or self.errors,
-            "answers",
-            progress=lambda: len(self.answers),
-            told=self._nodes.logs,
-        )
-
-    async def _run(self) -> None:
-        async with RolloutClient(
-            self._nodes.router, TOKEN, vocab_size=17, deadline_seconds=IDLE_SECONDS, lora_path=self._lora_path
-        ) as client:
-            await asyncio.gather(*(self._ask(client, prompt) for prompt in PROMPTS))
-
-    async def _ask(self, client: RolloutClient, prompt: list[int]) -> None:
-        while not self._stopping.is_set():
-            try:
-                completions = await client.generate(prompt, PARAMS, n=GROUP_SIZE)
-            except Exception as error:  # noqa: BLE001  # shown at the end
-                self.errors.append(error)
-                return
-            assert len(completions) == GROUP_SIZE
-            self.answers += [(prompt, completion) for completion in completions]
-
-
 Scorer = Callable[[int, list[int]], list[float]]
 
 
@@ -216,37 +166,30 @@ def scorer(trainer: Trainer) -> Scorer:
     return score
 
 
-@pytest.mark.parametrize("transport", ["disk", "broadcast"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["between", "in place"])
-@pytest.mark.parametrize("lora_rank", [0, RANK], ids=["whole", "adapters"])
+@pytest.mark.parametrize(
+    ("transport", "lora_rank"),
+    [("disk", 0), ("broadcast", 0), ("local", 0), ("disk", RANK), ("broadcast", RANK)],
+    ids=["disk", "broadcast", "local", "adapters by disk", "adapters by broadcast"],
+)
 def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
-    two: Nodes, trainer: Trainer, transport: str, in_place: bool, lora_rank: int
+    two: Nodes, trainer: Trainer, transport: str, lora_rank: int, in_place: bool
 ) -> None:
+    """Three versions are published during traffic."""
+    if is_refused(two, trainer, transport):
+        return
     if lora_rank:
         start_anew(two)
-    check_versions(two, trainer, transport, publish_in_place=in_place, lora_rank=lora_rank)
-
-
-@pytest.mark.parametrize("in_place", [False, True], ids=["between", "in place"])
-def test_every_token_is_of_the_version_that_came_through_shared_memory(
-    two: Nodes, trainer: Trainer, in_place: bool
-) -> None:
-    if not is_refused(two, trainer, "local"):
-        check_versions(two, trainer, "local", publish_in_place=in_place)
-
-
-def check_versions(two: Nodes, trainer: Trainer, transport: str, **settings: Any) -> None:
-    """Publish three versions during traffic, and compare every token with the version that it is said to be of."""
-    trainer.use(transport, **settings)
+    trainer.use(transport, publish_in_place=in_place, lora_rank=lora_rank)
     first, workers = trainer.publish()
     assert workers == 2
-    with Traffic(two, ADAPTER_NAME if settings.get("lora_rank") else None) as traffic:
+    with traffic(two, lora_rank) as running:
         for _ in range(2):
             last, workers = trainer.publish()
             assert workers == 2
-            traffic.wait_for_answers()
+            running.wait_for_groups(2 * len(PROMPTS))
     assert [two.version(rank) for rank in (0, 1)] == [str(last)] * 2
-    assert checked_versions(trainer, traffic) == {first, first + 1, last}
+    assert checked_versions(trainer, running) == {first, first + 1, last}
 
 
 @pytest.mark.parametrize(
@@ -268,9 +211,9 @@ def test_engines_that_slept_serve_the_next_version_alone(
     trainer.use(transport, lora_rank=lora_rank, engine_sleeps=True)
     last, workers = trainer.publish()
     assert workers == 2
-    with Traffic(two, ADAPTER_NAME if lora_rank else None) as traffic:
+    with traffic(two, lora_rank) as running:
         pass
-    assert checked_versions(trainer, traffic) == {last}
+    assert checked_versions(trainer, running) == {last}
 
 
 def is_refused(nodes: Nodes, trainer: Trainer, transport: str) -> bool:
@@ -283,11 +226,21 @@ def is_refused(nodes: Nodes, trainer: Trainer, transport: str) -> bool:
     return True
 
 
+def traffic(nodes: Nodes, lora_rank: int) -> Traffic:
+    return Traffic(
+        nodes,
+        lambda number, _: PROMPTS[number],
+        concurrency=len(PROMPTS),
+        params=PARAMS,
+        lora_path=ADAPTER_NAME if lora_rank else None,
+    )
+
+
 def checked_versions(trainer: Trainer, traffic: Traffic) -> set[int]:
     """Compares every token with the version that it is said to be of; returns the versions."""
     score = scorer(trainer)
     seen = set()
-    for prompt, completion in traffic.answers:
+    for prompt, completion in ((prompt, one) for prompt, group in traffic.answers for one in group):
         versions = {*completion.policy_versions.tolist()}
         seen |= versions
         ids = [*prompt, *completion.completion_ids.tolist()]
@@ -310,22 +263,9 @@ def start_anew(nodes: Nodes) -> None:
     asyncio.run(reload())
 
 
-def test_adapters_are_at_most_2_percent_of_the_model_and_bring_the_whole_change(two: Nodes, trainer: Trainer) -> None:
-    """In bfloat16, in which a merged model would keep little of so small a change."""
+def test_a_worker_that_restarts_serves_the_newest_version_and_is_part_of_the_next(two: Nodes, trainer: Trainer) -> None:
     start_anew(two)
-    trainer.use(lora_rank=1, publish_type="bfloat16")
-    trainer.change = 1e-4
-    version, workers = trainer.publish()
-    assert workers == 2
-    files = {path.name: path.stat().st_size for path in two.store.path(version).iterdir()}
-    assert set(files) == {"adapter_config.json", "adapter_model.safetensors"}
-    assert files["adapter_model.safetensors"] < 0.05 * (two.model / "model.safetensors").stat().st_size
-    assert trainer.probe()["probe_delivered"] == pytest.approx(1, abs=0.03)
-
-
-def test_a_worker_that_restarts_computes_with_the_newest_adapter(two: Nodes, trainer: Trainer) -> None:
-    start_anew(two)
-    trainer.use(lora_rank=RANK)
+    trainer.use("broadcast", lora_rank=RANK)
     version, _ = trainer.publish()
     trainer.probe()
     engine = two.nodes[1].engine
@@ -335,20 +275,12 @@ def test_a_worker_that_restarts_computes_with_the_newest_adapter(two: Nodes, tra
     two.wait_registered([0, 1])
     assert two.version(1) == str(version)
     assert trainer.probe()["probe_difference"] < engine_tolerance()
+    version, workers = trainer.publish()
+    assert workers == 2
+    assert [two.version(rank) for rank in (0, 1)] == [str(version)] * 2
 
 
-def stale(worker: SGLang, path: Path, version: int, nodes: Nodes) -> Any:
-    """Loads the version before, and says that it is the new one."""
-    return load_adapter(worker, nodes.store.path(version - 1), version)
-
-
-async def none(worker: SGLang, path: Path, version: int, nodes: Nodes) -> None:
-    """Loads no adapter, and says that it serves the version."""
-    await worker._ask("POST", "/unload_lora_adapter", {"lora_name": ADAPTER_NAME})
-    await worker._ask("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-
-
-def zero(worker: SGLang, path: Path, version: int, nodes: Nodes) -> Any:
+def zero(worker: SGLang, path: Path, version: int) -> Any:
     """Loads an adapter that changes nothing under the path of the new one."""
     tensors = load_file(path / WEIGHTS_FILE)
     zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -359,9 +291,8 @@ def zero(worker: SGLang, path: Path, version: int, nodes: Nodes) -> Any:
 load_adapter = SGLang.load_adapter
 
 
-@pytest.mark.parametrize("fault", [stale, none, zero])
 def test_a_worker_without_the_published_adapter_leaves_the_routing_and_returns_with_it(
-    two: Nodes, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, fault: Any
+    two: Nodes, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_anew(two)
     trainer.use(lora_rank=RANK)
@@ -371,7 +302,7 @@ def test_a_worker_without_the_published_adapter_leaves_the_routing_and_returns_w
 
     async def load(worker: SGLang, path: Path, version: int) -> None:
         broken = worker.url == two.worker(1).url
-        await (fault(worker, path, version, two) if broken else load_adapter(worker, path, version))
+        await (zero(worker, path, version) if broken else load_adapter(worker, path, version))
 
     dropped: list[list[str]] = []
     real = Publisher.drop_workers
@@ -394,36 +325,27 @@ def test_a_worker_without_the_published_adapter_leaves_the_routing_and_returns_w
     assert len(dropped) == 1
 
 
-def test_publishing_waits_for_as_many_workers_as_there_must_be(two: Nodes, trainer: Trainer) -> None:
-    trainer.use("disk", min_workers=2)
-
+def test_publishing_waits_for_as_many_workers_as_there_must_be(
+    two: Nodes, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def remove() -> None:
         async with RouterAdmin(two.router, TOKEN) as router:
             await router.remove(two.worker(1).url)
 
+    trainer.use("disk", min_workers=2)
     asyncio.run(remove())
-    _, workers = trainer.publish()
-    assert workers == 2
-
-
-def test_a_run_with_too_few_workers_ends_with_the_reason(
-    two: Nodes, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert trainer.publish()[1] == 2
     wait_at_most(1, monkeypatch)
     trainer.use("disk", min_workers=3)
     with pytest.raises(DependencyLostError, match=r"2 rollout workers are registered .* MIN_WORKERS is 3"):
         trainer.publish()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["broadcast", "local"])
 def test_a_worker_that_hangs_is_left_out_of_the_publication_and_catches_up(
-    two: Nodes, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, transport: str
+    two: Nodes, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_refused(two, trainer, transport):
-        return
     wait_at_most(5, monkeypatch)
-    trainer.use(transport)
+    trainer.use("broadcast")
     engine = two.nodes[1].engine
     stopped = [engine, *engine.children(recursive=True)]
     for process in stopped:
@@ -437,24 +359,3 @@ def test_a_worker_that_hangs_is_left_out_of_the_publication_and_catches_up(
     assert two.version(0) == str(version)
     two.wait_registered([0, 1])
     assert two.version(1) == str(version)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["broadcast", "local"])
-def test_a_worker_that_was_restarted_is_part_of_the_next_publication(
-    two: Nodes, trainer: Trainer, transport: str
-) -> None:
-    if is_refused(two, trainer, transport):
-        return
-    trainer.use(transport)
-    assert trainer.publish()[1] == 2
-    engine = two.nodes[1].engine
-    engine.kill()
-    wait_until(lambda: not engine.is_running(), "the end of the engine")
-    two.wait_registered([0])
-    two.wait_registered([0, 1])
-    started = time.monotonic()
-    version, workers = trainer.publish()
-    assert workers == 2
-    assert time.monotonic() - started < IDLE_SECONDS, "nobody waited for the worker that is no more"
-    assert [two.version(rank) for rank in (0, 1)] == [str(version)] * 2

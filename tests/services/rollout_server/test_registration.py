@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,6 +18,7 @@ import pytest
 
 from services.core import tasks
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import CHANGES_FILE
 from services.core.supervisor import SupervisedProcess
 from services.engines.router import RouterAdmin
@@ -146,6 +148,7 @@ async def test_a_version_stays_while_a_worker_loads_it(node: Node, tmp_path: Pat
     assert [path.name for path in node.store.policy_dir.iterdir()] == ["v000003"], "nothing is held any more"
 
 
+@pytest.mark.leaving
 async def test_a_launcher_without_a_copy_takes_the_newest_whole_version(node: Node, tmp_path: Path) -> None:
     node.loaded = ["first weights"]
     node.publish(1)
@@ -169,7 +172,7 @@ async def test_a_stale_worker_is_left_to_a_trainer_that_answers(
             looked = len(node.router.asked("GET /health"))
             await until(lambda: len(node.router.asked("GET /health")) > looked)
             node.publish(2)
-            await asyncio.sleep(2)
+            await asyncio.sleep(1)
             assert node.loaded == ["first weights", "1"], "the trainer is publishing it"
             assert node.registered
             trainer.routes.clear()
@@ -191,6 +194,7 @@ def copy(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NodeCop
     return NodeCopy(node.store.policy_dir)
 
 
+@pytest.mark.leaving
 async def test_an_engine_that_hangs_while_it_loads_the_copy_does_not_keep_it_from_the_trainer(
     node: Node, copy: NodeCopy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +210,7 @@ async def test_an_engine_that_hangs_while_it_loads_the_copy_does_not_keep_it_fro
     assert not node.registered
 
 
+@pytest.mark.leaving
 async def test_the_time_in_which_a_node_reads_a_version_does_not_end_it(
     node: Node, copy: NodeCopy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +237,95 @@ async def test_the_time_in_which_a_node_reads_a_version_does_not_end_it(
     async with registered(node, given, copy=copy) as until:
         await until(lambda: node.registered)
     assert versions == ["3", "3"]
+
+
+def lose_the_versions(node: Node) -> None:
+    shutil.rmtree(node.store.policy_dir)
+    node.registered.clear()
+
+
+def drop(node: Node) -> None:
+    """Take the worker out of the routing, as a trainer does whose versions it misses."""
+    node.registered.clear()
+
+
+def stop_router(node: Node) -> None:
+    del node.router.routes["GET /health"]
+
+
+@pytest.mark.parametrize(
+    ("published", "fault", "error", "reason"),
+    [
+        (1, lose_the_versions, DependencyLostError, "held policy version 1 and is empty or missing now"),
+        (0, drop, ConfigurationError, "is SHARED_DIR the same volume on this node"),
+        (0, stop_router, DependencyLostError, "the router does not answer"),
+    ],
+    ids=["volume lost", "another volume", "router lost"],
+)
+async def test_a_node_that_loses_its_volume_or_its_router_ends(
+    node: Node,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    published: int,
+    fault: Callable[[Node], None],
+    error: type[Exception],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
+    node.loaded = ["first weights"]
+    if published:
+        node.publish(published)
+
+    async def live() -> None:
+        async with registered(node, settings(tmp_path, rollout_lost_seconds=1)) as until:
+            for _ in range(2 + module.MAX_TRIES if fault is drop else 1):
+                await until(lambda: node.registered)
+                looked = len(node.router.asked("GET /health"))
+                await until(lambda: len(node.router.asked("GET /health")) > looked)  # noqa: B023  # awaited at once
+                fault(node)
+            await until(lambda: False)
+
+    with pytest.raises(error, match=reason):
+        await live()
+
+
+async def test_an_engine_that_refuses_the_newest_version_is_killed_after_some_tries(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
+    node.publish(1)
+    node.worker.routes["POST /update_weights_from_disk"] = lambda _: 400
+    engine = RunningEngine()
+    engine.may_be_killed = True
+    async with registered(node, settings(tmp_path), engine) as until:
+        await until(lambda: engine.is_killed)
+    assert len(node.worker.asked("POST /update_weights_from_disk")) == module.MAX_TRIES
+    assert not node.registered
+
+
+async def test_a_worker_whose_engine_starts_again_leaves_the_routing_first(node: Node, tmp_path: Path) -> None:
+    async with (
+        RouterAdmin(node.router.endpoint) as router,
+        SGLang(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
+    ):
+        process = cast(SupervisedProcess, RunningEngine())
+        registration = WorkerRegistration(settings(tmp_path), worker, router, process, None)
+        await registration.withdraw()
+        assert not node.router.requests, "it was never registered"
+        running = asyncio.create_task(registration.run())
+        async with asyncio.timeout(IDLE_SECONDS):
+            while not node.registered:  # noqa: ASYNC110  # in another thread
+                await asyncio.sleep(0.01)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await registration.withdraw()
+        assert not node.registered
+        assert not await registration.is_updating()
+        node.store.begin(1)
+        assert await registration.is_updating(), "the trainer is writing a newer version"
+        node.router.routes.clear()
+        await registration.withdraw_if_possible()
 
 
 def test_many_workers_ask_the_router_no_more_than_sixteen() -> None:

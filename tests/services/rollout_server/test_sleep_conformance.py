@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,24 +16,13 @@ from services.core.errors import DependencyLostError
 from services.engines.engine import WorkerRefusedError
 from services.engines.router import RouterAdmin
 from services.engines.sglang import SGLang
-from tests.services.rollout_server.conftest import ENGINES, check_installed
+from tests.services.rollout_server.conftest import ENGINES, PROBE, check_installed
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
 
 PROMPT = [5, 12, 6, 14]
-PROBE = [*PROMPT, 9, 1]
 LONG = SamplingParams(max_new_tokens=240, temperature=1.0)
-
-
-@pytest.fixture
-async def worker(server: Nodes) -> AsyncIterator[SGLang]:
-    """The server's worker, which is awake and serves version 0 again afterwards."""
-    async with server.admin() as control:
-        yield control
-        await control.hold("continue")
-        await control.load_model(server.model, 0)
-        await control.resume()
 
 
 async def test_a_worker_that_woke_computes_as_before(worker: SGLang) -> None:
@@ -83,6 +71,7 @@ async def test_memory_that_was_not_released_cannot_be_taken_back(server: Nodes, 
     await asyncio.to_thread(server.wait_registered, [0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_launchers_wake_their_engines_or_start_them_awake(engine: str, tiny_model: Path, tmp_path: Path) -> None:
     """As after a trainer that died while engines slept: it wrote a version that it did not deliver."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
 from services.core.supervisor import SupervisedProcess
 from services.engines.settings import RolloutSettings
-from services.engines.sglang import ASLEEP, Embedded
+from services.engines.sglang import ASLEEP, SGLang
 from services.rollout_server.watch import EngineWatch
 from tests.fake_service import FakeService, fake_service
 from tests.services.rollout_server.test_registration import RunningEngine
@@ -29,11 +29,13 @@ class Worker:
         self.version = f"7{ASLEEP}"
         self.calls: list[str] = []
         self.url = service.endpoint.url
+        self.service = service
         service.routes |= {
             "GET /model_info": lambda _: {"weight_version": self.version},
             "POST /resume_memory_occupation": lambda _: self.note("memory"),
             "POST /update_weight_version": self.rename,
             "POST /continue_generation": lambda _: self.note("generation"),
+            "GET /health_generate": lambda _: {},
         }
 
     def note(self, call: str) -> dict[str, Any]:
@@ -51,20 +53,31 @@ def worker() -> Iterator[Worker]:
         yield Worker(service)
 
 
-async def is_never_updating() -> bool:
+async def never() -> bool:
     return False
 
 
-async def watch_for(worker: Worker, seconds: float) -> None:
-    """Watch a worker until it is awake, at most for some seconds."""
-    async with Embedded(worker.url, timeout=IDLE_SECONDS) as admin:
-        settings = RolloutSettings(engine_sleeps=True, engine_stale_seconds=LOST_SECONDS)
-        engine = cast(SupervisedProcess, RunningEngine())
-        watch = EngineWatch(settings, admin, engine, is_never_updating)
+async def always() -> bool:
+    return True
+
+
+async def watch_for(
+    worker: Worker,
+    seconds: float,
+    *,
+    engine: RunningEngine | None = None,
+    is_updating: Callable[[], Awaitable[bool]] = never,
+    **fields: Any,
+) -> None:
+    """Watch a worker until it is awake or its engine is killed, at most for some seconds."""
+    engine = engine or RunningEngine()
+    async with SGLang(worker.url, timeout=IDLE_SECONDS) as admin:
+        settings = RolloutSettings(engine_sleeps=True, engine_stale_seconds=LOST_SECONDS, **fields)
+        watch = EngineWatch(settings, admin, cast(SupervisedProcess, engine), is_updating)
         running = asyncio.create_task(watch.run())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while "generation" not in worker.calls:  # noqa: ASYNC110  # in another thread
+                while "generation" not in worker.calls and not engine.is_killed:  # noqa: ASYNC110  # in another thread
                     await asyncio.sleep(0.01)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -93,3 +106,25 @@ async def test_an_engine_that_is_awake_is_left_alone(worker: Worker, monkeypatch
     worker.version = "7"
     await watch_for(worker, 5 * LOST_SECONDS)
     assert worker.calls == []
+
+
+@pytest.mark.parametrize("is_updating", [never, always])
+async def test_an_engine_is_killed_whose_scheduler_is_silent_unless_its_weights_change(
+    worker: Worker, is_updating: Callable[[], Awaitable[bool]]
+) -> None:
+    worker.version = "7"
+    worker.service.routes["GET /health_generate"] = lambda _: 503
+    engine = RunningEngine()
+    engine.may_be_killed = is_updating is never
+    seconds = IDLE_SECONDS if engine.may_be_killed else 1.5
+    await watch_for(worker, seconds, engine=engine, is_updating=is_updating, engine_hang_seconds=0.3)
+    assert engine.is_killed is engine.may_be_killed
+
+
+async def test_a_paused_engine_is_not_silent(worker: Worker) -> None:
+    """It generates no token for the check of its health, but its scheduler describes its state."""
+    worker.service.routes |= {"GET /health_generate": lambda _: 503}
+    async with SGLang(worker.url, timeout=IDLE_SECONDS) as admin:
+        assert not await admin.scheduler_answers(IDLE_SECONDS)
+        worker.service.routes["GET /server_info"] = lambda _: {}
+        assert await admin.scheduler_answers(IDLE_SECONDS)

@@ -13,7 +13,6 @@ import orjson
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import DependencyLostError
@@ -22,8 +21,8 @@ from services.engines.sglang import SGLang
 from services.protocol.rewards import FinishReason
 from services.weights.broadcast_group import join_weights_group, leave_weights_group, send_buckets
 from tests.ports import free_ports
+from tests.services.rollout_server.conftest import PROBE, logprobs_by
 from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization
-from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
 
 PROMPT = [5, 12, 6, 14]
@@ -43,25 +42,8 @@ def other_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return directory
 
 
-@pytest.fixture
-async def worker(server: Nodes) -> AsyncIterator[SGLang]:
-    """The server's worker, which serves version 0 again afterwards."""
-    async with server.admin() as control:
-        yield control
-        await control.load_model(server.model, 0)
-        await control.resume()
-
-
 def client(server: Nodes) -> RolloutClient:
     return RolloutClient(server.router, TOKEN, vocab_size=17, deadline_seconds=IDLE_SECONDS)
-
-
-def logprobs(model: Path, ids: list[int]) -> list[float]:
-    """Of ``ids[1:]``, as transformers computes them."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        scores = reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-    return [float(scores[place - 1, ids[place]]) for place in range(1, len(ids))]
 
 
 class Flight:
@@ -91,26 +73,33 @@ async def flight(server: Nodes) -> AsyncIterator[Flight]:
         yield Flight(http)
 
 
+def check_logprobs(model: Path, reply: dict[str, Any]) -> None:
+    """Compare the log-probabilities of a completion with those of a model."""
+    given = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+    assert given == logprobs_by(model, [*PROMPT, *reply["output_ids"]], len(PROMPT))
+
+
 async def test_weights_from_disk_change_what_is_served(server: Nodes, worker: SGLang, other_model: Path) -> None:
-    ids = [*PROMPT, 9, 1]
-    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
+    assert await worker.rescore(PROBE) == logprobs_by(server.model, PROBE)
     await worker.load_model(other_model, 7)
     assert await worker.version() == 7
-    assert await worker.rescore(ids) == pytest.approx(logprobs(other_model, ids), abs=engine_tolerance())
+    assert await worker.rescore(PROBE) == logprobs_by(other_model, PROBE)
     async with client(server) as rollouts:
         completions = await rollouts.generate(PROMPT, SamplingParams(max_new_tokens=4), n=4)
     for completion in completions:
         assert {*completion.policy_versions.tolist()} == {7}
-        given = logprobs(other_model, [*PROMPT, *completion.completion_ids.tolist()])[len(PROMPT) - 1 :]
-        assert completion.logprobs == pytest.approx(given, abs=engine_tolerance())
+        ids = [*PROMPT, *completion.completion_ids.tolist()]
+        assert completion.logprobs == logprobs_by(other_model, ids, len(PROMPT))
 
 
-async def test_a_directory_that_is_not_there_changes_nothing(server: Nodes, worker: SGLang, tmp_path: Path) -> None:
+async def test_neither_an_empty_update_nor_one_from_nowhere_changes_anything(
+    server: Nodes, worker: SGLang, tmp_path: Path
+) -> None:
+    await worker.drain()
     with pytest.raises(WorkerRefusedError, match="400"):
         await worker.load_model(tmp_path / "nothing", 8)
     assert await worker.version() == 0
-    ids = [*PROMPT, 9, 1]
-    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
+    assert await worker.rescore(PROBE) == logprobs_by(server.model, PROBE)
 
 
 async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: SGLang, tmp_path: Path) -> None:
@@ -127,8 +116,7 @@ async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: S
         await worker.load_model(broken, 9)
     await asyncio.to_thread(server.wait_until, lambda: server.serves(0), "the version before")
     server.wait_registered([0])
-    ids = [*PROMPT, 9, 1]
-    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
+    assert await worker.rescore(PROBE) == logprobs_by(server.model, PROBE)
 
 
 async def test_a_request_in_flight_goes_on_with_new_weights_and_tells_which_made_what(
@@ -145,8 +133,7 @@ async def test_a_request_in_flight_goes_on_with_new_weights_and_tells_which_made
         assert versions == [0] * first + [11] * (240 - first)
         # Tokens of the first version come from the old weights alone.
         ids = [*PROMPT, *reply["output_ids"][:first]]
-        old = logprobs(server.model, ids)[len(PROMPT) - 1 :]
-        assert sequence.logprobs[:first].tolist() == pytest.approx(old, abs=engine_tolerance())
+        assert sequence.logprobs[:first].tolist() == logprobs_by(server.model, ids, len(PROMPT))
 
 
 async def mixed_versions(server: Nodes, worker: SGLang, flight: Flight, other_model: Path) -> list[dict[str, Any]]:
@@ -181,10 +168,7 @@ async def test_requests_in_flight_end_before_a_worker_is_held(
         # All of one version: 12 only if it began after the change.
         (span,) = reply["meta_info"]["weight_versions"]
         model = server.model if span["version"] == "0" else other_model
-        wanted = logprobs(model, [*PROMPT, *reply["output_ids"]])[len(PROMPT) - 1 :]
-        assert [p[0] for p in reply["meta_info"]["output_token_logprobs"]] == pytest.approx(
-            wanted, abs=engine_tolerance()
-        )
+        check_logprobs(model, reply)
     assert await worker.version() == 12
 
 
@@ -198,18 +182,6 @@ async def test_what_is_paused_in_place_is_aborted_after_a_retraction(worker: SGL
     for reply in await pending:
         assert reply["meta_info"]["finish_reason"]["type"] in ("abort", "length")
     await worker.resume()
-
-
-async def test_an_update_without_tensors_changes_nothing(server: Nodes, worker: SGLang) -> None:
-    await worker.drain()
-    assert await worker.version() == 0
-    ids = [*PROMPT, 9, 1]
-    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
-
-
-async def test_an_end_without_a_begin_is_refused(worker: SGLang) -> None:
-    with pytest.raises(WorkerRefusedError, match="400"):
-        await worker.end_update()
 
 
 async def test_a_pause_that_aborts_gives_back_what_there_is(worker: SGLang, flight: Flight) -> None:
@@ -233,11 +205,7 @@ async def test_a_retracted_request_is_whole_in_the_end(server: Nodes, worker: SG
     await worker.resume()
     for reply in await pending:
         assert len(reply["output_ids"]) == 240
-        ids = [*PROMPT, *reply["output_ids"]]
-        wanted = logprobs(server.model, ids)[len(PROMPT) - 1 :]
-        assert [p[0] for p in reply["meta_info"]["output_token_logprobs"]] == pytest.approx(
-            wanted, abs=engine_tolerance()
-        )
+        check_logprobs(server.model, reply)
 
 
 async def test_the_client_asks_again_for_what_was_aborted(server: Nodes, worker: SGLang) -> None:
@@ -249,14 +217,6 @@ async def test_the_client_asks_again_for_what_was_aborted(server: Nodes, worker:
         completions = await pending
     assert len(completions) == 4
     assert all(completion.finish_reason is not FinishReason.ABORT for completion in completions)
-
-
-def test_the_cache_is_flushed_when_nothing_runs(server: Nodes) -> None:
-    assert server.post(server.worker(), "/flush_cache", {}).status_code == 200
-
-
-async def test_resuming_what_is_not_paused_is_no_error(worker: SGLang) -> None:
-    await worker.resume()
 
 
 async def test_weights_come_by_broadcast(server: Nodes, worker: SGLang, other_model: Path) -> None:
@@ -284,14 +244,17 @@ async def test_weights_come_by_broadcast(server: Nodes, worker: SGLang, other_mo
             )
         await worker.end_update()
         assert await worker.version() == 13
-        ids = [*PROMPT, 9, 1]
-        assert await worker.rescore(ids) == pytest.approx(logprobs(other_model, ids), abs=engine_tolerance())
+        assert await worker.rescore(PROBE) == logprobs_by(other_model, PROBE)
     finally:
         await worker.leave_group(name)
         leave_weights_group(group)
 
 
-async def test_tensors_without_an_open_update_are_refused(worker: SGLang) -> None:
-    with pytest.raises(WorkerRefusedError, match="400"):
-        await worker.receive_weights(["model.norm.weight"], ["float32"], [[96]], "no-such-group", 14)
+async def test_what_has_no_open_update_is_refused(worker: SGLang) -> None:
+    for refused in (
+        worker.receive_weights(["model.norm.weight"], ["float32"], [[96]], "no-such-group", 14),
+        worker.end_update(),
+    ):
+        with pytest.raises(WorkerRefusedError, match="400"):
+            await refused
     assert await worker.version() == 0

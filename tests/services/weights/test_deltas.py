@@ -16,6 +16,8 @@ from services.weights import deltas
 from services.weights.deltas import DAMAGE, FARTHEST, ModelCopy, Words, apply, changes, checksums
 from services.weights.policy_store import DeltaRecord, PolicyStore, is_delta
 
+pytestmark = pytest.mark.leaving
+
 HOLD_SECONDS = 600.0
 
 

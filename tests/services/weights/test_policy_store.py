@@ -25,11 +25,6 @@ def publish(store: PolicyStore, version: int, text: str = "") -> Path:
     return store.commit(version)
 
 
-def test_nothing_is_published_in_a_directory_that_is_not_there(store: PolicyStore) -> None:
-    assert store.published() == []
-    assert store.newest() is None
-
-
 def test_a_version_is_visible_once_it_is_committed(store: PolicyStore) -> None:
     directory = store.begin(3)
     (directory / "weights").write_text("half")
@@ -70,6 +65,7 @@ def test_before_the_first_version_there_is_nothing_to_prune(tmp_path: Path) -> N
     store = PolicyStore(tmp_path / "not" / "yet")
     store.prune(1, HOLD_SECONDS)
     assert store.published() == []
+    assert store.newest() is None
 
 
 def test_what_is_held_is_not_pruned_until_it_is_released(store: PolicyStore) -> None:
@@ -149,7 +145,7 @@ def test_a_reader_never_sees_half_a_version(store: PolicyStore) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    for version in range(1, 60):
+    for version in range(1, 40):
         publish(store, version)
         store.prune(1, HOLD_SECONDS)
     stop.set()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,20 +39,11 @@ def fill(memory: SharedMemory, version: int, factor: float = 1.0) -> bytes:
 
 
 def test_another_process_reads_the_tensors(memory: SharedMemory) -> None:
-    packed = base64.b64encode(fill(memory, 3)).decode()
-    script = (
-        "import base64, sys, torch; from services.weights.shared_tensors import unpack_bucket\n"
-        "torch.save(unpack_bucket(base64.b64decode(sys.argv[1])).tensors, sys.stdout.buffer)"
-    )
-    reader = subprocess.run([sys.executable, "-c", script, packed], capture_output=True, check=True)
-    path = memory.path.with_suffix(".read")
-    try:
-        path.write_bytes(reader.stdout)
-        read = torch.load(path)
-    finally:
-        path.unlink()
-    assert list(read) == list(STATE)
-    assert all(torch.equal(read[name], value) for name, value in STATE.items())
+    packed = fill(memory, 3)
+    if (child := os.fork()) == 0:
+        read = unpack_bucket(packed).tensors
+        os._exit(0 if [*read] == [*STATE] and all(torch.equal(read[name], STATE[name]) for name in STATE) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
@@ -110,11 +98,10 @@ def test_memory_that_is_not_there_is_an_error_and_leaves_no_file() -> None:
 
 
 def test_the_memory_of_a_trainer_that_was_killed_is_replaced() -> None:
-    script = (
-        "import os, signal, sys; from pathlib import Path; from services.weights.shared_tensors import SharedMemory\n"
-        f"memory = SharedMemory(Path({str(FILE)!r}), {SIZE}); memory.begin(); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
+    if (child := os.fork()) == 0:
+        SharedMemory(FILE, SIZE).begin()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
     memory = SharedMemory(FILE, SIZE)
     try:
         assert torch.equal(unpack_bucket(fill(memory, 5)).tensors["c"], STATE["c"])

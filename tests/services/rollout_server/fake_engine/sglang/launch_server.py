@@ -40,7 +40,6 @@ class Engine:
         self.update_is_open = False
         self.fault: dict[str, Any] = {}
         self.changed = threading.Condition()
-        self.is_wedged = threading.Event()
         self.tensor_parallel = tensor_parallel
         self.groups: dict[str, list[Any]] = {}
         self.left: list[Any] = []
@@ -136,7 +135,6 @@ class Engine:
             self.updating = True
             self.changed.wait_for(lambda: self.paused or self.running == 0)
         try:
-            time.sleep(self.fault.get("update_seconds", 0))
             weights = read_weights(request["model_path"])
             self.weights = weights
             if self.fault.pop("half_way", None):
@@ -185,11 +183,8 @@ class Engine:
                 found |= set(tensor.flatten().tolist())
             return found
 
-        fault = self.fault.pop("receive", None)
-        if fault == "abort":
+        if self.fault.pop("receive", None) == "abort":
             os.abort()
-        if fault:
-            return 400, {"success": False, "message": "a fault of the tests"}
         found = set[float]().union(*in_threads(receive, self.groups[name]))
         if len(found) != 1 or not self.update_is_open:
             return 400, {"success": False, "message": f"received {found}, update is open: {self.update_is_open}"}
@@ -205,9 +200,7 @@ class Engine:
         return (200 if is_well else 503), {}
 
     def wait_for_scheduler(self) -> None:
-        """Waits for ever if the GPU hangs, and while weights are loaded."""
-        if self.is_wedged.is_set():
-            threading.Event().wait()
+        """Waits while weights are loaded."""
         with self.changed:
             self.changed.wait_for(lambda: not self.updating)
 
@@ -287,8 +280,6 @@ def handler(engine: Engine, api_key: str | None) -> type[BaseHTTPRequestHandler]
 
         def _set_fault(self, request: dict[str, Any]) -> Any:
             engine.fault = request
-            if request.get("wedged"):
-                engine.is_wedged.set()
             return 200, {"success": True}
 
         def _is_allowed(self) -> bool:
@@ -333,8 +324,6 @@ def main() -> None:
     if code := os.environ.get("FAKE_ENGINE_EXIT"):
         print("error: the fake engine refuses its model", file=sys.stderr, flush=True)
         sys.exit(int(code))
-    if os.environ.get("FAKE_ENGINE_HANGS"):
-        time.sleep(3600)
     engine = Engine(given.model_path, given.weight_version, given.tp_size)
     Server((given.host, given.port), handler(engine, given.api_key)).serve_forever()
 
