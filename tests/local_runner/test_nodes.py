@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.machine import visible_gpus
 from services.engines.settings import RolloutSettings
-from tests.waiting import IDLE_SECONDS
 from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -67,27 +65,16 @@ def test_two_runs_at_once_share_no_address():
         assert not set(one.endpoints.values()) & set(other.endpoints.values())
 
 
-def _bind_when_free(listener: socket.socket, port: int) -> None:
-    """Bind the port on all addresses, once programs that have it on one address, such as other tests, release it."""
-    deadline = time.monotonic() + IDLE_SECONDS
-    while True:
-        try:
-            listener.bind(("0.0.0.0", port))
-            listener.listen()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                pytest.skip(f"another program of this machine has port {port}")
-            time.sleep(0.1)
-
-
 @needs_linux
-def test_a_port_that_is_taken_on_all_addresses_is_replaced():
+def test_a_port_that_is_taken_on_all_addresses_is_replaced(monkeypatch):
     with socket.socket() as taken:
-        _bind_when_free(taken, endpoints.STATUS_PORT)
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setitem(endpoints.PORTS, Task.TRAINER, (port,))  # other programs may have the usual one
         with nodes.allocate(GROUP) as addresses:
-            server = listen(addresses.find("ppo-trainer", 0, endpoints.STATUS_PORT))
-            assert server.getsockname()[1] != endpoints.STATUS_PORT
+            server = listen(addresses.find("ppo-trainer", 0, port))
+            assert server.getsockname()[1] != port
             server.close()
 
 
