@@ -25,9 +25,6 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 PAD_ROWS = 32
 
-# With AMX, the order in which oneDNN adds up a row of bfloat16 depends on the number of rows. oneDNN reads the variable
-# once, at its first product.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 Linear = Callable[[Tensor], Tensor]
 """A layer from x [rows, in] to x W^T + b [rows, out]."""
