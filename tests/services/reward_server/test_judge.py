@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import sqlite3
 import threading
 import time
@@ -106,7 +105,7 @@ async def test_placeholders_are_replaced_in_one_pass_by_columns_of_the_row(
     assert user.startswith('Tests: [1, "é"]; {kept}\n')
     assert "Equal to {prompt} Choices" in user
     assert (missing.value, missing.status) == (None, RewardStatus.ERROR)
-    assert "the rubric names {tests}, which the row lacks; it has ground_truth, prompt" in (missing.reason or "")
+    assert "{tests}" in (missing.reason or "")
     assert len(judge.asked) == 1
 
 
@@ -114,44 +113,37 @@ VERDICTS = '{"verdicts": [{"name": "right", "reason": "r", "verdict": "%s"}, {"n
 EXAMPLE = '{"verdicts": [{"name": "<criterion>", "reason": "<one sentence>", "verdict": "<one of its choices>"}]}'
 
 
-@pytest.mark.parametrize(
-    ("content", "score"),
-    [
-        pytest.param(VERDICTS % "yes", RIGHT, id="plain"),
-        pytest.param(f"```json\n{VERDICTS % 'YES '}\n```", RIGHT, id="fenced"),
-        pytest.param(f"I fill in {EXAMPLE}. So: {VERDICTS % 'no'}", WRONG, id="an echoed example"),
-        pytest.param(f"<think>{VERDICTS % 'yes'} or not?</think>{VERDICTS % 'no'}", WRONG, id="reasoning before"),
-        pytest.param(
-            [{"type": "text", "text": ""}, {"type": "text", "text": VERDICTS % "yes"}], RIGHT, id="empty block"
-        ),
-        pytest.param(
-            [{"type": "thinking", "thinking": VERDICTS % "yes"}, {"type": "text", "text": VERDICTS % "no"}],
-            WRONG,
-            id="a block of thoughts",
-        ),
-        pytest.param(f'{{"result": {VERDICTS % "yes"}}}', RIGHT, id="nested"),
-        pytest.param(f"{VERDICTS % 'no'} {VERDICTS % 'yes'}", WRONG, id="the first counts"),
-        pytest.param("Yes, this is right: yes. Verdict: yes", None, id="yes inside prose"),
-        pytest.param("", None, id="empty"),
-        pytest.param(None, None, id="no content"),
-        pytest.param("<think>all thoughts</think> ", None, id="nothing behind the reasoning"),
-        pytest.param('{"verdicts": [{"name": "right", "verdict": "yes"}]}', None, id="a criterion is missing"),
-        pytest.param(VERDICTS.replace("form", "right") % "yes", None, id="a criterion twice"),
-        pytest.param(VERDICTS.replace("form", "style") % "yes", None, id="an unknown criterion"),
-        pytest.param(VERDICTS % "probably", None, id="outside the choices"),
-        pytest.param('{"verdicts": "yes"}', None, id="no list"),
-        pytest.param('{"a": ' * 5000, None, id="deep"),
-    ],
-)
-async def test_a_reply_has_every_verdict_or_none(
-    judge: ScriptedJudge, tmp_path: Path, content: Any, score: float | None
-) -> None:
-    judge.faults += [lambda _: completion(content)] * 2
+REPLIES = [
+    (VERDICTS % "yes", RIGHT),
+    (f"```json\n{VERDICTS % 'YES '}\n```", RIGHT),
+    (f"I fill in {EXAMPLE}. So: {VERDICTS % 'no'}", WRONG),
+    (f"<think>{VERDICTS % 'yes'} or not?</think>{VERDICTS % 'no'}", WRONG),
+    ([{"type": "text", "text": ""}, {"type": "text", "text": VERDICTS % "yes"}], RIGHT),
+    ([{"type": "thinking", "thinking": VERDICTS % "yes"}, {"type": "text", "text": VERDICTS % "no"}], WRONG),
+    (f'{{"result": {VERDICTS % "yes"}}}', RIGHT),
+    (f"{VERDICTS % 'no'} {VERDICTS % 'yes'}", WRONG),
+    ("Yes, this is right: yes. Verdict: yes", None),
+    ("", None),
+    (None, None),
+    ("<think>all thoughts</think> ", None),
+    ('{"verdicts": [{"name": "right", "verdict": "yes"}]}', None),
+    (VERDICTS.replace("form", "right") % "yes", None),
+    (VERDICTS.replace("form", "style") % "yes", None),
+    (VERDICTS % "probably", None),
+    ('{"verdicts": "yes"}', None),
+    ('{"a": ' * 5000, None),
+]
+
+
+async def test_a_reply_has_every_verdict_or_none(judge: ScriptedJudge, tmp_path: Path) -> None:
     async with judging(judge.settings(tmp_path)) as made:
-        result = await made.score("judge", item("It is 42."))
-    assert result.value == score
-    assert (result.status is RewardStatus.SCORED) == (score is not None)
-    assert len(judge.asked) == (1 if score is not None else 2), "an unusable reply is asked for once more"
+        for number, (content, score) in enumerate(REPLIES):
+            judge.asked.clear()
+            judge.faults[:] = [lambda _, content=content: completion(content)] * 2
+            result = await made.score("judge", item(f"It is 42, {number}."))
+            assert result.value == score, content
+            assert (result.status is RewardStatus.SCORED) == (score is not None)
+            assert len(judge.asked) == (1 if score is not None else 2), "an unusable reply is asked for once more"
 
 
 async def test_the_second_try_says_what_was_wrong_and_a_cut_reply_has_none(
@@ -163,11 +155,11 @@ async def test_the_second_try_says_what_was_wrong_and_a_cut_reply_has_none(
         first, second = (request["messages"] for request in judge.asked)
         assert second[: len(first)] == first
         assert second[2] == {"role": "assistant", "content": "Well, yes."}
-        assert "the reply has no JSON object with a list of verdicts: 'Well, yes.'" in second[3]["content"]
+        assert "'Well, yes.'" in second[3]["content"]
         judge.faults.append(lambda body: completion(quiet_content(body)[:-1], finish_reason="length"))
         cut = await made.score("judge", item("It is 43."))
         assert (cut.value, len(judge.asked)) == (None, 3)
-        assert "raise JUDGE_MAX_TOKENS" in (cut.reason or "")
+        assert "JUDGE_MAX_TOKENS" in (cut.reason or "")
         assert made.stats["judge_failures_truncated"] == 1
 
 
@@ -183,18 +175,14 @@ INJECTIONS = {
 """What answers contain, and how a judge sees it."""
 
 
-@pytest.mark.parametrize("injected", INJECTIONS)
-async def test_an_answer_that_speaks_to_the_judge_stays_data(
-    judge: ScriptedJudge, tmp_path: Path, injected: str
-) -> None:
+async def test_an_answer_that_speaks_to_the_judge_stays_data(judge: ScriptedJudge, tmp_path: Path) -> None:
     """The scripted judge copies the answer's JSON first, as a weak judge would."""
-    judge.faults.append(lambda body: completion(f"It claims {injected}. But: {quiet_content(body)}"))
     async with judging(judge.settings(tmp_path)) as made:
-        result = await made.score("judge", item(f"It is 41. {injected}"))
-    assert result.value == WRONG
-    user = judge.asked[0]["messages"][1]["content"]
-    inside = ANSWER.search(user)[2]
-    assert inside == f"It is 41. {INJECTIONS[injected]}", "the answer cannot close its fence"
+        for injected, seen in INJECTIONS.items():
+            judge.faults.append(lambda body, text=injected: completion(f"It claims {text}. But: {quiet_content(body)}"))
+            assert (await made.score("judge", item(f"It is 41. {injected}"))).value == WRONG
+            inside = ANSWER.search(judge.asked[-1]["messages"][1]["content"])[2]
+            assert inside == f"It is 41. {seen}", "the answer cannot close its fence"
 
 
 async def test_too_many_requests_wait_as_long_as_the_judge_says(judge: ScriptedJudge, tmp_path: Path) -> None:
@@ -228,24 +216,21 @@ async def test_a_judge_that_hangs_costs_its_answer_only(judge: ScriptedJudge, tm
         end.set()
 
 
-@pytest.mark.parametrize(
-    ("reply", "status", "label", "words"),
-    [
-        ((200, "<html>Log in</html>", {"Content-Type": "text/html"}), RewardStatus.ERROR, "no_chat", "ChatReply"),
-        ((200, {"error": {"message": "no credit"}}), RewardStatus.ERROR, "no_chat", "ChatReply"),
-        ((401, {"error": {"message": "no such key"}}), RewardStatus.ERROR, "refused", "no such key"),
-        ((500, "oops"), RewardStatus.ERROR, "no_chat", "oops"),
-    ],
-)
-async def test_a_judge_that_fails_meanwhile_gives_no_score(
-    judge: ScriptedJudge, tmp_path: Path, reply: Any, status: RewardStatus, label: str, words: str
-) -> None:
-    judge.faults.append(lambda _: reply)
+async def test_a_judge_that_fails_meanwhile_gives_no_score(judge: ScriptedJudge, tmp_path: Path) -> None:
     async with judging(judge.settings(tmp_path)) as made:
-        failed, fine = [await made.score("judge", item(text)) for text in ("It is 41.", "It is 42.")]
-    assert (failed.value, failed.status, fine.value) == (None, status, RIGHT)
-    assert words in (failed.reason or "")
-    assert made.stats[f"judge_failures_{label}"] == 1
+        for number, (reply, label) in enumerate(
+            [
+                ((200, "<html>Log in</html>", {"Content-Type": "text/html"}), "no_chat"),
+                ((200, {"error": {"message": "no credit"}}), "no_chat"),
+                ((500, "oops"), "no_chat"),
+                ((401, {"error": {"message": "no such key"}}), "refused"),
+            ]
+        ):
+            before = made.stats.get(f"judge_failures_{label}", 0)
+            judge.faults.append(lambda _, reply=reply: reply)
+            failed, fine = [await made.score("judge", item(f"It is {text}, {number}.")) for text in (41, 42)]
+            assert (failed.value, failed.status, fine.value) == (None, RewardStatus.ERROR, RIGHT)
+            assert made.stats[f"judge_failures_{label}"] == before + 1
 
 
 async def test_requests_at_once_are_bounded_and_the_deadline_counts_the_wait(
@@ -268,7 +253,7 @@ async def test_requests_at_once_are_bounded_and_the_deadline_counts_the_wait(
                 if results[1].status is RewardStatus.OVERLOADED:
                     break
             assert results[1].status is RewardStatus.OVERLOADED
-            assert "raise it or JUDGE_CONCURRENCY" in (results[1].reason or "")
+            assert "JUDGE_CONCURRENCY" in (results[1].reason or "")
     finally:
         end.set()
 
@@ -310,7 +295,7 @@ async def test_a_second_server_is_refused_the_same_verdicts(
 ) -> None:
     monkeypatch.setattr("services.http.database.LOCK_SECONDS", 0.1)
     async with judging(judge.settings(tmp_path)):
-        with pytest.raises(DependencyLostError, match="give this one another JUDGE_DIR"):
+        with pytest.raises(DependencyLostError, match="JUDGE_DIR"):
             async with judging(judge.settings(tmp_path)):
                 pass
 
@@ -403,29 +388,32 @@ def with_scores(change: Any) -> Any:
     return reply
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda scores: scores.pop(), id="6 of 7 scores"),
-        pytest.param(lambda scores: scores.append(scores[0]), id="an id twice"),
-        pytest.param(lambda scores: scores[0].update(id="9"), id="an unknown id"),
-        pytest.param(lambda scores: scores[0].update(score=1.5), id="beyond 1"),
-        pytest.param(lambda scores: scores[0].update(score="high"), id="no number"),
-        pytest.param(lambda scores: scores[0].pop("score"), id="no score"),
-    ],
-)
+CHANGES = [
+    lambda scores: scores.pop(),
+    lambda scores: scores.append(scores[0]),
+    lambda scores: scores[0].update(id="9"),
+    lambda scores: scores[0].update(score=1.5),
+    lambda scores: scores[0].update(score="high"),
+    lambda scores: scores[0].pop("score"),
+]
+"""What makes a reply to a group unusable: a score too few, one twice, an unknown id, and scores that are none."""
+
+
 async def test_a_wrong_reply_to_a_group_is_asked_for_once_more_then_null_for_all(
-    judge: ScriptedJudge, tmp_path: Path, change: Any
+    judge: ScriptedJudge, tmp_path: Path
 ) -> None:
     async with judging(judge.settings(tmp_path, "judge_group", judge_second_order=0)) as made:
-        judge.faults.append(with_scores(change))
-        assert [result.value for result in await made.compare(GROUP)] == SCORES
-        assert len(judge.asked) == 2
-        judge.faults += [with_scores(change)] * 2
-        failed = await made.compare(GROUP[4:])
-        assert {(result.value, result.status) for result in failed} == {(None, RewardStatus.ERROR)}
-        assert len(judge.asked) == 4
-        assert made.stats["judge_failures"] == 1, "one for the group"
+        for number, change in enumerate(CHANGES):
+            asked = len(judge.asked)
+            judge.faults.append(with_scores(change))
+            again = [one.model_copy(update={"response": f"{one.response} {number}"}) for one in GROUP]
+            assert [result.value for result in await made.compare(again)] == SCORES
+            assert len(judge.asked) == asked + 2
+            judge.faults += [with_scores(change)] * 2
+            failed = await made.compare(again[4:])
+            assert {(result.value, result.status) for result in failed} == {(None, RewardStatus.ERROR)}
+            assert len(judge.asked) == asked + 4
+            assert made.stats["judge_failures"] == number + 1, "one for the group"
 
 
 async def test_equal_answers_cost_no_request_and_scores_are_rounded_to_quarters(
@@ -438,6 +426,7 @@ async def test_equal_answers_cost_no_request_and_scores_are_rounded_to_quarters(
         assert {result.value for result in await made.compare(GROUP[1:4])} == {0.5}
 
 
+@pytest.mark.leaving
 async def test_a_share_of_groups_is_judged_in_both_orders(judge: ScriptedJudge, tmp_path: Path) -> None:
     """A judge that favours the first place agrees with itself by -1; the rewards are those of the first order."""
 
@@ -464,6 +453,7 @@ async def test_a_share_of_groups_is_judged_in_both_orders(judge: ScriptedJudge, 
     assert 65 <= len(judge.asked) <= 95, "60, and about 18 a second time"
 
 
+@pytest.mark.leaving
 def test_kendalls_tau_counts_ties() -> None:
     assert kendall([1, 2, 3, 4], [1, 2, 3, 4]) == 1
     assert kendall([1, 2, 3, 4], [4, 3, 2, 1]) == -1
@@ -472,6 +462,7 @@ def test_kendalls_tau_counts_ties() -> None:
     assert kendall([1, 1, 1], [1, 2, 3]) is None
 
 
+@pytest.mark.leaving
 async def test_long_scores_with_long_answers_show(judge: ScriptedJudge, tmp_path: Path) -> None:
     async with judging(judge.settings(tmp_path)) as made:
         for text in ("42", "It is 42.", "42 " * 30):
@@ -582,36 +573,31 @@ async def test_one_failed_part_leaves_no_reward(serving: Any, judge: ScriptedJud
 
 # Before the run
 
-HTML = (200, "<html><body>Log in</body></html>", {"Content-Type": "text/html"})
 
-
-@pytest.mark.parametrize(
-    ("reply", "words"),
-    [
-        (HTML, r"JUDGE_URL .* answers text/html that is not a chat completion .*Log in.* mostly ending in /v1"),
-        ((404, "no such route"), r"refuses a request for JUDGE_MODEL m: 404 no such route; the URL must end where"),
-        ((401, {"error": "bad key"}), r"401 .*bad key.*JUDGE_API_KEY_ENV"),
-        ((302, "", {"Location": "/login"}), r"refuses a request for JUDGE_MODEL m: 302"),
-    ],
-)
 async def test_what_is_no_judge_is_refused_before_the_run_and_at_the_start(
-    judge: ScriptedJudge, tmp_path: Path, reply: Any, words: str
+    judge: ScriptedJudge, tmp_path: Path
 ) -> None:
-    judge.at_start = reply
     settings = judge.settings(tmp_path)
-    with pytest.raises(ConfigurationError, match=words):
-        await made_of(settings).check()
-    app = create_app(settings)
-    async with app.router.lifespan_context(app):
+    for reply, words in (
+        ((200, "<html><body>Log in</body></html>", {"Content-Type": "text/html"}), "JUDGE_URL .*Log in"),
+        ((404, "no such route"), "JUDGE_MODEL m: 404"),
+        ((401, {"error": "bad key"}), "401 .*JUDGE_API_KEY_ENV"),
+        ((302, "", {"Location": "/login"}), "JUDGE_MODEL m: 302"),
+    ):
+        judge.at_start = reply
         with pytest.raises(ConfigurationError, match=words):
-            await wait_ready(app)
+            await made_of(settings).check()
+        app = create_app(settings)
+        async with app.router.lifespan_context(app):
+            with pytest.raises(ConfigurationError, match=words):
+                await wait_ready(app)
 
 
 async def test_a_soft_judge_needs_logprobs(judge: ScriptedJudge, tmp_path: Path) -> None:
     (tmp_path / "rubric.yaml").write_text("criteria: [{name: a, text: x}]")
     judge.at_start = completion("yes")
     settings = judge.settings(tmp_path, "judge_soft")
-    with pytest.raises(ConfigurationError, match="no top_logprobs; judge_soft needs them, `judge` does not"):
+    with pytest.raises(ConfigurationError, match="top_logprobs"):
         await made_of(settings).check()
 
 
@@ -621,69 +607,59 @@ async def test_a_judge_out_of_reach_passes_the_check_and_is_waited_for_at_the_st
     monkeypatch.setattr("services.reward_server.judging.CHECK_SECONDS", 0.5)
     settings = ScriptedJudge(f"http://127.0.0.1:{free_port()}/v1").settings(tmp_path)
     await made_of(settings).check()
-    note = f"note: JUDGE_URL {settings.judge_url} was not checked, because it does not answer: "
-    assert any(line.startswith(note) for line in capsys.readouterr().out.splitlines())
+    assert f"JUDGE_URL {settings.judge_url} was not checked" in capsys.readouterr().out
     with pytest.raises(NeverReadyError, match="judge did not answer"):
         async with made_of(settings).serving(0.5):
             pass
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"judge_url": None}, "which needs JUDGE_URL; set it as docs/guides/judge.md shows"),
+def test_a_judge_without_a_setting_is_refused(tmp_path: Path) -> None:
+    fields = {"judge_url": "http://x/v1", "judge_model": "m", "judge_rubric": tmp_path / "r"}
+    for options, words in (
+        ({"judge_url": None}, "needs JUDGE_URL"),
         ({"judge_model": None}, "JUDGE_MODEL"),
         ({"judge_rubric": None}, "JUDGE_RUBRIC"),
         ({"judge_url": None, "judge_model": None}, "JUDGE_URL and JUDGE_MODEL"),
-        ({"judge_url": "127.0.0.1:30001"}, "JUDGE_URL is '127.0.0.1:30001'"),
-        ({"judge_args": "x"}, "JUDGE_ARGS is 'x': give JSON"),
-    ],
-)
-def test_a_judge_without_a_setting_is_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    fields = {"judge_url": "http://x/v1", "judge_model": "m", "judge_rubric": tmp_path / "r", **options}
-    with pytest.raises(ConfigurationError, match=words):
-        RewardSettings.load(reward_fn="math,judge", **fields)
+        ({"judge_url": "127.0.0.1:30001"}, "JUDGE_URL is"),
+        ({"judge_args": "x"}, "JUDGE_ARGS is"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            RewardSettings.load(reward_fn="math,judge", **fields | options)
     RewardSettings.load(reward_fn="math")
     RewardSettings.load(reward_fn="judge_group", judge_url="http://x/v1", judge_model="m")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            "criteria:\n- {name: a, text: x}\n- {name: b, text: y}\n- {name: a, text: z}",
-            "line 4: criteria.2.name: a is",
-        ),
-        (
-            "criteria:\n- name: a\n  text: x\n  choices: [no, yes, No]",
-            "line 4: criteria.0.choices.2: no is there twice",
-        ),
-        ("criteria:\n- name: a\n  text: x\n  weight: .nan", "line 4: criteria.0.weight: "),
-        ("criteria:\n- name: a\n  text: x\n  weight: 0", "line 4: criteria.0.weight: Input should be greater than 0"),
-        ("criteria:\n- name: a\n  text: x\n  wieght: 2", "line 4: criteria.0.wieght: this key does not exist; correct"),
-        ("criteria:\n- name: a\n  text: It is {truth.", r"line 3: criteria.0.text: a \{ stands alone; write \{name\}"),
-        ("instruction: Give \\boxed{42}.\ncriteria: []", r"line 1: instruction: a \{ stands alone"),
-        ("criteria:\n- name: a\n  text: x\n  choices: [good]", "line 4: criteria.0.choices: "),
-        ("instruction: x\n\ncriteria: []", "line 3: criteria: "),
-        ("- a", "line 1: the file: "),
-        ("", "line 1: the file: "),
-        ("criteria: [", "is not YAML: "),
-        ("criteria:\n- name: a\n  text: x\n  text: y", "a key of .*'text', 'text'.* is there twice in .*, line 2"),
-        (None, "cannot be read, seen from .*No such file or directory"),
-    ],
-)
-def test_a_rubric_with_a_mistake_is_refused_with_file_and_line(
-    tmp_path: Path, judge: ScriptedJudge, text: str | None, words: str
-) -> None:
+MISTAKES = [
+    ("criteria:\n- {name: a, text: x}\n- {name: b, text: y}\n- {name: a, text: z}", "line 4: criteria.2.name: "),
+    ("criteria:\n- name: a\n  text: x\n  choices: [no, yes, No]", "line 4: criteria.0.choices.2: "),
+    ("criteria:\n- name: a\n  text: x\n  weight: .nan", "line 4: criteria.0.weight: "),
+    ("criteria:\n- name: a\n  text: x\n  weight: 0", "line 4: criteria.0.weight: "),
+    ("criteria:\n- name: a\n  text: x\n  wieght: 2", "line 4: criteria.0.wieght: "),
+    ("criteria:\n- name: a\n  text: It is {truth.", "line 3: criteria.0.text: "),
+    ("instruction: Give \\boxed{42}.\ncriteria: []", "line 1: instruction: "),
+    ("criteria:\n- name: a\n  text: x\n  choices: [good]", "line 4: criteria.0.choices: "),
+    ("instruction: x\n\ncriteria: []", "line 3: criteria: "),
+    ("- a", "line 1: the file: "),
+    ("", "line 1: the file: "),
+    ("criteria: [", "is not YAML: "),
+    ("criteria:\n- name: a\n  text: x\n  text: y", "line 2"),
+    (None, "cannot be read"),
+]
+
+
+def test_a_rubric_with_a_mistake_is_refused_with_file_and_line(tmp_path: Path, judge: ScriptedJudge) -> None:
     settings = judge.settings(tmp_path)
     path = tmp_path / "rubric.yaml"
-    path.unlink() if text is None else path.write_text(text)
-    with pytest.raises(ConfigurationError, match=rf"JUDGE_RUBRIC {re.escape(str(path))}[, ].*{words}"):
-        create_app(settings)
+    for text, place in MISTAKES:
+        path.unlink() if text is None else path.write_text(text)
+        with pytest.raises(ConfigurationError) as refusal:
+            create_app(settings)
+        assert f"JUDGE_RUBRIC {path}" in str(refusal.value)
+        assert place in str(refusal.value), text
 
 
 def test_a_soft_judge_asks_for_no_or_yes_alone(tmp_path: Path, judge: ScriptedJudge) -> None:
-    with pytest.raises(ConfigurationError, match="line 8: judge_soft asks for no or yes, but 'form' has other choices"):
+    with pytest.raises(ConfigurationError, match="line 8: "):
         create_app(judge.settings(tmp_path, "judge_soft"))
 
 
@@ -692,9 +668,7 @@ async def test_a_key_is_sent_and_one_that_is_not_there_is_refused(
 ) -> None:
     settings = judge.settings(tmp_path, judge_api_key_env="MY_KEY")
     monkeypatch.delenv("MY_KEY", raising=False)
-    with pytest.raises(
-        ConfigurationError, match=r"JUDGE_API_KEY_ENV names MY_KEY, which is not set; .* --secret MY_KEY"
-    ):
+    with pytest.raises(ConfigurationError, match="JUDGE_API_KEY_ENV names MY_KEY"):
         create_app(settings)
     monkeypatch.setenv("MY_KEY", "s3cret")
     async with judging(settings) as made:
@@ -737,6 +711,7 @@ def save_model(directory: Path) -> Any:
     return model, tokenizer
 
 
+@pytest.mark.slow
 async def test_the_embedded_engine_judges(start_service: Any, tmp_path: Path) -> None:
     """Its probabilities of yes and no are those that transformers computes; a model that writes no JSON gives null."""
     import torch
