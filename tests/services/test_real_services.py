@@ -150,19 +150,6 @@ async def test_the_replay_client_reaches_every_route(urls: dict[str, str]) -> No
         assert refusal.value.status == 404
 
 
-async def test_a_lease_that_waits_does_not_hold_up_the_end(start_service: Any) -> None:
-    service = start_service("services.replay_buffer")
-    async with httpx.AsyncClient(base_url=service.url, timeout=IDLE_SECONDS, trust_env=False) as client:
-        body = {"max_groups": 1, "wait_seconds": 60}
-        waiting = asyncio.create_task(client.post("/queue/lease", json=body))
-        async with asyncio.timeout(IDLE_SECONDS):
-            # The request for the metrics is one of the two.
-            while 'in_flight{service="replay-buffer"} 2.0' not in (await client.get("/metrics")).text:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert await asyncio.to_thread(service.terminate) == 0
-        assert (await waiting).json()["lease_id"] is None
-
-
 HEAVY = ("torch", "transformers", "sympy", "datasets", "pandas")
 SERVICES = ("data_server", "reward_server", "replay_buffer", "gateway", "environment_server", "evaluation_head")
 PARTS = [

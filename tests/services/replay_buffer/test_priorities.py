@@ -66,7 +66,7 @@ def test_the_chance_of_a_record_to_be_in_a_draw_is_exactly_its_share_up_to_1() -
 def test_the_expected_gradient_of_corrected_draws_is_that_of_uniform_draws(count: int) -> None:
     gradients, priorities = np.array([0.63, 0.31, 0.06] * 4), [0.16, 0.68, 0.16] * 4
     index, random = index_of(priorities), rng(3)
-    found = {d.sequence: d for _ in range(100) for d in index.draw(count, random, exponent=1.0, correction=1.0)}
+    found = {d.sequence: d for _ in range(300) for d in index.draw(count, random, exponent=1.0, correction=1.0)}
     assert len(found) == len(priorities)
     expectation = sum(d.probability * d.weight * gradients[sequence] for sequence, d in found.items())
     assert expectation == pytest.approx(gradients.mean())

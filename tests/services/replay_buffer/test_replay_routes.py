@@ -155,16 +155,19 @@ async def test_without_staleness_room_comes_with_the_acknowledgement(serving: An
             assert (await waiting).json() == {"places": 2}
 
 
-async def test_waiting_for_room_ends_without_places_and_when_the_service_ends(serving: Any, app: Any) -> None:
+async def test_waiting_for_room_or_groups_ends_with_nothing_and_when_the_service_ends(serving: Any, app: Any) -> None:
     async with serving(app) as client:
         await client.post("/queue/admission", json=ask("a"))
         assert (await client.post("/queue/admission", json=ask("b", wait_seconds=0.1))).json() == {"places": 0}
         request = ask("b", wait_seconds=60)
         waiting = asyncio.create_task(client.post("/queue/admission", json=request, timeout=IDLE_SECONDS))
+        request = {"max_groups": 1, "wait_seconds": 60}
+        lease = asyncio.create_task(client.post("/queue/lease", json=request, timeout=IDLE_SECONDS))
         await asyncio.sleep(0.05)
         app.state.lifecycle.draining.set()
         async with asyncio.timeout(IDLE_SECONDS):
             assert (await waiting).json() == {"places": 0}
+            assert (await lease).json()["lease_id"] is None
 
 
 def packed(group: Any, *names: str) -> bytes:

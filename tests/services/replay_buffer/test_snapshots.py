@@ -138,7 +138,7 @@ def test_leases_end_with_a_restore(buffer: Any, group: Any) -> None:
 def test_an_unknown_label_is_refused_and_the_known_ones_told(buffer: Any) -> None:
     parts = buffer()
     parts.snapshots.save("step-10")
-    with pytest.raises(ProblemError, match="'step-11'.*step-10") as refusal:
+    with pytest.raises(ProblemError, match=r"'step-11'.*step-10") as refusal:
         parts.snapshots.restore("step-11")
     assert refusal.value.status_code == 404
 
