@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -177,16 +175,3 @@ def test_what_starts_beside_the_trainer_imports_little_and_rows_are_loaded_witho
         [sys.executable, "-c", check], cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
-
-
-@pytest.mark.slow
-def test_where_consumers_stand_survives_the_data_server(start_service: Any, tmp_path: Path) -> None:
-    positions = []
-    for _ in range(2):
-        service = start_service("services.data_server", DATASET="arithmetic", SHARED_DIR=str(tmp_path), RUN_ID="r")
-        reply = httpx.get(
-            f"{service.url}/prompts", params={"batch_size": 3, "consumer": "c"}, timeout=IDLE_SECONDS, trust_env=False
-        ).json()
-        positions += [prompt["position"] for prompt in reply["prompts"]]
-        service.kill()
-    assert positions == list(range(6))

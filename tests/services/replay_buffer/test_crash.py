@@ -6,8 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from services.clients.replay import ReplayClient
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
@@ -16,11 +14,9 @@ from services.protocol.replay import AcknowledgeRequest, LeaseRequest, SampleGro
 from tests.waiting import LIMIT_SECONDS
 
 
-@pytest.mark.parametrize("fsync", [pytest.param("true", marks=pytest.mark.slow), "false"])
-async def test_what_was_acknowledged_survives_sigkill(
-    start_service: Any, tmp_path: Path, group: Any, fsync: str
-) -> None:
-    environment = {"REPLAY_DIR": str(tmp_path / "replay"), "REPLAY_FSYNC": fsync, "LOG_LEVEL": "warning"}
+async def test_what_was_acknowledged_survives_sigkill(start_service: Any, tmp_path: Path, group: Any) -> None:
+    # A write that reached the kernel survives the process, so it must do so without fsync, too.
+    environment = {"REPLAY_DIR": str(tmp_path / "replay"), "REPLAY_FSYNC": "false", "LOG_LEVEL": "warning"}
     service = start_service("services.replay_buffer", **environment)
     stored: dict[str, Group] = {}
     queued: dict[str, Group] = {}

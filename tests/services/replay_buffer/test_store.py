@@ -51,6 +51,8 @@ def test_a_restart_finds_everything_as_it_was(buffer: Any, group: Any) -> None:
     assert parts.stored()["g3"] == 33.0
     assert parts.sample(8, seed=4) == drawn
     assert parts.store.groups.newest_version() == 19
+    for fsync, level in ((True, 2), (False, 1)):
+        assert buffer(replay_fsync=fsync).store.database.execute("PRAGMA synchronous").fetchone() == (level,)
 
 
 def test_what_is_drawn_is_what_was_added(buffer: Any, group: Any) -> None:

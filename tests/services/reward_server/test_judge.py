@@ -312,31 +312,6 @@ async def test_a_judge_that_becomes_another_model_is_told(judge: ScriptedJudge, 
     assert [(log["before"], log["now"]) for log in told] == [("judge-1", "judge-2")]
 
 
-async def test_rewards_under_faults_are_those_of_the_quiet_judge(judge: ScriptedJudge, tmp_path: Path) -> None:
-    """Every answer gets the quiet judge's score in at most three rounds, or null; each verdict is paid once."""
-    draw = random.Random(0)
-    faults = [
-        lambda _: (429, {}, {"Retry-After": "0"}),
-        lambda _: (503, "down"),
-        lambda _: completion(""),
-        lambda body: completion(quiet_content(body), finish_reason="length"),
-        lambda _: (200, "<html>", {"Content-Type": "text/html"}),
-        lambda body: completion(f"{EXAMPLE} {quiet_content(body)}"),
-    ]
-    answers = [item(f"It is {n}.") for n in range(32, 52)]
-    judge.faults += [draw.choice(faults) for _ in range(25)]
-    async with judging(judge.settings(tmp_path)) as made:
-        for _ in range(4):
-            results = await asyncio.gather(*(made.score("judge", one) for one in answers))
-            for result in results:
-                assert result.value in (None, RIGHT, WRONG)
-                assert (result.value is None) == (result.status is not RewardStatus.SCORED)
-        assert [result.value == RIGHT for result in results] == [n == 42 for n in range(32, 52)]
-        judge.asked.clear()
-        await asyncio.gather(*(made.score("judge", one) for one in answers))
-        assert judge.asked == []
-
-
 async def test_a_soft_judge_scores_by_the_probability_of_yes(judge: ScriptedJudge, tmp_path: Path) -> None:
     (tmp_path / "rubric.yaml").write_text("criteria: [{name: a, text: x}, {name: b, text: y, weight: 3}]")
     judge.faults += [lambda body: soft(body, 0.6, 0.2), lambda body: soft(body, 0.0, 0.5)]
@@ -681,56 +656,3 @@ async def test_args_are_sent_and_null_removes_a_field(judge: ScriptedJudge, tmp_
     async with judging(judge.settings(tmp_path, judge_args=args)) as made:
         await made.score("judge", item("It is 42."))
     assert judge.asked[0].keys() == {"model", "messages", "max_completion_tokens", "reasoning_effort"}
-
-
-# The embedded engine as a judge
-
-WORDS = ["<pad>", "</s>", "yes", "no"]
-
-
-def save_model(directory: Path) -> Any:
-    """Write a random model whose vocabulary is so small that yes and no are always among the likeliest tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from tests.toy_models import noisy_model
-    from toys.models import qwen2
-
-    # Other letters than these are left out of a text.
-    vocabulary = [*WORDS, *"aeiouy1246"]
-    letters = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
-    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    letters.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>", additional_special_tokens=WORDS)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
-    tokenizer.save_pretrained(directory)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = qwen2(vocab_size=len(vocabulary), num_key_value_heads=2, max_position_embeddings=2048, **sizes)
-    model = noisy_model(config, matrices=0.3, vectors=0.1)
-    model.save_pretrained(directory)
-    return model, tokenizer
-
-
-@pytest.mark.slow
-async def test_the_embedded_engine_judges(start_service: Any, tmp_path: Path) -> None:
-    """Its probabilities of yes and no are those that transformers computes; a model that writes no JSON gives null."""
-    import torch
-
-    (tmp_path / "rubric.yaml").write_text("criteria: [{name: right, text: 'The answer is {ground_truth}'}]")
-    model, tokenizer = save_model(tmp_path / "model")
-    engine = start_service("services.embedded_engine", MODEL_NAME=str(tmp_path / "model"))
-    scripted = ScriptedJudge(f"{engine.url}/v1")
-    async with judging(scripted.settings(tmp_path, "judge_soft")) as made:
-        answers = [item(text) for text in ("42", "41")]
-        results = [await made.score("judge_soft", one) for one in answers]
-        assert made.stats["judge_tokens"] > 200
-    for one, result in zip(answers, results, strict=True):
-        messages = rubric.soft_messages(made.rubric, made.rubric.criteria[0], one)
-        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, return_tensors="pt")
-        with torch.inference_mode():
-            p = model.eval()(ids).logits[0, -1].double().softmax(-1)
-        assert result.value == pytest.approx(float(p[2] / (p[2] + p[3])), abs=1e-4)
-    assert results[0].value != results[1].value
-    async with judging(scripted.settings(tmp_path, judge_max_tokens=8)) as made:
-        failed = await made.score("judge", answers[0])
-        assert (failed.value, failed.status) == (None, RewardStatus.ERROR)

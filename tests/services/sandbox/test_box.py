@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -23,7 +23,7 @@ from services.sandbox.backends import BackendName, Interpreter
 from services.sandbox.box import Box, Outcome, Result, SandboxError
 from services.sandbox.kernel import Limits, landlock_version
 from services.sandbox.pool import BoxPool
-from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, eventually, wait_until
+from tests.waiting import IDLE_SECONDS, eventually, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the backends for Linux")
 LIMITS = Limits(cpu_seconds=10, seconds=IDLE_SECONDS, memory_mb=256)
@@ -210,64 +210,6 @@ async def test_a_box_is_the_first_that_the_kernel_ends(interpreter: Interpreter)
     box = await Box(BackendName.LANDLOCK, interpreter, LIMITS).start()
     assert oom_score(box.pid) == 1000
     await box.close()
-
-
-OUT_OF_MEMORY = """
-import asyncio, json, os, sys
-from pathlib import Path
-from services.sandbox.backends import BackendName, Interpreter
-from services.sandbox.kernel import Limits
-from services.sandbox.pool import BoxPool
-
-SQUARE = "n = int(input()); print(n * n)"
-GREEDY = "x = []\\nwhile True: x.append(bytearray(2**24))"
-
-async def main(backend):
-    pool = BoxPool(BackendName(backend), Interpreter.find(sys.executable), Limits(60, 60, 8000), 2)
-    await pool.start()
-
-    async def answer(number, source):
-        result = await pool.run("script", seconds=60, source=source, stdin=str(number).encode())
-        return [result.outcome.value, result.stdout.decode()]
-
-    quiet = await asyncio.gather(*(answer(n, SQUARE) for n in range(24)))
-    found = await asyncio.gather(*(answer(n, GREEDY if n == 5 else SQUARE) for n in range(24)))
-    await pool.stop()
-    print(json.dumps([quiet, found]))
-
-Path(sys.argv[2], "cgroup.procs").write_text(str(os.getpid()))
-asyncio.run(main(sys.argv[1]))
-"""
-
-
-@pytest.fixture
-def small_memory() -> Iterator[Path]:
-    """A control group whose processes have 700 MiB together, after which the kernel ends one of them."""
-    first = Path("/sys/fs/cgroup/memory")  # version 1, else version 2
-    group = (first if first.is_dir() else first.parent) / f"grpo-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / ("memory.limit_in_bytes" if first.is_dir() else "memory.max")).write_text(str(700 << 20))
-    except OSError:
-        pytest.skip("only root may give processes a memory of their own")
-    yield group
-    wait_until(lambda: not (group / "cgroup.procs").read_text(), "the end of the group's processes")
-    group.rmdir()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_when_memory_runs_out_the_kernel_ends_the_answer_that_took_it_and_no_other(
-    backend: BackendName, small_memory: Path
-) -> None:
-    command = [sys.executable, "-c", OUT_OF_MEMORY, backend.value, str(small_memory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_SECONDS)
-    quiet, found = json.loads(done.stdout)
-    assert found.pop(5)[0] == "infrastructure", "its own limit had room: the machine failed it, twice"
-    quiet.pop(5)
-    assert found == quiet
-    events = "memory.oom_control" if (small_memory / "memory.oom_control").exists() else "memory.events"
-    assert "oom_kill 2" in (small_memory / events).read_text()
 
 
 def test_the_attacks_of_the_check_are_real(tmp_path: Path) -> None:
