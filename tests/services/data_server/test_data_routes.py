@@ -3,8 +3,6 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -147,20 +145,6 @@ async def test_the_held_out_prompts_come_in_order_and_end(serving: Any, app: Any
         reply = (await client.get("/prompts", params={"split": "test", "batch_size": 50, "epoch": 0})).json()
         assert len(reply["prompts"]) == 2
         assert reply["cursor"] == {"epoch": 1, "position": 0, "skip": []}
-
-
-async def test_prompts_whose_cursor_could_not_be_written_are_not_given_out_and_come_again(
-    serving: Any, app: Any, tmp_path: Path
-) -> None:
-    async with serving(app(on_disk=True)) as client:
-        before = (await client.get("/prompts?consumer=a&batch_size=4&request_id=first")).json()
-        with closing(sqlite3.connect(database(tmp_path), isolation_level=None)) as other:
-            other.execute("BEGIN EXCLUSIVE")
-            refused = await asyncio.gather(*(client.get(f"/prompts?consumer={c}&request_id=second") for c in "ab"))
-            assert [reply.status_code for reply in refused] == [507, 507]
-        assert (await client.get("/cursor?consumer=a")).json() == before["cursor"]
-        after = (await client.get("/prompts?consumer=a&batch_size=4&request_id=second")).json()
-        assert [prompt["position"] for prompt in after["prompts"]] == [4, 5, 6, 7]
 
 
 async def test_a_full_disk_is_told_by_every_route_that_writes_and_loses_nothing(

@@ -110,14 +110,6 @@ def test_a_dataset_that_cannot_be_had_is_named_in_one_line(
         assert "\n" not in str(error.value)
 
 
-def test_a_row_of_20_mb_is_left_out_and_counted(load: Any) -> None:
-    rows = [{"question": f"q{i}", "answer": str(i)} for i in range(4)]
-    rows[1]["question"], rows[2]["answer"] = "x" * 20_000_000, "y" * 300_000
-    source = load(rows)
-    assert source.refused == {"more than 256 KiB": 2}
-    assert sorted(truths(source.train) + truths(source.test)) == ["0", "3"]
-
-
 def test_the_first_rows_of_a_hub_dataset_are_read_without_the_others(
     load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

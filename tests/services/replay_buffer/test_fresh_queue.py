@@ -130,16 +130,6 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(
     assert parts.queue.enqueue([group("c"), group("d")], None).added == 2
 
 
-def test_many_consumers_share_the_queue_without_overlap(buffer: Any, group: Any) -> None:
-    parts = buffer()
-    parts.queue.enqueue([group(f"g{i}") for i in range(50)], None)
-    seen: list[str] = []
-    while (lease := parts.lease(3, consumer=f"c{len(seen)}"))[0] is not None:
-        seen += lease[1]
-        acknowledge(parts, lease[0])
-    assert seen == [f"g{i}" for i in range(50)]
-
-
 BATCH, STALENESS = 4, 2
 BOUND = BATCH * STALENESS
 

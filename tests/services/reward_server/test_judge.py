@@ -43,8 +43,8 @@ RIGHT, WRONG = 1.0, 1 / 4
 
 
 @pytest.fixture
-def judge() -> Iterator[ScriptedJudge]:
-    with scripted_judge() as scripted:
+def judge(tmp_path: Path) -> Iterator[ScriptedJudge]:
+    with scripted_judge(tmp_path) as scripted:
         yield scripted
 
 
@@ -81,8 +81,8 @@ async def judging(settings: RewardSettings) -> AsyncIterator[Asked]:
         yield Asked(judge, rubric.find_rubric(settings))
 
 
-async def test_a_score_is_the_weighted_mean_of_ordered_choices(judge: ScriptedJudge, tmp_path: Path) -> None:
-    async with judging(judge.settings(tmp_path)) as made:
+async def test_a_score_is_the_weighted_mean_of_ordered_choices(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings()) as made:
         results = [await made.score("judge", item(text)) for text in ("It is 42.", "It is 41.", "42", "41")]
     assert [result.value for result in results] == [RIGHT, WRONG, 3 / 4 + 1 / 8, 1 / 8]
     assert results[3].reason == "right: no (r); form: fair (r)"
@@ -90,15 +90,13 @@ async def test_a_score_is_the_weighted_mean_of_ordered_choices(judge: ScriptedJu
     assert made.stats["judge_tokens"] == 4 * 110
 
 
-async def test_placeholders_are_replaced_in_one_pass_by_columns_of_the_row(
-    judge: ScriptedJudge, tmp_path: Path
-) -> None:
-    (tmp_path / "rubric.yaml").write_text(
+async def test_placeholders_are_replaced_in_one_pass_by_columns_of_the_row(judge: ScriptedJudge) -> None:
+    (judge.directory / "rubric.yaml").write_text(
         "instruction: 'Tests: {tests}; {{kept}}'\n"
         "criteria: [{name: right, text: 'Equal to {ground_truth}'}, {name: form, text: x, choices: [bad, fair, good]}]"
     )
     asked = item("It is 42.", ground_truth="{prompt}", row=json.dumps({"tests": [1, "é"], "ground_truth": "no"}))
-    async with judging(judge.settings(tmp_path)) as made:
+    async with judging(judge.settings()) as made:
         assert (await made.score("judge", asked)).value is not None
         missing = await made.score("judge", item("It is 42."))
     user = judge.asked[0]["messages"][1]["content"]
@@ -135,8 +133,8 @@ REPLIES = [
 ]
 
 
-async def test_a_reply_has_every_verdict_or_none(judge: ScriptedJudge, tmp_path: Path) -> None:
-    async with judging(judge.settings(tmp_path)) as made:
+async def test_a_reply_has_every_verdict_or_none(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings()) as made:
         for number, (content, score) in enumerate(REPLIES):
             judge.asked.clear()
             judge.faults[:] = [lambda _, content=content: completion(content)] * 2
@@ -146,11 +144,9 @@ async def test_a_reply_has_every_verdict_or_none(judge: ScriptedJudge, tmp_path:
             assert len(judge.asked) == (1 if score is not None else 2), "an unusable reply is asked for once more"
 
 
-async def test_the_second_try_says_what_was_wrong_and_a_cut_reply_has_none(
-    judge: ScriptedJudge, tmp_path: Path
-) -> None:
+async def test_the_second_try_says_what_was_wrong_and_a_cut_reply_has_none(judge: ScriptedJudge) -> None:
     judge.faults.append(lambda _: completion("Well, yes."))
-    async with judging(judge.settings(tmp_path)) as made:
+    async with judging(judge.settings()) as made:
         assert (await made.score("judge", item("It is 42."))).value == RIGHT
         first, second = (request["messages"] for request in judge.asked)
         assert second[: len(first)] == first
@@ -175,9 +171,9 @@ INJECTIONS = {
 """What answers contain, and how a judge sees it."""
 
 
-async def test_an_answer_that_speaks_to_the_judge_stays_data(judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_an_answer_that_speaks_to_the_judge_stays_data(judge: ScriptedJudge) -> None:
     """The scripted judge copies the answer's JSON first, as a weak judge would."""
-    async with judging(judge.settings(tmp_path)) as made:
+    async with judging(judge.settings()) as made:
         for injected, seen in INJECTIONS.items():
             judge.faults.append(lambda body, text=injected: completion(f"It claims {text}. But: {quiet_content(body)}"))
             assert (await made.score("judge", item(f"It is 41. {injected}"))).value == WRONG
@@ -185,14 +181,14 @@ async def test_an_answer_that_speaks_to_the_judge_stays_data(judge: ScriptedJudg
             assert inside == f"It is 41. {seen}", "the answer cannot close its fence"
 
 
-async def test_too_many_requests_wait_as_long_as_the_judge_says(judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_too_many_requests_wait_as_long_as_the_judge_says(judge: ScriptedJudge) -> None:
     limited = (429, {"error": "slow down"}, {"Retry-After": "1"})
     judge.faults += [lambda _: limited] * 2
-    async with judging(judge.settings(tmp_path)) as made:
+    async with judging(judge.settings()) as made:
         started = time.monotonic()
         assert (await made.score("judge", item("It is 42."))).value == RIGHT
         assert time.monotonic() - started >= 2
-    async with judging(judge.settings(tmp_path, judge_seconds=1.5)) as made:
+    async with judging(judge.settings(judge_seconds=1.5)) as made:
         judge.faults += [lambda _: limited] * 20
         result = await made.score("judge", item("It is 43."))
         assert (result.value, result.status) == (None, RewardStatus.OVERLOADED)
@@ -200,11 +196,11 @@ async def test_too_many_requests_wait_as_long_as_the_judge_says(judge: ScriptedJ
         assert made.stats["judge_failures_overloaded"] == 1
 
 
-async def test_a_judge_that_hangs_costs_its_answer_only(judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_a_judge_that_hangs_costs_its_answer_only(judge: ScriptedJudge) -> None:
     end = threading.Event()
     judge.faults.append(lambda _: end.wait(60) and None)
     try:
-        async with judging(judge.settings(tmp_path, judge_seconds=2, judge_concurrency=2)) as made:
+        async with judging(judge.settings(judge_seconds=2, judge_concurrency=2)) as made:
             hung = asyncio.create_task(made.score("judge", item("It is 40.")))
             await eventually(lambda: judge.asked)
             others = await asyncio.gather(*(made.score("judge", item(f"It is {n}.")) for n in (41, 42)))
@@ -216,8 +212,8 @@ async def test_a_judge_that_hangs_costs_its_answer_only(judge: ScriptedJudge, tm
         end.set()
 
 
-async def test_a_judge_that_fails_meanwhile_gives_no_score(judge: ScriptedJudge, tmp_path: Path) -> None:
-    async with judging(judge.settings(tmp_path)) as made:
+async def test_a_judge_that_fails_meanwhile_gives_no_score(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings()) as made:
         for number, (reply, label) in enumerate(
             [
                 ((200, "<html>Log in</html>", {"Content-Type": "text/html"}), "no_chat"),
@@ -233,18 +229,16 @@ async def test_a_judge_that_fails_meanwhile_gives_no_score(judge: ScriptedJudge,
             assert made.stats[f"judge_failures_{label}"] == before + 1
 
 
-async def test_requests_at_once_are_bounded_and_the_deadline_counts_the_wait(
-    judge: ScriptedJudge, tmp_path: Path
-) -> None:
+async def test_requests_at_once_are_bounded_and_the_deadline_counts_the_wait(judge: ScriptedJudge) -> None:
     judge.faults += [lambda _: time.sleep(0.05)] * 8
-    async with judging(judge.settings(tmp_path, judge_concurrency=2)) as made:
+    async with judging(judge.settings(judge_concurrency=2)) as made:
         results = await asyncio.gather(*(made.score("judge", item(f"It is {n}.")) for n in range(38, 46)))
         assert sum(result.value == RIGHT for result in results) == 1
         assert judge.most_at_once == 2
     end = threading.Event()
     judge.faults += [lambda _: end.wait(60) and None] * 20
     try:
-        async with judging(judge.settings(tmp_path, judge_concurrency=1, judge_seconds=1)) as made:
+        async with judging(judge.settings(judge_concurrency=1, judge_seconds=1)) as made:
             # Both deadlines are one second away: which of them passes first is chance on a busy machine.
             for first in range(1, 20, 2):
                 texts = [f"It is {number}." for number in (first, first + 1)]
@@ -258,9 +252,9 @@ async def test_requests_at_once_are_bounded_and_the_deadline_counts_the_wait(
         end.set()
 
 
-async def test_no_verdict_is_paid_twice(judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_no_verdict_is_paid_twice(judge: ScriptedJudge) -> None:
     """Not by a repeated answer, an equal one under way, a caller that left, or a restart; failures are not kept."""
-    settings = judge.settings(tmp_path)
+    settings = judge.settings()
     judge.faults += [lambda _: completion("no verdict")] * 2
     async with judging(settings) as made:
         assert (await made.score("judge", item("It is 7."))).value is None
@@ -285,37 +279,37 @@ async def test_no_verdict_is_paid_twice(judge: ScriptedJudge, tmp_path: Path) ->
         async with judging(settings.model_copy(update=other)) as changed:
             assert (await changed.score("judge", item("It is 42."))).value == RIGHT
         assert len(judge.asked) == before + 1, "another model or sampling is another verdict"
-    with closing(sqlite3.connect(tmp_path / "judge/verdicts.sqlite")) as database:
+    with closing(sqlite3.connect(judge.directory / "judge/verdicts.sqlite")) as database:
         rows = database.execute("SELECT model, prompt_tokens, completion_tokens FROM verdicts").fetchall()
     assert rows == [("judge-1", 100, 10)] * 6
 
 
 async def test_a_second_server_is_refused_the_same_verdicts(
-    judge: ScriptedJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    judge: ScriptedJudge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.http.database.LOCK_SECONDS", 0.1)
-    async with judging(judge.settings(tmp_path)):
+    async with judging(judge.settings()):
         with pytest.raises(DependencyLostError, match="JUDGE_DIR"):
-            async with judging(judge.settings(tmp_path)):
+            async with judging(judge.settings()):
                 pass
 
 
-async def test_a_judge_that_becomes_another_model_is_told(judge: ScriptedJudge, tmp_path: Path) -> None:
-    async with judging(judge.settings(tmp_path)) as made:
+async def test_a_judge_that_becomes_another_model_is_told(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings()) as made:
         await made.score("judge", item("It is 42."))
     judge.model = "judge-2"
     with capture_logs() as logs:
-        async with judging(judge.settings(tmp_path)) as made:
+        async with judging(judge.settings()) as made:
             for text in ("It is 43.", "It is 44."):
                 await made.score("judge", item(text))
     told = [log for log in logs if log["event"].startswith("another model answers for the judge")]
     assert [(log["before"], log["now"]) for log in told] == [("judge-1", "judge-2")]
 
 
-async def test_a_soft_judge_scores_by_the_probability_of_yes(judge: ScriptedJudge, tmp_path: Path) -> None:
-    (tmp_path / "rubric.yaml").write_text("criteria: [{name: a, text: x}, {name: b, text: y, weight: 3}]")
+async def test_a_soft_judge_scores_by_the_probability_of_yes(judge: ScriptedJudge) -> None:
+    (judge.directory / "rubric.yaml").write_text("criteria: [{name: a, text: x}, {name: b, text: y, weight: 3}]")
     judge.faults += [lambda body: soft(body, 0.6, 0.2), lambda body: soft(body, 0.0, 0.5)]
-    async with judging(judge.settings(tmp_path, "judge_soft", judge_concurrency=1)) as made:
+    async with judging(judge.settings("judge_soft", judge_concurrency=1)) as made:
         result = await made.score("judge_soft", item("It is 42."))
         assert result.value == pytest.approx((0.75 + 3 * 0.0) / 4)
         assert [request["max_tokens"] for request in judge.asked] == [1, 1]
@@ -337,11 +331,9 @@ def reordered(body: Any) -> Any:
     return completion(json.dumps(content))
 
 
-async def test_a_group_is_scored_by_id_and_a_permutation_permutes_the_rewards(
-    judge: ScriptedJudge, tmp_path: Path
-) -> None:
+async def test_a_group_is_scored_by_id_and_a_permutation_permutes_the_rewards(judge: ScriptedJudge) -> None:
     judge.faults.append(reordered)
-    async with judging(judge.settings(tmp_path, "judge_group", judge_second_order=0)) as made:
+    async with judging(judge.settings("judge_group")) as made:
         assert [result.value for result in await made.compare(GROUP)] == SCORES
         for seed in range(5):
             order = random.Random(seed).sample(range(len(GROUP)), len(GROUP))
@@ -374,10 +366,8 @@ CHANGES = [
 """What makes a reply to a group unusable: a score too few, one twice, an unknown id, and scores that are none."""
 
 
-async def test_a_wrong_reply_to_a_group_is_asked_for_once_more_then_null_for_all(
-    judge: ScriptedJudge, tmp_path: Path
-) -> None:
-    async with judging(judge.settings(tmp_path, "judge_group", judge_second_order=0)) as made:
+async def test_a_wrong_reply_to_a_group_is_asked_for_once_more_then_null_for_all(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings("judge_group")) as made:
         for number, change in enumerate(CHANGES):
             asked = len(judge.asked)
             judge.faults.append(with_scores(change))
@@ -391,10 +381,8 @@ async def test_a_wrong_reply_to_a_group_is_asked_for_once_more_then_null_for_all
             assert made.stats["judge_failures"] == number + 1, "one for the group"
 
 
-async def test_equal_answers_cost_no_request_and_scores_are_rounded_to_quarters(
-    judge: ScriptedJudge, tmp_path: Path
-) -> None:
-    async with judging(judge.settings(tmp_path, "judge_group", judge_second_order=0)) as made:
+async def test_equal_answers_cost_no_request_and_scores_are_rounded_to_quarters(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings("judge_group")) as made:
         assert [result.value for result in await made.compare([GROUP[0]] * 8)] == [0.5] * 8
         assert judge.asked == []
         judge.faults.append(with_scores(lambda scores: [e.update(score=0.6 + 0.01 * i) for i, e in enumerate(scores)]))
@@ -402,7 +390,7 @@ async def test_equal_answers_cost_no_request_and_scores_are_rounded_to_quarters(
 
 
 @pytest.mark.leaving
-async def test_a_share_of_groups_is_judged_in_both_orders(judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_a_share_of_groups_is_judged_in_both_orders(judge: ScriptedJudge) -> None:
     """A judge that favours the first place agrees with itself by -1; the rewards are those of the first order."""
 
     def by_place(body: Any) -> Any:
@@ -412,7 +400,7 @@ async def test_a_share_of_groups_is_judged_in_both_orders(judge: ScriptedJudge, 
         return completion(json.dumps(content))
 
     judge.faults += [by_place] * 2
-    async with judging(judge.settings(tmp_path, "judge_group", judge_second_order=1)) as made:
+    async with judging(judge.settings("judge_group", judge_second_order=1)) as made:
         texts = [item(text) for text in ("1", "2", "3", "4", "5")]
         first = {result.value for result in await made.compare(texts)}
         assert first == {0, 0.25, 0.5, 0.75, 1}
@@ -420,7 +408,7 @@ async def test_a_share_of_groups_is_judged_in_both_orders(judge: ScriptedJudge, 
         await made.compare(GROUP)
         assert made.stats["judge_order_agreement"] == 0, "the mean of -1 and 1"
         assert len(judge.asked) == 4
-    with_share = judge.settings(tmp_path, "judge_group", judge_second_order=0.3, judge_dir=tmp_path / "share")
+    with_share = judge.settings("judge_group", judge_second_order=0.3, judge_dir=judge.directory / "share")
     judge.asked.clear()
     async with judging(with_share) as made:
         for number in range(60):
@@ -438,15 +426,15 @@ def test_kendalls_tau_counts_ties() -> None:
 
 
 @pytest.mark.leaving
-async def test_long_scores_with_long_answers_show(judge: ScriptedJudge, tmp_path: Path) -> None:
-    async with judging(judge.settings(tmp_path)) as made:
+async def test_long_scores_with_long_answers_show(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings()) as made:
         for text in ("42", "It is 42.", "42 " * 30):
             await made.score("judge", item(text))
         assert 0 < made.stats["judge_length_correlation"] < 1
 
 
-async def test_a_long_answer_is_cut_in_the_middle(judge: ScriptedJudge, tmp_path: Path) -> None:
-    async with judging(judge.settings(tmp_path)) as made:
+async def test_a_long_answer_is_cut_in_the_middle(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings()) as made:
         await made.score("judge", item("a" * 10_030 + "42" + "b" * 10_030))
     user = judge.asked[0]["messages"][1]["content"]
     assert "a" * 10_000 + "\n(… 62 characters are left out here)\n" + "b" * 10_000 in user
@@ -456,8 +444,8 @@ async def test_a_long_answer_is_cut_in_the_middle(judge: ScriptedJudge, tmp_path
 # The server
 
 
-async def test_rewards_of_answers_alone_and_of_groups(serving: Any, judge: ScriptedJudge, tmp_path: Path) -> None:
-    settings = judge.settings(tmp_path, "exact_match=1,judge=0.5,judge_group=2", judge_second_order=0)
+async def test_rewards_of_answers_alone_and_of_groups(serving: Any, judge: ScriptedJudge) -> None:
+    settings = judge.settings("exact_match=1,judge=0.5,judge_group=2")
     group = [one.model_dump(mode="json") for one in (item("42"), item("It is 41."))]
     async with serving(create_app(settings)) as client:
         alone = (await client.post("/reward", json=group[0])).json()
@@ -500,12 +488,12 @@ SOURCES = """
 
 
 async def test_every_source_has_its_rubric_and_all_share_a_judge(
-    serving: Any, judge: ScriptedJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Any, judge: ScriptedJudge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mix.yaml").write_text(SOURCES)
-    (tmp_path / "short.yaml").write_text("criteria: [{name: form, text: x, choices: [bad, fair, good]}]")
-    settings = judge.settings(tmp_path, "math", sources=tmp_path / "mix.yaml", judge_second_order=0, reward_workers=1)
+    monkeypatch.chdir(judge.directory)
+    (judge.directory / "mix.yaml").write_text(SOURCES)
+    (judge.directory / "short.yaml").write_text("criteria: [{name: form, text: x, choices: [bad, fair, good]}]")
+    settings = judge.settings("math", sources=judge.directory / "mix.yaml", reward_workers=1)
 
     def sent(source: str, *texts: str) -> dict[str, Any]:
         return {"items": [item(text, source=source).model_dump(mode="json") for text in texts], "is_group": True}
@@ -521,14 +509,14 @@ async def test_every_source_has_its_rubric_and_all_share_a_judge(
         assert stats["judge"]["judge_calls"] == 4
         unknown = await client.post("/batch_reward", json=sent("other", "42"))
         assert unknown.status_code == 422
-    (tmp_path / "short.yaml").write_text("criteria: []")
+    (judge.directory / "short.yaml").write_text("criteria: []")
     with pytest.raises(ConfigurationError, match=r"source 'short': JUDGE_RUBRIC short.yaml, line 1: criteria"):
         create_app(settings)
 
 
-async def test_an_answer_alone_has_no_relative_reward(serving: Any, judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_an_answer_alone_has_no_relative_reward(serving: Any, judge: ScriptedJudge) -> None:
     with capture_logs() as logs:
-        app = create_app(judge.settings(tmp_path, "judge_group"))
+        app = create_app(judge.settings("judge_group"))
     assert any("the weights of REWARD_FN sum to 0" in log["event"] for log in logs)
     async with serving(app) as client:
         result = (await client.post("/reward", json=item("42").model_dump(mode="json"))).json()
@@ -537,9 +525,9 @@ async def test_an_answer_alone_has_no_relative_reward(serving: Any, judge: Scrip
     assert judge.asked == []
 
 
-async def test_one_failed_part_leaves_no_reward(serving: Any, judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_one_failed_part_leaves_no_reward(serving: Any, judge: ScriptedJudge) -> None:
     judge.faults += [lambda _: completion("")] * 2
-    async with serving(create_app(judge.settings(tmp_path, "exact_match,judge"))) as client:
+    async with serving(create_app(judge.settings("exact_match,judge"))) as client:
         result = (await client.post("/reward", json=item("42").model_dump(mode="json"))).json()
         assert (result["reward"], result["status"]) == (None, "error")
         assert result["components"] == {"exact_match": 1.0, "judge": None}
@@ -549,10 +537,8 @@ async def test_one_failed_part_leaves_no_reward(serving: Any, judge: ScriptedJud
 # Before the run
 
 
-async def test_what_is_no_judge_is_refused_before_the_run_and_at_the_start(
-    judge: ScriptedJudge, tmp_path: Path
-) -> None:
-    settings = judge.settings(tmp_path)
+async def test_what_is_no_judge_is_refused_before_the_run_and_at_the_start(judge: ScriptedJudge) -> None:
+    settings = judge.settings()
     for reply, words in (
         ((200, "<html><body>Log in</body></html>", {"Content-Type": "text/html"}), "JUDGE_URL .*Log in"),
         ((404, "no such route"), "JUDGE_MODEL m: 404"),
@@ -568,10 +554,10 @@ async def test_what_is_no_judge_is_refused_before_the_run_and_at_the_start(
                 await wait_ready(app)
 
 
-async def test_a_soft_judge_needs_logprobs(judge: ScriptedJudge, tmp_path: Path) -> None:
-    (tmp_path / "rubric.yaml").write_text("criteria: [{name: a, text: x}]")
+async def test_a_soft_judge_needs_logprobs(judge: ScriptedJudge) -> None:
+    (judge.directory / "rubric.yaml").write_text("criteria: [{name: a, text: x}]")
     judge.at_start = completion("yes")
-    settings = judge.settings(tmp_path, "judge_soft")
+    settings = judge.settings("judge_soft")
     with pytest.raises(ConfigurationError, match="top_logprobs"):
         await made_of(settings).check()
 
@@ -580,7 +566,7 @@ async def test_a_judge_out_of_reach_passes_the_check_and_is_waited_for_at_the_st
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("services.reward_server.judging.CHECK_SECONDS", 0.5)
-    settings = ScriptedJudge(f"http://127.0.0.1:{free_port()}/v1").settings(tmp_path)
+    settings = ScriptedJudge(f"http://127.0.0.1:{free_port()}/v1", tmp_path).settings()
     await made_of(settings).check()
     assert f"JUDGE_URL {settings.judge_url} was not checked" in capsys.readouterr().out
     with pytest.raises(NeverReadyError, match="judge did not answer"):
@@ -622,9 +608,9 @@ MISTAKES = [
 ]
 
 
-def test_a_rubric_with_a_mistake_is_refused_with_file_and_line(tmp_path: Path, judge: ScriptedJudge) -> None:
-    settings = judge.settings(tmp_path)
-    path = tmp_path / "rubric.yaml"
+def test_a_rubric_with_a_mistake_is_refused_with_file_and_line(judge: ScriptedJudge) -> None:
+    settings = judge.settings()
+    path = judge.directory / "rubric.yaml"
     for text, place in MISTAKES:
         path.unlink() if text is None else path.write_text(text)
         with pytest.raises(ConfigurationError) as refusal:
@@ -633,15 +619,15 @@ def test_a_rubric_with_a_mistake_is_refused_with_file_and_line(tmp_path: Path, j
         assert place in str(refusal.value), text
 
 
-def test_a_soft_judge_asks_for_no_or_yes_alone(tmp_path: Path, judge: ScriptedJudge) -> None:
+def test_a_soft_judge_asks_for_no_or_yes_alone(judge: ScriptedJudge) -> None:
     with pytest.raises(ConfigurationError, match="line 8: "):
-        create_app(judge.settings(tmp_path, "judge_soft"))
+        create_app(judge.settings("judge_soft"))
 
 
 async def test_a_key_is_sent_and_one_that_is_not_there_is_refused(
-    judge: ScriptedJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    judge: ScriptedJudge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = judge.settings(tmp_path, judge_api_key_env="MY_KEY")
+    settings = judge.settings(judge_api_key_env="MY_KEY")
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(ConfigurationError, match="JUDGE_API_KEY_ENV names MY_KEY"):
         create_app(settings)
@@ -651,8 +637,8 @@ async def test_a_key_is_sent_and_one_that_is_not_there_is_refused(
         assert (await made.score("judge", item("It is 42."))).value == RIGHT
 
 
-async def test_args_are_sent_and_null_removes_a_field(judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_args_are_sent_and_null_removes_a_field(judge: ScriptedJudge) -> None:
     args = {"temperature": None, "max_tokens": None, "max_completion_tokens": 50, "reasoning_effort": "low"}
-    async with judging(judge.settings(tmp_path, judge_args=args)) as made:
+    async with judging(judge.settings(judge_args=args)) as made:
         await made.score("judge", item("It is 42."))
     assert judge.asked[0].keys() == {"model", "messages", "max_completion_tokens", "reasoning_effort"}
