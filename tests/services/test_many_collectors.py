@@ -28,6 +28,7 @@ from services.protocol.replay import AcknowledgeRequest, LeaseRequest
 from services.replay_buffer.app import create_app as replay_buffer
 from services.replay_buffer.settings import ReplaySettings
 from tests.fake_service import fake_service
+from tests.rows import write_rows
 from tests.services.run_page.serving import served_ready
 from tests.waiting import IDLE_SECONDS, Deadline, eventually
 from trainer.collector import ADMISSION_SECONDS, Collector
@@ -38,8 +39,7 @@ from trainer.rollouts.groups import Completions, GroupMaker
 COLLECTORS = 24
 BATCH, STALENESS, EPOCHS = 4, 2, 2
 BOUND = BATCH * STALENESS
-QUESTIONS = 80
-"""Sums of one digit in the training split."""
+QUESTIONS = 40
 SETTINGS = {
     "mode": "async",
     "batch_size": BATCH,
@@ -132,9 +132,17 @@ def endpoints(engine: Engine, tiny_model: Path, tmp_path: Path) -> Iterator[dict
         "GET /health": lambda _: {"status": "healthy"},
         "POST /batch_reward": lambda request: {"rewards": [{"reward": 1.0} for _ in request["items"]]},
     }
-    own = {"dataset": "arithmetic", "prompt_style": "plain", "max_prompt_tokens": 64, "model_name": str(tiny_model)}
+    rows = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(QUESTIONS)]
+    own = {
+        "dataset": str(write_rows(tmp_path / "rows.jsonl", rows)),
+        "dataset_test": write_rows(tmp_path / "test.jsonl", [{"question": "99+1=", "answer": "100"}]),
+        "instruction": "none",
+        "prompt_style": "plain",
+        "model_name": str(tiny_model),
+        "hf_datasets_cache": tmp_path / "cache",
+    }
     apps = {
-        Task.DATA_SERVER: data_server(DataSettings(**own, hf_datasets_cache=tmp_path / "cache")),
+        Task.DATA_SERVER: data_server(DataSettings(**own)),
         Task.REPLAY_BUFFER: replay_buffer(ReplaySettings(replay_dir=tmp_path / "replay")),
     }
     with ExitStack() as stack:

@@ -156,12 +156,15 @@ PARTS = [
     (["services.rollout_server.__main__", "services.clients", "trainer.collector"], HEAVY),
     ([f"services.{service}.app" for service in SERVICES], HEAVY),
 ]
-CHECK = """
+IMPORTS = """
 import importlib, sys
 for modules, absent in {parts}:
     for module in modules:
         importlib.import_module(module)
         assert not [name for name in absent if name in sys.modules], (module, absent, list(sys.modules))
+"""
+LOAD = """
+import sys
 from services.data_server.dataset import load
 from services.data_server.settings import DataSettings
 load(DataSettings(dataset="arithmetic", model_name={model!r}), own_process=True)
@@ -169,9 +172,15 @@ assert "torch" not in sys.modules
 """
 
 
-def test_what_starts_beside_the_trainer_imports_little_and_rows_are_loaded_without_torch(tiny_model: Path) -> None:
-    check = CHECK.format(parts=PARTS, model=str(tiny_model))
-    ended = subprocess.run(
-        [sys.executable, "-c", check], cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True, check=False
-    )
+def run(code: str) -> None:
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", code], cwd=root, stderr=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_what_starts_beside_the_trainer_imports_little() -> None:
+    run(IMPORTS.format(parts=PARTS))
+
+
+def test_a_data_server_loads_rows_without_torch(tiny_model: Path) -> None:
+    run(LOAD.format(model=str(tiny_model)))
