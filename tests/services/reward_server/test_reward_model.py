@@ -37,13 +37,17 @@ def _save(directory: Path, *, labels: int, positions: int = 2048, **tokens: str)
     return str(directory)
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return _save(tmp_path_factory.mktemp("model"), labels=1)
+
+
 async def test_answers_are_scored_in_batches_as_one_by_one_and_too_long_ones_not_at_all(
-    serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Any, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from services.reward_server import reward_model
 
     monkeypatch.setattr(reward_model, "BATCH_SIZE", 4)
-    model = _save(tmp_path, labels=1)
     options = {"reward_fn": "reward_model", "reward_model": model, "reward_model_max_tokens": 64}
     items = [{"prompt": "What is 2 + 2?", "response": "4" * i, "ground_truth": ""} for i in (1, 5, 9, 30, 100)]
     async with serving(create_app(RewardSettings(**options))) as client:
@@ -77,17 +81,16 @@ async def test_a_model_that_cannot_score_does_not_start(tmp_path: Path) -> None:
                 await wait_ready(app)
 
 
-async def test_a_failing_forward_pass_is_unscorable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_failing_forward_pass_is_unscorable(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     from services.reward_server.reward_model import RewardModel
 
-    model = RewardModel(_save(tmp_path, labels=1), max_tokens=64)
-
+    scorer = RewardModel(model, max_tokens=64)
     answer = RewardItem(prompt="a", response="b", ground_truth="")
-    async with model.serving():
+    async with scorer.serving():
         for error in (RuntimeError("out of memory"), IndexError("index out of range")):
             with monkeypatch.context() as patch:
-                patch.setattr(model, "_forward", Mock(side_effect=error))
-                failed = await model.score(answer)
+                patch.setattr(scorer, "_forward", Mock(side_effect=error))
+                failed = await scorer.score(answer)
             assert (failed.value, failed.status) == (None, RewardStatus.ERROR)
             assert str(error) in (failed.reason or "")
-        assert isinstance((await model.score(answer)).value, float)
+        assert isinstance((await scorer.score(answer)).value, float)

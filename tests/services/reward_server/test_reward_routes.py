@@ -42,13 +42,11 @@ def test_rewards_that_do_not_exist_or_lack_a_setting_are_refused(monkeypatch: py
         with pytest.raises(ValueError):  # noqa: PT011
             parse_functions(text)
         if text:
-            monkeypatch.setenv("REWARD_FN", text)
             with pytest.raises(ConfigurationError, match="REWARD_FN"):
-                RewardSettings.load()
+                RewardSettings.load(reward_fn=text)
     for options in ({"reward_fn": "reward_model"}, {"reward_model": "x"}):
         with pytest.raises(ConfigurationError, match="REWARD_MODEL"):
             create_app(RewardSettings(**options))
-    monkeypatch.delenv("REWARD_FN")
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ConfigurationError, match=r"\[reward\]"):
         create_app(RewardSettings.load())
