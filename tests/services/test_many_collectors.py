@@ -121,29 +121,32 @@ class World:
         return sum(map(float, found))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine() -> Engine:
     return Engine()
 
 
-@pytest.fixture
-def endpoints(engine: Engine, tiny_model: Path, tmp_path: Path) -> Iterator[dict[Task, Endpoint]]:
+@pytest.fixture(scope="module")
+def endpoints(
+    engine: Engine, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Task, Endpoint]]:
+    directory = tmp_path_factory.mktemp("services")
     rewards = {
         "GET /health": lambda _: {"status": "healthy"},
         "POST /batch_reward": lambda request: {"rewards": [{"reward": 1.0} for _ in request["items"]]},
     }
     rows = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(QUESTIONS)]
     own = {
-        "dataset": str(write_rows(tmp_path / "rows.jsonl", rows)),
-        "dataset_test": write_rows(tmp_path / "test.jsonl", [{"question": "99+1=", "answer": "100"}]),
+        "dataset": str(write_rows(directory / "rows.jsonl", rows)),
+        "dataset_test": write_rows(directory / "test.jsonl", [{"question": "99+1=", "answer": "100"}]),
         "instruction": "none",
         "prompt_style": "plain",
         "model_name": str(tiny_model),
-        "hf_datasets_cache": tmp_path / "cache",
+        "hf_datasets_cache": directory / "cache",
     }
     apps = {
         Task.DATA_SERVER: data_server(DataSettings(**own)),
-        Task.REPLAY_BUFFER: replay_buffer(ReplaySettings(replay_dir=tmp_path / "replay")),
+        Task.REPLAY_BUFFER: replay_buffer(ReplaySettings(replay_dir=directory / "replay")),
     }
     with ExitStack() as stack:
         fakes = {Task.ROLLOUT_SERVER: {"POST /generate": engine.generate}, Task.REWARD_SERVER: rewards}
