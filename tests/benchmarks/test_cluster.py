@@ -22,6 +22,8 @@ from services.reward_server.app import create_app as reward_server
 from services.reward_server.settings import RewardSettings
 from tests.services.run_page.serving import served_ready
 
+pytestmark = pytest.mark.leaving
+
 
 def test_calls_and_versions_reach_all_engines_behind_the_real_router(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

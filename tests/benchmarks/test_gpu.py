@@ -61,7 +61,7 @@ def test_what_fails_is_noted_and_an_interrupt_is_not() -> None:
     assert table.row_count == 1
 
 
-@pytest.mark.slow
+@pytest.mark.leaving
 def test_everything_is_measured_on_processors(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,8 @@ import pytest
 from benchmarks import __main__ as page
 from benchmarks.harness import Benchmark, Option, Side, in_turn, name_of, table
 
+pytestmark = pytest.mark.leaving
+
 
 def test_the_page_is_that_of_the_kept_measurements() -> None:
     assert page.page() == page.PAGE.read_text(), "run `python -m benchmarks --page-only`"

@@ -14,6 +14,8 @@ from evaluation.policy.workers import MODULE
 from services.evaluation_head.checkpoint import save_policy
 from tests.services.evaluation_head import policies
 
+pytestmark = pytest.mark.leaving
+
 
 @pytest.fixture
 def wobbles(tmp_path: Path) -> Path:
@@ -21,7 +23,6 @@ def wobbles(tmp_path: Path) -> Path:
     return tmp_path / "wobbles.pt2"
 
 
-@pytest.mark.slow
 def test_both_sides_play_all_battles_with_equal_returns_for_equal_seeds(
     wobbles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

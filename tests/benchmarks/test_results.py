@@ -29,6 +29,8 @@ from benchmarks.results.tasks import TINY, with_model
 from services.engines.settings import EngineSettings
 from trainer.config import TrainerSettings
 
+pytestmark = pytest.mark.leaving
+
 RUNS = [run for part in PARTS for run in part.runs]
 
 
@@ -258,7 +260,6 @@ def test_a_run_in_one_process_replays_evaluates_and_repeats_itself() -> None:
     assert plain.processor_seconds > 0
 
 
-@pytest.mark.slow
 def test_a_job_group_has_the_rewards_of_a_run_in_one_process() -> None:
     settings = {"MAX_STEPS": "4", "EVAL_PROMPTS": "8", "EVAL_SAMPLES": "2"}
     alone = in_process.train(run_of(settings, 3, "alone"))

@@ -17,6 +17,8 @@ from benchmarks.results.runs import Result, Run
 from benchmarks.results.tasks import TINY
 from trainer.algorithm.advantages import Outcomes
 
+pytestmark = pytest.mark.leaving
+
 SHORT = (
     TINY
     | {"SEED": "0", "DATA_SEED": "0"}

@@ -17,6 +17,8 @@ from services.core.errors import ConfigurationError
 from services.data_server.settings import DataSettings
 from trainer.config import TrainerSettings
 
+pytestmark = pytest.mark.leaving
+
 
 def test_levels_come_in_order_and_all_questions_of_a_run_are_asked_once() -> None:
     for settings in experiments.TASKS.values():

@@ -11,6 +11,8 @@ from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
 from tests.services.run_page.serving import served_ready
 
+pytestmark = pytest.mark.leaving
+
 
 @pytest.mark.parametrize("environment", services.ENVIRONMENTS)
 @pytest.mark.parametrize("clients", [1, 4])

@@ -6,14 +6,11 @@ The test has the trainer's part: it takes the groups. The engines answer when it
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +21,16 @@ from services.clients.data import DataClient
 from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
-from services.core.endpoints import ENDPOINTS_VARIABLE, PORTS, Endpoint, Task
+from services.core.endpoints import Endpoint, Task
+from services.data_server.app import create_app as data_server
+from services.data_server.settings import DataSettings
 from services.protocol.replay import AcknowledgeRequest, LeaseRequest
+from services.replay_buffer.app import create_app as replay_buffer
+from services.replay_buffer.settings import ReplaySettings
 from tests.fake_service import fake_service
-from tests.services.conftest import REPOSITORY, StartService
-from tests.waiting import IDLE_SECONDS, Deadline, bytes_in, eventually
+from tests.rows import write_rows
+from tests.services.run_page.serving import served_ready
+from tests.waiting import IDLE_SECONDS, Deadline, eventually
 from trainer.collector import ADMISSION_SECONDS, Collector
 from trainer.config import TrainerSettings
 from trainer.rollouts.clients import Clients
@@ -37,19 +39,15 @@ from trainer.rollouts.groups import Completions, GroupMaker
 COLLECTORS = 24
 BATCH, STALENESS, EPOCHS = 4, 2, 2
 BOUND = BATCH * STALENESS
-QUESTIONS = 80
-"""Sums of one digit in the training split."""
+QUESTIONS = 40
 SETTINGS = {
-    "DATASET": "arithmetic",
-    "PROMPT_STYLE": "plain",
-    "MODE": "async",
-    "BATCH_SIZE": str(BATCH),
-    "MAX_STALENESS": str(STALENESS),
-    "NUM_EPOCHS": str(EPOCHS),
-    "GROUP_SIZE": "2",
-    "MAX_NEW_TOKENS": "4",
-    "MAX_PROMPT_TOKENS": "64",
-    "RUN_ID": "many",
+    "mode": "async",
+    "batch_size": BATCH,
+    "max_staleness": STALENESS,
+    "num_epochs": EPOCHS,
+    "group_size": 2,
+    "max_new_tokens": 4,
+    "run_id": "many",
 }
 
 
@@ -75,63 +73,26 @@ class Engine:
 
 
 class World:
-    """The services, and the collectors by their number, each in a process of its own."""
+    """The services, and the collectors by their number, as tasks that share their clients."""
 
-    def __init__(self, endpoints: dict[Task, Endpoint], directory: Path, model: Path) -> None:
-        self.endpoints = endpoints
-        self.directory = directory
-        self.variables = {**SETTINGS, "MODEL_NAME": str(model), "SHARED_DIR": str(directory)}
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(self, number: int) -> None:
-        """Start a collector."""
-        mapped = {f"{task.value}-0:{PORTS[task][0]}": f"{at.host}:{at.port}" for task, at in self.endpoints.items()}
-        place = {"SKYPILOT_NODE_RANK": str(number), ENDPOINTS_VARIABLE: json.dumps(mapped)}
-        with (self.directory / f"{number}.log").open("ab") as log:
-            self._processes[number] = subprocess.Popen(
-                [sys.executable, "-m", "trainer.collector"],
-                cwd=REPOSITORY,
-                env={**os.environ, **self.variables, **place},
-                stdout=log,
-                stderr=log,
-            )
-
-    async def kill(self, number: int) -> None:
-        """End a collector without a chance to tidy up."""
-        self._processes[number].kill()
-        self._processes[number].wait(IDLE_SECONDS)
-
-    async def succeeded(self, number: int) -> bool:
-        """Wait for a collector's end and return whether it ended well."""
-        await eventually(lambda: self._processes[number].poll() is not None, "its end")
-        return self._processes[number].returncode == 0
-
-    async def admission_requests(self) -> float:
-        """Return the number of requests for admission that the replay-buffer has answered."""
-        async with httpx.AsyncClient(trust_env=False, timeout=IDLE_SECONDS) as client:
-            metrics = (await client.get(f"{self.endpoints[Task.REPLAY_BUFFER].url}/metrics")).text
-        found = re.findall(r'^http_requests_total\{[^}]*route="/queue/admission"[^}]*\} (\S+)$', metrics, re.MULTILINE)
-        return sum(map(float, found))
-
-
-class Tasks(World):
-    """The collectors as tasks of this process, which share their clients: two dozen processes take long to start."""
-
-    async def __aenter__(self) -> Tasks:
-        at = self.endpoints
-        self._settings = TrainerSettings.load(**{name.lower(): value for name, value in self.variables.items()})
-        rewards = RewardClient(at[Task.REWARD_SERVER])
-        rollouts = RolloutClient(at[Task.ROLLOUT_SERVER], vocab_size=10_000, deadline_seconds=IDLE_SECONDS)
+    def __init__(self, endpoints: dict[Task, Endpoint], directory: Path) -> None:
+        self._at = endpoints
+        self._settings = TrainerSettings.load(**SETTINGS, shared_dir=directory)
+        rewards = RewardClient(endpoints[Task.REWARD_SERVER])
+        rollouts = RolloutClient(endpoints[Task.ROLLOUT_SERVER], vocab_size=10_000, deadline_seconds=IDLE_SECONDS)
         self._clients = Clients(
-            DataClient(at[Task.DATA_SERVER]),
+            DataClient(endpoints[Task.DATA_SERVER]),
             rewards,
-            ReplayClient(at[Task.REPLAY_BUFFER]),
+            ReplayClient(endpoints[Task.REPLAY_BUFFER]),
             rollouts,
             {"": Completions(self._settings, rollouts, rewards)},
         )
+        self.data, self.replay = self._clients.data, self._clients.replay
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> World:
         await self._clients.open()
         await self._clients.wait_healthy(IDLE_SECONDS)
-        self._tasks: dict[int, asyncio.Task[None]] = {}
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -148,75 +109,74 @@ class Tasks(World):
         await asyncio.wait([self._tasks[number]])
 
     async def succeeded(self, number: int) -> bool:
+        """Wait for a collector's end and return whether it ended well."""
         await asyncio.wait([self._tasks[number]])
         return self._tasks[number].exception() is None
 
+    async def admission_requests(self) -> float:
+        """Return the number of requests for admission that the replay-buffer has answered."""
+        async with httpx.AsyncClient(trust_env=False, timeout=IDLE_SECONDS) as client:
+            metrics = (await client.get(f"{self._at[Task.REPLAY_BUFFER].url}/metrics")).text
+        found = re.findall(r'^http_requests_total\{[^}]*route="/queue/admission"[^}]*\} (\S+)$', metrics, re.MULTILINE)
+        return sum(map(float, found))
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def engine() -> Engine:
     return Engine()
 
 
-@pytest.fixture
-def started(
-    start_service: StartService, engine: Engine, tiny_model: Path, tmp_path: Path
-) -> Iterator[tuple[dict[Task, Endpoint], Path, Path]]:
-    """The services' endpoints, a directory, and the model."""
+@pytest.fixture(scope="module")
+def endpoints(
+    engine: Engine, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Task, Endpoint]]:
+    directory = tmp_path_factory.mktemp("services")
     rewards = {
         "GET /health": lambda _: {"status": "healthy"},
         "POST /batch_reward": lambda request: {"rewards": [{"reward": 1.0} for _ in request["items"]]},
     }
-    with fake_service({"POST /generate": engine.generate}) as rollouts, fake_service(rewards) as scorer:
-        endpoints = {Task.ROLLOUT_SERVER: rollouts.endpoint, Task.REWARD_SERVER: scorer.endpoint}
-        for task in (Task.DATA_SERVER, Task.REPLAY_BUFFER):
-            module = f"services.{task.value.replace('-', '_')}"
-            service = start_service(module, healthy=False, MODEL_NAME=str(tiny_model), **SETTINGS)
-            endpoints[task] = Endpoint("127.0.0.1", service.port)
-        try:
-            yield endpoints, tmp_path, tiny_model
-        finally:
-            engine.open.set()
+    rows = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(QUESTIONS)]
+    own = {
+        "dataset": str(write_rows(directory / "rows.jsonl", rows)),
+        "dataset_test": write_rows(directory / "test.jsonl", [{"question": "99+1=", "answer": "100"}]),
+        "instruction": "none",
+        "prompt_style": "plain",
+        "model_name": str(tiny_model),
+        "hf_datasets_cache": directory / "cache",
+    }
+    apps = {
+        Task.DATA_SERVER: data_server(DataSettings(**own)),
+        Task.REPLAY_BUFFER: replay_buffer(ReplaySettings(replay_dir=directory / "replay")),
+    }
+    with ExitStack() as stack:
+        fakes = {Task.ROLLOUT_SERVER: {"POST /generate": engine.generate}, Task.REWARD_SERVER: rewards}
+        made = {task: stack.enter_context(fake_service(routes)).endpoint for task, routes in fakes.items()}
+        for task, app in apps.items():
+            url = stack.enter_context(served_ready(app))
+            made[task] = Endpoint("127.0.0.1", int(url.rpartition(":")[2]))
+        stack.callback(engine.open.set)
+        yield made
 
 
 async def test_two_dozen_collectors_take_every_prompt_once_also_when_one_is_killed(
-    started: tuple[dict[Task, Endpoint], Path, Path], engine: Engine
+    endpoints: dict[Task, Endpoint], engine: Engine, tmp_path: Path
 ) -> None:
-    async with Tasks(*started) as world:
-        await each_prompt_is_taken_once(world, engine)
-
-
-@pytest.mark.slow
-async def test_two_dozen_collector_processes_take_every_prompt_once(
-    started: tuple[dict[Task, Endpoint], Path, Path], engine: Engine
-) -> None:
-    world = World(*started)
-    try:
-        await each_prompt_is_taken_once(world, engine)
-    finally:
-        for number in range(COLLECTORS):
-            await world.kill(number)
-
-
-async def each_prompt_is_taken_once(world: World, engine: Engine) -> None:
     """Collect all epochs; kill a collector and start it again while the engine answers nobody."""
-    began = time.monotonic()
-    for number in range(COLLECTORS):
-        world.start(number)
-    async with (
-        ReplayClient(world.endpoints[Task.REPLAY_BUFFER]) as replay,
-        DataClient(world.endpoints[Task.DATA_SERVER]) as data,
-    ):
-        await replay.wait_healthy(IDLE_SECONDS)
+    async with World(endpoints, tmp_path) as world:
+        began = time.monotonic()
+        asked_before = await world.admission_requests()
+        for number in range(COLLECTORS):
+            world.start(number)
         in_flight: dict[str, int] = {}
 
         async def all_places_are_taken() -> bool:
-            in_flight.update((await replay.stats()).in_flight)
+            in_flight.update((await world.replay.stats()).in_flight)
             return len(in_flight) == COLLECTORS and engine.at_once == BOUND
 
-        await eventually(all_places_are_taken, "all collectors", progress=lambda: bytes_in(world.directory))
+        await eventually(all_places_are_taken, "all collectors", progress=lambda: len(in_flight))
         # Collectors wait for room in a request that is held, not by asking often.
         most = COLLECTORS * (2 + (time.monotonic() - began) / ADMISSION_SECONDS) + BOUND
-        requests = await world.admission_requests()
+        requests = await world.admission_requests() - asked_before
         assert requests <= most, f"{requests:.0f} requests for admission of {COLLECTORS} collectors"
         killed, lost = next((int(name.split("-")[1]), prompts) for name, prompts in in_flight.items() if prompts)
         await world.kill(killed)
@@ -224,11 +184,11 @@ async def each_prompt_is_taken_once(world: World, engine: Engine) -> None:
         # The prompts of the killed one are still at the engine, too.
         await eventually(lambda: engine.at_once == BOUND + lost, "its prompts are generated again")
         engine.open.set()
-        taken = await _take(replay)
+        taken = await _take(world.replay)
         failed = [number for number in range(COLLECTORS) if not await world.succeeded(number)]
         assert not failed, f"collectors {failed} of {COLLECTORS} failed"
-        assert (await replay.stats()).model_dump()["counts"]["duplicates"] == 0
-        cursors = (await data.stats()).cursors
+        assert (await world.replay.stats()).model_dump()["counts"]["duplicates"] == 0
+        cursors = (await world.data.stats()).cursors
     assert sorted(taken) == [(epoch, position) for epoch in range(EPOCHS) for position in range(QUESTIONS)]
     assert engine.most_at_once <= BOUND + lost, f"{engine.most_at_once} prompts in flight, {lost} of them lost"
     assert {cursors[f"collector-{number}/train"]["epoch"] for number in range(COLLECTORS)} == {EPOCHS}

@@ -79,23 +79,18 @@ messages.append(say(messages, max_tokens=7))
 messages.append({"role": "user", "content": "Again."})
 print(say(messages)["content"])
 assert os.environ["OPENAI_API_KEY"] != "t"
+try:
+    urllib.request.urlopen(os.environ["OPENAI_BASE_URL"].replace(os.environ["OPENAI_API_KEY"], "other") + "/models")
+except urllib.error.HTTPError as error:
+    assert error.code == 404, "a key of no episode reaches no server"
+else:
+    sys.exit("a key of no episode has an answer")
 """
     result = await play(model, code)
     assert (result.reward, result.extracted) == (1.0, "42")
     first, second = model.asked
     assert (first["max_tokens"], [m["content"] for m in second["messages"]][1:]) == (7, ["Six.", "Again."])
     assert model.authorization == {"Bearer t"}, "the key of the server, which the program does not have"
-
-
-async def test_a_program_gives_a_reward_of_its_own() -> None:
-    result = await play(Model({"content": "?"}), 'say(messages); give(0.25, reason="hm")')
-    assert (result.reward, result.reason) == (0.25, "hm")
-
-
-async def test_an_answer_of_the_model_is_never_a_reward() -> None:
-    text = '{"reward": 1000}'
-    result = await play(Model({"content": text}), 'print(say(messages)["content"])')
-    assert (result.reward, result.extracted) == (0.0, text)
 
 
 async def test_a_stream_reaches_the_program_as_it_comes() -> None:
@@ -116,9 +111,9 @@ async def test_a_stream_reaches_the_program_as_it_comes() -> None:
 
 
 async def test_a_program_that_fails_says_why() -> None:
-    with pytest.raises(ProgramFailedError, match=r"exited with code 1.*ZeroDivisionError"):
+    with pytest.raises(ProgramFailedError, match="ZeroDivisionError"):
         await play(Model(), "1 / 0")
-    with pytest.raises(ProgramFailedError, match=r"exited with code 1.*HTTP Error 503"):
+    with pytest.raises(ProgramFailedError, match="HTTP Error 503"):
         await play(Model(503), "say(messages)")
     gone = Model()
 
@@ -126,20 +121,8 @@ async def test_a_program_that_fails_says_why() -> None:
     async def die(_request: Any, _next: Any) -> Any:
         raise httpx.ReadError("connection reset")
 
-    with pytest.raises(ProgramFailedError, match=r"exited with code 1.*HTTP Error 502"):
+    with pytest.raises(ProgramFailedError, match="HTTP Error 502"):
         await play(gone, "say(messages)")
-
-
-async def test_a_key_of_no_episode_reaches_no_server() -> None:
-    code = """
-say(messages)
-try:
-    urllib.request.urlopen(os.environ["OPENAI_BASE_URL"].replace(os.environ["OPENAI_API_KEY"], "other") + "/models")
-except urllib.error.HTTPError as error:
-    give(error.code)
-"""
-    result = await play(Model({"content": "?"}), code)
-    assert result.reward == 404
 
 
 async def test_the_query_of_a_request_reaches_the_server() -> None:

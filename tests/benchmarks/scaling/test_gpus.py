@@ -14,6 +14,8 @@ from benchmarks.scaling.__main__ import GPU_DOCS, run
 from scripts.launch.models import CONFIGS
 from trainer.preflight.shape import ModelShape
 
+pytestmark = pytest.mark.leaving
+
 
 @pytest.mark.parametrize("label", ["0.5B", "8B"])
 def test_the_useful_operations_are_those_that_torch_counts(label: str) -> None:

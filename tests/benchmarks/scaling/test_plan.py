@@ -14,6 +14,8 @@ from scripts.launch.sizes import GPU, Layout, changes
 from trainer.config import TrainerSettings
 from trainer.preflight.sizes import needed
 
+pytestmark = pytest.mark.leaving
+
 ROOT = Path(__file__).parents[3]
 BATCH = Batch()
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from benchmarks.scaling.__main__ import FITTED, UNSEEN, fitted, run
 from benchmarks.scaling.step import Measured, Rates, Seconds, Work, fit, mean, read
 
+pytestmark = pytest.mark.leaving
+
 RATES = Rates(0.05, 0.002, 0.001, 0.01, 2.0, 0.1)
 METRICS = {
     "step": 2,

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +69,11 @@ def test_few_shot_examples_are_turns_with_a_chat_template_and_text_without(chat_
     )
 
 
-@pytest.mark.parametrize(("form", "part"), [("hash", '"####"'), ("boxed", "\\boxed{}"), ("plain", None)])
-def test_the_instruction_asks_for_the_form_of_the_ground_truths(form: str, part: str | None) -> None:
-    turn = maker(None, form).user_turn("3 + 4?")
-    assert turn == "3 + 4?" if part is None else part in turn
-    assert maker(None, form, instruction="none").user_turn("3 + 4?") == "3 + 4?"
+def test_the_instruction_asks_for_the_form_of_the_ground_truths() -> None:
+    for form, part in (("hash", '"####"'), ("boxed", "\\boxed{}"), ("plain", "3 + 4?")):
+        assert part in maker(None, form).user_turn("3 + 4?")
+        assert maker(None, form, instruction="none").user_turn("3 + 4?") == "3 + 4?"
+    assert maker(None, "plain").user_turn("3 + 4?") == "3 + 4?"
 
 
 def test_without_a_model_there_are_no_token_ids(chat_model: str) -> None:
@@ -89,25 +87,14 @@ def test_a_batch_of_questions_gets_the_same_ids_as_each_question_alone(chat_mode
 
 
 def test_a_chat_style_without_a_template_is_refused(base_model: str) -> None:
-    with pytest.raises(ConfigurationError, match="no chat template; set PROMPT_STYLE=plain"):
+    with pytest.raises(ConfigurationError, match="PROMPT_STYLE=plain"):
         maker(base_model)
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_an_error(tmp_path: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"MODEL_NAME '.*' cannot be loaded.*give a directory") as error:
+    with pytest.raises(ConfigurationError, match="MODEL_NAME") as error:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(error.value)
-
-
-def test_a_data_server_in_a_separate_process_does_not_import_torch(chat_model: str) -> None:
-    check = f"""
-import sys
-from services.data_server.dataset import load
-from services.data_server.settings import DataSettings
-data = load(DataSettings(dataset="arithmetic", model_name={chat_model!r}), own_process=True)
-sys.exit("torch" in sys.modules)
-"""
-    assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parents[3], check=False).returncode == 0
 
 
 ROWS = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(40)]
@@ -124,16 +111,15 @@ def fingerprint(tmp_path: Path, chat_model: str) -> Any:
     return of
 
 
-@pytest.mark.parametrize("name", ["elsewhere/rows.jsonl", "other-name.jsonl", "rows.parquet"])
-def test_the_fingerprint_does_not_depend_on_where_and_how_the_rows_are_stored(
-    fingerprint: Any, tmp_path: Path, name: str
-) -> None:
-    assert fingerprint(dataset=str(write_rows(tmp_path / name, ROWS))) == fingerprint()
+def test_the_fingerprint_does_not_depend_on_where_and_how_the_rows_are_stored(fingerprint: Any, tmp_path: Path) -> None:
+    expected = fingerprint()
+    for name in ("elsewhere/rows.jsonl", "other-name.jsonl", "rows.parquet"):
+        assert fingerprint(dataset=str(write_rows(tmp_path / name, ROWS))) == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "changed"),
-    [
+def test_the_fingerprint_shows_which_part_a_setting_changes(fingerprint: Any) -> None:
+    before = fingerprint()
+    for settings, changed in (
         ({"data_seed": 1}, {"training prompts", "held-out prompts", "order"}),
         ({"curriculum": "source"}, {"order"}),
         ({"curriculum": "balanced"}, {"order"}),
@@ -143,33 +129,25 @@ def test_the_fingerprint_does_not_depend_on_where_and_how_the_rows_are_stored(
         ({"prompt_style": "plain"}, {"form"}),
         ({"max_prompt_tokens": 100}, {"form"}),
         ({"prompt_style": "few_shot"}, {"training prompts", "form"}),
-    ],
-)
-def test_the_fingerprint_shows_which_part_a_setting_changes(
-    fingerprint: Any, settings: dict[str, Any], changed: set[str]
-) -> None:
-    before, after = fingerprint(), fingerprint(**settings)
-    assert {part for part in before if before[part] != after[part]} == changed
+    ):
+        after = fingerprint(**settings)
+        assert {part for part in before if before[part] != after[part]} == changed, settings
 
 
-@pytest.mark.parametrize("column", ["question", "answer"])
-def test_the_fingerprint_shows_a_changed_row_and_an_added_row(fingerprint: Any, tmp_path: Path, column: str) -> None:
-    changed = [*ROWS[:-1], ROWS[-1] | {column: "99"}]
-    more = [*ROWS, {"question": "1+2=", "answer": "3"}]
+def test_the_fingerprint_shows_a_changed_row_and_an_added_row(fingerprint: Any, tmp_path: Path) -> None:
+    changed = [[*ROWS[:-1], ROWS[-1] | {column: "99"}] for column in ("question", "answer")]
     before = fingerprint()
-    for rows in (changed, more):
+    for rows in (*changed, [*ROWS, {"question": "1+2=", "answer": "3"}]):
         after = fingerprint(dataset=str(write_rows(tmp_path / "changed.jsonl", rows)))
         assert after["training prompts"] != before["training prompts"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"arithmetic_operations": "-"}, {"arithmetic_digits": "1,2"}, {"arithmetic_template": "{a} {op} {b} = ?"}],
-)
-def test_the_fingerprint_shows_other_arithmetic(fingerprint: Any, settings: dict[str, str]) -> None:
-    before, after = fingerprint(dataset="arithmetic"), fingerprint(dataset="arithmetic", **settings)
-    assert after["training prompts"] != before["training prompts"]
-    assert after["held-out prompts"] != before["held-out prompts"]
+def test_the_fingerprint_shows_other_arithmetic(fingerprint: Any) -> None:
+    before = fingerprint(dataset="arithmetic")
+    for name, value in (("operations", "-"), ("digits", "1,2"), ("template", "{a} {op} {b} = ?")):
+        after = fingerprint(dataset="arithmetic", **{f"arithmetic_{name}": value})
+        assert after["training prompts"] != before["training prompts"]
+        assert after["held-out prompts"] != before["held-out prompts"]
 
 
 def test_the_fingerprint_shows_another_chat_template(fingerprint: Any, base_model: str) -> None:

@@ -10,8 +10,6 @@ from services.data_server import dataset_rows
 from services.data_server.settings import DataSettings, GroundTruthFormat
 from tests.rows import write_rows
 
-GSM8K = Path(__file__).parents[4] / "shared" / "gsm8k"
-
 
 @pytest.fixture
 def load(tmp_path: Path) -> Any:
@@ -33,15 +31,6 @@ def test_gsm8k_ground_truths_stand_behind_the_last_hashes_without_separators(loa
     assert source.instruction == dataset_rows.INSTRUCTIONS[GroundTruthFormat.HASH]
     assert truths(source.train) == ["2", "70000", "-3", "$18.50"]
     assert truths(source.test) == ["5"]
-
-
-@pytest.mark.optional
-@pytest.mark.skipif(not GSM8K.exists(), reason="the published GSM8K files are not beside the repository")
-def test_the_published_gsm8k_files_load_whole(load: Any) -> None:
-    source = load(str(GSM8K / "train.jsonl"), dataset_test=GSM8K / "test.jsonl")
-    assert (len(source.train), len(source.test), source.refused) == (7473, 1319, {})
-    assert all(float(truth) == int(truth) for truth in truths(source.test) if truth.isdecimal())
-    assert source.train.take([0])[0].ground_truth == "72"
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -87,48 +76,38 @@ def test_a_source_without_a_held_out_split_holds_rows_out_by_seed(load: Any) -> 
     assert truths(first.test) == truths(again.test) != truths(other.test)
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options", "message"),
-    [
-        ("missing.jsonl", {}, "DATASET 'missing.jsonl' is not a file"),
-        ("/etc/hosts", {}, "allowed are files that end in .jsonl"),
-        ("broken.jsonl", {}, "'broken.jsonl' cannot be read as .jsonl: line 3, column 19: Unterminated string"),
-        ("empty.jsonl", {}, "'empty.jsonl' is empty; write a JSON object a line, with a question and an answer"),
-        ("nothing.jsonl", {}, r"no training row with a question and a ground truth \(2 with no question\); check"),
-        ("one.jsonl", {}, "has a single row with a question and a ground truth, .*; give more rows, or a file"),
-        ("good.jsonl", {"prompt_column": "text"}, "PROMPT_COLUMN is 'text', which .* lacks"),
-        ("good.jsonl", {"ground_truth_column": "list"}, "line 1: column 'list' holds list; set GROUND_TR"),
-        ("good.jsonl", {"dataset_test": Path("no.jsonl")}, "DATASET_TEST 'no.jsonl' is not a file"),
-        (
-            "arithmetic",
-            {"dataset_test": Path("good.jsonl")},
-            "DATASET_TEST is 'good.jsonl', but DATASET 'ari",
-        ),
-        ("owner/name", {"dataset_test": Path("good.jsonl")}, "DATASET_TEST_SPLIT names the held-out split"),
-        ("strange.jsonl", {}, "has none of the columns question, prompt, problem; set PROMPT_COLUMN to one of"),
-    ],
-)
-def test_a_dataset_that_cannot_be_had_says_what_where_and_what_to_do(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str, options: dict[str, Any], message: str
+def test_a_dataset_that_cannot_be_had_is_named_in_one_line(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken.jsonl").write_text('{"question": "a", "answer": "1"}\n\n{"question": "a", "ans')
     Path("empty.jsonl").write_text("")
+    Path("rows.txt").write_text("a question")
+    Path("folder.jsonl").mkdir()
     write_rows(Path("nothing.jsonl"), [{"question": " ", "answer": "1"}] * 2)
     write_rows(Path("one.jsonl"), [{"question": "a", "answer": "1"}])
-    write_rows(Path("good.jsonl"), [{"question": "a", "answer": "1", "list": [1]}] * 3)
+    good = write_rows(Path("good.jsonl"), [{"question": "a", "answer": "1", "list": [1]}] * 3)
     write_rows(Path("strange.jsonl"), [{"x": "a"}])
-    with pytest.raises(ConfigurationError, match=message) as error:
-        load(dataset, **options)
-    assert "\n" not in str(error.value)
-
-
-def test_a_row_of_20_mb_is_left_out_and_counted(load: Any) -> None:
-    rows = [{"question": f"q{i}", "answer": str(i)} for i in range(4)]
-    rows[1]["question"], rows[2]["answer"] = "x" * 20_000_000, "y" * 300_000
-    source = load(rows)
-    assert source.refused == {"more than 256 KiB": 2}
-    assert sorted(truths(source.train) + truths(source.test)) == ["0", "3"]
+    for dataset, options, named in (
+        ("missing.jsonl", {}, "DATASET 'missing.jsonl' is not a file"),
+        ("missing.csv", {}, "DATASET 'missing.csv' is not a file"),
+        ("rows.txt", {}, "DATASET 'rows.txt': allowed are"),
+        ("folder.jsonl", {}, "DATASET 'folder.jsonl' cannot be read"),
+        ("broken.jsonl", {}, "line 3, column 19"),
+        ("empty.jsonl", {}, "'empty.jsonl' is empty"),
+        ("nothing.jsonl", {}, "2 with no question"),
+        ("one.jsonl", {}, "'one.jsonl' has a single row"),
+        ("good.jsonl", {"prompt_column": "text"}, "PROMPT_COLUMN is 'text'"),
+        ("good.jsonl", {"ground_truth_column": "list"}, "line 1: column 'list'"),
+        ("good.jsonl", {"dataset_test": Path("no.jsonl")}, "DATASET_TEST 'no.jsonl'"),
+        ("arithmetic", {"dataset_test": good}, "DATASET_TEST is 'good.jsonl'"),
+        ("owner/name", {"dataset_test": good}, "DATASET_TEST_SPLIT"),
+        ("strange.jsonl", {}, "PROMPT_COLUMN"),
+    ):
+        with pytest.raises(ConfigurationError) as error:
+            load(dataset, **options)
+        assert named in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 def test_the_first_rows_of_a_hub_dataset_are_read_without_the_others(
@@ -148,7 +127,7 @@ def test_the_first_rows_of_a_hub_dataset_are_read_without_the_others(
     monkeypatch.setattr(datasets, "load_dataset", hub)
     source = dataset_rows.load(DataSettings(dataset="owner/name"), first=3)
     assert sorted(truths(source.train) + truths(source.test)) == ["0", "1", "2"]
-    with pytest.raises(ConfigurationError, match=r"PROMPT_COLUMN is 'text', which DATASET 'owner/name' lacks"):
+    with pytest.raises(ConfigurationError, match="PROMPT_COLUMN is 'text'"):
         dataset_rows.load(DataSettings(dataset="owner/name", prompt_column="text"), first=3)
 
 
@@ -161,7 +140,7 @@ def test_a_hub_dataset_that_cannot_be_reached_is_an_error_and_never_something_el
         raise ConnectionError("no network\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(ConfigurationError, match=r"'openai/gsm8k' \(main\) cannot be loaded .*no network;.*arithmetic"):
+    with pytest.raises(ConfigurationError, match=r"'openai/gsm8k' \(main\).*no network"):
         load("gsm8k")
 
 
@@ -181,5 +160,5 @@ def test_a_hub_dataset_is_taken_by_splits_and_configuration(load: Any, monkeypat
     source = load("owner/name", dataset_config="hard", dataset_test_split="validation")
     assert requested == [("owner/name", "hard")]
     assert (len(source.train), len(source.test)) == (2, 2)
-    with pytest.raises(ConfigurationError, match=r"no split 'exam'; set DATASET_TEST_SPLIT to one of \['train'"):
+    with pytest.raises(ConfigurationError, match="DATASET_TEST_SPLIT"):
         load("owner/name", dataset_test_split="exam")

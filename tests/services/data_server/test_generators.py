@@ -32,18 +32,16 @@ def make(digits: list[int], operations: str, seed: int = 0) -> tuple[list[tuple[
     return tuple(parsed)
 
 
-@pytest.mark.parametrize(("digits", "operations"), [([1], "+"), ([2], "+"), ([1, 2], "+-*")])
-def test_answers_are_right_and_operands_have_their_digits(digits: list[int], operations: str) -> None:
-    for a, op, b, answer in [q for side in make(digits, operations) for q in side]:
+@pytest.mark.parametrize(("digits", "operations"), [([1], "+"), ([2], "*"), ([1, 2], "+-*")])
+def test_answers_are_right_and_no_held_out_question_is_a_training_question_turned_round(
+    digits: list[int], operations: str
+) -> None:
+    train, held_out = make(digits, operations)
+    for a, op, b, answer in train + held_out:
         assert str({"+": a + b, "-": a - b, "*": a * b}[op]) == answer
         assert len(str(a)) in digits
         assert len(str(b)) in digits
         assert not answer.startswith("-")
-
-
-@pytest.mark.parametrize(("digits", "operations"), [([1], "+"), ([2], "*"), ([1, 2], "+-*")])
-def test_no_held_out_question_is_a_training_question_turned_round(digits: list[int], operations: str) -> None:
-    train, held_out = make(digits, operations)
     pairs = [{(op, *sorted((a, b))) for a, op, b, _ in side} for side in (train, held_out)]
     assert pairs[0].isdisjoint(pairs[1])
     assert len(pairs[1]) == pytest.approx(ARITHMETIC_HELD_OUT_SHARE * len(pairs[0] | pairs[1]), rel=0.1)
@@ -130,6 +128,7 @@ def test_a_neighbouring_seed_gives_other_questions_not_the_same_shifted_by_one()
     assert len(set(first) & set(other)) < 5
 
 
+@pytest.mark.slow
 def test_questions_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     digests = set()
     for seed in ("1", "2"):
@@ -144,43 +143,28 @@ def test_questions_are_the_same_on_every_day() -> None:
     assert not any(datetime.date.today().isoformat() in entry for entry in entries)
 
 
-@pytest.mark.parametrize(
-    ("dataset", "config", "message"),
-    [
-        ("chain_sum=0", None, r"'chain_sum=0' is not a generator with a weight above 0"),
-        ("chain_sum,chain_sum", None, "occurs twice"),
-        ("", None, "write reasoning_gym:NAME"),
-        ("chain_sum", "main", r"DATASET_CONFIG 'main'.*write JSON such as"),
-        ("chain_sum", '{"size": "many"}', r"size: .*integer"),
-        ("chain_sum", '{"levels": [-1]}', r"levels\.0: .* greater than or equal to 0; write JSON such as"),
-        ("chain_sum", '{"max_terms": 3}', r"max_terms"),
-    ],
-)
-def test_a_wrong_setting_is_refused_before_anything_is_generated(
-    dataset: str, config: str | None, message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=message) as error:
-        load(f"reasoning_gym:{dataset}", config)
-    assert "\n" not in str(error.value)
-
-
-def test_an_unknown_generator_is_refused_with_close_names() -> None:
-    with pytest.raises(ConfigurationError, match=r"no generator 'chain_sm'; close are chain_sum"):
-        load("reasoning_gym:chain_sm")
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"chain_sum": {"words": 3}}, r"refuses its parameters: .*'words'.* \(it has .*max_terms"),
-        ({"chain_sum": {"min_terms": 0}}, r"min_terms must be positive"),
-        ({"chain_sum": {"size": 5}}, "refuses its parameters"),
-        ({"lcm": {}}, "parameters of lcm, which DATASET does not name"),
-    ],
-)
-def test_wrong_parameters_are_refused_with_those_that_there_are(parameters: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        list(questions(Plan({"chain_sum": 1}, 10, None, parameters, 0)))
+def test_a_wrong_setting_is_refused_before_anything_is_generated() -> None:
+    for dataset, config, named in (
+        ("chain_sum=0", None, "'chain_sum=0'"),
+        ("chain_sum,chain_sum", None, "twice"),
+        ("", None, "reasoning_gym:NAME"),
+        ("chain_sum", "main", "DATASET_CONFIG 'main'"),
+        ("chain_sum", '{"size": "many"}', "size: "),
+        ("chain_sum", '{"levels": [-1]}', r"levels\.0: "),
+        ("chain_sum", '{"max_terms": 3}', "max_terms"),
+        ("chain_sm", None, "'chain_sm'; close are chain_sum"),
+    ):
+        with pytest.raises(ConfigurationError, match=named) as error:
+            load(f"reasoning_gym:{dataset}", config)
+        assert "\n" not in str(error.value)
+    for parameters, named in (
+        ({"chain_sum": {"words": 3}}, "'words'.*max_terms"),
+        ({"chain_sum": {"min_terms": 0}}, "min_terms"),
+        ({"chain_sum": {"size": 5}}, "size"),
+        ({"lcm": {}}, "lcm"),
+    ):
+        with pytest.raises(PlanError, match=named):
+            list(questions(Plan({"chain_sum": 1}, 10, None, parameters, 0)))
 
 
 def test_a_question_that_cannot_be_made_or_written_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,34 +187,29 @@ def test_a_question_that_cannot_be_made_or_written_costs_only_itself(monkeypatch
     assert len(found) == 10
 
 
-@pytest.mark.parametrize(
-    ("script", "end"),
-    [
-        ("exec 0<&-; exit 3", "exited with code 3"),
-        ("""cat >/dev/null; printf '{"question": "a'; kill -9 $$""", "was ended by SIGKILL"),
-    ],
-    ids=["before it reads its plan", "within a line"],
-)
-def test_a_generator_that_dies_is_one_line_with_its_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, end: str
-) -> None:
+def test_a_generator_that_dies_is_one_line_with_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
+    program.touch(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     # More than a pipe holds, so that nobody reads the end of it.
     config = json.dumps({"chain_sum": {"words": "a" * 2**20}})
-    with pytest.raises(ConfigurationError, match=f"questions {end}; see its error above"):
-        load("reasoning_gym:chain_sum", config)
+    # Before it reads its plan, and within a line.
+    for script, end in (
+        ("exec 0<&-; exit 3", "exited with code 3"),
+        ("""cat >/dev/null; printf '{"question": "a'; kill -9 $$""", "was ended by SIGKILL"),
+    ):
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        with pytest.raises(ConfigurationError, match=end):
+            load("reasoning_gym:chain_sum", config)
 
 
 def test_few_shot_needs_a_right_answer_to_show() -> None:
     settings = DataSettings(dataset="reasoning_gym:graph_color", dataset_config='{"size": 20}', prompt_style="few_shot")
-    with pytest.raises(ConfigurationError, match="no single right answer"):
+    with pytest.raises(ConfigurationError, match="right answer"):
         load_dataset(settings)
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"needs reasoning-gym, .*'\.\[data,reasoning-gym\]'"):
+    with pytest.raises(ConfigurationError, match="reasoning-gym"):
         load("reasoning_gym:chain_sum")

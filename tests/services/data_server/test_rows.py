@@ -130,87 +130,65 @@ def test_rows_of_a_schema_that_have_nan_are_left_out_with_the_number_of_the_firs
 PLAIN = [{"question": f"q{i}", "answer": str(i), "category": "a"} for i in range(6)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "travel"),
-    [
-        (PLAIN, {}, False),
-        (PLAIN, {"reward_fn": "graders.mine:plain"}, False),
-        (PLAIN, {"reward_fn": "graders.mine:whole"}, True),
-        (PLAIN, {"reward_fn": "graders.mine:with_others"}, True),
-        (PLAIN, {"reward_fn": "code"}, True),
-        (PLAIN, {"agent_columns": "category"}, True),
-        ([row | {"level": 1} for row in PLAIN], {}, True),
-    ],
-)
+TRAVEL = [
+    (PLAIN, {}, False),
+    (PLAIN, {"reward_fn": "graders.mine:plain"}, False),
+    (PLAIN, {"reward_fn": "graders.mine:whole"}, True),
+    (PLAIN, {"reward_fn": "graders.mine:with_others"}, True),
+    (PLAIN, {"reward_fn": "code"}, True),
+    (PLAIN, {"agent_columns": "category"}, True),
+    ([row | {"level": 1} for row in PLAIN], {}, True),
+]
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_rows_travel_where_they_have_further_columns_or_somebody_reads_them(
-    tmp_path: Path, suffix: str, rows: list[dict[str, Any]], options: dict[str, Any], travel: bool
-) -> None:
-    found = prompts(write_rows(tmp_path / f"rows{suffix}", rows), **options)
-    assert [json.loads(prompt.row or "null") in rows for prompt in found] == [travel] * len(found)
+def test_rows_travel_where_they_have_further_columns_or_somebody_reads_them(tmp_path: Path, suffix: str) -> None:
+    for rows, options, travel in TRAVEL:
+        found = prompts(write_rows(tmp_path / f"rows{suffix}", rows), **options)
+        assert [json.loads(prompt.row or "null") in rows for prompt in found] == [travel] * len(found), options
 
 
 TESTED = [{"question": f"q{i}", "tests": [str(i)]} | ({"answer": str(i)} if i % 2 else {}) for i in range(8)]
 
 
-@pytest.mark.parametrize(
-    ("reward_fn", "used"),
-    [
-        ("graders.mine:check", 8),
-        ("code", 8),
-        ("graders.mine:like_trl,format", 8),
-        ("graders.mine:whole=1,judge=0.5", 8),
-        ("graders.mine:check,math", 4),
-        ("graders.mine:to_truth", 4),
-        ("graders.mine:with_others", 4),
-        ("graders.elsewhere:unknown", 4),
-    ],
-)
-def test_a_row_without_an_answer_is_used_where_no_reward_reads_one(tmp_path: Path, reward_fn: str, used: int) -> None:
-    source = sources.load(DataSettings(dataset=str(write_rows(tmp_path / "rows.jsonl", TESTED)), reward_fn=reward_fn))
-    assert len(source.train) + len(source.test) == used
-    assert source.first_refused == ({} if used == 8 else {"no ground truth": 0})
+def test_a_row_without_an_answer_is_used_where_no_reward_reads_one(tmp_path: Path) -> None:
+    path = str(write_rows(tmp_path / "rows.jsonl", TESTED))
+    for reward_fn, used in {
+        "graders.mine:check": 8,
+        "code": 8,
+        "graders.mine:like_trl,format": 8,
+        "graders.mine:whole=1,judge=0.5": 8,
+        "graders.mine:check,math": 4,
+        "graders.mine:to_truth": 4,
+        "graders.mine:with_others": 4,
+        "graders.elsewhere:unknown": 4,
+    }.items():
+        source = sources.load(DataSettings(dataset=path, reward_fn=reward_fn))
+        assert len(source.train) + len(source.test) == used, reward_fn
+        assert source.first_refused == ({} if used == 8 else {"no ground truth": 0})
 
 
 def test_a_file_without_answers_needs_a_reward_that_reads_none(tmp_path: Path) -> None:
     path = str(write_rows(tmp_path / "rows.jsonl", [{"question": f"q{i}", "tests": []} for i in range(4)]))
     source = sources.load(DataSettings(dataset=path, reward_fn="graders.mine:check"))
     assert source.train.take([0])[0].ground_truth == ""
-    with pytest.raises(ConfigurationError, match="none of the columns answer, ground_truth, solution; set GROUND_TR"):
+    with pytest.raises(ConfigurationError, match="GROUND_TRUTH_COLUMN"):
         sources.load(DataSettings(dataset=path, reward_fn="math"))
     assert sources.load(DataSettings(dataset=path, reward_fn="math", reward_weight=0)).rows == 4, "a teacher alone"
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options", "message"),
-    [
-        (
-            "rows.jsonl",
-            {"reward_fn": "math,graders.mine:check"},
-            "REWARD_FN 'graders.mine:check' needs tests, which DATASET 'rows.jsonl' lacks; its columns are question, "
-            "answer, test. Name the parameter like a column, or give it a default",
-        ),
-        (
-            "arithmetic",
-            {"reward_fn": "graders.mine:whole"},
-            "REWARD_FN 'graders.mine:whole' needs row, which DATASET 'arithmetic' lacks; it has no rows with columns",
-        ),
-        ("rows.jsonl", {"agent_columns": "test, hint"}, "AGENT_COLUMNS names hint, which DATASET 'rows.jsonl' lacks"),
-        (
-            "good.jsonl",
-            {"reward_fn": "graders.mine:check", "dataset_test": Path("rows.jsonl")},
-            "needs tests, which DATASET_TEST 'rows.jsonl' lacks",
-        ),
-    ],
-)
-def test_a_column_that_no_row_has_is_refused_with_those_that_are_there(
-    dataset: str, options: dict[str, Any], message: str
-) -> None:
+def test_a_column_that_no_row_has_is_refused() -> None:
     write_rows(Path("rows.jsonl"), [{"question": "q", "answer": "1", "test": 1}] * 3)
     write_rows(Path("good.jsonl"), TESTED)
-    with pytest.raises(ConfigurationError) as error:
-        sources.load(DataSettings(dataset=dataset, **options))
-    assert message in str(error.value)
+    check, whole = "graders.mine:check", "graders.mine:whole"
+    for dataset, options, named in (
+        ("rows.jsonl", {"reward_fn": f"math,{check}"}, f"REWARD_FN '{check}' needs tests, which DATASET "),
+        ("arithmetic", {"reward_fn": whole}, f"REWARD_FN '{whole}' needs row, which DATASET "),
+        ("rows.jsonl", {"agent_columns": "test, hint"}, "AGENT_COLUMNS names hint"),
+        ("good.jsonl", {"reward_fn": check, "dataset_test": Path("rows.jsonl")}, "tests, which DATASET_TEST "),
+    ):
+        with pytest.raises(ConfigurationError, match=named):
+            sources.load(DataSettings(dataset=dataset, **options))
 
 
 def test_columns_with_reserved_names_are_reached_through_the_row_alone(tmp_path: Path) -> None:

@@ -45,22 +45,3 @@ def test_the_command_of_the_refusal_makes_a_file_that_is_read(
     rows = [row for split in (source.train, source.test) for row in split.take(list(range(len(split))))]
     found = {row.question: row.ground_truth for row in rows}
     assert found == {row["question"]: str(row["answer"]) for row in ROWS}
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("missing.csv", "DATASET 'missing.csv' is not a file, seen from {here}; give the path of one"),
-        ("rows.txt", "DATASET 'rows.txt': allowed are files that end in .jsonl or .parquet"),
-        ("folder.jsonl", "DATASET 'folder.jsonl' cannot be read (Is a directory); give a file that can be"),
-    ],
-)
-def test_what_is_no_file_of_rows_is_not_taken_for_a_dataset_of_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("rows.txt").write_text("a question")
-    Path("folder.jsonl").mkdir()
-    with pytest.raises(ConfigurationError) as error:
-        dataset_rows.load(DataSettings(dataset=name))
-    assert str(error.value).startswith(message.format(here=tmp_path))

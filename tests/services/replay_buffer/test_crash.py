@@ -6,8 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from services.clients.replay import ReplayClient
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
@@ -16,11 +14,9 @@ from services.protocol.replay import AcknowledgeRequest, LeaseRequest, SampleGro
 from tests.waiting import LIMIT_SECONDS
 
 
-@pytest.mark.parametrize("fsync", ["true", "false"])
-async def test_what_was_acknowledged_survives_sigkill(
-    start_service: Any, tmp_path: Path, group: Any, fsync: str
-) -> None:
-    environment = {"REPLAY_DIR": str(tmp_path / "replay"), "REPLAY_FSYNC": fsync, "LOG_LEVEL": "warning"}
+async def test_what_was_acknowledged_survives_sigkill(start_service: Any, tmp_path: Path, group: Any) -> None:
+    # A write that reached the kernel survives the process, so it must do so without fsync, too.
+    environment = {"REPLAY_DIR": str(tmp_path / "replay"), "REPLAY_FSYNC": "false", "LOG_LEVEL": "warning"}
     service = start_service("services.replay_buffer", **environment)
     stored: dict[str, Group] = {}
     queued: dict[str, Group] = {}
@@ -52,7 +48,7 @@ async def test_what_was_acknowledged_survives_sigkill(
         load = [asyncio.create_task(add(worker, replay)) for worker in range(4)]
         load.append(asyncio.create_task(take(replay)))
         async with asyncio.timeout(LIMIT_SECONDS):
-            while len(stored) < 150 or len(taken) < 30:  # noqa: ASYNC110  # the load itself sets no event
+            while len(stored) < 60 or len(taken) < 20:  # noqa: ASYNC110  # the load itself sets no event
                 await asyncio.sleep(0.01)
         service.kill()
         ends = await asyncio.gather(*load, return_exceptions=True)

@@ -121,23 +121,13 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(
     monkeypatch.setattr(fresh_queue, "QUEUE_CAPACITY", 3)
     parts = buffer()
     parts.queue.enqueue([group("a"), group("b")], None)
-    with pytest.raises(ProblemError, match="2 more exceed the queue's capacity of 3") as refusal:
+    with pytest.raises(ProblemError, match="capacity of 3") as refusal:
         parts.queue.enqueue([group("c"), group("d")], None)
     assert (refusal.value.status_code, refusal.value.headers) == (429, {"Retry-After": "1"})
     assert parts.waiting() == ["a", "b"]
     lease_id, _ = parts.lease(2)
     acknowledge(parts, lease_id)
     assert parts.queue.enqueue([group("c"), group("d")], None).added == 2
-
-
-def test_many_consumers_share_the_queue_without_overlap(buffer: Any, group: Any) -> None:
-    parts = buffer()
-    parts.queue.enqueue([group(f"g{i}") for i in range(50)], None)
-    seen: list[str] = []
-    while (lease := parts.lease(3, consumer=f"c{len(seen)}"))[0] is not None:
-        seen += lease[1]
-        acknowledge(parts, lease[0])
-    assert seen == [f"g{i}" for i in range(50)]
 
 
 BATCH, STALENESS = 4, 2

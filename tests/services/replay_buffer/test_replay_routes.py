@@ -65,62 +65,53 @@ async def test_a_repeated_request_ends_its_prompts_once(serving: Any, app: Any, 
         assert (await client.get("/stats")).json()["in_flight"] == {"c": 1}
 
 
-@pytest.mark.parametrize(
-    ("path", "change"),
-    [
-        ("/groups", {"priorities": [1.0]}),
-        ("/groups", {"priorities": [-1.0, 1.0]}),
-        ("/groups", {"priority": [1.0, 1.0]}),
-        ("/groups", {"groups": [{"group_id": "a"}]}),
-        ("/queue", {"groups": "all"}),
-        ("/groups/sample", {"batch_size": 0}),
-        ("/groups/sample", {"batch_size": 4, "strategy": "best"}),
-        ("/groups/sample", {"batch_size": 4, "exponent": -1}),
-        ("/groups/priorities", {"priorities": {"a": -1}}),
-        ("/queue/lease", {"max_groups": 0}),
-        ("/queue/lease", {"max_groups": 1, "lease_seconds": 0}),
-        ("/queue/acknowledge", {}),
-        ("/snapshots", {"label": "../escape"}),
-        ("/snapshots", {"label": ""}),
-        ("/add", {"experiences": [{"prompt": "a", "response": "b"}]}),
-    ],
-)
-async def test_a_request_that_does_not_fit_is_refused_and_changes_nothing(
-    serving: Any, app: Any, group: Any, path: str, change: dict[str, Any]
-) -> None:
+REFUSED = [
+    ("/groups", {"priorities": [1.0]}),
+    ("/groups", {"priorities": [-1.0, 1.0]}),
+    ("/groups", {"priority": [1.0, 1.0]}),
+    ("/groups", {"groups": [{"group_id": "a"}]}),
+    ("/queue", {"groups": "all"}),
+    ("/groups/sample", {"batch_size": 0}),
+    ("/groups/sample", {"batch_size": 4, "strategy": "best"}),
+    ("/groups/sample", {"batch_size": 4, "exponent": -1}),
+    ("/groups/priorities", {"priorities": {"a": -1}}),
+    ("/queue/lease", {"max_groups": 0}),
+    ("/queue/lease", {"max_groups": 1, "lease_seconds": 0}),
+    ("/queue/acknowledge", {}),
+    ("/snapshots", {"label": "../escape"}),
+    ("/snapshots", {"label": ""}),
+    ("/add", {"experiences": [{"prompt": "a", "response": "b"}]}),
+]
+DAMAGES = [
+    {"logprobs": [-0.1]},
+    {"logprobs": [-0.1, -0.2, 0.5]},
+    {"completion_ids": [1, 2, -3]},
+    {"completion_ids": [1, 2, 2**31]},
+    {"policy_versions": []},
+    {"policy_versions": [1] * 2},
+    {"policy_versions": [1, 1, -1]},
+    {"loss_mask": [1, 0, 1]},
+    {"finish_reason": "tired"},
+    {"result": {"reward": None, "status": "scored"}},
+    {"result": {"reward": 1.0, "status": "timeout"}},
+]
+
+
+async def test_a_request_that_does_not_fit_is_refused_and_changes_nothing(serving: Any, app: Any, group: Any) -> None:
     async with serving(app) as client:
         before = (await client.get("/stats")).json()
-        request = {**(body(group, "a", "b") if path == "/groups" else {}), **change}
-        response = await client.post(path, json=request)
-        assert response.status_code == 422
-        assert response.json()["errors"]
+        for path, change in REFUSED:
+            request = {**(body(group, "a", "b") if path == "/groups" else {}), **change}
+            response = await client.post(path, json=request)
+            assert response.status_code == 422, (path, change)
+            assert response.json()["errors"]
+        for damage in DAMAGES:
+            request = body(group, "good", "bad")
+            request["groups"][1]["sequences"][1].update(damage)
+            response = await client.post("/groups", json=request)
+            assert response.status_code == 422, damage
+            assert "groups.1.sequences.1" in response.json()["detail"]
         assert (await client.get("/stats")).json() == before
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"logprobs": [-0.1]},
-        {"logprobs": [-0.1, -0.2, 0.5]},
-        {"completion_ids": [1, 2, -3]},
-        {"completion_ids": [1, 2, 2**31]},
-        {"policy_versions": []},
-        {"policy_versions": [1] * 2},
-        {"policy_versions": [1, 1, -1]},
-        {"loss_mask": [1, 0, 1]},
-        {"finish_reason": "tired"},
-        {"result": {"reward": None, "status": "scored"}},
-        {"result": {"reward": 1.0, "status": "timeout"}},
-    ],
-)
-async def test_a_damaged_experience_is_refused(serving: Any, app: Any, group: Any, damage: dict[str, Any]) -> None:
-    async with serving(app) as client:
-        request = body(group, "good", "bad")
-        request["groups"][1]["sequences"][1].update(damage)
-        response = await client.post("/groups", json=request)
-        assert response.status_code == 422
-        assert "groups.1.sequences.1" in response.json()["detail"]
-        assert (await client.get("/stats")).json()["groups"] == 0
 
 
 async def test_metrics_tell_what_the_buffer_holds(serving: Any, app: Any, group: Any) -> None:
@@ -164,16 +155,19 @@ async def test_without_staleness_room_comes_with_the_acknowledgement(serving: An
             assert (await waiting).json() == {"places": 2}
 
 
-async def test_waiting_for_room_ends_without_places_and_when_the_service_ends(serving: Any, app: Any) -> None:
+async def test_waiting_for_room_or_groups_ends_with_nothing_and_when_the_service_ends(serving: Any, app: Any) -> None:
     async with serving(app) as client:
         await client.post("/queue/admission", json=ask("a"))
         assert (await client.post("/queue/admission", json=ask("b", wait_seconds=0.1))).json() == {"places": 0}
         request = ask("b", wait_seconds=60)
         waiting = asyncio.create_task(client.post("/queue/admission", json=request, timeout=IDLE_SECONDS))
+        request = {"max_groups": 1, "wait_seconds": 60}
+        lease = asyncio.create_task(client.post("/queue/lease", json=request, timeout=IDLE_SECONDS))
         await asyncio.sleep(0.05)
         app.state.lifecycle.draining.set()
         async with asyncio.timeout(IDLE_SECONDS):
             assert (await waiting).json() == {"places": 0}
+            assert (await lease).json()["lease_id"] is None
 
 
 def packed(group: Any, *names: str) -> bytes:
@@ -200,9 +194,9 @@ async def test_packed_groups_are_checked_where_they_arrive(serving: Any, app: An
         headers = {"Content-Type": GROUPS_TYPE}
         whole = packed(group, "a")
         cut = await client.post("/groups", content=whole[:-1], headers=headers)
-        assert (cut.status_code, "cut off" in cut.json()["detail"]) == (400, True)
+        assert cut.status_code == 400
         flipped = await client.post("/groups", content=whole[:-1] + bytes([whole[-1] ^ 1]), headers=headers)
-        assert (flipped.status_code, "damaged" in flipped.json()["detail"]) == (400, True)
+        assert flipped.status_code == 400
         good = group("bad")
         bad = good.model_copy(update={"sequences": [changed(good.sequences[0], completion_ids=[1, 2, -3])]})
         refused = await client.post("/queue", content=framed({}, [pack(bad)]), headers=headers)

@@ -103,27 +103,6 @@ def test_two_snapshots_that_went_different_ways_both_come_back(buffer: Any, grou
     assert parts.store.add([group("y")], None).duplicates == 1
 
 
-def test_what_only_a_dropped_snapshot_needed_leaves_the_disk(buffer: Any, group: Any) -> None:
-    parts = buffer(replay_capacity=3)
-    parts.store.add([group(f"a{i}") for i in range(3)], None)
-    parts.snapshots.save("a")
-    parts.snapshots.save("also a")
-    parts.store.add([group(f"b{i}") for i in range(3)], None)
-    assert parts.contents() == 6
-    assert parts.snapshots.drop("a").groups == 3
-    assert parts.contents() == 6
-    parts.snapshots.drop("also a")
-    assert parts.contents() == 3
-    assert parts.snapshots.drop("a").groups == 0
-    # Saving under a label again lets go of the former snapshot.
-    parts.snapshots.save("b")
-    parts.store.add([group(f"c{i}") for i in range(3)], None)
-    parts.snapshots.save("b")
-    assert parts.contents() == 3
-    parts.snapshots.restore("b")
-    assert list(parts.stored()) == ["c0", "c1", "c2"]
-
-
 def test_leases_end_with_a_restore(buffer: Any, group: Any) -> None:
     parts = buffer()
     parts.snapshots.save("empty")
@@ -138,7 +117,7 @@ def test_leases_end_with_a_restore(buffer: Any, group: Any) -> None:
 def test_an_unknown_label_is_refused_and_the_known_ones_told(buffer: Any) -> None:
     parts = buffer()
     parts.snapshots.save("step-10")
-    with pytest.raises(ProblemError, match="no snapshot 'step-11'; there are: step-10") as refusal:
+    with pytest.raises(ProblemError, match=r"'step-11'.*step-10") as refusal:
         parts.snapshots.restore("step-11")
     assert refusal.value.status_code == 404
 

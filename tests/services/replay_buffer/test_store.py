@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import resource
 import sqlite3
 import sys
@@ -52,6 +51,8 @@ def test_a_restart_finds_everything_as_it_was(buffer: Any, group: Any) -> None:
     assert parts.stored()["g3"] == 33.0
     assert parts.sample(8, seed=4) == drawn
     assert parts.store.groups.newest_version() == 19
+    for fsync, level in ((True, 2), (False, 1)):
+        assert buffer(replay_fsync=fsync).store.database.execute("PRAGMA synchronous").fetchone() == (level,)
 
 
 def test_what_is_drawn_is_what_was_added(buffer: Any, group: Any) -> None:
@@ -148,7 +149,7 @@ def test_the_file_grows_as_needed_up_to_what_is_allowed(buffer: Any, group: Any)
             parts.store.add([group(f"g{added}", tokens=10_000)], None)
 
     before = parts.store.database.used_bytes
-    with pytest.raises(ProblemError, match="all that REPLAY_MAX_GB allows") as refusal:
+    with pytest.raises(ProblemError, match="REPLAY_MAX_GB") as refusal:
         fill()
     assert refusal.value.status_code == 507
     assert before < parts.store.database.used_bytes <= 4 * 2**20
@@ -227,7 +228,7 @@ def test_a_full_disk_is_told_and_loses_nothing(buffer: Any, group: Any, full_dis
         with pytest.raises(ProblemError) as refusal:
             parts.store.add([group("c", tokens=100_000)], None)
         assert refusal.value.status_code == 507
-        assert re.search(rf"disk is full: .*; [\d.]+ MiB of \d+ MiB are free in {directory}", refusal.value.detail)
+        assert str(directory) in refusal.value.detail
         assert (list(parts.stored()), parts.waiting()) == (["a"], ["b"])
         assert parts.sample(1) == ["a"]
     assert parts.store.add([group("c", tokens=100_000)], None).added == 1
@@ -263,7 +264,7 @@ def test_a_broken_disk_is_not_called_full(
 def test_a_directory_in_use_is_refused(buffer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "LOCK_SECONDS", 0.1)
     parts = buffer()
-    with pytest.raises(DependencyLostError, match="another process uses"):
+    with pytest.raises(DependencyLostError, match=str(parts.store.settings.directory)):
         store.Store(parts.store.settings)
 
 
@@ -278,7 +279,7 @@ def test_a_process_that_is_just_ending_is_waited_for(buffer: Any, group: Any) ->
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "replay-buffer.sqlite").write_bytes(b"no database" * 1000)
-    with pytest.raises(ConfigurationError, match=r"REPLAY_DIR .* cannot be used: file is not a database"):
+    with pytest.raises(ConfigurationError, match="REPLAY_DIR"):
         store.Store(ReplaySettings(replay_dir=tmp_path))
 
 
@@ -286,5 +287,5 @@ def test_a_buffer_of_an_earlier_format_is_refused(buffer: Any, tmp_path: Path) -
     (tmp_path / "replay").mkdir()
     with contextlib.closing(sqlite3.connect(tmp_path / "replay/replay-buffer.sqlite")) as database:
         database.execute("CREATE TABLE contents (sequence INTEGER PRIMARY KEY, data BLOB)")
-    with pytest.raises(ConfigurationError, match=r"its format is 0, this program reads 3.*begin a new run"):
+    with pytest.raises(ConfigurationError, match="format is 0"):
         buffer()

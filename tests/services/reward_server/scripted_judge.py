@@ -74,6 +74,8 @@ class ScriptedJudge:
     """A judge whose next replies are ``faults``, in order, and then the quiet judge's."""
 
     url: str
+    directory: Path
+    """Of the rubric and the verdicts."""
     faults: list[Fault] = field(default_factory=list)
     asked: list[Body] = field(default_factory=list)
     """The requests, without those by which a start checks the judge."""
@@ -102,20 +104,20 @@ class ScriptedJudge:
             with self._lock:
                 self.at_once -= 1
 
-    def settings(self, directory: Path, reward_fn: str = "judge", **fields: Any) -> RewardSettings:
-        """Return settings with this judge; ``directory`` holds the rubric and the verdicts."""
-        rubric = directory / "rubric.yaml"
+    def settings(self, reward_fn: str = "judge", **fields: Any) -> RewardSettings:
+        """Return settings with this judge."""
+        rubric = self.directory / "rubric.yaml"
         if not rubric.exists():
             rubric.write_text(RUBRIC)
-        ours = {"judge_url": self.url, "judge_model": "m", "judge_rubric": rubric, "judge_dir": directory / "judge"}
-        return RewardSettings(**{"reward_fn": reward_fn, **ours, **fields})
+        ours = {"judge_url": self.url, "judge_model": "m", "judge_rubric": rubric, "judge_second_order": 0}
+        return RewardSettings(**{"reward_fn": reward_fn, "judge_dir": self.directory / "judge", **ours, **fields})
 
 
 @contextmanager
-def scripted_judge() -> Iterator[ScriptedJudge]:
+def scripted_judge(directory: Path) -> Iterator[ScriptedJudge]:
     """Serve a scripted judge until the context ends."""
     routes: dict[str, Any] = {}
     with fake_service(routes) as service:
-        judge = ScriptedJudge(f"{service.endpoint.url}/v1")
+        judge = ScriptedJudge(f"{service.endpoint.url}/v1", directory)
         routes["POST /v1/chat/completions"] = judge.reply
         yield judge

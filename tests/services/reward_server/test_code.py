@@ -6,8 +6,7 @@ import asyncio
 import base64
 import json
 import pickle
-import signal
-import subprocess
+import shutil
 import sys
 import zlib
 from collections.abc import AsyncIterator, Mapping
@@ -15,20 +14,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-import psutil
 import pytest
+import pytest_asyncio
 
-from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
-from services.protocol.rewards import BatchRewardReply, RewardItem, RewardStatus
+from services.core.errors import ConfigurationError
+from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server import own_code
 from services.reward_server.app import create_app
 from services.reward_server.code import CodeReward, last_block, read_tests, same_text, same_value
-from services.reward_server.pool import Evaluation
-from services.reward_server.settings import RewardSettings
+from services.reward_server.settings import CodeScore, RewardSettings
+from services.sandbox.box import Outcome, Result
 from tests.waiting import IDLE_SECONDS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the backends for Linux")
+in_loop_of_module = pytest.mark.asyncio(loop_scope="module")
 
 ADD = "def add(a, b):\n    return a + b"
 CALLS = {"tests": {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}}
@@ -57,6 +56,19 @@ async def rewarding(**options: Any) -> AsyncIterator[CodeReward]:
         await reward.stop()
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reward() -> AsyncIterator[CodeReward]:
+    async with rewarding(code_cpu_seconds=0.5, reward_workers=2) as made:
+        yield made
+
+
+def with_boxes_of(reward: CodeReward, **settings: Any) -> CodeReward:
+    """Return a reward with other settings and the same boxes."""
+    other = CodeReward(reward._settings.model_copy(update=settings))
+    other._pool = reward._pool
+    return other
+
+
 async def values(reward: CodeReward, *items: RewardItem) -> list[float | None]:
     return [evaluation.value for evaluation in await asyncio.gather(*map(reward.score, items))]
 
@@ -76,20 +88,21 @@ def test_the_last_closed_block_is_the_program() -> None:
     assert last_block("```text\nnever closed\n```python\na = 1\n```") == "a = 1\n"
 
 
-async def test_every_form_of_tests_and_both_scores() -> None:
-    programs = {"stdio": "print({}(map(int, input().split())))"}
-    right = {"stdio": programs["stdio"].format("sum")}
-    # Right for the first test only.
-    half = {"stdio": programs["stdio"].format("(lambda x: 3 if (y := list(x))[0] == 1 else 0)")}
-    half_function = "def add(a, b):\n    return 3"
-    for score, expected in (("all", [1.0, 0.0, 0.0]), ("share", [1.0, 0.5, 0.0])):
-        async with rewarding(code_score=score) as reward:
-            for form, row in FORMS.items():
-                codes = (right.get(form, ADD), half.get(form, half_function), "x = 1")
-                assert await values(reward, *(item(code, row) for code in codes)) == expected, (form, score)
+@in_loop_of_module
+async def test_every_form_of_tests_and_both_scores(reward: CodeReward) -> None:
+    program = "print({}(map(int, input().split())))"
+    # Right for both tests, and for the first one only.
+    right = {"stdio": program.format("sum")}
+    half = {"stdio": program.format("(lambda x: 3 if (y := list(x))[0] == 1 else 0)")}
+    for score, expected in ((CodeScore.ALL, [1.0, 0.0, 0.0]), (CodeScore.SHARE, [1.0, 0.5, 0.0])):
+        scored = with_boxes_of(reward, code_score=score)
+        for form, row in FORMS.items():
+            codes = (right.get(form, ADD), half.get(form, "def add(a, b):\n    return 3"), "x = 1")
+            assert await values(scored, *(item(code, row) for code in codes)) == expected, (form, score)
 
 
-async def test_columns_of_datasets_are_read_as_they_are() -> None:
+@in_loop_of_module
+async def test_columns_of_datasets_are_read_as_they_are(reward: CodeReward) -> None:
     mbpp = {
         "text": "Write a function to add.",
         "code": "def sum(a, b):\r\n  return a + b",
@@ -131,12 +144,10 @@ async def test_columns_of_datasets_are_read_as_they_are() -> None:
         (square, apps),
         (solution, apps_calls),
     ]
-    async with rewarding() as reward:
-        assert await values(reward, *(item(code, row) for code, row in pairs)) == [1.0] * 6
-        assert await values(reward, *(item("pass", row) for _, row in pairs)) == [0.0] * 6
-        # The tests may be the ground truth, in files that have a column of this name.
-        truth = json.dumps(CALLS["tests"])
-        assert await values(reward, item(ADD, None, ground_truth=truth)) == [1.0]
+    assert await values(reward, *(item(code, row) for code, row in pairs)) == [1.0] * 6
+    assert await values(reward, *(item("pass", row) for _, row in pairs)) == [0.0] * 6
+    # The tests may be the ground truth, in files that have a column of this name.
+    assert await values(reward, item(ADD, None, ground_truth=json.dumps(CALLS["tests"]))) == [1.0]
 
 
 TRICKS = [
@@ -164,21 +175,17 @@ TRICKS = [
 ]
 
 
-async def test_no_trick_earns_a_reward(tricked: CodeReward) -> None:
+@in_loop_of_module
+async def test_no_trick_earns_a_reward(reward: CodeReward) -> None:
     # One program knows the answers to the calls, because they are written above.
     pairs = [(code, form) for code in TRICKS for form in FORMS if not ("os.write(3" in code and form == "calls")]
-    evaluations = await asyncio.gather(*(tricked.score(item(code, FORMS[form])) for code, form in pairs))
+    evaluations = await asyncio.gather(*(reward.score(item(code, FORMS[form])) for code, form in pairs))
     earned = [(pair, one) for pair, one in zip(pairs, evaluations, strict=True) if one.value != 0.0]
     assert earned == []
 
 
-@pytest.fixture
-async def tricked() -> AsyncIterator[CodeReward]:
-    async with rewarding(code_cpu_seconds=0.5) as reward:
-        yield reward
-
-
-async def test_expected_values_never_enter_the_box_of_an_answer(tricked: CodeReward) -> None:
+@in_loop_of_module
+async def test_expected_values_never_enter_the_box_of_an_answer(reward: CodeReward) -> None:
     """An answer that searches the whole memory of its process for the expected value does not find it."""
     secret = 918_273_645_546_372
     search = (
@@ -191,16 +198,18 @@ async def test_expected_values_never_enter_the_box_of_an_answer(tricked: CodeRew
         "          return int(str(v).split()[-1])\n  return 0"
     )
     for tests in ({"inputs": [[1]], "outputs": [secret]}, [f"assert f(1) == {secret}"]):
-        assert await values(tricked, item(search, {"tests": tests})) == [0.0]
+        assert await values(reward, item(search, {"tests": tests})) == [0.0]
 
 
-async def test_a_number_that_no_float_can_be_is_wrong_and_costs_no_other_answer(tricked: CodeReward) -> None:
+@in_loop_of_module
+async def test_a_number_that_no_float_can_be_is_wrong_and_costs_no_other_answer(reward: CodeReward) -> None:
     tests = {"tests": {"inputs": [[5]], "outputs": [120]}}
     answers = (item("def f(x): return 10**400", tests), item("def f(x): return 120", tests))
-    assert await values(tricked, *answers, *answers) == [0.0, 1.0] * 2
+    assert await values(reward, *answers, *answers) == [0.0, 1.0] * 2
 
 
-async def test_asserts_may_use_objects_errors_and_changed_lists(tricked: CodeReward) -> None:
+@in_loop_of_module
+async def test_asserts_may_use_objects_errors_and_changed_lists(reward: CodeReward) -> None:
     code = (
         "class Stack:\n  def __init__(self): self.items = []\n  def push(self, x, *, twice=False):\n"
         "    self.items.append(x)\n    return self\n  def __len__(self): return len(self.items)\n"
@@ -216,11 +225,11 @@ async def test_asserts_may_use_objects_errors_and_changed_lists(tricked: CodeRew
         "assert list(numbers()) == [1, 2]",
         "assert math.isclose(0.1 + 0.2, 0.3)",
     ]
-    evaluation = await tricked.score(item(code, {"tests": tests}))
+    evaluation = await reward.score(item(code, {"tests": tests}))
     assert (evaluation.value, evaluation.reason) == (1.0, None)
-    evaluation = await tricked.score(item(code, {"tests": [*tests, "assert Stack() == Stack()"]}))
+    evaluation = await reward.score(item(code, {"tests": [*tests, "assert Stack() == Stack()"]}))
     assert evaluation.value == 0.0
-    assert evaluation.reason == "6 of 7 tests pass; AssertionError"
+    assert "6 of 7" in str(evaluation.reason)
 
 
 def test_values_are_compared_by_type_and_value() -> None:
@@ -237,20 +246,17 @@ def test_values_are_compared_by_type_and_value() -> None:
     assert same_text("0.3333333", "0.33333334", 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        ({"question": "q"}, "the row has no column `tests`, and not those of MBPP"),
-        ({"tests": []}, "not a list of texts"),
-        ({"tests": {"inputs": [[1]], "outputs": []}}, "1 inputs and 0 outputs"),
-        ({"tests": "nonsense"}, "JSONDecodeError"),
-        ({"public_test_cases": "[]", "private_test_cases": "nonsense"}, "cannot be read"),
-    ],
-)
-async def test_a_row_without_readable_tests_has_no_reward(row: dict[str, Any], why: str, tricked: CodeReward) -> None:
-    evaluation = await tricked.score(item(ADD, row))
-    assert (evaluation.value, evaluation.status) == (None, RewardStatus.ERROR)
-    assert why in str(evaluation.reason)
+@in_loop_of_module
+async def test_a_row_without_readable_tests_has_no_reward(reward: CodeReward) -> None:
+    for row in (
+        {"question": "q"},
+        {"tests": []},
+        {"tests": {"inputs": [[1]], "outputs": []}},
+        {"tests": "nonsense"},
+        {"public_test_cases": "[]", "private_test_cases": "nonsense"},
+    ):
+        evaluation = await reward.score(item(ADD, row))
+        assert (evaluation.value, evaluation.status) == (None, RewardStatus.ERROR), row
 
 
 def test_a_pickle_that_would_run_something_is_refused() -> None:
@@ -259,49 +265,53 @@ def test_a_pickle_that_would_run_something_is_refused() -> None:
             return (print, ("run",))
 
     packed = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
-    with pytest.raises(ValueError, match=r"a pickle with builtins\.print; only a text is read"):
+    with pytest.raises(ValueError, match=r"builtins\.print"):
         read_tests({"public_test_cases": "[]", "private_test_cases": packed})
 
 
-async def test_repeated_answers_are_run_once(tricked: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop_of_module
+async def test_repeated_answers_are_run_once(reward: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    run = tricked._run
+    run = reward._run
 
     async def counted(deed: str, **what: Any) -> Any:
         runs.append(deed)
         return await run(deed, **what)
 
-    monkeypatch.setattr(tricked, "_run", counted)
+    monkeypatch.setattr(reward, "_run", counted)
     once, other = "def add(a, b):\n  return b + a", "def add(a, b):\n  return a + b + 0"
-    scored = await values(tricked, *(item(code, CALLS) for code in (once, once, other, once)), item(once, ASSERTS))
+    scored = await values(reward, *(item(code, CALLS) for code in (once, once, other, once)), item(once, ASSERTS))
     assert scored == [1.0] * 5
-    assert await values(tricked, item(once, CALLS)) == [1.0]
+    assert await values(reward, item(once, CALLS)) == [1.0]
     assert sorted(runs) == ["asserts", "calls", "calls"]
 
 
-async def test_an_answer_without_a_block_is_wrong_and_a_lost_pool_says_nothing() -> None:
-    async with rewarding(reward_workers=1) as reward:
-        evaluation = await reward.score(item("", CALLS, response="I do not know."))
-        assert evaluation == Evaluation(0.0, reason="the response has no closed fenced block of Python")
-        sleeping = asyncio.create_task(reward.score(item("import time; time.sleep(20)", STDIO)))
-        for _ in range(2):  # Its first try and its second.
-            await asyncio.sleep(1)
-            for child in psutil.Process().children(recursive=True):
-                if not child.children():
-                    child.send_signal(signal.SIGKILL)
-        lost = await sleeping
-        assert (lost.value, lost.status) == (None, RewardStatus.ERROR)
-        assert str(lost.reason).startswith("the sandbox lost the answer twice: ")
-        assert await values(reward, item(ADD, CALLS)) == [1.0]
+@in_loop_of_module
+async def test_an_answer_without_a_block_is_wrong_and_a_lost_box_says_nothing(
+    reward: CodeReward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluation = await reward.score(item("", CALLS, response="I do not know."))
+    assert (evaluation.value, evaluation.status) == (0.0, RewardStatus.SCORED)
+
+    async def lost(*_: Any, **__: Any) -> Result:
+        return Result(Outcome.INFRASTRUCTURE)
+
+    once = "def add(a, b):\n  return b + a + 0"
+    for row in FORMS.values():
+        with monkeypatch.context() as patch:
+            patch.setattr(reward, "_run", lost)
+            evaluation = await reward.score(item(once, row))
+        assert (evaluation.value, evaluation.status) == (None, RewardStatus.ERROR)
+    assert await values(reward, item(once, CALLS)) == [1.0], "what was lost is not kept"
 
 
-async def test_a_long_queue_is_not_a_wrong_answer() -> None:
-    async with rewarding(reward_workers=1) as reward:
-        reward._settings = reward._settings.model_copy(update={"reward_queue_seconds": 0.2})
-        slow, waiting = (item(f"import time; time.sleep(2)  # {n}", STDIO) for n in range(2))
-        evaluations = await asyncio.gather(reward.score(slow), reward.score(waiting))
-        assert evaluations[1].status is RewardStatus.OVERLOADED
-        assert (evaluations[1].value, evaluations[0].value) == (None, 0.0)
+@in_loop_of_module
+async def test_a_long_queue_is_not_a_wrong_answer(reward: CodeReward) -> None:
+    impatient = with_boxes_of(reward, reward_queue_seconds=0.2)
+    answers = [item(f"import time; time.sleep(2)  # {n}", STDIO) for n in range(3)]
+    evaluations = await asyncio.gather(*map(impatient.score, answers))
+    assert (evaluations[2].value, evaluations[2].status) == (None, RewardStatus.OVERLOADED)
+    assert [evaluation.value for evaluation in evaluations[:2]] == [0.0, 0.0]
 
 
 async def test_the_routes_give_the_reward_with_its_reason(serving: Any) -> None:
@@ -313,55 +323,26 @@ async def test_the_routes_give_the_reward_with_its_reason(serving: Any) -> None:
             "rewards"
         ]
     assert (result["reward"], result["components"]) == (0.0, {"code": 0.0, "format": 0.0})
-    assert result["reason"] == "code: 1 of 2 tests pass; a call gives ['value', 3]"
+    assert "1 of 2 tests pass" in result["reason"]
     assert result["extracted"] == "def add(a, b): return 3\n"
 
 
-def test_without_a_sandbox_the_server_ends_with_78_and_says_why(tmp_path: Any) -> None:
-    for module in ("services.reward_server", "services.reward_server.own_code"):
-        done = subprocess.run(
-            [sys.executable, "-m", module],
-            env={"REWARD_FN": "code", "SANDBOX": "seatbelt", "PATH": "/usr/bin", "SHARED_DIR": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=IDLE_SECONDS,
-        )
-        assert done.returncode == EXIT_CONFIGURATION, done.stderr
-        assert "code needs a sandbox, and SANDBOX=seatbelt has none on this machine" in done.stderr
-        assert "seatbelt is not for linux" in done.stderr
+def test_without_a_sandbox_neither_the_server_starts_nor_the_check_of_the_functions_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    monkeypatch.setenv("REWARD_FN", "code")
+    monkeypatch.setenv("SANDBOX", "bwrap")
+    monkeypatch.setattr(sys, "argv", ["own_code"])
+    reward = CodeReward(RewardSettings.load())
+    for attempt in (lambda: asyncio.run(reward.start()), own_code.main):
+        with pytest.raises(ConfigurationError, match="SANDBOX=bwrap"):
+            attempt()
 
 
 def test_a_setting_that_is_wrong_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="SANDBOX is 'docker'"):
+    with pytest.raises(ConfigurationError, match="SANDBOX"):
         RewardSettings.load(sandbox="docker")
-
-
-def test_a_server_killed_in_mid_batch_gives_the_same_rewards_and_leaves_no_process(start_service: Any) -> None:
-    codes = [f"import time\ntime.sleep(0.3)\ndef add(a, b): return a + b + {n % 3}  # {n}" for n in range(20)]
-    items = [{"prompt": "", "response": fenced(code), "ground_truth": "", "row": "0"} for code in codes]
-    body = {"items": items, "rows": {"0": json.dumps(CALLS)}}
-
-    def ask(url: str) -> list[float | None]:
-        reply = httpx.post(f"{url}/batch_reward", json=body, timeout=IDLE_SECONDS, trust_env=False)
-        return [result.reward for result in BatchRewardReply.model_validate(reply.json()).rewards]
-
-    options = {"REWARD_FN": "code", "REWARD_QUEUE_SECONDS": str(IDLE_SECONDS)}
-    service = start_service("services.reward_server", **options)
-    quiet = ask(service.url)
-    assert quiet == [float(n % 3 == 0) for n in range(20)]
-    service.terminate()
-
-    service = start_service("services.reward_server", **options)
-    process = psutil.Process(service.process.pid)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{service.url}/batch_reward", json=body, timeout=httpx.Timeout(IDLE_SECONDS, read=1), trust_env=False
-        )
-    children = process.children(recursive=True)
-    assert len(children) > 2
-    service.kill()
-    assert psutil.wait_procs(children, IDLE_SECONDS)[1] == []
-    assert ask(start_service("services.reward_server", **options).url) == quiet
 
 
 def test_a_dry_run_refuses_a_row_whose_tests_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +352,7 @@ def test_a_dry_run_refuses_a_row_whose_tests_cannot_be_read(tmp_path: Path, monk
     ]
     (tmp_path / "items").write_text("".join(json.dumps(one) + "\n" for one in items))
     monkeypatch.setattr(sys, "argv", ["own_code", str(tmp_path / "items")])
-    with pytest.raises(ConfigurationError, match="`code`, and at prompt lines/train/1 the row's tests cannot be read"):
+    with pytest.raises(ConfigurationError, match="lines/train/1"):
         own_code.check(RewardSettings(reward_fn="code"))
     (tmp_path / "items").write_text(json.dumps(items[0]) + "\n")
     own_code.check(RewardSettings(reward_fn="code"))

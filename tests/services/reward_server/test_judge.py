@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import sqlite3
 import threading
 import time
@@ -44,8 +43,8 @@ RIGHT, WRONG = 1.0, 1 / 4
 
 
 @pytest.fixture
-def judge() -> Iterator[ScriptedJudge]:
-    with scripted_judge() as scripted:
+def judge(tmp_path: Path) -> Iterator[ScriptedJudge]:
+    with scripted_judge(tmp_path) as scripted:
         yield scripted
 
 
@@ -82,8 +81,8 @@ async def judging(settings: RewardSettings) -> AsyncIterator[Asked]:
         yield Asked(judge, rubric.find_rubric(settings))
 
 
-async def test_a_score_is_the_weighted_mean_of_ordered_choices(judge: ScriptedJudge, tmp_path: Path) -> None:
-    async with judging(judge.settings(tmp_path)) as made:
+async def test_a_score_is_the_weighted_mean_of_ordered_choices(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings()) as made:
         results = [await made.score("judge", item(text)) for text in ("It is 42.", "It is 41.", "42", "41")]
     assert [result.value for result in results] == [RIGHT, WRONG, 3 / 4 + 1 / 8, 1 / 8]
     assert results[3].reason == "right: no (r); form: fair (r)"
@@ -91,22 +90,20 @@ async def test_a_score_is_the_weighted_mean_of_ordered_choices(judge: ScriptedJu
     assert made.stats["judge_tokens"] == 4 * 110
 
 
-async def test_placeholders_are_replaced_in_one_pass_by_columns_of_the_row(
-    judge: ScriptedJudge, tmp_path: Path
-) -> None:
-    (tmp_path / "rubric.yaml").write_text(
+async def test_placeholders_are_replaced_in_one_pass_by_columns_of_the_row(judge: ScriptedJudge) -> None:
+    (judge.directory / "rubric.yaml").write_text(
         "instruction: 'Tests: {tests}; {{kept}}'\n"
         "criteria: [{name: right, text: 'Equal to {ground_truth}'}, {name: form, text: x, choices: [bad, fair, good]}]"
     )
     asked = item("It is 42.", ground_truth="{prompt}", row=json.dumps({"tests": [1, "é"], "ground_truth": "no"}))
-    async with judging(judge.settings(tmp_path)) as made:
+    async with judging(judge.settings()) as made:
         assert (await made.score("judge", asked)).value is not None
         missing = await made.score("judge", item("It is 42."))
     user = judge.asked[0]["messages"][1]["content"]
     assert user.startswith('Tests: [1, "é"]; {kept}\n')
     assert "Equal to {prompt} Choices" in user
     assert (missing.value, missing.status) == (None, RewardStatus.ERROR)
-    assert "the rubric names {tests}, which the row lacks; it has ground_truth, prompt" in (missing.reason or "")
+    assert "{tests}" in (missing.reason or "")
     assert len(judge.asked) == 1
 
 
@@ -114,60 +111,51 @@ VERDICTS = '{"verdicts": [{"name": "right", "reason": "r", "verdict": "%s"}, {"n
 EXAMPLE = '{"verdicts": [{"name": "<criterion>", "reason": "<one sentence>", "verdict": "<one of its choices>"}]}'
 
 
-@pytest.mark.parametrize(
-    ("content", "score"),
-    [
-        pytest.param(VERDICTS % "yes", RIGHT, id="plain"),
-        pytest.param(f"```json\n{VERDICTS % 'YES '}\n```", RIGHT, id="fenced"),
-        pytest.param(f"I fill in {EXAMPLE}. So: {VERDICTS % 'no'}", WRONG, id="an echoed example"),
-        pytest.param(f"<think>{VERDICTS % 'yes'} or not?</think>{VERDICTS % 'no'}", WRONG, id="reasoning before"),
-        pytest.param(
-            [{"type": "text", "text": ""}, {"type": "text", "text": VERDICTS % "yes"}], RIGHT, id="empty block"
-        ),
-        pytest.param(
-            [{"type": "thinking", "thinking": VERDICTS % "yes"}, {"type": "text", "text": VERDICTS % "no"}],
-            WRONG,
-            id="a block of thoughts",
-        ),
-        pytest.param(f'{{"result": {VERDICTS % "yes"}}}', RIGHT, id="nested"),
-        pytest.param(f"{VERDICTS % 'no'} {VERDICTS % 'yes'}", WRONG, id="the first counts"),
-        pytest.param("Yes, this is right: yes. Verdict: yes", None, id="yes inside prose"),
-        pytest.param("", None, id="empty"),
-        pytest.param(None, None, id="no content"),
-        pytest.param("<think>all thoughts</think> ", None, id="nothing behind the reasoning"),
-        pytest.param('{"verdicts": [{"name": "right", "verdict": "yes"}]}', None, id="a criterion is missing"),
-        pytest.param(VERDICTS.replace("form", "right") % "yes", None, id="a criterion twice"),
-        pytest.param(VERDICTS.replace("form", "style") % "yes", None, id="an unknown criterion"),
-        pytest.param(VERDICTS % "probably", None, id="outside the choices"),
-        pytest.param('{"verdicts": "yes"}', None, id="no list"),
-        pytest.param('{"a": ' * 5000, None, id="deep"),
-    ],
-)
-async def test_a_reply_has_every_verdict_or_none(
-    judge: ScriptedJudge, tmp_path: Path, content: Any, score: float | None
-) -> None:
-    judge.faults += [lambda _: completion(content)] * 2
-    async with judging(judge.settings(tmp_path)) as made:
-        result = await made.score("judge", item("It is 42."))
-    assert result.value == score
-    assert (result.status is RewardStatus.SCORED) == (score is not None)
-    assert len(judge.asked) == (1 if score is not None else 2), "an unusable reply is asked for once more"
+REPLIES = [
+    (VERDICTS % "yes", RIGHT),
+    (f"```json\n{VERDICTS % 'YES '}\n```", RIGHT),
+    (f"I fill in {EXAMPLE}. So: {VERDICTS % 'no'}", WRONG),
+    (f"<think>{VERDICTS % 'yes'} or not?</think>{VERDICTS % 'no'}", WRONG),
+    ([{"type": "text", "text": ""}, {"type": "text", "text": VERDICTS % "yes"}], RIGHT),
+    ([{"type": "thinking", "thinking": VERDICTS % "yes"}, {"type": "text", "text": VERDICTS % "no"}], WRONG),
+    (f'{{"result": {VERDICTS % "yes"}}}', RIGHT),
+    (f"{VERDICTS % 'no'} {VERDICTS % 'yes'}", WRONG),
+    ("Yes, this is right: yes. Verdict: yes", None),
+    ("", None),
+    (None, None),
+    ("<think>all thoughts</think> ", None),
+    ('{"verdicts": [{"name": "right", "verdict": "yes"}]}', None),
+    (VERDICTS.replace("form", "right") % "yes", None),
+    (VERDICTS.replace("form", "style") % "yes", None),
+    (VERDICTS % "probably", None),
+    ('{"verdicts": "yes"}', None),
+    ('{"a": ' * 5000, None),
+]
 
 
-async def test_the_second_try_says_what_was_wrong_and_a_cut_reply_has_none(
-    judge: ScriptedJudge, tmp_path: Path
-) -> None:
+async def test_a_reply_has_every_verdict_or_none(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings()) as made:
+        for number, (content, score) in enumerate(REPLIES):
+            judge.asked.clear()
+            judge.faults[:] = [lambda _, content=content: completion(content)] * 2
+            result = await made.score("judge", item(f"It is 42, {number}."))
+            assert result.value == score, content
+            assert (result.status is RewardStatus.SCORED) == (score is not None)
+            assert len(judge.asked) == (1 if score is not None else 2), "an unusable reply is asked for once more"
+
+
+async def test_the_second_try_says_what_was_wrong_and_a_cut_reply_has_none(judge: ScriptedJudge) -> None:
     judge.faults.append(lambda _: completion("Well, yes."))
-    async with judging(judge.settings(tmp_path)) as made:
+    async with judging(judge.settings()) as made:
         assert (await made.score("judge", item("It is 42."))).value == RIGHT
         first, second = (request["messages"] for request in judge.asked)
         assert second[: len(first)] == first
         assert second[2] == {"role": "assistant", "content": "Well, yes."}
-        assert "the reply has no JSON object with a list of verdicts: 'Well, yes.'" in second[3]["content"]
+        assert "'Well, yes.'" in second[3]["content"]
         judge.faults.append(lambda body: completion(quiet_content(body)[:-1], finish_reason="length"))
         cut = await made.score("judge", item("It is 43."))
         assert (cut.value, len(judge.asked)) == (None, 3)
-        assert "raise JUDGE_MAX_TOKENS" in (cut.reason or "")
+        assert "JUDGE_MAX_TOKENS" in (cut.reason or "")
         assert made.stats["judge_failures_truncated"] == 1
 
 
@@ -183,28 +171,24 @@ INJECTIONS = {
 """What answers contain, and how a judge sees it."""
 
 
-@pytest.mark.parametrize("injected", INJECTIONS)
-async def test_an_answer_that_speaks_to_the_judge_stays_data(
-    judge: ScriptedJudge, tmp_path: Path, injected: str
-) -> None:
+async def test_an_answer_that_speaks_to_the_judge_stays_data(judge: ScriptedJudge) -> None:
     """The scripted judge copies the answer's JSON first, as a weak judge would."""
-    judge.faults.append(lambda body: completion(f"It claims {injected}. But: {quiet_content(body)}"))
-    async with judging(judge.settings(tmp_path)) as made:
-        result = await made.score("judge", item(f"It is 41. {injected}"))
-    assert result.value == WRONG
-    user = judge.asked[0]["messages"][1]["content"]
-    inside = ANSWER.search(user)[2]
-    assert inside == f"It is 41. {INJECTIONS[injected]}", "the answer cannot close its fence"
+    async with judging(judge.settings()) as made:
+        for injected, seen in INJECTIONS.items():
+            judge.faults.append(lambda body, text=injected: completion(f"It claims {text}. But: {quiet_content(body)}"))
+            assert (await made.score("judge", item(f"It is 41. {injected}"))).value == WRONG
+            inside = ANSWER.search(judge.asked[-1]["messages"][1]["content"])[2]
+            assert inside == f"It is 41. {seen}", "the answer cannot close its fence"
 
 
-async def test_too_many_requests_wait_as_long_as_the_judge_says(judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_too_many_requests_wait_as_long_as_the_judge_says(judge: ScriptedJudge) -> None:
     limited = (429, {"error": "slow down"}, {"Retry-After": "1"})
     judge.faults += [lambda _: limited] * 2
-    async with judging(judge.settings(tmp_path)) as made:
+    async with judging(judge.settings()) as made:
         started = time.monotonic()
         assert (await made.score("judge", item("It is 42."))).value == RIGHT
         assert time.monotonic() - started >= 2
-    async with judging(judge.settings(tmp_path, judge_seconds=1.5)) as made:
+    async with judging(judge.settings(judge_seconds=1.5)) as made:
         judge.faults += [lambda _: limited] * 20
         result = await made.score("judge", item("It is 43."))
         assert (result.value, result.status) == (None, RewardStatus.OVERLOADED)
@@ -212,11 +196,11 @@ async def test_too_many_requests_wait_as_long_as_the_judge_says(judge: ScriptedJ
         assert made.stats["judge_failures_overloaded"] == 1
 
 
-async def test_a_judge_that_hangs_costs_its_answer_only(judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_a_judge_that_hangs_costs_its_answer_only(judge: ScriptedJudge) -> None:
     end = threading.Event()
     judge.faults.append(lambda _: end.wait(60) and None)
     try:
-        async with judging(judge.settings(tmp_path, judge_seconds=2, judge_concurrency=2)) as made:
+        async with judging(judge.settings(judge_seconds=2, judge_concurrency=2)) as made:
             hung = asyncio.create_task(made.score("judge", item("It is 40.")))
             await eventually(lambda: judge.asked)
             others = await asyncio.gather(*(made.score("judge", item(f"It is {n}.")) for n in (41, 42)))
@@ -228,38 +212,33 @@ async def test_a_judge_that_hangs_costs_its_answer_only(judge: ScriptedJudge, tm
         end.set()
 
 
-@pytest.mark.parametrize(
-    ("reply", "status", "label", "words"),
-    [
-        ((200, "<html>Log in</html>", {"Content-Type": "text/html"}), RewardStatus.ERROR, "no_chat", "ChatReply"),
-        ((200, {"error": {"message": "no credit"}}), RewardStatus.ERROR, "no_chat", "ChatReply"),
-        ((401, {"error": {"message": "no such key"}}), RewardStatus.ERROR, "refused", "no such key"),
-        ((500, "oops"), RewardStatus.ERROR, "no_chat", "oops"),
-    ],
-)
-async def test_a_judge_that_fails_meanwhile_gives_no_score(
-    judge: ScriptedJudge, tmp_path: Path, reply: Any, status: RewardStatus, label: str, words: str
-) -> None:
-    judge.faults.append(lambda _: reply)
-    async with judging(judge.settings(tmp_path)) as made:
-        failed, fine = [await made.score("judge", item(text)) for text in ("It is 41.", "It is 42.")]
-    assert (failed.value, failed.status, fine.value) == (None, status, RIGHT)
-    assert words in (failed.reason or "")
-    assert made.stats[f"judge_failures_{label}"] == 1
+async def test_a_judge_that_fails_meanwhile_gives_no_score(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings()) as made:
+        for number, (reply, label) in enumerate(
+            [
+                ((200, "<html>Log in</html>", {"Content-Type": "text/html"}), "no_chat"),
+                ((200, {"error": {"message": "no credit"}}), "no_chat"),
+                ((500, "oops"), "no_chat"),
+                ((401, {"error": {"message": "no such key"}}), "refused"),
+            ]
+        ):
+            before = made.stats.get(f"judge_failures_{label}", 0)
+            judge.faults.append(lambda _, reply=reply: reply)
+            failed, fine = [await made.score("judge", item(f"It is {text}, {number}.")) for text in (41, 42)]
+            assert (failed.value, failed.status, fine.value) == (None, RewardStatus.ERROR, RIGHT)
+            assert made.stats[f"judge_failures_{label}"] == before + 1
 
 
-async def test_requests_at_once_are_bounded_and_the_deadline_counts_the_wait(
-    judge: ScriptedJudge, tmp_path: Path
-) -> None:
+async def test_requests_at_once_are_bounded_and_the_deadline_counts_the_wait(judge: ScriptedJudge) -> None:
     judge.faults += [lambda _: time.sleep(0.05)] * 8
-    async with judging(judge.settings(tmp_path, judge_concurrency=2)) as made:
+    async with judging(judge.settings(judge_concurrency=2)) as made:
         results = await asyncio.gather(*(made.score("judge", item(f"It is {n}.")) for n in range(38, 46)))
         assert sum(result.value == RIGHT for result in results) == 1
         assert judge.most_at_once == 2
     end = threading.Event()
     judge.faults += [lambda _: end.wait(60) and None] * 20
     try:
-        async with judging(judge.settings(tmp_path, judge_concurrency=1, judge_seconds=1)) as made:
+        async with judging(judge.settings(judge_concurrency=1, judge_seconds=1)) as made:
             # Both deadlines are one second away: which of them passes first is chance on a busy machine.
             for first in range(1, 20, 2):
                 texts = [f"It is {number}." for number in (first, first + 1)]
@@ -268,14 +247,14 @@ async def test_requests_at_once_are_bounded_and_the_deadline_counts_the_wait(
                 if results[1].status is RewardStatus.OVERLOADED:
                     break
             assert results[1].status is RewardStatus.OVERLOADED
-            assert "raise it or JUDGE_CONCURRENCY" in (results[1].reason or "")
+            assert "JUDGE_CONCURRENCY" in (results[1].reason or "")
     finally:
         end.set()
 
 
-async def test_no_verdict_is_paid_twice(judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_no_verdict_is_paid_twice(judge: ScriptedJudge) -> None:
     """Not by a repeated answer, an equal one under way, a caller that left, or a restart; failures are not kept."""
-    settings = judge.settings(tmp_path)
+    settings = judge.settings()
     judge.faults += [lambda _: completion("no verdict")] * 2
     async with judging(settings) as made:
         assert (await made.score("judge", item("It is 7."))).value is None
@@ -300,62 +279,37 @@ async def test_no_verdict_is_paid_twice(judge: ScriptedJudge, tmp_path: Path) ->
         async with judging(settings.model_copy(update=other)) as changed:
             assert (await changed.score("judge", item("It is 42."))).value == RIGHT
         assert len(judge.asked) == before + 1, "another model or sampling is another verdict"
-    with closing(sqlite3.connect(tmp_path / "judge/verdicts.sqlite")) as database:
+    with closing(sqlite3.connect(judge.directory / "judge/verdicts.sqlite")) as database:
         rows = database.execute("SELECT model, prompt_tokens, completion_tokens FROM verdicts").fetchall()
     assert rows == [("judge-1", 100, 10)] * 6
 
 
 async def test_a_second_server_is_refused_the_same_verdicts(
-    judge: ScriptedJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    judge: ScriptedJudge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.http.database.LOCK_SECONDS", 0.1)
-    async with judging(judge.settings(tmp_path)):
-        with pytest.raises(DependencyLostError, match="give this one another JUDGE_DIR"):
-            async with judging(judge.settings(tmp_path)):
+    async with judging(judge.settings()):
+        with pytest.raises(DependencyLostError, match="JUDGE_DIR"):
+            async with judging(judge.settings()):
                 pass
 
 
-async def test_a_judge_that_becomes_another_model_is_told(judge: ScriptedJudge, tmp_path: Path) -> None:
-    async with judging(judge.settings(tmp_path)) as made:
+async def test_a_judge_that_becomes_another_model_is_told(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings()) as made:
         await made.score("judge", item("It is 42."))
     judge.model = "judge-2"
     with capture_logs() as logs:
-        async with judging(judge.settings(tmp_path)) as made:
+        async with judging(judge.settings()) as made:
             for text in ("It is 43.", "It is 44."):
                 await made.score("judge", item(text))
     told = [log for log in logs if log["event"].startswith("another model answers for the judge")]
     assert [(log["before"], log["now"]) for log in told] == [("judge-1", "judge-2")]
 
 
-async def test_rewards_under_faults_are_those_of_the_quiet_judge(judge: ScriptedJudge, tmp_path: Path) -> None:
-    """Every answer gets the quiet judge's score in at most three rounds, or null; each verdict is paid once."""
-    draw = random.Random(0)
-    faults = [
-        lambda _: (429, {}, {"Retry-After": "0"}),
-        lambda _: (503, "down"),
-        lambda _: completion(""),
-        lambda body: completion(quiet_content(body), finish_reason="length"),
-        lambda _: (200, "<html>", {"Content-Type": "text/html"}),
-        lambda body: completion(f"{EXAMPLE} {quiet_content(body)}"),
-    ]
-    answers = [item(f"It is {n}.") for n in range(32, 52)]
-    judge.faults += [draw.choice(faults) for _ in range(25)]
-    async with judging(judge.settings(tmp_path)) as made:
-        for _ in range(4):
-            results = await asyncio.gather(*(made.score("judge", one) for one in answers))
-            for result in results:
-                assert result.value in (None, RIGHT, WRONG)
-                assert (result.value is None) == (result.status is not RewardStatus.SCORED)
-        assert [result.value == RIGHT for result in results] == [n == 42 for n in range(32, 52)]
-        judge.asked.clear()
-        await asyncio.gather(*(made.score("judge", one) for one in answers))
-        assert judge.asked == []
-
-
-async def test_a_soft_judge_scores_by_the_probability_of_yes(judge: ScriptedJudge, tmp_path: Path) -> None:
-    (tmp_path / "rubric.yaml").write_text("criteria: [{name: a, text: x}, {name: b, text: y, weight: 3}]")
+async def test_a_soft_judge_scores_by_the_probability_of_yes(judge: ScriptedJudge) -> None:
+    (judge.directory / "rubric.yaml").write_text("criteria: [{name: a, text: x}, {name: b, text: y, weight: 3}]")
     judge.faults += [lambda body: soft(body, 0.6, 0.2), lambda body: soft(body, 0.0, 0.5)]
-    async with judging(judge.settings(tmp_path, "judge_soft", judge_concurrency=1)) as made:
+    async with judging(judge.settings("judge_soft", judge_concurrency=1)) as made:
         result = await made.score("judge_soft", item("It is 42."))
         assert result.value == pytest.approx((0.75 + 3 * 0.0) / 4)
         assert [request["max_tokens"] for request in judge.asked] == [1, 1]
@@ -377,11 +331,9 @@ def reordered(body: Any) -> Any:
     return completion(json.dumps(content))
 
 
-async def test_a_group_is_scored_by_id_and_a_permutation_permutes_the_rewards(
-    judge: ScriptedJudge, tmp_path: Path
-) -> None:
+async def test_a_group_is_scored_by_id_and_a_permutation_permutes_the_rewards(judge: ScriptedJudge) -> None:
     judge.faults.append(reordered)
-    async with judging(judge.settings(tmp_path, "judge_group", judge_second_order=0)) as made:
+    async with judging(judge.settings("judge_group")) as made:
         assert [result.value for result in await made.compare(GROUP)] == SCORES
         for seed in range(5):
             order = random.Random(seed).sample(range(len(GROUP)), len(GROUP))
@@ -403,42 +355,42 @@ def with_scores(change: Any) -> Any:
     return reply
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda scores: scores.pop(), id="6 of 7 scores"),
-        pytest.param(lambda scores: scores.append(scores[0]), id="an id twice"),
-        pytest.param(lambda scores: scores[0].update(id="9"), id="an unknown id"),
-        pytest.param(lambda scores: scores[0].update(score=1.5), id="beyond 1"),
-        pytest.param(lambda scores: scores[0].update(score="high"), id="no number"),
-        pytest.param(lambda scores: scores[0].pop("score"), id="no score"),
-    ],
-)
-async def test_a_wrong_reply_to_a_group_is_asked_for_once_more_then_null_for_all(
-    judge: ScriptedJudge, tmp_path: Path, change: Any
-) -> None:
-    async with judging(judge.settings(tmp_path, "judge_group", judge_second_order=0)) as made:
-        judge.faults.append(with_scores(change))
-        assert [result.value for result in await made.compare(GROUP)] == SCORES
-        assert len(judge.asked) == 2
-        judge.faults += [with_scores(change)] * 2
-        failed = await made.compare(GROUP[4:])
-        assert {(result.value, result.status) for result in failed} == {(None, RewardStatus.ERROR)}
-        assert len(judge.asked) == 4
-        assert made.stats["judge_failures"] == 1, "one for the group"
+CHANGES = [
+    lambda scores: scores.pop(),
+    lambda scores: scores.append(scores[0]),
+    lambda scores: scores[0].update(id="9"),
+    lambda scores: scores[0].update(score=1.5),
+    lambda scores: scores[0].update(score="high"),
+    lambda scores: scores[0].pop("score"),
+]
+"""What makes a reply to a group unusable: a score too few, one twice, an unknown id, and scores that are none."""
 
 
-async def test_equal_answers_cost_no_request_and_scores_are_rounded_to_quarters(
-    judge: ScriptedJudge, tmp_path: Path
-) -> None:
-    async with judging(judge.settings(tmp_path, "judge_group", judge_second_order=0)) as made:
+async def test_a_wrong_reply_to_a_group_is_asked_for_once_more_then_null_for_all(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings("judge_group")) as made:
+        for number, change in enumerate(CHANGES):
+            asked = len(judge.asked)
+            judge.faults.append(with_scores(change))
+            again = [one.model_copy(update={"response": f"{one.response} {number}"}) for one in GROUP]
+            assert [result.value for result in await made.compare(again)] == SCORES
+            assert len(judge.asked) == asked + 2
+            judge.faults += [with_scores(change)] * 2
+            failed = await made.compare(again[4:])
+            assert {(result.value, result.status) for result in failed} == {(None, RewardStatus.ERROR)}
+            assert len(judge.asked) == asked + 4
+            assert made.stats["judge_failures"] == number + 1, "one for the group"
+
+
+async def test_equal_answers_cost_no_request_and_scores_are_rounded_to_quarters(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings("judge_group")) as made:
         assert [result.value for result in await made.compare([GROUP[0]] * 8)] == [0.5] * 8
         assert judge.asked == []
         judge.faults.append(with_scores(lambda scores: [e.update(score=0.6 + 0.01 * i) for i, e in enumerate(scores)]))
         assert {result.value for result in await made.compare(GROUP[1:4])} == {0.5}
 
 
-async def test_a_share_of_groups_is_judged_in_both_orders(judge: ScriptedJudge, tmp_path: Path) -> None:
+@pytest.mark.leaving
+async def test_a_share_of_groups_is_judged_in_both_orders(judge: ScriptedJudge) -> None:
     """A judge that favours the first place agrees with itself by -1; the rewards are those of the first order."""
 
     def by_place(body: Any) -> Any:
@@ -448,7 +400,7 @@ async def test_a_share_of_groups_is_judged_in_both_orders(judge: ScriptedJudge, 
         return completion(json.dumps(content))
 
     judge.faults += [by_place] * 2
-    async with judging(judge.settings(tmp_path, "judge_group", judge_second_order=1)) as made:
+    async with judging(judge.settings("judge_group", judge_second_order=1)) as made:
         texts = [item(text) for text in ("1", "2", "3", "4", "5")]
         first = {result.value for result in await made.compare(texts)}
         assert first == {0, 0.25, 0.5, 0.75, 1}
@@ -456,7 +408,7 @@ async def test_a_share_of_groups_is_judged_in_both_orders(judge: ScriptedJudge, 
         await made.compare(GROUP)
         assert made.stats["judge_order_agreement"] == 0, "the mean of -1 and 1"
         assert len(judge.asked) == 4
-    with_share = judge.settings(tmp_path, "judge_group", judge_second_order=0.3, judge_dir=tmp_path / "share")
+    with_share = judge.settings("judge_group", judge_second_order=0.3, judge_dir=judge.directory / "share")
     judge.asked.clear()
     async with judging(with_share) as made:
         for number in range(60):
@@ -464,6 +416,7 @@ async def test_a_share_of_groups_is_judged_in_both_orders(judge: ScriptedJudge, 
     assert 65 <= len(judge.asked) <= 95, "60, and about 18 a second time"
 
 
+@pytest.mark.leaving
 def test_kendalls_tau_counts_ties() -> None:
     assert kendall([1, 2, 3, 4], [1, 2, 3, 4]) == 1
     assert kendall([1, 2, 3, 4], [4, 3, 2, 1]) == -1
@@ -472,15 +425,16 @@ def test_kendalls_tau_counts_ties() -> None:
     assert kendall([1, 1, 1], [1, 2, 3]) is None
 
 
-async def test_long_scores_with_long_answers_show(judge: ScriptedJudge, tmp_path: Path) -> None:
-    async with judging(judge.settings(tmp_path)) as made:
+@pytest.mark.leaving
+async def test_long_scores_with_long_answers_show(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings()) as made:
         for text in ("42", "It is 42.", "42 " * 30):
             await made.score("judge", item(text))
         assert 0 < made.stats["judge_length_correlation"] < 1
 
 
-async def test_a_long_answer_is_cut_in_the_middle(judge: ScriptedJudge, tmp_path: Path) -> None:
-    async with judging(judge.settings(tmp_path)) as made:
+async def test_a_long_answer_is_cut_in_the_middle(judge: ScriptedJudge) -> None:
+    async with judging(judge.settings()) as made:
         await made.score("judge", item("a" * 10_030 + "42" + "b" * 10_030))
     user = judge.asked[0]["messages"][1]["content"]
     assert "a" * 10_000 + "\n(… 62 characters are left out here)\n" + "b" * 10_000 in user
@@ -490,8 +444,8 @@ async def test_a_long_answer_is_cut_in_the_middle(judge: ScriptedJudge, tmp_path
 # The server
 
 
-async def test_rewards_of_answers_alone_and_of_groups(serving: Any, judge: ScriptedJudge, tmp_path: Path) -> None:
-    settings = judge.settings(tmp_path, "exact_match=1,judge=0.5,judge_group=2", judge_second_order=0)
+async def test_rewards_of_answers_alone_and_of_groups(serving: Any, judge: ScriptedJudge) -> None:
+    settings = judge.settings("exact_match=1,judge=0.5,judge_group=2")
     group = [one.model_dump(mode="json") for one in (item("42"), item("It is 41."))]
     async with serving(create_app(settings)) as client:
         alone = (await client.post("/reward", json=group[0])).json()
@@ -534,12 +488,12 @@ SOURCES = """
 
 
 async def test_every_source_has_its_rubric_and_all_share_a_judge(
-    serving: Any, judge: ScriptedJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Any, judge: ScriptedJudge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mix.yaml").write_text(SOURCES)
-    (tmp_path / "short.yaml").write_text("criteria: [{name: form, text: x, choices: [bad, fair, good]}]")
-    settings = judge.settings(tmp_path, "math", sources=tmp_path / "mix.yaml", judge_second_order=0, reward_workers=1)
+    monkeypatch.chdir(judge.directory)
+    (judge.directory / "mix.yaml").write_text(SOURCES)
+    (judge.directory / "short.yaml").write_text("criteria: [{name: form, text: x, choices: [bad, fair, good]}]")
+    settings = judge.settings("math", sources=judge.directory / "mix.yaml", reward_workers=1)
 
     def sent(source: str, *texts: str) -> dict[str, Any]:
         return {"items": [item(text, source=source).model_dump(mode="json") for text in texts], "is_group": True}
@@ -555,14 +509,14 @@ async def test_every_source_has_its_rubric_and_all_share_a_judge(
         assert stats["judge"]["judge_calls"] == 4
         unknown = await client.post("/batch_reward", json=sent("other", "42"))
         assert unknown.status_code == 422
-    (tmp_path / "short.yaml").write_text("criteria: []")
+    (judge.directory / "short.yaml").write_text("criteria: []")
     with pytest.raises(ConfigurationError, match=r"source 'short': JUDGE_RUBRIC short.yaml, line 1: criteria"):
         create_app(settings)
 
 
-async def test_an_answer_alone_has_no_relative_reward(serving: Any, judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_an_answer_alone_has_no_relative_reward(serving: Any, judge: ScriptedJudge) -> None:
     with capture_logs() as logs:
-        app = create_app(judge.settings(tmp_path, "judge_group"))
+        app = create_app(judge.settings("judge_group"))
     assert any("the weights of REWARD_FN sum to 0" in log["event"] for log in logs)
     async with serving(app) as client:
         result = (await client.post("/reward", json=item("42").model_dump(mode="json"))).json()
@@ -571,9 +525,9 @@ async def test_an_answer_alone_has_no_relative_reward(serving: Any, judge: Scrip
     assert judge.asked == []
 
 
-async def test_one_failed_part_leaves_no_reward(serving: Any, judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_one_failed_part_leaves_no_reward(serving: Any, judge: ScriptedJudge) -> None:
     judge.faults += [lambda _: completion("")] * 2
-    async with serving(create_app(judge.settings(tmp_path, "exact_match,judge"))) as client:
+    async with serving(create_app(judge.settings("exact_match,judge"))) as client:
         result = (await client.post("/reward", json=item("42").model_dump(mode="json"))).json()
         assert (result["reward"], result["status"]) == (None, "error")
         assert result["components"] == {"exact_match": 1.0, "judge": None}
@@ -582,36 +536,29 @@ async def test_one_failed_part_leaves_no_reward(serving: Any, judge: ScriptedJud
 
 # Before the run
 
-HTML = (200, "<html><body>Log in</body></html>", {"Content-Type": "text/html"})
 
-
-@pytest.mark.parametrize(
-    ("reply", "words"),
-    [
-        (HTML, r"JUDGE_URL .* answers text/html that is not a chat completion .*Log in.* mostly ending in /v1"),
-        ((404, "no such route"), r"refuses a request for JUDGE_MODEL m: 404 no such route; the URL must end where"),
-        ((401, {"error": "bad key"}), r"401 .*bad key.*JUDGE_API_KEY_ENV"),
-        ((302, "", {"Location": "/login"}), r"refuses a request for JUDGE_MODEL m: 302"),
-    ],
-)
-async def test_what_is_no_judge_is_refused_before_the_run_and_at_the_start(
-    judge: ScriptedJudge, tmp_path: Path, reply: Any, words: str
-) -> None:
-    judge.at_start = reply
-    settings = judge.settings(tmp_path)
-    with pytest.raises(ConfigurationError, match=words):
-        await made_of(settings).check()
-    app = create_app(settings)
-    async with app.router.lifespan_context(app):
+async def test_what_is_no_judge_is_refused_before_the_run_and_at_the_start(judge: ScriptedJudge) -> None:
+    settings = judge.settings()
+    for reply, words in (
+        ((200, "<html><body>Log in</body></html>", {"Content-Type": "text/html"}), "JUDGE_URL .*Log in"),
+        ((404, "no such route"), "JUDGE_MODEL m: 404"),
+        ((401, {"error": "bad key"}), "401 .*JUDGE_API_KEY_ENV"),
+        ((302, "", {"Location": "/login"}), "JUDGE_MODEL m: 302"),
+    ):
+        judge.at_start = reply
         with pytest.raises(ConfigurationError, match=words):
-            await wait_ready(app)
+            await made_of(settings).check()
+        app = create_app(settings)
+        async with app.router.lifespan_context(app):
+            with pytest.raises(ConfigurationError, match=words):
+                await wait_ready(app)
 
 
-async def test_a_soft_judge_needs_logprobs(judge: ScriptedJudge, tmp_path: Path) -> None:
-    (tmp_path / "rubric.yaml").write_text("criteria: [{name: a, text: x}]")
+async def test_a_soft_judge_needs_logprobs(judge: ScriptedJudge) -> None:
+    (judge.directory / "rubric.yaml").write_text("criteria: [{name: a, text: x}]")
     judge.at_start = completion("yes")
-    settings = judge.settings(tmp_path, "judge_soft")
-    with pytest.raises(ConfigurationError, match="no top_logprobs; judge_soft needs them, `judge` does not"):
+    settings = judge.settings("judge_soft")
+    with pytest.raises(ConfigurationError, match="top_logprobs"):
         await made_of(settings).check()
 
 
@@ -619,82 +566,70 @@ async def test_a_judge_out_of_reach_passes_the_check_and_is_waited_for_at_the_st
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("services.reward_server.judging.CHECK_SECONDS", 0.5)
-    settings = ScriptedJudge(f"http://127.0.0.1:{free_port()}/v1").settings(tmp_path)
+    settings = ScriptedJudge(f"http://127.0.0.1:{free_port()}/v1", tmp_path).settings()
     await made_of(settings).check()
-    note = f"note: JUDGE_URL {settings.judge_url} was not checked, because it does not answer: "
-    assert any(line.startswith(note) for line in capsys.readouterr().out.splitlines())
+    assert f"JUDGE_URL {settings.judge_url} was not checked" in capsys.readouterr().out
     with pytest.raises(NeverReadyError, match="judge did not answer"):
         async with made_of(settings).serving(0.5):
             pass
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"judge_url": None}, "which needs JUDGE_URL; set it as docs/guides/judge.md shows"),
+def test_a_judge_without_a_setting_is_refused(tmp_path: Path) -> None:
+    fields = {"judge_url": "http://x/v1", "judge_model": "m", "judge_rubric": tmp_path / "r"}
+    for options, words in (
+        ({"judge_url": None}, "needs JUDGE_URL"),
         ({"judge_model": None}, "JUDGE_MODEL"),
         ({"judge_rubric": None}, "JUDGE_RUBRIC"),
         ({"judge_url": None, "judge_model": None}, "JUDGE_URL and JUDGE_MODEL"),
-        ({"judge_url": "127.0.0.1:30001"}, "JUDGE_URL is '127.0.0.1:30001'"),
-        ({"judge_args": "x"}, "JUDGE_ARGS is 'x': give JSON"),
-    ],
-)
-def test_a_judge_without_a_setting_is_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    fields = {"judge_url": "http://x/v1", "judge_model": "m", "judge_rubric": tmp_path / "r", **options}
-    with pytest.raises(ConfigurationError, match=words):
-        RewardSettings.load(reward_fn="math,judge", **fields)
+        ({"judge_url": "127.0.0.1:30001"}, "JUDGE_URL is"),
+        ({"judge_args": "x"}, "JUDGE_ARGS is"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            RewardSettings.load(reward_fn="math,judge", **fields | options)
     RewardSettings.load(reward_fn="math")
     RewardSettings.load(reward_fn="judge_group", judge_url="http://x/v1", judge_model="m")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            "criteria:\n- {name: a, text: x}\n- {name: b, text: y}\n- {name: a, text: z}",
-            "line 4: criteria.2.name: a is",
-        ),
-        (
-            "criteria:\n- name: a\n  text: x\n  choices: [no, yes, No]",
-            "line 4: criteria.0.choices.2: no is there twice",
-        ),
-        ("criteria:\n- name: a\n  text: x\n  weight: .nan", "line 4: criteria.0.weight: "),
-        ("criteria:\n- name: a\n  text: x\n  weight: 0", "line 4: criteria.0.weight: Input should be greater than 0"),
-        ("criteria:\n- name: a\n  text: x\n  wieght: 2", "line 4: criteria.0.wieght: this key does not exist; correct"),
-        ("criteria:\n- name: a\n  text: It is {truth.", r"line 3: criteria.0.text: a \{ stands alone; write \{name\}"),
-        ("instruction: Give \\boxed{42}.\ncriteria: []", r"line 1: instruction: a \{ stands alone"),
-        ("criteria:\n- name: a\n  text: x\n  choices: [good]", "line 4: criteria.0.choices: "),
-        ("instruction: x\n\ncriteria: []", "line 3: criteria: "),
-        ("- a", "line 1: the file: "),
-        ("", "line 1: the file: "),
-        ("criteria: [", "is not YAML: "),
-        ("criteria:\n- name: a\n  text: x\n  text: y", "a key of .*'text', 'text'.* is there twice in .*, line 2"),
-        (None, "cannot be read, seen from .*No such file or directory"),
-    ],
-)
-def test_a_rubric_with_a_mistake_is_refused_with_file_and_line(
-    tmp_path: Path, judge: ScriptedJudge, text: str | None, words: str
-) -> None:
-    settings = judge.settings(tmp_path)
-    path = tmp_path / "rubric.yaml"
-    path.unlink() if text is None else path.write_text(text)
-    with pytest.raises(ConfigurationError, match=rf"JUDGE_RUBRIC {re.escape(str(path))}[, ].*{words}"):
-        create_app(settings)
+MISTAKES = [
+    ("criteria:\n- {name: a, text: x}\n- {name: b, text: y}\n- {name: a, text: z}", "line 4: criteria.2.name: "),
+    ("criteria:\n- name: a\n  text: x\n  choices: [no, yes, No]", "line 4: criteria.0.choices.2: "),
+    ("criteria:\n- name: a\n  text: x\n  weight: .nan", "line 4: criteria.0.weight: "),
+    ("criteria:\n- name: a\n  text: x\n  weight: 0", "line 4: criteria.0.weight: "),
+    ("criteria:\n- name: a\n  text: x\n  wieght: 2", "line 4: criteria.0.wieght: "),
+    ("criteria:\n- name: a\n  text: It is {truth.", "line 3: criteria.0.text: "),
+    ("instruction: Give \\boxed{42}.\ncriteria: []", "line 1: instruction: "),
+    ("criteria:\n- name: a\n  text: x\n  choices: [good]", "line 4: criteria.0.choices: "),
+    ("instruction: x\n\ncriteria: []", "line 3: criteria: "),
+    ("- a", "line 1: the file: "),
+    ("", "line 1: the file: "),
+    ("criteria: [", "is not YAML: "),
+    ("criteria:\n- name: a\n  text: x\n  text: y", "line 2"),
+    (None, "cannot be read"),
+]
 
 
-def test_a_soft_judge_asks_for_no_or_yes_alone(tmp_path: Path, judge: ScriptedJudge) -> None:
-    with pytest.raises(ConfigurationError, match="line 8: judge_soft asks for no or yes, but 'form' has other choices"):
-        create_app(judge.settings(tmp_path, "judge_soft"))
+def test_a_rubric_with_a_mistake_is_refused_with_file_and_line(judge: ScriptedJudge) -> None:
+    settings = judge.settings()
+    path = judge.directory / "rubric.yaml"
+    for text, place in MISTAKES:
+        path.unlink() if text is None else path.write_text(text)
+        with pytest.raises(ConfigurationError) as refusal:
+            create_app(settings)
+        assert f"JUDGE_RUBRIC {path}" in str(refusal.value)
+        assert place in str(refusal.value), text
+
+
+def test_a_soft_judge_asks_for_no_or_yes_alone(judge: ScriptedJudge) -> None:
+    with pytest.raises(ConfigurationError, match="line 8: "):
+        create_app(judge.settings("judge_soft"))
 
 
 async def test_a_key_is_sent_and_one_that_is_not_there_is_refused(
-    judge: ScriptedJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    judge: ScriptedJudge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = judge.settings(tmp_path, judge_api_key_env="MY_KEY")
+    settings = judge.settings(judge_api_key_env="MY_KEY")
     monkeypatch.delenv("MY_KEY", raising=False)
-    with pytest.raises(
-        ConfigurationError, match=r"JUDGE_API_KEY_ENV names MY_KEY, which is not set; .* --secret MY_KEY"
-    ):
+    with pytest.raises(ConfigurationError, match="JUDGE_API_KEY_ENV names MY_KEY"):
         create_app(settings)
     monkeypatch.setenv("MY_KEY", "s3cret")
     async with judging(settings) as made:
@@ -702,60 +637,8 @@ async def test_a_key_is_sent_and_one_that_is_not_there_is_refused(
         assert (await made.score("judge", item("It is 42."))).value == RIGHT
 
 
-async def test_args_are_sent_and_null_removes_a_field(judge: ScriptedJudge, tmp_path: Path) -> None:
+async def test_args_are_sent_and_null_removes_a_field(judge: ScriptedJudge) -> None:
     args = {"temperature": None, "max_tokens": None, "max_completion_tokens": 50, "reasoning_effort": "low"}
-    async with judging(judge.settings(tmp_path, judge_args=args)) as made:
+    async with judging(judge.settings(judge_args=args)) as made:
         await made.score("judge", item("It is 42."))
     assert judge.asked[0].keys() == {"model", "messages", "max_completion_tokens", "reasoning_effort"}
-
-
-# The embedded engine as a judge
-
-WORDS = ["<pad>", "</s>", "yes", "no"]
-
-
-def save_model(directory: Path) -> Any:
-    """Write a random model whose vocabulary is so small that yes and no are always among the likeliest tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from tests.toy_models import noisy_model
-    from toys.models import qwen2
-
-    # Other letters than these are left out of a text.
-    vocabulary = [*WORDS, *"aeiouy1246"]
-    letters = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
-    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    letters.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>", additional_special_tokens=WORDS)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
-    tokenizer.save_pretrained(directory)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = qwen2(vocab_size=len(vocabulary), num_key_value_heads=2, max_position_embeddings=2048, **sizes)
-    model = noisy_model(config, matrices=0.3, vectors=0.1)
-    model.save_pretrained(directory)
-    return model, tokenizer
-
-
-async def test_the_embedded_engine_judges(start_service: Any, tmp_path: Path) -> None:
-    """Its probabilities of yes and no are those that transformers computes; a model that writes no JSON gives null."""
-    import torch
-
-    (tmp_path / "rubric.yaml").write_text("criteria: [{name: right, text: 'The answer is {ground_truth}'}]")
-    model, tokenizer = save_model(tmp_path / "model")
-    engine = start_service("services.embedded_engine", MODEL_NAME=str(tmp_path / "model"))
-    scripted = ScriptedJudge(f"{engine.url}/v1")
-    async with judging(scripted.settings(tmp_path, "judge_soft")) as made:
-        answers = [item(text) for text in ("42", "41")]
-        results = [await made.score("judge_soft", one) for one in answers]
-        assert made.stats["judge_tokens"] > 200
-    for one, result in zip(answers, results, strict=True):
-        messages = rubric.soft_messages(made.rubric, made.rubric.criteria[0], one)
-        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, return_tensors="pt")
-        with torch.inference_mode():
-            p = model.eval()(ids).logits[0, -1].double().softmax(-1)
-        assert result.value == pytest.approx(float(p[2] / (p[2] + p[3])), abs=1e-4)
-    assert results[0].value != results[1].value
-    async with judging(scripted.settings(tmp_path, judge_max_tokens=8)) as made:
-        failed = await made.score("judge", answers[0])
-        assert (failed.value, failed.status) == (None, RewardStatus.ERROR)

@@ -25,47 +25,30 @@ def test_rewards_are_read_with_their_weights() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "total"),
-    [
+def test_weights_with_which_no_answer_is_right_are_told_at_the_start() -> None:
+    for text, total in (
         ("math=0.5", "0.5"),
         ("math=0.5,format=0.4,my_rewards:f=-1", "0.9"),
         ("math", None),
         ("math=0.7,format=0.3", None),
-    ],
-)
-def test_weights_with_which_no_answer_is_right_are_told_at_the_start(text: str, total: str | None) -> None:
-    with capture_logs() as logs:
-        create_app(RewardSettings(reward_fn=text))
-    told = f"the weights of REWARD_FN sum to {total}, but an answer counts as right from a reward of 1 on: accuracy"
-    assert [log["event"].startswith(told) for log in logs] == [True] * (total is not None), logs
+    ):
+        with capture_logs() as logs:
+            create_app(RewardSettings(reward_fn=text))
+        assert [f"sum to {total}" in log["event"] for log in logs] == [True] * (total is not None), (text, logs)
 
 
-@pytest.mark.parametrize("text", ["", "maths", "math=much", "math=nan", "math,math=2", "a b:c", "math;format", "math="])
-def test_rewards_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    with pytest.raises(ValueError, match=r"allowed|twice"):
-        parse_functions(text)
-    if text:
-        monkeypatch.setenv("REWARD_FN", text)
-        with pytest.raises(ConfigurationError, match="REWARD_FN is"):
-            RewardSettings.load()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reward_fn": "reward_model"}, "REWARD_MODEL and the reward `reward_model`"),
-        ({"reward_model": "x"}, "REWARD_MODEL and the reward `reward_model`"),
-    ],
-)
-def test_rewards_that_lack_a_setting_do_not_start(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        create_app(RewardSettings(**options))
-
-
-def test_a_server_without_math_verify_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_that_do_not_exist_or_lack_a_setting_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("maths", "math=much", "math=nan", "math,math=2", "a b:c", "math;format", "math=", ""):
+        with pytest.raises(ValueError):  # noqa: PT011
+            parse_functions(text)
+        if text:
+            with pytest.raises(ConfigurationError, match="REWARD_FN"):
+                RewardSettings.load(reward_fn=text)
+    for options in ({"reward_fn": "reward_model"}, {"reward_model": "x"}):
+        with pytest.raises(ConfigurationError, match="REWARD_MODEL"):
+            create_app(RewardSettings(**options))
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ConfigurationError, match=r"pip install .* '\.\[reward\]'"):
+    with pytest.raises(ConfigurationError, match=r"\[reward\]"):
         create_app(RewardSettings.load())
 
 
@@ -95,7 +78,6 @@ async def test_a_row_travels_once_a_request_and_alone_with_one_answer(serving: A
         assert [reward["reward"] for reward in many] == [3.0, 5.0, 3.0]
         refused = await client.post("/batch_reward", json={"items": items, "rows": {"a": "{}"}})
         assert refused.status_code == 422
-        assert "an item names row 'b', which `rows` lacks" in refused.text
 
 
 def test_a_request_has_each_row_once() -> None:
@@ -128,21 +110,19 @@ def test_a_server_that_is_killed_leaves_no_process(start_service: Any, plugin: s
     assert alive == []
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+async def test_an_answer_that_does_not_fit_is_refused(serving: Any) -> None:
+    bodies: list[Any] = [
         {"prompt": "q", "response": "x"},
         {"prompt": "q", "response": 5, "ground_truth": "5"},
         {"prompt": "q", "response": "x", "ground_truth": "5", "completion_tokens": -1},
         [],
         "text",
-    ],
-)
-async def test_an_answer_that_does_not_fit_is_refused(serving: Any, body: Any) -> None:
+    ]
     async with serving(create_app(RewardSettings(reward_fn="exact_match"))) as client:
-        response = await client.post("/reward", json=body)
-        assert response.status_code == 422
-        assert response.json()["errors"]
+        for body in bodies:
+            response = await client.post("/reward", json=body)
+            assert response.status_code == 422, body
+            assert response.json()["errors"]
         assert (await client.get("/stats")).json()["answers"] == {}
 
 
@@ -189,19 +169,17 @@ async def test_an_answer_of_an_unknown_source_is_refused(serving: Any, mixed: An
             answer = {"prompt": "p", "response": "7", "ground_truth": "7", **source}
             refusal = await client.post("/reward", json=answer)
             assert refusal.status_code == 422
-            assert "is not in SOURCES: there are files, sums, words; give one" in refusal.json()["detail"]
+            assert "files, sums, words" in refusal.json()["detail"]
 
 
-async def test_the_functions_of_all_sources_are_loaded_before_the_first_answer(serving: Any, mixed: Any) -> None:
+async def test_a_reward_that_cannot_be_loaded_is_refused_with_its_source_before_the_first_answer(
+    serving: Any, mixed: Any
+) -> None:
     settings = mixed(MIX.replace("by_column=0.5", "by_colum"))
-    with pytest.raises(ConfigurationError, match=r"'rewards_of_mine:by_colum; exact_match; format=0.25' cannot be"):
+    with pytest.raises(ConfigurationError, match="rewards_of_mine:by_colum"):
         async with serving(create_app(settings)):
             pass
-
-
-def test_a_reward_that_cannot_be_loaded_is_refused_with_its_source(mixed: Any) -> None:
-    settings = mixed(MIX.replace("by_column=0.5", "by_colum"))
-    with pytest.raises(ConfigurationError, match=r"mix.yaml, source 'files': REWARD_FN 'rewards_of_mine:by_colum'"):
+    with pytest.raises(ConfigurationError, match="source 'files': REWARD_FN 'rewards_of_mine:by_colum'"):
         check(settings)
-    with pytest.raises(ConfigurationError, match=r"mix.yaml, source 'words': REWARD_FN is 'maths'"):
+    with pytest.raises(ConfigurationError, match="source 'words': REWARD_FN"):
         mixed(MIX.replace("words,", "words, reward_fn: maths,"))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from services.core import machine
 from services.core.errors import ConfigurationError
 from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server import pool, worker
-from tests.waiting import eventually
+from tests.waiting import IDLE_SECONDS, eventually
 
 DEMO = spec.env_file(Path(__file__).parents[3] / "examples/demo.env")
 
@@ -47,40 +46,32 @@ async def test_memory_is_limited_for_math_too(scoring: Any) -> None:
         assert "256 MB" in (result.reason or "")
 
 
-@pytest.mark.parametrize(
-    ("response", "status", "reason"),
-    [
-        ("raise", RewardStatus.ERROR, "ValueError: not today"),
-        ("nan", RewardStatus.ERROR, "a finite number is needed"),
-        ("none", RewardStatus.ERROR, "no reward function applies to the row: each returned None"),
-        ("text", RewardStatus.ERROR, "moody returned 'good', of type str; a finite number is needed"),
-        ("digits", RewardStatus.ERROR, "moody returned '1.0', of type str; a finite number is needed"),
-        ("patch", RewardStatus.ERROR, "moody returned no finite number"),
-        ("torch", RewardStatus.ERROR, "import it at the top of the module, or raise REWARD_MEMORY_MB"),
-        ("burn", RewardStatus.OVER_LIMIT, "processor time"),
-        ("swallow", RewardStatus.OVER_LIMIT, "processor time"),
-        ("sleep", RewardStatus.TIMEOUT, "more than 3 s by the clock"),
-        ("hog", RewardStatus.OVER_LIMIT, "more than 64 MB"),
-        ("grab", RewardStatus.OVER_LIMIT, "more than 64 MB"),
-        (
-            "exit",
-            RewardStatus.ERROR,
-            "exited with code 3 over this answer; if a library lacked memory, raise REWARD_MEMORY_MB",
-        ),
-        ("crash", RewardStatus.ERROR, "SIGSEGV"),
-        ("killed", RewardStatus.ERROR, "SIGKILL"),
-    ],
-)
-async def test_a_function_of_ones_own_that_misbehaves_costs_its_own_answer_only(
-    scoring: Any, plugin: str, response: str, status: RewardStatus, reason: str
-) -> None:
-    # By the clock only where that is the point: it runs on while other processes have the processor.
-    limits = {"reward_timeout_seconds": 3 if response == "sleep" else 60, "reward_memory_mb": 64}
+MISBEHAVED = {
+    "raise": (RewardStatus.ERROR, "ValueError: not today"),
+    "nan": (RewardStatus.ERROR, "finite"),
+    "none": (RewardStatus.ERROR, "None"),
+    "text": (RewardStatus.ERROR, "'good'"),
+    "digits": (RewardStatus.ERROR, "'1.0'"),
+    "patch": (RewardStatus.ERROR, "finite"),
+    "torch": (RewardStatus.ERROR, "REWARD_MEMORY_MB"),
+    "burn": (RewardStatus.OVER_LIMIT, "processor time"),
+    "swallow": (RewardStatus.OVER_LIMIT, "processor time"),
+    "hog": (RewardStatus.OVER_LIMIT, "64 MB"),
+    "grab": (RewardStatus.OVER_LIMIT, "64 MB"),
+    "exit": (RewardStatus.ERROR, "exited with code 3"),
+    "crash": (RewardStatus.ERROR, "SIGSEGV"),
+    "killed": (RewardStatus.ERROR, "SIGKILL"),
+}
+
+
+async def test_a_function_of_ones_own_that_misbehaves_costs_its_own_answer_only(scoring: Any, plugin: str) -> None:
+    limits = {"reward_timeout_seconds": IDLE_SECONDS, "reward_memory_mb": 64}
     async with scoring(reward_fn=f"{plugin}:moody", **limits) as scorer:
-        before, bad, after = await scorer.score([item("fine"), item(response), item("fine")])
-        assert (bad.reward, bad.status) == (None, status)
-        assert reason in (bad.reason or "")
-        assert (before.reward, after.reward) == (1.0, 1.0)
+        for response, (status, reason) in MISBEHAVED.items():
+            before, bad, after = await scorer.score([item("fine"), item(response), item("fine")])
+            assert (bad.reward, bad.status) == (None, status), response
+            assert reason in (bad.reason or "")
+            assert (before.reward, after.reward) == (1.0, 1.0)
 
 
 async def test_a_process_that_a_function_forks_answers_nothing(scoring: Any, plugin: str) -> None:
@@ -90,14 +81,12 @@ async def test_a_process_that_a_function_forks_answers_nothing(scoring: Any, plu
         assert [result.reward for result in results] == [1.0] * 9
 
 
-@pytest.mark.parametrize(("returned", "reward"), [("np.float32(0.5)", 0.5), ("np.int64(2)", 2.0), ("True", 1.0)])
-def test_a_number_of_any_library_is_a_reward(
-    returned: str, reward: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "numeric.py").write_text(f"import numpy as np\n\ndef f(response):\n    return {returned}\n")
+def test_a_number_of_any_library_is_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned = {"f": "np.float32(0.5)", "g": "np.int64(2)", "h": "True"}
+    code = "".join(f"def {name}(response):\n    return {value}\n" for name, value in returned.items())
+    (tmp_path / "numeric.py").write_text(f"import numpy as np\n{code}")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "numeric", raising=False)
-    assert worker.load("numeric:f")({"response": "?"}) == {"value": reward}
+    assert [worker.load(f"numeric:{name}")({"response": "?"})["value"] for name in returned] == [0.5, 2.0, 1.0]
 
 
 async def test_a_function_of_trls_form_gets_lists(scoring: Any, plugin: str) -> None:
@@ -110,7 +99,6 @@ async def test_a_reward_whose_square_overflows_is_none(scoring: Any, plugin: str
     async with scoring(reward_fn=f"{plugin}:length=1{'0' * 299}") as scorer:
         [huge] = await scorer.score([item("5", completion_tokens=10)])
         assert (huge.reward, huge.status) == (None, RewardStatus.ERROR)
-        assert "beyond 1e+30 in size; make the functions return less" in (huge.reason or "")
 
 
 async def test_workers_share_the_nodes_cores(scoring: Any, plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +143,7 @@ async def test_a_row_that_lacks_a_column_without_a_default_has_no_reward(scoring
         for row in ('{"difficulty": 2}', None):
             [result] = await scorer.score([item("x", row=row)])
             assert (result.reward, result.status) == (None, RewardStatus.ERROR)
-            assert "check needs tests, which the row lacks; give the parameter a default" in (result.reason or "")
+            assert "check needs tests" in (result.reason or "")
 
 
 async def test_a_function_that_does_not_apply_is_another_thing_than_one_that_failed(scoring: Any, plugin: str) -> None:
@@ -183,28 +171,23 @@ async def test_without_one_part_there_is_no_reward_but_the_other_parts_are_told(
         assert re.search(rf"\(.*/{plugin}\.py, line \d+, in moody\)$", result.reason or ""), result.reason
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [(" 7", 1.0), ("7\n", 1.0), ("7.", 0.0), ("3 + 4 = 7", 0.0), ("7\nor 8", 0.0), ("17", 0.0), ("", 0.0)],
-)
-async def test_the_demo_rewards_the_number_alone(scoring: Any, response: str, reward: float) -> None:
+async def test_the_demo_rewards_the_number_alone(scoring: Any) -> None:
+    answers = {" 7": 1.0, "7\n": 1.0, "7.": 0.0, "3 + 4 = 7": 0.0, "7\nor 8": 0.0, "17": 0.0, "": 0.0}
     async with scoring(reward_fn=DEMO["REWARD_FN"]) as scorer:
-        [result] = await scorer.score([item(response, "7")])
-        assert result.reward == reward
-        assert result.extracted == (response.strip() or None)
+        results = await scorer.score([item(response, "7") for response in answers])
+    assert [result.reward for result in results] == list(answers.values())
+    assert [result.extracted for result in results] == [response.strip() or None for response in answers]
 
 
 async def test_too_many_waiting_answers_come_back_overloaded(
     scoring: Any, plugin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "MAX_PENDING", 2)
-    limits = {"reward_timeout_seconds": 3, "reward_queue_seconds": 1.5}
+    limits = {"reward_timeout_seconds": 3, "reward_queue_seconds": 0.5}
     async with scoring(reward_fn=f"{plugin}:moody", **limits) as scorer:
         results = await scorer.score([item("sleep")] + [item("fine")] * 4)
         assert [result.status for result in results] == [RewardStatus.TIMEOUT] + [RewardStatus.OVERLOADED] * 4
-        reasons = {result.reason for result in results if result.status is RewardStatus.OVERLOADED}
-        assert any("answers wait for a worker already" in str(reason) for reason in reasons)
-        assert any("REWARD_QUEUE_SECONDS" in str(reason) for reason in reasons)
+        assert sum("REWARD_QUEUE_SECONDS" in str(result.reason) for result in results) == 2, "two may wait"
 
         async def scores_again() -> bool:
             return (await scorer.score([item("fine")]))[0].reward == 1.0
@@ -250,26 +233,19 @@ async def test_no_process_is_left(scoring: Any, plugin: str) -> None:
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("by_conversation", "by_conversation needs messages, which it does not get. Use prompt, response, "),
-        ("by_place", "by_place needs response, which it does not get. Use prompt, response, ground_truth, "),
-    ],
-)
-async def test_a_function_with_a_parameter_that_nobody_gives_stops_the_start(
-    scoring: Any, plugin: str, name: str, said: str
+async def test_a_function_that_cannot_be_loaded_or_has_a_parameter_that_nobody_gives_stops_the_start(
+    scoring: Any, plugin: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        async with scoring(reward_fn=f"{plugin}:{name}"):
-            pass
-
-
-@pytest.mark.parametrize("name", ["no_such_module:f", "json:no_such_function", "json:__doc__"])
-async def test_a_function_that_cannot_be_loaded_stops_the_start(scoring: Any, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"cannot be loaded: .*correct it or its module"):
-        async with scoring(reward_fn=name):
-            pass
+    for name, said in (
+        (f"{plugin}:by_conversation", "by_conversation needs messages"),
+        (f"{plugin}:by_place", "by_place needs response"),
+        ("no_such_module:f", "'no_such_module:f' cannot be loaded"),
+        ("json:no_such_function", "'json:no_such_function' cannot be loaded"),
+        ("json:__doc__", "'json:__doc__' cannot be loaded"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            async with scoring(reward_fn=name):
+                pass
 
 
 async def test_a_module_that_takes_too_long_to_import_stops_the_start(
@@ -277,11 +253,12 @@ async def test_a_module_that_takes_too_long_to_import_stops_the_start(
 ) -> None:
     (tmp_path / "endless.py").write_text("import time\n\ntime.sleep(3600)\n")
     monkeypatch.setattr(pool, "START_SECONDS", 0.5)
-    with pytest.raises(ConfigurationError, match=r"'endless:f' cannot be loaded: .* not ready within 0\.5 s"):
+    with pytest.raises(ConfigurationError, match="'endless:f' cannot be loaded"):
         async with scoring(reward_fn="endless:f"):
             pass
 
 
+@pytest.mark.slow
 async def test_the_server_that_starts_workers_may_be_killed(scoring: Any, plugin: str) -> None:
     async with scoring(reward_fn=f"{plugin}:moody") as scorer:
         worker = (await scorer.score([item("pid")]))[0].reward

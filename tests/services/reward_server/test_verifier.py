@@ -7,53 +7,46 @@ import pytest
 from services.reward_server import verifier
 from services.reward_server.answers import Verdict, judge
 
+EQUAL = [
+    (r"\frac{3}{4}", "0.75"),
+    (r"\sqrt{16}", "4"),
+    ("x^2+2x+1", "(x+1)^2"),
+    (r"2\frac{1}{2}", "2.5"),
+    ("10^5", "100000"),
+    ("(1, 2)", "(1,2)"),
+    ("5!", "120"),
+    ("Paris", "Paris"),
+]
+UNEQUAL = [("3x", "3"), (r"\frac{2}{7}", "0.3"), ("(1, 2)", "(2, 1)"), ("garbage $$ {", "5"), ("", "5")]
+NEARLY_NUMBERS = {
+    "<answer>3<answer>4</answer></answer>": ["3", "4", "34", "12"],
+    "<answer><answer>3</answer> or 4</answer>": ["3", "4", "34"],
+    "<answer>3 4</answer>": ["3", "4", "34", "12"],
+    "3 + 4 = 7 <answer>I do not know</answer>": ["3", "4", "7"],
+    "#### 1 3/2": ["1.5", "1", "6.5"],
+    "#### 1 1/0": ["1", "0", "11", "1.5"],
+    "#### 1 0/2": ["1", "5", "0.5"],
+    "#### 1 100/200": ["1.5", "5.5", "1"],
+    "#### 1 -1/2": ["1.5", "-1.5", "1", "-0.5"],
+    r"\boxed{\frac123}": ["1.5", "23", "1", "3", "0.5"],
+    "#### 1e999999": ["1", "6", "999999"],
+    "#### 1e-999999": ["0", "1"],
+    "#### 1e6e6": ["1", "6", "1000000"],
+}
 
-@pytest.mark.parametrize(
-    ("answer", "truth", "equal"),
-    [
-        (r"\frac{3}{4}", "0.75", True),
-        (r"\sqrt{16}", "4", True),
-        ("x^2+2x+1", "(x+1)^2", True),
-        (r"2\frac{1}{2}", "2.5", True),
-        ("10^5", "100000", True),
-        ("(1, 2)", "(1,2)", True),
-        ("5!", "120", True),
-        ("Paris", "Paris", True),
-        ("3x", "3", False),
-        (r"\frac{2}{7}", "0.3", False),
-        ("(1, 2)", "(2, 1)", False),
-        ("garbage $$ {", "5", False),
-        ("", "5", False),
-    ],
-)
-def test_expressions_are_compared_by_value(answer: str, truth: str, equal: bool) -> None:
-    assert verifier.is_equal(answer, truth) is equal
+
+def test_expressions_are_compared_by_value() -> None:
+    assert [pair for pair in EQUAL if not verifier.is_equal(*pair)] == []
+    assert [pair for pair in UNEQUAL if verifier.is_equal(*pair)] == []
 
 
-@pytest.mark.parametrize(
-    ("answer", "truths"),
-    [
-        ("<answer>3<answer>4</answer></answer>", ["3", "4", "34", "12"]),
-        ("<answer><answer>3</answer> or 4</answer>", ["3", "4", "34"]),
-        ("<answer>3 4</answer>", ["3", "4", "34", "12"]),
-        ("3 + 4 = 7 <answer>I do not know</answer>", ["3", "4", "7"]),
-        ("#### 1 3/2", ["1.5", "1", "6.5"]),
-        ("#### 1 1/0", ["1", "0", "11", "1.5"]),
-        ("#### 1 0/2", ["1", "5", "0.5"]),
-        ("#### 1 100/200", ["1.5", "5.5", "1"]),
-        ("#### 1 -1/2", ["1.5", "-1.5", "1", "-0.5"]),
-        (r"\boxed{\frac123}", ["1.5", "23", "1", "3", "0.5"]),
-        ("#### 1e999999", ["1", "6", "999999"]),
-        ("#### 1e-999999", ["0", "1"]),
-        ("#### 1e6e6", ["1", "6", "1000000"]),
-    ],
-)
-def test_what_is_nearly_a_spelling_of_a_number_is_rewarded_as_none(answer: str, truths: list[str]) -> None:
-    for truth in truths:
-        judgement = judge(answer, truth)
-        assert judgement.answer is not None
-        assert judgement.verdict is not Verdict.RIGHT
-        assert not verifier.is_equal(judgement.answer, truth)
+def test_what_is_nearly_a_spelling_of_a_number_is_rewarded_as_none() -> None:
+    for answer, truths in NEARLY_NUMBERS.items():
+        for truth in truths:
+            judgement = judge(answer, truth)
+            assert judgement.answer is not None
+            assert judgement.verdict is not Verdict.RIGHT
+            assert not verifier.is_equal(judgement.answer, truth), (answer, truth)
 
 
 @pytest.mark.parametrize("error", [MemoryError, RecursionError])

