@@ -47,14 +47,14 @@ def one_each(*tasks: str) -> list[str]:
 
 
 def grpo(*words: str | Path, code: int = 0) -> str:
-    """Runs a command of `grpo` that must end with ``code``; returns all that it printed."""
+    """Runs a command of `grpo` that must end with ``code``; returns what it printed, or its error."""
     command = [sys.executable, "-m", "scripts.grpo", *map(str, words)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
     )
     assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return done.stderr if code else done.stdout
 
 
 class System:

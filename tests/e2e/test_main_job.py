@@ -25,6 +25,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from services.core.endpoints import STATUS_PORT
 from services.core.errors import ConfigurationError
 from services.core.sources import Schedule
 from services.run_page.directory import FIRST_FAILURE
@@ -44,6 +45,8 @@ NODES = [
     *("data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0", "replay-buffer-0", "gateway-0"),
     "environment-server-0",
 ]
+STATUS = f"ppo-trainer-0:{STATUS_PORT}"
+"""Where the trainer's own pages are."""
 SECRETS = {
     "JOBGROUP_TOKEN": "recognisable-token-of-the-job-group",
     "HF_TOKEN": "hf_recognisableTokenOfTheHub",
@@ -200,16 +203,18 @@ def client(address: str, *, has_token: bool = True) -> httpx.Client:
 
 
 def now(system: System) -> dict[str, Any]:
-    with client(system.nodes.endpoints["ppo-trainer-0:8004"]) as http:
+    with client(system.nodes.endpoints[STATUS]) as http:
         return http.get("/api/now").raise_for_status().json()
 
 
 def pages(system: System) -> Iterator[Page]:
     for node, address in system.nodes.endpoints.items():
+        if node.startswith("ppo-trainer") and node != STATUS:
+            continue  # where ranks meet, in torch's own protocol
         for has_token in (False, True):
             with client(address, has_token=has_token) as http:
                 for path in PAGES:
-                    # A port may be torch's or a router's of a node that has none.
+                    # A port may be a router's of a node that has none.
                     with contextlib.suppress(httpx.TransportError):
                         reply = http.get(path)
                         yield Page(node, path, has_token, reply.status_code, reply.content)
@@ -265,7 +270,7 @@ def test_no_page_shows_a_secret(seen: Seen) -> None:
 def test_only_the_health_and_a_page_without_data_are_for_those_without_the_token(seen: Seen) -> None:
     shown = {page.path for page in seen.pages if page.status == 200 and not page.has_token}
     assert shown == {"/", "/health"}
-    assert {page.node for page in seen.pages if page.path == "/" and page.status == 200} == {"ppo-trainer-0:8004"}
+    assert {page.node for page in seen.pages if page.path == "/" and page.status == 200} == {STATUS}
     answered = {page.node for page in seen.pages if page.has_token and page.path == "/stats" and page.status == 200}
     refused = {page.node for page in seen.pages if not page.has_token and page.path == "/stats" and page.status == 401}
     assert len(answered) >= len(NODES) + 1, "every service, and the trainer"
