@@ -24,6 +24,7 @@ SOURCES = f"""
 - name: programs
   ratio: 1
   rollout: program
+  agent: ""
   agent_command: {sys.executable} -S {Path(__file__).with_name("program.py")}
 """
 

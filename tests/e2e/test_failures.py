@@ -27,7 +27,7 @@ AGENT = {"AGENT": "tests.e2e.agents:twice", "PROMPT_STYLE": "chat"}
         ("jobgroup.yaml", RAISES, "ppo-trainer-0", SAID),
         ("jobgroups/async.yaml", RAISES, "ppo-trainer-0", SAID),
         ("jobgroups/agent.yaml", RAISES | AGENT, "ppo-trainer-0", SAID),
-        ("jobgroup.yaml", {"DATASET": "no-such-file.jsonl"}, "data-server-0", "no-such-file.jsonl"),
+        ("jobgroup.yaml", {"DATASET": "nobody/no-such-dataset"}, "data-server-0", "nobody/no-such-dataset"),
     ],
     ids=["sync", "collectors", "agent", "data"],
 )

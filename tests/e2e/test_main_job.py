@@ -25,7 +25,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.core.endpoints import STATUS_PORT
+from services.core.endpoints import ROUTER_INNER_PORT, ROUTER_METRICS_PORT, STATUS_PORT
 from services.core.errors import ConfigurationError
 from services.core.sources import Schedule
 from services.run_page.directory import FIRST_FAILURE
@@ -39,7 +39,7 @@ from trainer.reporting.group_records import GroupRecords
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 RUN_ID = "main-job"
-STEPS, BATCH, GROUP = 12, 8, 8
+STEPS, BATCH, GROUP = 16, 8, 16
 TRAINERS = ["ppo-trainer-0", "ppo-trainer-1"]
 NODES = [
     *("data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0", "replay-buffer-0", "gateway-0"),
@@ -47,6 +47,7 @@ NODES = [
 ]
 STATUS = f"ppo-trainer-0:{STATUS_PORT}"
 """Where the trainer's own pages are."""
+INNER = (f":{ROUTER_INNER_PORT}", f":{ROUTER_METRICS_PORT}")
 SECRETS = {
     "JOBGROUP_TOKEN": "recognisable-token-of-the-job-group",
     "HF_TOKEN": "hf_recognisableTokenOfTheHub",
@@ -59,7 +60,7 @@ PAGES = (
 
 SOURCES = """
 - name: sums
-  ratio: 4
+  ratio: 5
   dataset: arithmetic
   rollout: completion
 - name: game
@@ -69,7 +70,7 @@ SOURCES = """
   environment: tests.e2e.agents:Moods
   group_size: 4
 - name: moods
-  ratio: 2
+  ratio: 1
   dataset: arithmetic
   rollout: agent
   agent: tests.e2e.agents:moody
@@ -88,7 +89,7 @@ PROGRAMS = """
 """
 MOODY = "ValueError: not one digit"
 """Why an agent of the source `moods` fails now and then."""
-RATIOS = {"sums": 4, "game": 1, "moods": 2, "programs": 1}
+RATIOS = {"sums": 5, "game": 1, "moods": 1, "programs": 1}
 
 
 class Page(NamedTuple):
@@ -137,7 +138,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, has_boxes: bool) -> dict[
         "MAX_STEPS": str(STEPS),
         "BATCH_SIZE": str(BATCH),
         "GROUP_SIZE": str(GROUP),
-        "LEARNING_RATE": "2e-4",
+        "LEARNING_RATE": "1e-4",
         # So that the run is the same each time, and what it learns.
         "ENGINE_DETERMINISTIC": "true",
         "MIN_WORKERS": "2",
@@ -209,8 +210,8 @@ def now(system: System) -> dict[str, Any]:
 
 def pages(system: System) -> Iterator[Page]:
     for node, address in system.nodes.endpoints.items():
-        if node.startswith("ppo-trainer") and node != STATUS:
-            continue  # where ranks meet, in torch's own protocol
+        if (node.startswith("ppo-trainer") and node != STATUS) or node.endswith(INNER):
+            continue  # where ranks meet, in torch's own protocol, and what others than its node cannot reach
         for has_token in (False, True):
             with client(address, has_token=has_token) as http:
                 for path in PAGES:
@@ -223,6 +224,8 @@ def pages(system: System) -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def finished(started: System, seen: Seen) -> System:
     """The run at its end, one of whose trainer nodes was killed on the way."""
+    # It is written beside the training.
+    started.wait_until(lambda: any(started.run_dir.glob("checkpoints/step-*")), "a checkpoint")
     started.kill(TRAINERS[0])
     assert started.wait() == 0, started.text
     return started
@@ -248,13 +251,15 @@ def test_the_run_page_moves_and_shows_every_component_healthy(seen: Seen) -> Non
     assert (seen.now["total_steps"], seen.now["policy_version"]) == (STEPS, seen.now["step"])
     assert seen.later["step"] > seen.now["step"] >= 1
     healthy = {component["name"] for component in seen.now["components"] if component["state"] == "healthy"}
-    services = {"data-server", "reward-server", "replay-buffer", "router", "ppo-trainer", "gateway"}
+    services = {"data-server", "reward-server", "replay-buffer", "router"}
     assert healthy >= services | {"rollout-server-0", "rollout-server-1"}
 
 
 def test_the_status_has_the_step_and_every_node(seen: Seen) -> None:
-    assert re.search(rf"steps +{seen.now['step']} of {STEPS}", seen.status), seen.status
-    assert [node for node in NODES + TRAINERS if node not in seen.status] == []
+    assert re.search(rf"steps +{seen.now['step']} ", seen.status), seen.status
+    up = set(re.findall(r"(\S+) +up ", seen.status))
+    assert up == {*NODES, TRAINERS[0]}, seen.status
+    assert TRAINERS[1] in seen.status, "which has no page of its own"
 
 
 def test_no_process_has_a_secret_in_its_arguments(seen: Seen) -> None:
@@ -269,7 +274,7 @@ def test_no_page_shows_a_secret(seen: Seen) -> None:
 
 def test_only_the_health_and_a_page_without_data_are_for_those_without_the_token(seen: Seen) -> None:
     shown = {page.path for page in seen.pages if page.status == 200 and not page.has_token}
-    assert shown == {"/", "/health"}
+    assert shown == {"/", "/health"}, [page[:3] for page in seen.pages if page.status == 200 and not page.has_token]
     assert {page.node for page in seen.pages if page.path == "/" and page.status == 200} == {STATUS}
     answered = {page.node for page in seen.pages if page.has_token and page.path == "/stats" and page.status == 200}
     refused = {page.node for page in seen.pages if not page.has_token and page.path == "/stats" and page.status == 401}
@@ -317,7 +322,9 @@ def test_a_healthy_start_logs_no_warning(finished: System) -> None:
 def test_accuracies_have_their_intervals_and_prompts(finished: System) -> None:
     summary, last = finished.summary(), finished.metrics()[-1]
     p, n = last["accuracy"], last["eval_prompts"] - last["eval_left_out"]
-    assert last["accuracy_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / n))
+    for source in finished.summary()["sources"]:
+        p_of_source = last[f"accuracy/{source}"]
+        assert last[f"accuracy_low/{source}"] <= p_of_source <= last[f"accuracy_high/{source}"]
     low, high = last["accuracy_low"], last["accuracy_high"]
     assert 0 <= low <= p <= high <= 1
     after = [summary[f"accuracy_after{part}"] for part in ("", "_low", "_high", "_prompts")]
@@ -375,7 +382,7 @@ def test_given_again_it_starts_nothing_and_shows_its_result(
 
 def test_it_learns(finished: System) -> None:
     rewards = [record["reward_mean/sums"] for record in finished.metrics()]
-    assert statistics.fmean(rewards[-5:]) > statistics.fmean(rewards[:3]), rewards
+    assert statistics.fmean(rewards[-8:]) > statistics.fmean(rewards[:4]), rewards
 
 
 def test_every_step_has_its_metrics_once(finished: System) -> None:
@@ -429,9 +436,10 @@ def test_every_version_reaches_both_rollout_nodes(finished: System) -> None:
 
 def test_every_step_is_computed_again_to_the_bit_on_two_ranks(finished: System) -> None:
     """Also those beside the kill: the model is that of an undisturbed training on the recorded groups."""
-    [line] = finished.verify().splitlines()
-    assert line.startswith("equal to the bit: "), line
-    assert f"steps 1 to {STEPS} and the " in line
+    lines = finished.verify().splitlines()
+    assert all(line.startswith("equal to the bit: ") for line in lines), lines
+    spans = [tuple(map(int, re.findall(r"of steps (\d+) to (\d+) ", line)[0])) for line in lines]
+    assert [step for first, last in spans for step in range(first, last + 1)] == list(range(1, STEPS + 1)), lines
 
 
 # Its sources
@@ -481,11 +489,10 @@ def test_every_token_that_the_engines_sampled_for_an_episode_is_in_a_trace_or_co
         assert record["episode_tokens_engines"] == kept + lost > 0
     with sqlite3.connect(finished.run_dir / "gateway" / "gateway.sqlite") as db:
         account = dict(db.execute("SELECT name, tokens FROM account"))
-        [(left,)] = db.execute("SELECT COUNT(*) FROM sessions WHERE finished")
-    assert left == 0, "a session is deleted when the trainer has its trace"
     last = records[-1]
     assert last["episode_tokens_open"] == 0
-    assert last["episode_tokens_engines"] == sum(account.values()) - account["traced"], account
+    recorded = account.pop("recorded")
+    assert last["episode_tokens_engines"] == recorded == sum(account.values()), account
 
 
 def test_the_rewards_of_an_environment_are_those_of_its_turns(finished: System) -> None:
