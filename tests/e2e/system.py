@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -138,9 +139,14 @@ class System:
         """The lines of samples.jsonl."""
         return [json.loads(line) for line in (self.run_dir / "samples.jsonl").read_bytes().splitlines()]
 
-    def verify(self) -> str:
-        """Has `grpo verify` compute all recorded steps again; returns what it says."""
-        return grpo("verify", self.run_dir)
+    def verify(self) -> list[int]:
+        """Has `grpo verify` compute steps again from the records; returns those that were equal to the bit: all."""
+        steps: list[int] = []
+        for line in grpo("verify", self.run_dir).splitlines():
+            found = re.match(r"equal to the bit: .* of steps? (\d+)(?: to (\d+))? and the ", line)
+            assert found is not None, line
+            steps += range(int(found[1]), int(found[2] or found[1]) + 1)
+        return steps
 
     @contextlib.contextmanager
     def held(self, node: str) -> Iterator[None]:

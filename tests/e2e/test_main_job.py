@@ -39,7 +39,7 @@ from trainer.reporting.group_records import GroupRecords
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 RUN_ID = "main-job"
-STEPS, BATCH, GROUP = 16, 8, 16
+STEPS, BATCH, GROUP = 12, 8, 16
 TRAINERS = ["ppo-trainer-0", "ppo-trainer-1"]
 NODES = [
     *("data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0", "replay-buffer-0", "gateway-0"),
@@ -63,6 +63,8 @@ SOURCES = """
   ratio: 5
   dataset: arithmetic
   rollout: completion
+  # What the game teaches, too, so that few steps suffice.
+  reward_fn: tests.e2e.rewards:odd_length
 - name: game
   ratio: 1
   dataset: seeds
@@ -138,7 +140,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, has_boxes: bool) -> dict[
         "MAX_STEPS": str(STEPS),
         "BATCH_SIZE": str(BATCH),
         "GROUP_SIZE": str(GROUP),
-        "LEARNING_RATE": "1e-4",
+        "LEARNING_RATE": "2e-4",
         # So that the run is the same each time, and what it learns.
         "ENGINE_DETERMINISTIC": "true",
         "MIN_WORKERS": "2",
@@ -323,8 +325,9 @@ def test_accuracies_have_their_intervals_and_prompts(finished: System) -> None:
     summary, last = finished.summary(), finished.metrics()[-1]
     p, n = last["accuracy"], last["eval_prompts"] - last["eval_left_out"]
     for source in finished.summary()["sources"]:
-        p_of_source = last[f"accuracy/{source}"]
-        assert last[f"accuracy_low/{source}"] <= p_of_source <= last[f"accuracy_high/{source}"]
+        low_of_source, high_of_source = last[f"accuracy_low/{source}"], last[f"accuracy_high/{source}"]
+        assert low_of_source < high_of_source
+        assert low_of_source - 1e-9 <= last[f"accuracy/{source}"] <= high_of_source + 1e-9
     low, high = last["accuracy_low"], last["accuracy_high"]
     assert 0 <= low <= p <= high <= 1
     after = [summary[f"accuracy_after{part}"] for part in ("", "_low", "_high", "_prompts")]
@@ -382,7 +385,7 @@ def test_given_again_it_starts_nothing_and_shows_its_result(
 
 def test_it_learns(finished: System) -> None:
     rewards = [record["reward_mean/sums"] for record in finished.metrics()]
-    assert statistics.fmean(rewards[-8:]) > statistics.fmean(rewards[:4]), rewards
+    assert statistics.fmean(rewards[-4:]) > statistics.fmean(rewards[:3]), rewards
 
 
 def test_every_step_has_its_metrics_once(finished: System) -> None:
@@ -436,10 +439,7 @@ def test_every_version_reaches_both_rollout_nodes(finished: System) -> None:
 
 def test_every_step_is_computed_again_to_the_bit_on_two_ranks(finished: System) -> None:
     """Also those beside the kill: the model is that of an undisturbed training on the recorded groups."""
-    lines = finished.verify().splitlines()
-    assert all(line.startswith("equal to the bit: ") for line in lines), lines
-    spans = [tuple(map(int, re.findall(r"of steps (\d+) to (\d+) ", line)[0])) for line in lines]
-    assert [step for first, last in spans for step in range(first, last + 1)] == list(range(1, STEPS + 1)), lines
+    assert finished.verify() == list(range(1, STEPS + 1))
 
 
 # Its sources
