@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -106,7 +107,6 @@ class Cluster:
         secrets: Mapping[str, str] | None = None,
         num_nodes: Mapping[str, int] | None = None,
         job_group: str = "jobgroup.yaml",
-        disks: Mapping[str, str] | None = None,
     ) -> None:
         """Makes a cluster that runs nothing yet.
 
@@ -117,7 +117,6 @@ class Cluster:
             secrets: as with ``--secret``.
             num_nodes: by task, where other than in the job group.
             job_group: the file of the job group.
-            disks: by task, sizes of node disks as tmpfs takes them.
         """
         # The nodes share this machine's few cores.
         environment = {"MODEL_NAME": str(model), CORES_VARIABLE: "1", "HF_HUB_OFFLINE": "1"}
@@ -133,7 +132,6 @@ class Cluster:
         self._workdir = directory / "workdir"
         for package in ("services", "trainer"):
             shutil.copytree(ROOT / package, self._workdir / package)
-        self._disks = dict(disks or {})
         self._kept = [str(ROOT), sys.prefix, sys.base_prefix, str(model)]
         self._network = Network()
         self._stop_refreshing = threading.Event()
@@ -204,6 +202,10 @@ class Cluster:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())
 
+    def restarts(self) -> Counter[str]:
+        """How often each task was restarted."""
+        return Counter(task for _, task, _, state, _ in self.events if state is State.RESTARTING)
+
     def nodes(self) -> list[str]:
         """The nodes of all tasks."""
         return [self._host(task.name, rank) for task in self.group.tasks for rank in range(task.num_nodes)]
@@ -266,11 +268,6 @@ class Cluster:
         for host in self.nodes():
             parts += [f"--- {host}", *self.log(host).splitlines()[-lines:]]
         return "\n".join(parts)
-
-    def disk(self, node: str) -> Path:
-        """A running node's own disk, as this machine sees it."""
-        task, _, rank = node.rpartition("-")
-        return Path(f"/proc/{processes.marked(f'{self._run.mark}/{task}-{rank}')[0].pid}/root/node")
 
     # What a test does to it
 
@@ -340,7 +337,7 @@ class Cluster:
         root.mkdir()
         return await asyncio.create_subprocess_exec(
             *["ip", "netns", "exec", self._network.hosts[host].namespace, "unshare", "--mount", "--uts"],
-            *["sh", str(NODE), str(root), str(self.volume), self._disks.get(task.name, "1g"), host, task.run],
+            *["sh", str(NODE), str(root), str(self.volume), "1g", host, task.run],
             *self._kept,
             cwd=self._workdir,
             stdin=asyncio.subprocess.DEVNULL,

@@ -1,16 +1,10 @@
-"""The tests of this folder need hosts of their own. Two runs that nothing happens to are shared by several of them.
-
-`make test` has the guarded one, whose weights travel by broadcast. The undisturbed one, through the volume, and what
-befalls others are marked slow.
-"""
+"""The tests of this folder need hosts of their own. They share a run that nothing happens to but questions."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,14 +16,14 @@ from tests.cluster.cluster import Answer, Cluster, Question
 from tests.cluster.strangers import SECRETS, Strangers
 from tests.e2e.system import SETTINGS
 
-STEPS = 12
+STEPS = 16
 BATCH = 8
 # Deterministic, so that a run that was disturbed can be compared with one that was not.
 RUN = SETTINGS | {
     "MAX_STEPS": str(STEPS),
     "BATCH_SIZE": str(BATCH),
     "EVAL_PROMPTS": "0",
-    "CHECKPOINT_EVERY": "3",
+    "CHECKPOINT_EVERY": "2",
     "ENGINE_DETERMINISTIC": "true",
 }
 WORKERS = [f"http://rollout-server-{rank}.grpo:{ENGINE_PORT}" for rank in range(2)]
@@ -47,58 +41,44 @@ class Finished:
     """A run that went to its end, and what was seen of it on the way."""
 
     cluster: Cluster
-    outcome: Outcome | None = None
-    served: list[Answer | None] = field(default_factory=list)
+    served: list[Answer | None]
     """What each worker said of its model after the first step."""
-    listening: dict[str, set[int]] = field(default_factory=dict)
+    listening: dict[str, set[int]]
     """Ports on which others can reach a node, by node."""
-    command_lines: list[str] = field(default_factory=list)
+    command_lines: list[str]
     """Of all processes."""
-    environments: list[dict[str, str]] = field(default_factory=list)
+    environments: list[dict[str, str]]
     """Of all processes."""
-    connections: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    connections: dict[str, set[tuple[str, str]]]
     """Local and remote address of each TCP connection, by node, but for those of a proxy to the router behind it."""
-    names: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str]
     """Address by node, as another node resolves its name."""
+    outcome: Outcome | None = None
     left: list[psutil.Process] = field(default_factory=list)
     """What still ran when the run had ended."""
 
-    def metrics(self) -> list[dict[str, Any]]:
-        return self.cluster.metrics()
 
-    @property
-    def model(self) -> Path:
-        return self.cluster.run_dir / "model" / "model.safetensors"
-
-
-def finish(
-    directory: Path,
-    model: Path,
-    secrets: Mapping[str, str] | None = None,
-    watch: Callable[[Cluster], None] = lambda _: None,
-    **settings: str,
-) -> Finished:
-    """A run, watched from outside; ``watch`` may ask more while it stands still after the first step."""
-    token = (secrets or {}).get("JOBGROUP_TOKEN")
-    with Cluster(directory, model, RUN | settings, secrets=secrets) as cluster:
-        cluster.wait_for_step(1)
-        with cluster.held():
-            served = cluster.ask(*(Question(f"{worker}/model_info", token=token) for worker in WORKERS))
-            names = [f"{node}.grpo" for node in cluster.nodes()]
-            resolved = cluster.on_node("ppo-trainer-0", "getent", "hosts", *names).splitlines()
-            seen = Finished(
-                cluster,
-                served=served,
-                listening={node: _ports(cluster.on_node(node, "ss", "-Hltn")) for node in cluster.nodes()},
-                connections={node: _connections(cluster.on_node(node, "ss", "-Htn")) for node in cluster.nodes()},
-                names={line.split()[1].removesuffix(".grpo"): line.split()[0] for line in resolved},
-                command_lines=[" ".join(process.cmdline()) for process in cluster.processes()],
-                environments=[process.environ() for process in cluster.processes()],
-            )
-            watch(cluster)
-        seen.outcome = cluster.wait()
-        seen.left = cluster.processes()
-        return seen
+def finish(cluster: Cluster, strangers: Strangers) -> Finished:
+    """A run, watched from outside while it stands still after the first step."""
+    cluster.wait_for_step(1)
+    with cluster.held():
+        token = SECRETS["JOBGROUP_TOKEN"]
+        served = cluster.ask(*(Question(f"{worker}/model_info", token=token) for worker in WORKERS))
+        names = [f"{node}.grpo" for node in cluster.nodes()]
+        resolved = cluster.on_node("ppo-trainer-0", "getent", "hosts", *names).splitlines()
+        seen = Finished(
+            cluster,
+            served=served,
+            listening={node: _ports(cluster.on_node(node, "ss", "-Hltn")) for node in cluster.nodes()},
+            connections={node: _connections(cluster.on_node(node, "ss", "-Htn")) for node in cluster.nodes()},
+            names={line.split()[1].removesuffix(".grpo"): line.split()[0] for line in resolved},
+            command_lines=[" ".join(process.cmdline()) for process in cluster.processes()],
+            environments=[process.environ() for process in cluster.processes()],
+        )
+        strangers.try_everything(cluster)
+    seen.outcome = cluster.wait()
+    seen.left = cluster.processes()
+    return seen
 
 
 _END = re.compile(r"\[?(?:::ffff:)?(\*|[0-9a-f.:]+?)\]?(?:%\w+)?:(\d+|\*)(?=\s|$)")
@@ -118,12 +98,6 @@ def _ports(listed: str) -> set[int]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run that publishes through the volume."""
-    return finish(tmp_path_factory.mktemp("undisturbed"), tiny_model)
-
-
-@pytest.fixture(scope="session")
 def strangers() -> Strangers:
     """What a stranger and a friend were answered by the guarded run."""
     return Strangers()
@@ -132,5 +106,6 @@ def strangers() -> Strangers:
 @pytest.fixture(scope="session")
 def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, strangers: Strangers) -> Finished:
     """A run with secrets that publishes by broadcast."""
-    settings = {"PUBLISH_TRANSPORT": "broadcast", "WANDB_MODE": "offline"}
-    return finish(tmp_path_factory.mktemp("guarded"), tiny_model, SECRETS, strangers.try_everything, **settings)
+    settings = RUN | {"PUBLISH_TRANSPORT": "broadcast", "WANDB_MODE": "offline"}
+    with Cluster(tmp_path_factory.mktemp("guarded"), tiny_model, settings, secrets=SECRETS) as cluster:
+        return finish(cluster, strangers)

@@ -5,7 +5,7 @@ import pytest
 from services.core.endpoints import DATA_PORT, ENGINE_PORT, REPLAY_PORT, REWARD_PORT, ROUTER_PORT, STATUS_PORT
 from tests.cluster.strangers import MARKER, ROUTER, SECRETS, SERVICES
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # What is served over HTTP. Beside it only the trainer listens, for its own ranks and for the workers' weight updates.
 SERVED = {
@@ -45,31 +45,13 @@ def test_nothing_pickled_is_accepted(guarded, strangers):
     assert not failed
 
 
-def test_the_guarded_job_group_trains(guarded):
-    assert guarded.outcome.exit_code == 0, guarded.cluster.told()
-    assert guarded.outcome.restarts == {}, guarded.cluster.told()
-
-
 @pytest.mark.parametrize("name", SECRETS)
-def test_the_trainer_has_every_secret(guarded, name):
-    assert any(environment.get(name) == SECRETS[name] for environment in guarded.environments)
-
-
-@pytest.mark.parametrize("name", SECRETS)
-def test_no_secret_is_in_what_a_run_leaves(guarded, name):
-    secret = SECRETS[name].encode()
+def test_the_trainer_has_every_secret_and_nobody_sees_it(guarded, strangers, name):
+    secret = SECRETS[name]
+    assert any(environment.get(name) == secret for environment in guarded.environments)
     files = [path for path in guarded.cluster.volume.rglob("*") if path.is_file()]
     assert len(files) > 20
-    assert [str(path) for path in files if secret in path.read_bytes()] == []
-
-
-@pytest.mark.parametrize("name", SECRETS)
-def test_no_secret_is_on_a_page(guarded, strangers, name):
-    told = [question.url for question, answer in strangers.answered if answer and SECRETS[name] in answer.text]
-    assert told == []
-
-
-@pytest.mark.parametrize("name", SECRETS)
-def test_no_secret_is_in_the_process_list(guarded, name):
+    assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
+    assert [question.url for question, answer in strangers.answered if answer and secret in answer.text] == []
     assert len(guarded.command_lines) > 10
-    assert [line for line in guarded.command_lines if SECRETS[name] in line] == []
+    assert [line for line in guarded.command_lines if secret in line] == []

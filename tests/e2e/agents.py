@@ -50,6 +50,12 @@ async def moody(example: Example, **endpoint: Any) -> float | None:
     return await example.score(await asking.say(messages))
 
 
+async def programmer(example: Example, **endpoint: Any) -> float | None:
+    """Have a program scored that prints the model's answer."""
+    said = await Asking(example, **endpoint).say([{"role": "user", "content": example.prompt}])
+    return await example.score(f"```python\nprint({said})\n```")
+
+
 async def hasty(example: Example, **endpoint: Any) -> float:
     """Ask three times, of which twice at once, and leave without waiting for the last answer."""
     asking = Asking(example, **endpoint)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,6 @@ from typing import Any
 import psutil
 
 from local_runner import processes
-from local_runner.certificate import Fault
-from local_runner.chaos import KILL, hit
 from local_runner.directory import Nodes, read_nodes
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 
@@ -43,6 +42,22 @@ SETTINGS = {
 }
 
 
+def one_each(*tasks: str) -> list[str]:
+    """The options that give each of ``tasks`` one node."""
+    return [option for task in tasks for option in ("--num-nodes", f"{task}=1")]
+
+
+def grpo(*words: str | Path, code: int = 0) -> str:
+    """Runs a command of `grpo` that must end with ``code``; returns what it printed, or its error."""
+    command = [sys.executable, "-m", "scripts.grpo", *map(str, words)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr if code else done.stdout
+
+
 class System:
     """A run of a job group by the local runner, with its run directory below ``shared_dir``."""
 
@@ -53,12 +68,15 @@ class System:
         *arguments: str,
         run_id: str = "",
         job_group: str = "jobgroup.yaml",
+        secrets: Mapping[str, str] | None = None,
         **settings: str,
     ) -> None:
+        secrets = secrets or {}
         run_id = run_id or f"run-{uuid.uuid4().hex[:12]}"
         self.run_dir = shared_dir / "runs" / run_id
         variables = SETTINGS | {"MODEL_NAME": str(model)} | settings
         options = [option for name, value in variables.items() for option in ("--env", f"{name}={value}")]
+        options += [option for name in secrets for option in ("--secret", name)]
         self.output = shared_dir / f"output-{time.time_ns()}.txt"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
@@ -69,13 +87,13 @@ class System:
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+                env=os.environ | {"HF_HUB_OFFLINE": "1", **secrets},
             )
 
     def wait(self, limit_seconds: float = LIMIT_SECONDS) -> int:
         """Waits for the end and returns the exit code; lines in logs and files in the run directory are progress."""
         try:
-            self._wait_until(lambda: self.process.poll() is not None, "the end of the run", limit_seconds)
+            self._wait(lambda: self.process.poll() is not None, "the end of the run", limit_seconds)
         except AssertionError:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(IDLE_SECONDS)
@@ -85,13 +103,18 @@ class System:
     def wait_for_step(self, step: int) -> None:
         """Waits until the trainer has completed ``step``."""
 
-        def is_done() -> bool:
+        self.wait_until(lambda: any(record["step"] >= step for record in self.metrics()), f"step {step}")
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits until ``condition`` holds. The run must not end meanwhile."""
+
+        def holds() -> bool:
             assert self.process.poll() is None, self.text
-            return any(record["step"] >= step for record in self.metrics())
+            return condition()
 
-        self._wait_until(is_done, f"step {step}")
+        self._wait(holds, what)
 
-    def _wait_until(self, condition: Callable[[], bool], what: str, limit_seconds: float = LIMIT_SECONDS) -> None:
+    def _wait(self, condition: Callable[[], bool], what: str, limit_seconds: float = LIMIT_SECONDS) -> None:
         progress = partial(bytes_in, self.output, self.run_dir)
         wait_until(condition, what, every=0.1, progress=progress, told=lambda: self.text, limit_seconds=limit_seconds)
 
@@ -112,17 +135,23 @@ class System:
     def log(self, node: str) -> str:
         return (self.run_dir / "logs" / f"{node}.log").read_text()
 
-    def verify(self) -> list[str]:
-        """Has `grpo verify` compute all recorded steps again; returns its lines."""
-        command = [sys.executable, "-m", "scripts.grpo", "verify", str(self.run_dir)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout.splitlines()
+    def samples(self) -> list[dict[str, Any]]:
+        """The lines of samples.jsonl."""
+        return [json.loads(line) for line in (self.run_dir / "samples.jsonl").read_bytes().splitlines()]
+
+    def verify(self) -> list[int]:
+        """Has `grpo verify` compute steps again from the records; returns those that were equal to the bit: all."""
+        steps: list[int] = []
+        for line in grpo("verify", self.run_dir).splitlines():
+            found = re.match(r"equal to the bit: .* of steps? (\d+)(?: to (\d+))? and the ", line)
+            assert found is not None, line
+            steps += range(int(found[1]), int(found[2] or found[1]) + 1)
+        return steps
 
     @contextlib.contextmanager
     def held(self, node: str) -> Iterator[None]:
         """Within the context, the processes of ``node`` stand still."""
-        held = processes.marked(f"{self.nodes.mark}/{node}")
+        held = self.processes_of(node)
         assert held, f"no process of {node}"
         for process in held:
             process.suspend()
@@ -134,11 +163,18 @@ class System:
 
     def kill(self, node: str) -> None:
         """Kills all processes of ``node``, which the local runner starts again."""
-        hit(self.nodes, Fault(0.0, node, KILL))
+        # A node's first process is its oldest. It dies first, so that it reports nothing of the others.
+        for process in sorted(self.processes_of(node), key=psutil.Process.create_time):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def processes(self) -> list[psutil.Process]:
         """The processes of this run that are still there."""
         return processes.marked(self.nodes.mark)
+
+    def processes_of(self, node: str) -> list[psutil.Process]:
+        """The processes of ``node``, such as ``ppo-trainer-0``."""
+        return processes.marked(f"{self.nodes.mark}/{node}")
 
     @property
     def nodes(self) -> Nodes:

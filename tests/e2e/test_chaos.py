@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.system import ROOT, SETTINGS
 
 # The limit is for a hang; the two runs take about four minutes.
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.leaving, pytest.mark.timeout(1800)]
 
 STEPS = 40
 COMPONENTS = {"ppo-trainer", "data-server", "rollout-server", "reward-server", "replay-buffer"}

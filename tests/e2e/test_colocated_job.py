@@ -1,7 +1,9 @@
-"""Engines and trainer on the same node: real processes, a tiny model, weights in shared memory, a killed launcher."""
+"""Engines and trainer on the same nodes: real processes, a tiny model, weights in shared memory, a killed launcher."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,12 +14,21 @@ import torch
 from safetensors.torch import load_file
 
 from services.core.machine import memory_of_run
-from tests.e2e.system import System
+from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
+from tests.e2e.system import System, one_each
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+# The limit is for a hang; a run takes about a minute.
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 6
-FIELDS = {"MAX_STEPS": str(STEPS), "MIN_WORKERS": "1", "CHECKPOINT_EVERY": "1", "EVAL_PROMPTS": "0"}
+FIELDS = {
+    "MAX_STEPS": str(STEPS),
+    "MIN_WORKERS": "1",
+    "CHECKPOINT_EVERY": "1",
+    "EVAL_PROMPTS": "0",
+    # So that a run that was disturbed can be compared with one that was not.
+    "ENGINE_DETERMINISTIC": "true",
+}
 
 
 def launchers(run: System) -> list[int]:
@@ -25,40 +36,68 @@ def launchers(run: System) -> list[int]:
     return [process.pid for process in run.processes() if "services.rollout_server" in process.cmdline()]
 
 
-def test_a_run_on_one_node_survives_the_loss_of_its_engines(tiny_model: Path, tmp_path: Path) -> None:
-    run = System(tmp_path, tiny_model, job_group="jobgroups/colocated.yaml", **FIELDS)
+@pytest.fixture(scope="module")
+def disturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> System:
+    """A run on one node that has lost its engines on the way."""
+    volume = tmp_path_factory.mktemp("volume")
+    run = System(volume, tiny_model, job_group="jobgroups/colocated.yaml", PROFILE_STEPS=f"{STEPS}", **FIELDS)
     run.wait_for_step(2)
     [launcher] = launchers(run)
     assert psutil.Process(launcher).parent().cmdline()[-2:] == ["-m", "trainer"]
     os.kill(launcher, signal.SIGKILL)
     assert run.wait() == 0, run.text
-    assert "ppo-trainer restarting, exit code 33; restart 1" in run.text, "no engine is left to a trainer that goes on"
-    assert not (run.run_dir / "logs/rollout-server-0.log").exists()
-    assert run.log("ppo-trainer-0").count("memory released") >= STEPS, "engines sleep while the trainer trains"
-    records = [record for record in run.metrics() if "loss" in record]
-    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    assert run.processes() == []
-    assert not memory_of_run(run.run_dir / "policy").exists()
+    return run
 
 
-@pytest.mark.slow
-def test_its_weights_are_those_of_a_run_with_engines_on_other_nodes(tiny_model: Path, tmp_path: Path) -> None:
-    nodes = ("--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1")
-    runs = [
-        System(tmp_path, tiny_model, *arguments, job_group=job_group, **FIELDS)
-        for job_group, arguments in (("jobgroups/colocated.yaml", ()), ("jobgroup.yaml", nodes))
-    ]
-    assert [run.wait() for run in runs] == [0, 0]
-    weights, same = (load_file(run.run_dir / "model/model.safetensors") for run in runs)
+def test_a_run_on_one_node_survives_the_loss_of_its_engines(disturbed: System) -> None:
+    told = "ppo-trainer restarting, exit code 33; restart 1"
+    assert told in disturbed.text, "no engine is left to a trainer that goes on"
+    assert not (disturbed.run_dir / "logs/rollout-server-0.log").exists()
+    log = disturbed.log("ppo-trainer-0")
+    assert log.count("memory released") >= STEPS, "engines sleep while the trainer trains"
+    assert [record["step"] for record in disturbed.metrics() if "loss" in record] == list(range(1, STEPS + 1))
+    assert disturbed.processes() == []
+    assert not memory_of_run(disturbed.run_dir / "policy").exists()
+
+
+def test_its_weights_are_those_of_a_run_with_engines_on_other_nodes(disturbed: System, tiny_model: Path) -> None:
+    other = System(disturbed.run_dir.parents[1], tiny_model, *one_each("rollout-server", "ppo-trainer"), **FIELDS)
+    assert other.wait() == 0, other.text
+    weights, same = (load_file(run.run_dir / "model/model.safetensors") for run in (disturbed, other))
     assert all(torch.equal(weights[name], same[name]) for name in same)
 
 
-@pytest.mark.slow
-def test_two_colocated_nodes_share_versions_by_the_volume(tiny_model: Path, tmp_path: Path) -> None:
-    fields = FIELDS | {"PUBLISH_TRANSPORT": "disk", "MIN_WORKERS": "2"}
-    run = System(tmp_path, tiny_model, "--num-nodes", "ppo-trainer=2", job_group="jobgroups/colocated.yaml", **fields)
+def test_a_profiled_step_shows_when_each_group_was_generated_and_scored(disturbed: System) -> None:
+    directory = disturbed.run_dir / "profile" / f"from-step-{STEPS}"
+    events = json.loads((directory / "timeline.json").read_bytes())["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    groups = {f"group {sample['group_id']}" for sample in disturbed.samples() if sample["step"] == STEPS}
+    assert groups
+    assert tracks >= groups
+    traces = [directory / "trace.json.gz", *directory.glob("engine-*/trace.json.gz")]
+    assert len(traces) == 2
+    assert all(b"aten::" in gzip.decompress(trace.read_bytes()) for trace in traces)
+
+
+def test_two_nodes_share_adapters_by_the_volume_and_leave_a_merged_model(tiny_model: Path, tmp_path: Path) -> None:
+    fields = {"PUBLISH_TRANSPORT": "disk", "MIN_WORKERS": "2", "LORA_RANK": "4", "MAX_STEPS": "2"}
+    fields |= {"LEARNING_RATE": "1e-3", "PUBLISH_TYPE": "float32"}
+    nodes = ("--num-nodes", "ppo-trainer=2")
+    run = System(tmp_path, tiny_model, *nodes, job_group="jobgroups/colocated.yaml", **(FIELDS | fields))
     run.wait_for_step(1)
     assert len(launchers(run)) == 2
     assert run.wait() == 0, run.text
-    assert [record["workers"] for record in run.metrics() if "loss" in record] == [2] * STEPS
+    assert [record["workers"] for record in run.metrics()] == [2, 2]
+    for rank in (0, 1):
+        for told in ("memory released", "memory taken back"):
+            assert run.log(f"ppo-trainer-{rank}").count(told) == 2, "while the trainer trains, and at no other time"
+    assert all(abs(record["kl_behaviour"]) < 1e-4 for record in run.metrics()), "engines have the trainer's adapters"
+    for version in (run.run_dir / "policy").iterdir():
+        assert {path.name for path in version.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
+    before, after = (load_file(path / "model.safetensors") for path in (tiny_model, run.run_dir / "model"))
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+    changed = {name for name in before if not torch.equal(before[name].float(), after[name])}
+    assert {name.split(".")[-2] for name in changed} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
     assert run.processes() == []

@@ -11,7 +11,7 @@ from tests.e2e.system import System
 from tests.e2e.test_fork import metrics, samples
 
 # The limit is for a hang; the two runs take about a minute.
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.leaving, pytest.mark.timeout(900)]
 
 STEPS = 5
 OWN = {"publish_bytes", "publish_whole_bytes", "publish_changed"}

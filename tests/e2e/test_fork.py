@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from local_runner.train import RunError, train
-from tests.e2e.system import ROOT, System
-from tests.waiting import LIMIT_SECONDS
+from services.core.errors import EXIT_CONFIGURATION
+from tests.e2e.system import System, grpo
 
 # The limit is for a hang; the three runs take about two minutes.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -36,13 +33,6 @@ def base(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> System:
     return system
 
 
-def fork(base: System, *options: str) -> str:
-    command = [sys.executable, "-m", "scripts.grpo", "fork", str(base.run_dir), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics of every step, without times and memory."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -54,12 +44,9 @@ def samples(run_dir: Path) -> list[tuple[Any, ...]]:
     return [tuple(json.loads(line)[name] for name in names) for line in (run_dir / "samples.jsonl").open()]
 
 
-@pytest.mark.parametrize(
-    ("at", "said"), [(2, "base-at-2 takes "), (1, "steps 1 to 1 are run again from the beginning")]
-)
-def test_a_fork_without_a_change_equals_its_run_to_the_bit(base: System, at: int, said: str) -> None:
-    assert said in fork(base, "--at", str(at))
-    forked = base.run_dir.with_name(f"base-at-{at}")
+def test_a_fork_without_a_change_equals_its_run_to_the_bit(base: System) -> None:
+    assert "base-at-2 takes " in grpo("fork", base.run_dir, "--at", "2")
+    forked = base.run_dir.with_name("base-at-2")
     assert [line["step"] for line in metrics(forked)] == list(range(1, STEPS + 1))
     assert metrics(forked) == metrics(base.run_dir)
     assert samples(forked) == samples(base.run_dir)
@@ -67,42 +54,30 @@ def test_a_fork_without_a_change_equals_its_run_to_the_bit(base: System, at: int
     assert (forked / weights).read_bytes() == (base.run_dir / weights).read_bytes()
 
 
-def test_without_the_replay_buffer_a_fork_is_another_run(base: System, tiny_model: Path) -> None:
-    fork(base, "--at", "2", "--run-id", "empty", "--prepare")
-    forked = base.run_dir.with_name("empty")
-    shutil.rmtree(forked / "replay")
-    system = System(forked.parents[1], tiny_model, "--small", run_id="empty", **SETTINGS)
-    assert system.wait() == 0, system.text
-    assert metrics(forked)[:2] == metrics(base.run_dir)[:2]
-    assert metrics(forked)[2] != metrics(base.run_dir)[2]
+def test_a_fork_at_a_step_without_a_checkpoint_runs_its_steps_again_and_then_differs_by_its_change(
+    base: System,
+) -> None:
+    said = grpo("fork", base.run_dir, "--at", "1", "--env", "LEARNING_RATE=1e-3", "--run-id", "faster")
+    assert "steps 1 to 1 are run again from the beginning" in said
+    forked = base.run_dir.with_name("faster")
+    before, after = metrics(base.run_dir), metrics(forked)
+    assert after[0] == before[0]
+    assert after[1]["learning_rate"] == pytest.approx(10 * before[1]["learning_rate"])
+    assert (after[1]["loss"], after[2]["loss"] != before[2]["loss"]) == (before[1]["loss"], True)
+    record = json.loads((forked / "fork.json").read_text())
+    assert record == {"parent": "base", "at": 1, "changes": ["LEARNING_RATE=1e-3"]}
 
 
 def test_only_a_run_that_goes_on_from_a_checkpoint_is_prepared(base: System) -> None:
-    command = [sys.executable, "-m", "scripts.grpo", "fork", str(base.run_dir), "--at", "3", "--prepare"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    assert "has none of step 3; give --at 2, or leave --prepare out" in done.stderr
-    assert done.returncode != 0
+    told = grpo("fork", base.run_dir, "--at", "3", "--prepare", code=EXIT_CONFIGURATION)
+    assert "--at 2" in told
     assert not base.run_dir.with_name("base-at-3").exists()
 
 
-def test_a_secret_is_not_in_the_record_of_a_fork(base: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    fork(base, "--at", "2", "--run-id", "secret", "--prepare", "--env", "WANDB_API_KEY=abc")
+def test_a_secret_is_not_in_the_record_of_a_fork(base: System) -> None:
+    grpo("fork", base.run_dir, "--at", "2", "--run-id", "secret", "--prepare", "--env", "WANDB_API_KEY=abc")
     record = json.loads((base.run_dir.with_name("secret") / "fork.json").read_text())
     assert record["changes"] == ["WANDB_API_KEY"]
-
-
-def test_a_fork_with_a_change_differs_from_the_next_step_on(base: System) -> None:
-    fork(base, "--at", "2", "--env", "LEARNING_RATE=1e-3", "--run-id", "faster")
-    forked = base.run_dir.with_name("faster")
-    before, after = metrics(base.run_dir), metrics(forked)
-    assert after[:2] == before[:2]
-    assert after[2]["learning_rate"] == pytest.approx(10 * before[2]["learning_rate"])
-    assert (after[2]["loss"], after[3]["loss"] != before[3]["loss"]) == (before[2]["loss"], True)
-    assert json.loads((forked / "fork.json").read_text()) == {
-        "parent": "base",
-        "at": 2,
-        "changes": ["LEARNING_RATE=1e-3"],
-    }
 
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(2)]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, whole: jobgroups/sft.yaml's two tasks as real processes, which are killed in between."""
+"""Supervised fine-tuning whole, with processes that are killed in between, and reinforcement learning after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.system import System
+from tests.e2e.system import System, one_each
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -25,7 +25,7 @@ def run(volume: Path, tiny_model: Path, run_id: str, job_group: str = "jobgroups
     return System(
         volume,
         tiny_model,
-        *("--num-nodes", "ppo-trainer=1"),
+        *one_each("ppo-trainer"),
         run_id=run_id,
         job_group=job_group,
         DATASET=str(rows),
@@ -60,11 +60,15 @@ def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_the_undisturb
     assert all(one[name].equal(other[name]) for name in one)
 
 
-def test_a_run_beside_engines_is_evaluated_as_it_goes(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_beside_engines_is_evaluated_as_it_goes_and_its_model_is_trained_further_by_rewards(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     questions = tmp_path / "questions.jsonl"
     sums = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(6, 10) for b in range(4)]
     questions.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    nodes = one_each("rollout-server", "ppo-trainer")
     evaluated = {"METHOD": "sft", "DATASET_TEST": str(questions), "EVAL_EVERY": "3", "EVAL_PROMPTS": "8"}
+    evaluated |= {"PUBLISH_TYPE": "float32", "ENGINE_DTYPE": "float32"}
     system = run(tmp_path, tiny_model, "evaluated", "jobgroup.yaml", **evaluated)
     assert system.wait() == 0, system.text
     lines = system.metrics()
@@ -72,3 +76,9 @@ def test_a_run_beside_engines_is_evaluated_as_it_goes(tiny_model: Path, tmp_path
     assert all(0 <= line["accuracy"] <= 1 for line in lines if "accuracy" in line)
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert system.summary()["accuracy_before"] is not None, "it was evaluated before the first step, too"
+    further = evaluated | {"METHOD": "rl", "DATASET": str(questions), "DATASET_TEST": str(questions), "MAX_STEPS": "2"}
+    rewarded = System(tmp_path, system.run_dir / "model", *nodes, **further)
+    assert rewarded.wait() == 0, rewarded.text
+    assert rewarded.summary()["accuracy_before"] == system.summary()["accuracy_after"]
+    assert [line["step"] for line in rewarded.metrics()] == [1, 2]
+    assert all(line["grad_norm"] > 0 for line in rewarded.metrics())
