@@ -81,13 +81,11 @@ types: $(VENV)/.test
 # Other tests have targets of their own, with what they need.
 HERE = not leaving and not gpu and not sglang and not skypilot and not oracles and not openenv and not cuda
 
-PYTEST = $(RUN) -m pytest -n $(WORKERS) --no-loadscope-reorder
-
 tests: $(VENV)/.test $(VENV)/.compiled
-	$(PYTEST) -m "not slow and $(HERE)" $(TESTS)
+	$(RUN) -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not slow and $(HERE)" $(TESTS)
 
 test-slow: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests that take long, alone; as root, with iproute2, for those on several hosts
-	$(PYTEST) -m "slow and $(HERE)" $(TESTS)
+	$(RUN) -m pytest -n $(WORKERS) --no-loadscope-reorder -m "slow and $(HERE)" $(TESTS)
 
 test-skipped: $(VENV)/.test  ## the tests that the last run skipped, after what they need was installed
 	@test -s .cache/skipped-tests.txt || { echo "the last run skipped nothing"; exit 2; }
@@ -98,7 +96,7 @@ test-leaving: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests of what
 
 test-busy: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests of `make test`, or TESTS, beside two processes for each that compute without end
 	@others=; trap 'kill $$others' EXIT INT TERM; for _ in 1 2; do $(RUN) -c 'while True: pass' & others="$$others $$!"; done; \
-	$(PYTEST) -m "not slow and $(HERE)" $(TESTS)
+	$(RUN) -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not slow and $(HERE)" $(TESTS)
 
 test-times: $(VENV)/.test  ## what each file and the most expensive tests of the last run took
 	@$(RUN) -m tests.costs
