@@ -791,7 +791,8 @@ def test_every_part_is_accessible_readable_and_fits_a_phone(open_page, runs, tmp
     check(page)
     (runs[0] / "config.json").write_text("{")
     page = open_page(view(*runs), **phone)
-    move_cursor(page, "reward", "Home")
+    says(page, "reward", "under-way")
+    page.locator("#plot-reward canvas.top").press("Home")
     assert max(line.bounding_box()["height"] for line in page.locator(".runs tbody tr").all()) < PHONE["height"] / 4
     page.get_by_role("button", name="steps", exact=True).click()
     page.get_by_label("show good").uncheck()
