@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import os
 import re
+import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -33,7 +34,10 @@ PROGRAMS = {
 
 _COUNT, _COUNT_SECONDS = 1_000_000, 0.06
 """A quiet processor counts so far in this time; tests may take more on one that is slower or busy."""
+_MANY_MODULES = 200
+"""A test that imports more, such as torch's, does it for those that come after it."""
 _before = pytest.StashKey[tuple[float, float]]()
+_modules = pytest.StashKey[int]()
 _shared = pytest.StashKey[float]()
 
 
@@ -60,6 +64,7 @@ def pytest_fixture_setup(
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """Begin to count."""
     item.stash[_before] = processor_seconds(), item.session.stash.get(_shared, 0.0)
+    item.stash[_modules] = len(sys.modules)
     return (yield)
 
 
@@ -71,7 +76,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is not None and nextitem.parent is item.parent:
         cost = _cost(item)
     item.user_properties.append(("processor_seconds", round(cost, 2)))
-    if cost > MOST_SECONDS and not any(item.get_closest_marker(name) for name in ("slow", "e2e", "leaving")):
+    is_free = any(item.get_closest_marker(name) for name in ("slow", "e2e", "leaving"))
+    imported = len(sys.modules) - item.stash[_modules]
+    if cost > MOST_SECONDS and not is_free and imported < _MANY_MODULES:
         limit = MOST_SECONDS * max(1.0, _slowness())
         if cost > limit:
             pytest.fail(
