@@ -197,10 +197,12 @@ $(VENV)/.compiled: | $(VENV)/.demo
 	$(RUN) -c 'import trainer.run, services.embedded_engine.http.app, services.data_server.app, services.reward_server.app'
 	@touch $@
 
-# SkyPilot's pins are its own affair, so it has its own environment; the tests only load jobgroup.yaml with it.
+# SkyPilot's pins are its own affair, so it has its own environment; the tests only load jobgroup.yaml with it. The import
+# writes its bytecode, and what it leaves at home.
 $(VENV)/.sky: pyproject.toml | python-version
 	$(PYTHON) -m venv --upgrade-deps $(VENV)-sky
 	$(VENV)-sky/bin/python -m pip install --disable-pip-version-check --quiet --no-compile 'skypilot[kubernetes]==0.14.1'
+	home=$$(mktemp -d) && HOME=$$home $(VENV)-sky/bin/python -c 'import sky' && rm -rf $$home
 	@touch $@
 
 # verl and TRL bring much that nothing else needs.

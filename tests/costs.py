@@ -32,7 +32,7 @@ PROGRAMS = {
 }
 """The Debian package of each program, by the word that the reason of a skip has for it."""
 
-_COUNT, _COUNT_SECONDS = 1_000_000, 0.06
+_COUNT, _COUNT_SECONDS = 1_000_000, 0.045
 """A quiet processor counts so far in this time; tests may take more on one that is slower or busy."""
 _MANY_MODULES = 200
 """A test that imports more, such as torch's, does it for those that come after it."""
@@ -95,11 +95,14 @@ def _cost(item: pytest.Item) -> float:
 
 
 def _slowness() -> float:
-    """Return how many times as long as on a quiet machine this processor takes now."""
-    start = time.process_time()
-    for _ in range(_COUNT):
-        pass
-    return (time.process_time() - start) / _COUNT_SECONDS
+    """Return how many times as long as on a quiet machine this processor takes now, at the worst of five times."""
+    worst = 0.0
+    for _ in range(5):
+        start = time.process_time()
+        for _ in range(_COUNT):
+            pass
+        worst = max(worst, time.process_time() - start)
+    return worst / _COUNT_SECONDS
 
 
 class Costs:

@@ -41,7 +41,6 @@ def told(tmp_path_factory):
     return json.loads((home / "out.json").read_text())
 
 
-@pytest.mark.slow
 def test_skypilot_loads_a_job_group_whose_primary_is_the_evaluation():
     loaded = skypilot_facts()["files"]["evaluation/evaluate.yaml"]
     assert loaded["is_job_group"]

@@ -100,13 +100,13 @@ async def test_a_server_that_pushes_is_not_driven_and_counts_once(
     serving: Any, head: Any, environment_server: Any, lean: Path
 ) -> None:
     port = free_port()
-    url = environment_server(eval_head_endpoint=f"http://127.0.0.1:{port}", environment_push_total=5)
+    url = environment_server(eval_head_endpoint=f"http://127.0.0.1:{port}", environment_push_total=2)
     app = head(head_policies=f"lean={lean}", game_server_addresses=url, PROBE_INTERVAL_SECONDS=0.1)
     with served_ready(app, port) as base_url:
         async with httpx.AsyncClient(base_url=base_url, timeout=IDLE_SECONDS, trust_env=False) as client:
-            stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 5)
+            stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 2)
             played = await stats_of(url)
-            assert played["episodes"]["begun"] == 5
+            assert played["episodes"]["begun"] == 2
             assert (row(stats, "env")["mode"], row(stats, "env")["states"]) == ("pushing", played["episodes"]["steps"])
             found = row(stats, url.removeprefix("http://"))
             assert (found["mode"], found["states"]) == ("idle", 0)
