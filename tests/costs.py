@@ -19,7 +19,9 @@ import pytest
 _CACHE = Path(__file__).parents[1] / ".cache"
 FILE, SKIPPED = _CACHE / "test-times.tsv", _CACHE / "skipped-tests.txt"
 MOST_SECONDS = 5.0
-"""Of a processor, for a test that is neither slow nor e2e."""
+"""Of a processor, for a test of `make test` that starts no whole job group."""
+FREE = ("slow", "e2e", "leaving", "gpu", "sglang", "skypilot", "oracles", "openenv", "cuda")
+"""The marks of tests that may take more."""
 PROGRAMS = {
     "bubblewrap": "bubblewrap",
     "Chromium": "chromium-headless-shell",
@@ -76,7 +78,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is not None and nextitem.parent is item.parent:
         cost = _cost(item)
     item.user_properties.append(("processor_seconds", round(cost, 2)))
-    is_free = any(item.get_closest_marker(name) for name in ("slow", "e2e", "leaving"))
+    is_free = any(item.get_closest_marker(name) for name in FREE)
     imported = len(sys.modules) - item.stash[_modules]
     if cost > MOST_SECONDS and not is_free and imported < _MANY_MODULES:
         limit = MOST_SECONDS * max(1.0, _slowness())
