@@ -66,9 +66,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 # that wait.
 FIRST = (
     "tests/cluster/",
-    "tests/local_runner/test_run.py",
-    "tests/services/rollout_server/test_faults.py",
     "tests/e2e/test_main_job.py",
+    "tests/e2e/test_async_job.py",
+    "tests/services/rollout_server/test_faults.py",
     "tests/trainer/model/test_learner.py",
 )
 

@@ -141,9 +141,16 @@ class Interpreter:
         _link(Path(os.path.realpath(self.program)), made / "bin" / version)
         for name in ("python", "python3"):
             (environment / "bin" / name).symlink_to(copy / "bin" / version)
-        (environment / "pyvenv.cfg").write_text(f"home = {copy / 'bin'}\n")
-        (modules / "path.pth").write_text("".join(f"{name}\n" for name in path))
-        made.chmod(0o755)
+        texts = {
+            environment / "pyvenv.cfg": f"home = {copy / 'bin'}\n",
+            modules / "path.pth": "".join(f"{name}\n" for name in path),
+        }
+        for file, text in texts.items():
+            file.write_text(text)
+            file.chmod(0o644)
+        # Whatever the umask of this process is.
+        for below, _, _ in os.walk(made):
+            os.chmod(below, 0o755)
 
 
 def is_open(path: str) -> bool:
@@ -158,7 +165,7 @@ def _link_tree(source: Path, target: Path, unneeded: set[str]) -> None:
     """Copy a directory so that every user can read it, without the names in it that are ``unneeded``."""
     for folder, folders, files in os.walk(source):
         place = target / Path(folder).relative_to(source)
-        place.mkdir(0o755, parents=True)
+        place.mkdir(parents=True)
         if place == target:
             folders[:] = [name for name in folders if name not in unneeded]
         for name in folders:

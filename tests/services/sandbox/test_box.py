@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import operator
@@ -294,9 +295,10 @@ async def test_a_python_that_only_root_can_reach_is_copied_once_for_the_users_of
     private.chmod(0o700)
     next(private.glob("lib/python*/site-packages")).joinpath("late.py").write_text("import sqlite3\nvalue = 7\n")
     source = "import late, os; print(late.value, os.getuid() > 0)"
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as copies:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as copies, contextlib.ExitStack() as stack:
         os.chmod(copies, 0o755)
         monkeypatch.setattr(backends, "_COPIES", Path(copies))
+        stack.callback(os.umask, os.umask(0o077))
         for _ in range(2):
             interpreter = Interpreter.find(str(private / "bin/python"))
             box = await Box(BackendName.LANDLOCK, interpreter, LIMITS, writes=True).start()
