@@ -14,8 +14,7 @@ import orjson
 from local_runner import directory
 from local_runner.progress import GrowingFile, failed, new_steps
 from services.core.endpoints import Task
-from services.core.files import read_records
-from services.run_page.directory import read_object
+from services.core.files import read_object, read_records
 from trainer.config.changes import NOT_SETTINGS
 from trainer.reporting.group_records import GroupRecords
 

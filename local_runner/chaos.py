@@ -33,8 +33,8 @@ from local_runner.summary import Launch
 from local_runner.supervisor import START_MARK, survived_kills
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.core.files import write_json
-from services.run_page.directory import is_run, read_object
+from services.core.files import read_object, write_json
+from services.run_page.directory import is_run
 
 KILL, STOP = "kill", "stop"
 KINDS = (KILL, STOP)

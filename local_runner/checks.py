@@ -15,6 +15,7 @@ import importlib.util
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from local_runner.nodes import Run, gpus_of, node_environment
 from local_runner.spec import JobGroup, TaskSpec, nearest
 from services.core.endpoints import COLOCATE_VARIABLE, Task, is_colocated
 from services.core.errors import ConfigurationError
-from services.core.files import check_model, check_model_directory
+from services.core.files import check_model, check_model_directory, read_object
 from services.core.machine import VISIBLE_GPUS_VARIABLE
 from services.core.settings import Method, Settings
 from services.core.sources import Source
@@ -106,6 +107,8 @@ ASK_ENGINES = (Task.GATEWAY, Task.COLLECTOR)
 """The tasks beside the trainer whose components send requests to the engines."""
 IMPORT_SECONDS = 120.0
 """Longest time that the import of a component's functions may take."""
+_SHELL_WORDS = {".", "case", "cd", "eval", "exec", "export", "for", "if", "set", "source", "ulimit", "umask", "while"}
+"""Words with which a shell command may begin that are not programs."""
 ERROR = "error: "
 """The beginning of the line in which ``exit_code_of`` names an error."""
 
@@ -323,9 +326,10 @@ def check_services(loaded: Sequence[Loaded], group: JobGroup) -> None:
                 f"{' and '.join(apart)}, which would look for the engines elsewhere; give all of them the same value"
             )
         if missing := [task.value for task in settings.way.services if task not in tasks]:
+            file = "agent" if missing == [Task.GATEWAY.value] else "environment"
             raise ConfigurationError(
                 f"ROLLOUT is {settings.rollout.value}, which needs {' and '.join(missing)}, but job group {group.name} "
-                "has none; take jobgroups/environment.yaml, which has both, or add the task"
+                f"has none; take jobgroups/{file}.yaml, or add the task"
             )
 
     tasks = {component for task in group.tasks for component in task.components}
@@ -369,6 +373,32 @@ def check_judge(loaded: Sequence[Loaded]) -> None:
             raise ConfigurationError(
                 f"REWARD_FN={rewards.reward_fn} compares the answers of a group, and a held-out answer is alone: give "
                 "a function that scores it alone as well, such as math=1, or set EVAL_PROMPTS=0"
+            )
+
+    trainer.of_sources(check)
+
+
+def check_lengths(loaded: Sequence[Loaded]) -> None:
+    """Check that the longest answer of each source fits in the engines' context, as far as settings or files tell it.
+
+    Raises:
+        ConfigurationError: it does not; the message has the context.
+    """
+    found = {name: one.settings for name, one in by_class(loaded).items()}
+    trainer = cast("TrainerSettings | None", found.get("TrainerSettings"))
+    if trainer is None or not trainer.needs_engines:
+        return
+    config = read_object(Path(trainer.model_name).expanduser() / "config.json")
+    config |= config.get("text_config") or {}
+    # Engines extend the context by a model's scaled rotations.
+    known = None if config.get("rope_scaling") else config.get("max_position_embeddings")
+    context = getattr(found.get("RolloutSettings"), "engine_context_length", None) or known
+
+    def check(own: TrainerSettings, source: Source | None) -> None:
+        if context is not None and own.max_new_tokens >= context:
+            raise ConfigurationError(
+                f"MAX_NEW_TOKENS is {own.max_new_tokens}, but prompt and answer share a context of {context} tokens "
+                f"(MODEL_NAME={own.model_name}); lower it"
             )
 
     trainer.of_sources(check)
@@ -441,6 +471,8 @@ def _missing_files(settings: Settings) -> Iterator[str]:
             check_model(model)
         for teacher in getattr(settings, "teacher_models", ()):
             check_model(teacher, "TEACHER_MODEL")
+        for command in getattr(settings, "agent_commands", ()):
+            _check_program(command)
     except ConfigurationError as error:
         yield str(error)
     if not isinstance(settings, DataSettings):
@@ -451,6 +483,16 @@ def _missing_files(settings: Settings) -> Iterator[str]:
                 check_file(variable, path)
         except ConfigurationError as error:
             yield f"SOURCES {settings.sources}, source {source!r}: {error}" if source else str(error)
+
+
+def _check_program(command: str) -> None:
+    """Check that the program of AGENT_COMMAND can be found, if its first word is one; the shell may know others."""
+    word = command.split()[0]
+    if re.fullmatch(r"[\w./+-]+", word) and word not in _SHELL_WORDS and shutil.which(word) is None:
+        raise ConfigurationError(
+            f"AGENT_COMMAND {command!r}: there is no program {word} on PATH, nor a file of that name to execute, seen "
+            f"from {Path.cwd()}; install it, or give its path"
+        )
 
 
 def _failed_import(run: Run, loaded: Loaded) -> Iterator[str]:

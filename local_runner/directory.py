@@ -18,9 +18,9 @@ import psutil
 from local_runner.nodes import Run
 from local_runner.supervisor import START_MARK, survived_kills
 from services.core.errors import ConfigurationError
-from services.core.files import write_json
+from services.core.files import read_from, read_object, write_json
 from services.core.run_ids import UNDER_WAY_SECONDS, last_modified
-from services.run_page.directory import is_run, read_object
+from services.run_page.directory import is_run
 
 FILE = "nodes.json"
 LOCK = "runner.lock"
@@ -99,9 +99,14 @@ def record_states(run: Run, states: dict[str, str]) -> None:
 
 
 def read_nodes(run_dir: Path) -> Nodes | None:
-    """Return the content of nodes.json; None for a run that no local runner has run."""
-    content = read_object(run_dir / FILE)
-    return Nodes(**content) if content else None
+    """Return the content of nodes.json; None for a run that no local runner has run.
+
+    Raises:
+        DamagedFileError: it is not as this program writes it.
+    """
+    with read_from(run_dir / FILE):
+        content = read_object(run_dir / FILE)
+        return Nodes(**content) if content else None
 
 
 @contextlib.contextmanager

@@ -145,6 +145,7 @@ def checks_before_rows(run: nodes.Run, loaded: Sequence[checks.Loaded]) -> dict[
     def together() -> None:
         checks.check_judge(loaded)
         checks.check_formula(loaded)
+        checks.check_lengths(loaded)
         checks.check_services(loaded, run.group)
 
     return {
@@ -154,6 +155,13 @@ def checks_before_rows(run: nodes.Run, loaded: Sequence[checks.Loaded]) -> dict[
         "files, functions, judge and sandbox": lambda: checks.check_own_code(run, loaded),
         "models": lambda: checks.unchecked_models(run, loaded),
     }
+
+
+def _planned(run: nodes.Run, loaded: Sequence[checks.Loaded]) -> list[str]:
+    """Return the cautions of a dry run; raise ConfigurationError where it refuses the run."""
+    plan = Plan(run, loaded, is_dry_run=True)
+    plan.check()
+    return list(plan.cautions())
 
 
 def _of_job_group(
@@ -168,7 +176,7 @@ def _of_job_group(
             loaded = checks.load_all(run)
             yield "job group: settings", GOOD, f"{path}: names and values of all tasks"
             parts = checks_before_rows(run, loaded) | {
-                "rows, template, memory and disk": lambda: Plan(run, loaded, is_dry_run=True).cautions()
+                "rows, template, rewards, memory and disk": lambda: _planned(run, loaded)
             }
             for subject, part in parts.items():
                 try:

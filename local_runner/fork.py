@@ -30,8 +30,9 @@ from local_runner.summary import Launch
 from local_runner.view import duration
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.core.files import read_records, remove_directory, write_json
-from services.run_page.directory import CHANGES, FORK, read_object
+from services.core.files import read_from, read_object, read_records, remove_directory, saved_steps, write_json
+from services.core.run_ids import RUN_ID
+from services.run_page.directory import CHANGES, FORK
 
 LAUNCH = "launch.json"
 """The file of a run directory with the command line that started the run."""
@@ -54,7 +55,10 @@ def main(
     parent = directory.find_run(run, below).resolve()
     changes, launch = env or [], read_launch(parent)
     changed = [word for change in changes for word in ("--env", change)]
-    fork = Fork(parent, parent.with_name(run_id or f"{parent.name}-at-{at}"), at)
+    name = run_id or f"{parent.name}-at-{at}"
+    if not re.fullmatch(RUN_ID, name):
+        raise ConfigurationError(f"--run-id {name!r}: allowed are 80 letters, digits, `.`, `_` and `-`, a letter first")
+    fork = Fork(parent, parent.with_name(name), at)
     fork.check()
     print(fork.disk())
     is_whole = fork.start == at
@@ -104,7 +108,7 @@ class Fork:
     def __init__(self, parent: Path, new: Path, at: int) -> None:
         """Choose the checkpoint to begin from: that of step ``at``, or the newest one before it; 0 without any."""
         self.parent, self.new, self.at = parent, new, at
-        saved = [int(path.name.removeprefix("step-")) for path in parent.glob("checkpoints/step-[0-9]*")]
+        saved = saved_steps(parent / "checkpoints")
         self.start = max((step for step in saved if step <= at), default=0)
         self.newest = max(saved, default=0)
         self.checkpoint = parent / "checkpoints" / f"step-{self.start:06d}"
@@ -143,9 +147,10 @@ class Fork:
         return self._settings(Task.TRAINER).get("mode") == "async" or curriculum not in ("off", "source")
 
     def _settings(self, task: Task) -> dict[str, Any]:
-        record = read_object(self.parent / "config.json").get("components", {}).get(task.value, {})
-        settings: dict[str, Any] = record.get("settings", {})
-        return settings
+        with read_from(self.parent / "config.json"):
+            record = read_object(self.parent / "config.json").get("components", {}).get(task.value, {})
+            settings: dict[str, Any] = dict(record.get("settings", {}))
+            return settings
 
     def parts(self) -> Iterator[Part]:
         """Yield the files that the new run takes over: all that a run resumes from, and its records up to the start.
@@ -156,7 +161,8 @@ class Fork:
             yield _part(CHANGES, changes)
         if not self.start:
             return
-        recorded = [path for path in self.parent.glob("groups/step-[0-9]*") if int(path.name[5:]) <= self.start]
+        steps = [step for step in saved_steps(self.parent / "groups") if step <= self.start]
+        recorded = [self.parent / "groups" / f"step-{step:06d}" for step in steps]
         for path in [*sorted(self.checkpoint.rglob("*")), *recorded]:
             if path.is_file():
                 yield Part(path.relative_to(self.parent), path.stat().st_size, partial(_link, path), is_link=True)
@@ -229,9 +235,9 @@ class Fork:
                 time.sleep(POLL_SECONDS)
         if not wanted.exists():
             raise ConfigurationError(f"{self.new} ended before step {self.at}; see its logs")
-        for path in self.new.glob("checkpoints/step-[0-9]*"):
-            if path > wanted:
-                remove_directory(path)
+        for step in saved_steps(self.new / "checkpoints"):
+            if step > self.at:
+                remove_directory(self.new / "checkpoints" / f"step-{step:06d}")
 
 
 def record_launch(run_dir: Path, launch: Launch) -> None:
@@ -263,18 +269,19 @@ def read_launch(run_dir: Path) -> Launch | None:
     Raises:
         ConfigurationError: a file of variables has others now.
     """
-    content = read_object(run_dir / LAUNCH)
-    if not content:
-        return None
-    where, files = Path(content.pop("directory")), [Path(path) for path in content.pop("env_files")]
-    # A file that is not there is this project's, as it was for the run.
-    read = [where / path if (where / path).exists() else path for path in files]
-    if _open(env_files(read)) != content["in_files"]:
-        raise ConfigurationError(
-            f"{', '.join(map(str, files))} in {where} has other variables than when {run_dir.name} was started; "
-            "restore it, so that the fork differs in --env alone"
-        )
-    return Launch(Path(content.pop("job_group")), env_files=files, **content)
+    with read_from(run_dir / LAUNCH):
+        content = read_object(run_dir / LAUNCH)
+        if not content:
+            return None
+        where, files = Path(content.pop("directory")), [Path(path) for path in content.pop("env_files")]
+        # A file that is not there is this project's, as it was for the run.
+        read = [where / path if (where / path).exists() else path for path in files]
+        if _open(env_files(read)) != content["in_files"]:
+            raise ConfigurationError(
+                f"{', '.join(map(str, files))} in {where} has other variables than when {run_dir.name} was started; "
+                "restore it, so that the fork differs in --env alone"
+            )
+        return Launch(Path(content.pop("job_group")), env_files=files, **content)
 
 
 def _open(variables: Mapping[str, str]) -> dict[str, str]:
@@ -294,7 +301,8 @@ def in_this_python(command: list[str]) -> list[str]:
 
 def _lines(path: Path, last: int) -> list[dict[str, Any]]:
     """Return the records of a file up to a step."""
-    return [line for line in read_records(path) if line["step"] <= last]
+    with read_from(path):
+        return [line for line in read_records(path) if line["step"] <= last]
 
 
 def _link(source: Path, target: Path) -> None:
@@ -307,5 +315,5 @@ def _link(source: Path, target: Path) -> None:
 
 def _copy_database(source: Path, target: Path) -> None:
     """Copy a SQLite file with what its write-ahead log has."""
-    with closing(sqlite3.connect(source)) as database, closing(sqlite3.connect(target)) as copy:
+    with read_from(source), closing(sqlite3.connect(source)) as database, closing(sqlite3.connect(target)) as copy:
         database.backup(copy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -50,6 +51,7 @@ class Plan:
         self._trainer, self._data = (self._settings.get(name) for name in ("TrainerSettings", "DataSettings"))
         self._rows: dict[str, Any] = {}
         self._needs: dict[str, Any] = {}
+        self._tried: dict[str, Any] = {}
 
         def answer(name: str, package: str, module: str, *arguments: str) -> dict[str, Any]:
             """Return the facts that a module prints in the environment of these settings' task; empty without any."""
@@ -70,7 +72,10 @@ class Plan:
                 options = ["--items", items] if has_items else ["--rows"] * (not is_dry_run)
                 self._rows = answer("DataSettings", "datasets", "services.data_server.look", *options)
                 if Path(items).exists():
-                    answer("RewardSettings", "services", "services.reward_server.own_code", items)
+                    module = "services.reward_server.own_code"
+                    answer("RewardSettings", "services", module, items)
+                    if is_dry_run and items_file is None:
+                        self._tried = answer("RewardSettings", "services", module, items, "--answers", "{}")
         if self._trainer is not None and self.has_all_rows:
             self._trainer.total_steps(self._rows["train"])
         if is_dry_run and self._trainer is not None and Path(self._trainer.model_name).expanduser().is_dir():
@@ -120,12 +125,36 @@ class Plan:
             batch, wanted, steps = self._trainer.batch_size, self._trainer.max_steps, self._trainer.total_steps(train)
             if train < batch:
                 yield f"BATCH_SIZE is {batch}, but {train} rows are trained on: a batch has prompts more than once"
+            prompts = self._trainer.eval_prompts
+            if 0 < held_out < prompts and "eval_prompts" in self._trainer.model_fields_set:
+                yield (
+                    f"EVAL_PROMPTS is {prompts}, but {held_out} rows are held out; raise DATASET_HELD_OUT, or give "
+                    "DATASET_TEST"
+                )
             if steps < wanted:
                 plural = "s"[: steps > 1]
                 yield f"{train + held_out} rows, {held_out} held out: {steps} step{plural} of MAX_STEPS={wanted}"
-        if self._needs.get("refusal"):
-            yield f"here it would not start: {self._needs['refusal']}"
+        for source, tried in self._tried.items():
+            if problem := reward_problem(tried):
+                yield f"rewards{f' of {source}' if source else ''}: {problem}"
         yield from self._needs.get("notes", ())
+
+    def check(self) -> None:
+        """Check what a dry run has found.
+
+        Raises:
+            ConfigurationError: the run would not start here, or no answer would have a reward.
+        """
+        made = next(path for path in (self._run.run_dir, *self._run.run_dir.parents) if path.exists())
+        if not made.is_dir() or not os.access(made, os.W_OK | os.X_OK):
+            raise ConfigurationError(f"{self._run.run_dir} cannot be made in {made}; give another --shared-dir")
+        for source, tried in self._tried.items():
+            if tried["answers"] and len(tried["failures"]) == tried["answers"]:
+                raise ConfigurationError(
+                    f"no answer{f' of {source}' if source else ''} has a reward: {tried['failures'][0]}"
+                )
+        if refusal := self._needs.get("refusal"):
+            raise ConfigurationError(refusal)
 
     def show(self, console: Console, unchecked_models: Sequence[str]) -> None:
         """Print the plan."""
@@ -199,6 +228,21 @@ class Plan:
         for task in self._run.group.tasks:
             gpus = [", ".join(gpus_of(self._run, task, rank)) for rank in range(task.num_nodes)]
             yield f"{task.name} {task.num_nodes}" + (f" (GPU {'; '.join(gpus)})" if any(gpus) else "")
+
+
+def reward_problem(tried: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the rewards of answers to a source's rows, as ``reward_server.own_code`` tries them."""
+    rows, failures = tried["rows"], tried["failures"]
+    if failures:
+        first = f"{len(failures)} of {tried['answers']} answers have no reward, the first with {failures[0]}"
+        return f"{first}; let it give every answer a number"
+    if rows and not any(len({reward for reward in row.values() if reward is not None}) > 1 for row in rows):
+        truths = "a right, an empty and" if any(row.get("right") is not None for row in rows) else "an empty and"
+        return (
+            f"{truths} a senseless answer have the same reward at each of {len(rows)} prompts, and nothing can be "
+            "learned from equal rewards; correct it, unless a right answer is more than the ground truth"
+        )
+    return None
 
 
 def _found(rows: Mapping[str, Any]) -> str:

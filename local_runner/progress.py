@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.core.files import read_from
 from services.run_page.directory import of_sources
 
 EARLY_STEPS = 3
 """The number of steps after which a run prints its first advice."""
 LOOK = "Look at the completions and their rewards (Samples on the run page)"
+
+LOST_STEPS, LOST_SHARE, LEAST_BEST = 5, 0.05, 0.1
+"""The reward is lost if it was below LOST_SHARE of the best step's, at least LEAST_BEST, in the last LOST_STEPS."""
 
 OVER_LIMIT = frozenset({"limit", "timeout", "reward_over_limit"})
 """Reasons of failure whose completions are wrong answers; the others have no reward."""
@@ -102,8 +106,9 @@ class Step:
 
 
 def new_steps(metrics: GrowingFile) -> list[Step]:
-    """Return the steps appended to metrics.jsonl since the last call."""
-    return [Step.read(line) for line in metrics.new_lines()]
+    """Return the steps appended to metrics.jsonl since the last call; DamagedFileError for a line that is no step's."""
+    with read_from(metrics.path):
+        return [Step.read(line) for line in metrics.new_lines()]
 
 
 def mean_rewards(steps: Sequence[Step]) -> list[float]:
@@ -112,11 +117,11 @@ def mean_rewards(steps: Sequence[Step]) -> list[float]:
 
 
 def advice(steps: Sequence[Step]) -> str | None:
-    """Return why completions of ``steps`` failed, or why none of the steps changed the model, and what to do.
+    """Return why completions of ``steps`` failed, why none of the steps changed the model, or that the reward was lost.
 
     Return None if there is nothing to say.
     """
-    return " ".join(filter(None, (_nothing_learned(steps), _most_frequent_failure(steps)))) or None
+    return " ".join(filter(None, (_nothing_learned(steps), _lost(steps), _most_frequent_failure(steps)))) or None
 
 
 def failed(steps: Sequence[Step]) -> str | None:
@@ -149,6 +154,22 @@ def _nothing_learned(steps: Sequence[Step]) -> str | None:
     in_steps = f"in {len(steps)} steps" if len(steps) > 1 else "in the step"
     # Rewards of the others say little where completions have failed.
     return f"The model has learned nothing {in_steps}: {what}." + ("" if _failures(steps) else f" {remedy}.")
+
+
+def _lost(steps: Sequence[Step]) -> str | None:
+    """Return a sentence on a mean reward that has been nearly 0 for LOST_STEPS, and was well above 0 before."""
+    scored = [step for step in steps if step.reward is not None]
+    before, last = scored[:-LOST_STEPS], [step.reward or 0.0 for step in scored[-LOST_STEPS:]]
+    best = max(before, key=lambda step: step.reward or 0.0, default=None)
+    if best is None or (best.reward or 0.0) < LEAST_BEST or not max(last) < LOST_SHARE * best.reward:
+        return None
+    since = next(
+        step.step for step in scored if step.step > best.step and (step.reward or 0) < LOST_SHARE * best.reward
+    )
+    return (
+        f"The mean reward fell from {best.reward:.3f} in step {best.step} to {last[-1]:.3f}, since step {since}. "
+        f"{LOOK}; a smaller LEARNING_RATE is the first thing to try, from a checkpoint before that step."
+    )
 
 
 def _most_frequent_failure(steps: Sequence[Step]) -> str | None:

@@ -37,9 +37,9 @@ from local_runner.view import View
 from services.core import machine
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.core.files import write_json
+from services.core.files import read_object, write_json
 from services.core.processes import stop_signals
-from services.run_page.directory import first_failure, read_object
+from services.run_page.directory import first_failure
 
 JobGroupPath = Annotated[
     Path, typer.Argument(metavar="JOBGROUP", help="The job group's YAML: a file here, or one that this project has.")
@@ -154,6 +154,7 @@ def _check_and_show(planned: Run, console: Console, *, dry_run: bool, commands: 
     checks.check_engines(planned, loaded)
     checks.check_judge(loaded)
     checks.check_formula(loaded)
+    checks.check_lengths(loaded)
     checks.check_services(loaded, planned.group)
     checks.check_own_code(planned, loaded)
     unchecked = checks.unchecked_models(planned, loaded)
@@ -164,6 +165,8 @@ def _check_and_show(planned: Run, console: Console, *, dry_run: bool, commands: 
         _show_nodes(console, planned)
     for caution in plan.cautions():
         console.print(Text(f"note: {caution}", "yellow"), soft_wrap=True)
+    if dry_run:
+        plan.check()
 
 
 def read_group(

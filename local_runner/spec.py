@@ -147,6 +147,8 @@ def assignments(pairs: Sequence[str], option: str) -> dict[str, str]:
     result = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")
+        # Spaces around the sign mean nothing, as in an env file.
+        name, value = name.strip(), value.strip() if name.endswith(" ") else value
         if not separator:
             if name not in os.environ:
                 raise ConfigurationError(f"{option} {pair}: not set in the environment; give {option} {pair}=VALUE")
@@ -170,6 +172,8 @@ def env_file(path: Path) -> dict[str, str]:
         files = [one for folder in (Path(), ROOT) for one in (*folder.glob("*.env"), *folder.glob("examples/*.env"))]
         names = [str(one.relative_to(ROOT) if one.is_relative_to(ROOT) else one) for one in files]
         raise ConfigurationError(f"there is no --env-file {path}{nearest(str(path), names)}")
+    if path.suffix in (".yaml", ".yml"):
+        raise ConfigurationError(f"--env-file {path}: that is a job group's file; give it without --env-file")
     values = dotenv_values(file)
     result = {name: value for name, value in values.items() if value is not None}
     if missing := sorted(values.keys() - result.keys()):
@@ -222,6 +226,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def documents(path: Path) -> list[dict[str, Any]]:
     """Return the documents of a job group's file, the header first; ConfigurationError where it is not one."""
+    if path.suffix == ".env":
+        raise ConfigurationError(f"{path} is a file of variables; give it as --env-file {path}")
     try:
         documents = list(yaml.load_all(path.read_text(), Loader=_UniqueKeyLoader))  # a subclass of SafeLoader
     except OSError as error:

@@ -24,7 +24,8 @@ from local_runner.progress import GrowingFile, advice, failed, mean_rewards, new
 from local_runner.summary import outcome_rows, reward_change
 from local_runner.supervisor import State
 from local_runner.view import STYLES, duration
-from services.run_page.directory import first_and_last, first_failure, read_changes, read_object
+from services.core.files import read_object
+from services.run_page.directory import first_and_last, first_failure, read_changes
 
 RECENT_STEPS = 5
 NOT_ASKED = "without /health"

@@ -21,8 +21,8 @@ from local_runner.progress import GrowingFile, advice, counted, failed, new_step
 from local_runner.view import duration
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION
+from services.core.files import read_object
 from services.core.settings import Settings
-from services.run_page.directory import read_object
 
 if TYPE_CHECKING:
     from trainer.config import TrainerSettings

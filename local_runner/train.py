@@ -294,7 +294,11 @@ def _text(name: str, value: Any, inputs: Path) -> str:
         return _write_function(name, value, inputs)
     if name in ("dataset", "dataset_test"):
         return str(_write_rows(name, value, inputs))
-    return json.dumps(value)
+    try:
+        return json.dumps(value)
+    except TypeError as error:
+        functions = ", or one function, or text such as exact_match=1,module:function=0.5" * (name == "reward_fn")
+        raise TypeError(f"{name} is {value!r}; give text or a number{functions}") from error
 
 
 def _plain(name: str, value: Any) -> str:

@@ -14,7 +14,7 @@ from local_runner.checks import tasks_by_variable
 from local_runner.spec import assignments, nearest
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.run_page.directory import read_object
+from services.core.files import read_object
 from trainer.config.changes import CHANGEABLE, Request, changed, changes_of, write_request
 
 POLL_SECONDS = 0.2

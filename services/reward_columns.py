@@ -7,6 +7,7 @@ reads their source, which says before a run which columns a function needs, and 
 from __future__ import annotations
 
 import ast
+import difflib
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -93,7 +94,10 @@ def check_columns(reward_fn: str, names: Sequence[str], where: str, rubric: Path
     """
     for function, part in reads(reward_fn, rubric).items():
         if missing := [name for name in part.needed if name not in names and not (name == "row" and names)]:
-            remedy = "Name the parameter like a column, or give it a default"
+            known = [*ARGUMENTS, *names]
+            near = next(iter(difflib.get_close_matches(missing[0], known, 1)), None)
+            remedy = f"The nearest is {near}. " if near else ""
+            remedy += f"Name the parameter like a column or {', '.join(ARGUMENTS)}, or give it a default"
             if function in JUDGES:
                 remedy = f"Name columns in JUDGE_RUBRIC {rubric}, and write {{{{x}}}} for text in braces"
             raise ConfigurationError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from services.core.errors import ConfigurationError
-from services.core.files import read_records
+from services.core.files import read_records, saved_steps
 from trainer.algorithm.packing import TrainingGroup
 from trainer.checkpoints.checkpoint import damage, load_checkpoint, read_state, tensors_of
 from trainer.config.changes import SettingsAsRecorded, as_recorded, obstacle
@@ -179,7 +179,7 @@ def checkpoint(run_dir: Path, step: int) -> Path:
 
 def checkpoints(run_dir: Path) -> list[int]:
     """Return the steps of a run's checkpoints, in order, after 0, the step of the model with which it began."""
-    return [0, *sorted(int(path.name.removeprefix("step-")) for path in run_dir.glob("checkpoints/step-[0-9]*"))]
+    return [0, *saved_steps(run_dir / "checkpoints")]
 
 
 def recorded_metrics(run_dir: Path, step: int) -> dict[str, Any]:

@@ -313,6 +313,7 @@ def _settings(
             check_file(variable, path)
     checks.check_judge(loaded)
     checks.check_formula(loaded)
+    checks.check_lengths(loaded)
     checks.check_services(loaded, group)
     found = {name: one.settings for name, one in checks.by_class(loaded).items()}
     trainer, rollout = found.get("TrainerSettings"), found.get("RolloutSettings")

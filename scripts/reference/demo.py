@@ -17,8 +17,9 @@ import orjson
 from local_runner.progress import GrowingFile, Step, mean_rewards, new_steps
 from local_runner.view import describe
 from scripts.reference import ROOT, write_or_check
+from services.core.files import read_object
 from services.core.machine import cores
-from services.run_page.directory import first_and_last, read_object
+from services.run_page.directory import first_and_last
 
 README = ROOT / "README.md"
 RECORD = ROOT / "docs" / "demo.json"

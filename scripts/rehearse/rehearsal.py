@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from local_runner import checks, directory, nodes, processes, spec
 from local_runner.doctor import checks_before_rows
 from local_runner.fork import in_this_python
-from local_runner.plan import Plan
+from local_runner.plan import Plan, reward_problem
 from local_runner.progress import counted
 from local_runner.run import read_group
 from local_runner.summary import Launch
@@ -257,18 +257,9 @@ class Rehearsal:
         self.line("rewards", f"{reward_fn}{_of(source)}: {text}; {rate:.0f} answers/s on this machine")
         if failures and not tried["answers"]:
             self.change(f"{name}: no answer was tried, because {failures[0]}; a rehearsal needs the judge, too")
-        elif failures:
-            self.change(
-                f"{name}: {len(failures)} of {tried['answers']} answers have no reward, the first with {failures[0]}; "
-                "let it give every answer a number"
-            )
-        elif rows and not differ:
-            truths = "a right, an empty and" if by_kind["right"] else "an empty and"
-            self.change(
-                f"{name}: {truths} a senseless answer have the same reward at each of {len(rows)} prompts, and nothing "
-                "can be learned from equal rewards; correct it, or, if a right answer is more than the ground truth, "
-                "give its form as --right 'TEXT {}'"
-            )
+        elif problem := reward_problem(tried):
+            form = "" if failures else "; --right 'TEXT {}' gives the form of a right answer"
+            self.change(f"{name}: {problem}{form}")
 
     def _predict(self, plan: LaunchPlan, lengths: Sequence[int], rate: float | None, *, has_all_rows: bool) -> None:
         """Print the memory, the seconds of a step and the GPU-hours of the launch; compare rewards with the rest.

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.core.errors import ConfigurationError, first_line
@@ -54,6 +55,11 @@ def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
     # The error's type depends on the hub client, the network and the files: OSError, ValueError, KeyError, ...
     except Exception as error:
+        if (directory := Path(model_name).expanduser()).is_dir() and not any(directory.glob("tokenizer*")):
+            raise ConfigurationError(
+                f"MODEL_NAME={model_name} has no tokenizer: {directory.resolve()} has neither tokenizer.json nor "
+                "tokenizer.model; copy those of the model that it was made from"
+            ) from error
         raise ConfigurationError(
             f"the tokenizer of MODEL_NAME {model_name!r} cannot be loaded from the Hugging Face hub, its cache or a "
             f"directory of that name: {first_line(error)}; check the name and the network, or give a directory"

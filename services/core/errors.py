@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sysconfig
 import traceback
@@ -40,6 +41,10 @@ class ConfigurationError(ComponentError):
     """A wrong setting, or a dataset or model that cannot be loaded. The message says what, where and what to do."""
 
     exit_code = EXIT_CONFIGURATION
+
+
+class DamagedFileError(ConfigurationError, ValueError):
+    """A file of a run that does not hold what this project writes there. The message names the file and the place."""
 
 
 class DependencyLostError(ComponentError):
@@ -81,6 +86,11 @@ def exit_code_of(main: Callable[[], object]) -> int:
     except ComponentError as error:
         say_error(error)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        say_error(ConfigurationError(f"{error.strerror}: raise the limit of this shell, such as by `ulimit -n 4096`"))
+        return EXIT_CONFIGURATION
     return 0
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from services.core.errors import ConfigurationError
+import orjson
+
+from services.core.errors import ConfigurationError, DamagedFileError
 
 PROJECT = Path(__file__).parents[2]
 DEMO_MODEL = "smollm2-135m"
@@ -50,9 +54,54 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file with one JSON object a line, without a last line that is still being written.
 
     A file that does not exist has none.
+
+    Raises:
+        DamagedFileError: a line is not a JSON object.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return [_object(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.endswith(b"\n")]
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is no such file.
+
+    Raises:
+        DamagedFileError: the file is not a JSON object.
+    """
+    try:
+        return _object(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        return {}
+
+
+def _object(content: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = orjson.loads(content)
+    except ValueError as error:
+        raise DamagedFileError(f"{where} is damaged: {error}; restore the file, or take another run") from error
+    if not isinstance(value, dict):
+        raise DamagedFileError(f"{where} is damaged: it has no JSON object; restore the file, or take another run")
+    return value
+
+
+@contextlib.contextmanager
+def read_from(path: Path) -> Iterator[None]:
+    """Turn the errors that unexpected content causes within the context into a DamagedFileError that names the file."""
+    try:
+        yield
+    except DamagedFileError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, sqlite3.DatabaseError) as error:
+        raise DamagedFileError(
+            f"{path} is damaged, or another version of this program wrote it ({type(error).__name__}: {error}); "
+            "restore the file, or take another run"
+        ) from error
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Return the numbers of the directories and files ``step-NNNNNN`` in ``directory``, in order."""
+    names = (re.fullmatch(r"step-(\d{6,})", path.name) for path in directory.glob("step-*"))
+    return sorted(int(name[1]) for name in names if name)
 
 
 def replace_directory(new: Path, old: Path) -> None:
@@ -128,9 +177,13 @@ def check_model(model: str, setting: str = "MODEL_NAME") -> None:
     check_model_directory(model, setting)
     path = Path(model).expanduser()
     if path.exists() and not (path / "config.json").exists():
+        remedy = "give one, such as the model/ of a run, or a Hugging Face name"
+        if (path / "model" / "config.json").exists():
+            remedy = f"it is a run; give {path / 'model'}"
+        elif (path / "adapter_config.json").exists():
+            remedy = f"it is an adapter; `grpo merge-adapter {path} merged` makes a model of it"
         raise ConfigurationError(
-            f"{setting}={model}: {path.resolve()} has no config.json, so it is not a model's directory; give one, "
-            "such as the model/ of a run, or a Hugging Face name"
+            f"{setting}={model}: {path.resolve()} has no config.json, so it is not a model's directory; {remedy}"
         )
 
 

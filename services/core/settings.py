@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.core.errors import ConfigurationError
 from services.core.machine import KeepMemory
-from services.core.run_ids import default_run_id
+from services.core.run_ids import RUN_ID, default_run_id
 from services.core.sources import Schedule, Source, Sources, load_sources
 
 
@@ -57,8 +57,7 @@ class Settings(BaseSettings):
     """The volume that the nodes of a job share; holds `runs/`."""
     run_id: str = Field(
         default_factory=lambda values: default_run_id(values["shared_dir"]),
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        max_length=80,
+        pattern=RUN_ID,
     )
     """Name of the run directory below `SHARED_DIR/runs`. Give a former run's name to resume it. Default: group, job and
     time of SKYPILOT_TASK_ID, such as grpo-17-20260131-120000, equal in all tasks of a managed job and after its

@@ -90,7 +90,7 @@ def load_sources(path: Path) -> Sources:
         document = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigurationError(f"SOURCES {str(path)!r} cannot be read ({error.strerror}); give a file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(f"SOURCES {str(path)!r} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(document, yaml.SequenceNode) or not document.value:
         raise ConfigurationError(f"SOURCES {str(path)!r}: write a list of sources, each as `- name: ...`")

@@ -31,6 +31,8 @@ from services.data_server.tables import (
 LARGEST_LINE = 64 * 2**20
 DEEPEST = 100
 """Arrays and objects within each other; Python's parser has a limit that depends on its version."""
+_MOST_PROBLEMS = 5
+"""The number of wrong lines that an error names; the rest of the file is not read."""
 _ROWS_A_BATCH = 4096
 _BATCH_CHARACTERS = 2**24
 _TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]|-?Infinity|NaN')
@@ -92,16 +94,20 @@ def json_rows(path: Path, where: str) -> Iterator[Line]:
         ConfigurationError: a line is too long or nested too deep, is not UTF-8, or is not a JSON object; the message
             has its number, and its column where there is one.
     """
+    problems: list[str] = []
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LARGEST_LINE + 1), b""), 1):
             try:
                 found = _object(line, "utf-8-sig" if number == 1 else "utf-8")
             except _LineError as error:
-                raise ConfigurationError(
-                    f"{where} cannot be read as .jsonl: line {number}{error}; correct the file"
-                ) from error
+                problems.append(f"line {number}{error}")
+                if len(line) > LARGEST_LINE or len(problems) == _MOST_PROBLEMS:
+                    break
+                continue
             if found is not None:
                 yield Line(number, *found)
+    if problems:
+        raise ConfigurationError(f"{where} cannot be read as .jsonl: {'; '.join(problems)}; correct the file")
 
 
 class _LineError(Exception):
@@ -147,13 +153,16 @@ def _check_tokens(text: str) -> None:
 
 def _texts(batch: list[Line], name: str, column: str, where: str) -> pa.Array:
     """Return a column of some rows as text; ``name`` says what it is used for."""
-    texts = []
+    texts: list[str | None] = []
+    problems: list[str] = []
     for line, _, row in batch:
         value = row.get(column)
         try:
             texts.append(value if value is None or isinstance(value, str) else _json_text(value, name))
         except _LineError as error:
-            raise ConfigurationError(f"{where}, line {line}: column {column!r} {error}") from error
+            problems.append(f"line {line}: column {column!r} {error}")
+    if problems:
+        raise ConfigurationError(f"{where}, {'; '.join(problems[:_MOST_PROBLEMS])}")
     return pa.array(texts, pa.string())
 
 

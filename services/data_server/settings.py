@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from enum import StrEnum
 from pathlib import Path
@@ -202,6 +203,8 @@ def named_files(settings: DataSettings) -> dict[str, Path]:
         ConfigurationError: DATASET_TEST names a file, but DATASET does not.
     """
     if not is_path(settings.dataset):
+        if generator_of(settings.dataset) is None and os.path.isdir(settings.dataset):
+            raise ConfigurationError(f"DATASET {settings.dataset!r} is a directory in {Path.cwd()}; name a file in it")
         if settings.dataset_test is not None:
             raise ConfigurationError(
                 f"DATASET_TEST is {str(settings.dataset_test)!r}, but DATASET {settings.dataset!r} is not a file; "
@@ -220,6 +223,8 @@ def check_file(variable: str, path: Path) -> None:
             that converts it.
     """
     where = f"{variable} {str(path)!r}"
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
+        raise ConfigurationError(f"{where} is an address, which is not read; download the file and give its path")
     try:
         with path.open("rb") as file:
             first = file.read(1)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from services.core.errors import ConfigurationError
+from services.core.files import read_object
 from services.run_page.records import Position, SampleIndex, parse, read_lines
 
 RECORDS_A_REPLY = 1000
@@ -180,21 +179,6 @@ def first_failure(run_dir: Path, since: float = 0.0) -> str:
         return path.read_text(errors="replace").strip() if path.stat().st_mtime >= since else ""
     except OSError:
         return ""
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is no such file.
-
-    Raises:
-        ValueError: the file does not contain a JSON object.
-    """
-    try:
-        content = orjson.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} contains no JSON object")
-    return content
 
 
 def _number(value: Any) -> float | None:

@@ -76,7 +76,8 @@ def test_the_environment_of_this_process_is_checked_and_left_alone(monkeypatch):
 
 DECLARED = (ROOT / "jobgroup.yaml").read_text().replace("  REWARD_FN: math\n", "  REWARD_FN: math\n  MY_THRESHOLD: 1\n")
 MODULES = {
-    "my_rewards.py": "def close(response): return 0.0\ndef by_level(response, level): return 0.0\n",
+    "my_rewards.py": "def close(response): return 0.0\ndef by_level(response, level): return 0.0\n"
+    "def typo(respone): return 0.0\n",
     "my_methods.py": "def quadratic(tokens): ...\nasync def solve(example): ...\ndef plain(example): ...\n",
     "my_game.py": """
 from services.environment_server.environments import Conversation
@@ -86,6 +87,8 @@ class Doors(Conversation):
     async def reset(self, seed): ...
     async def step(self, action): ...
 """,
+    "adapter/adapter_config.json": "{}",
+    "trained/model/config.json": "{}",
     "broken.py": "def close(response: return 0.0\n",
     "unhappy.py": "raise RuntimeError('no such table\\nsecond line')\n",
     "reads.py": "import os\nos.environ['MY_THRESHOLD']\ndef close(response): return 0.0\n",
@@ -104,6 +107,7 @@ class Doors(Conversation):
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks_here: None) -> Path:
     for name, text in MODULES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     pq.write_table(pa.table({"sum": ["1+1="] * 8, "answer": ["2"] * 8}), tmp_path / "sums.parquet")
     (tmp_path / "empty").mkdir()
@@ -130,6 +134,12 @@ REFUSALS = [
     ([QUESTIONS, "DATASET_TEST=sums.jsonl"], "DATASET_TEST 'sums.jsonl' .*PROMPT_COLUMN to one of ['sum', 'total']"),
     (["DATASET=sums.parquet", "PROMPT_COLUMN=sums"], "PROMPT_COLUMN is 'sums', .* it has ['sum', 'answer']"),
     (["DATASET=sums.jsonl", "PROMPT_COLUMN=sum"], "set GROUND_TRUTH_COLUMN to one of ['sum', 'total']"),
+    (["DATASET=https://host.test/sums.jsonl"], "sums.jsonl' is an address"),
+    (["DATASET=empty"], "DATASET 'empty' is a directory"),
+    (["MODEL_NAME=trained"], "it is a run; give trained/model"),
+    (["MODEL_NAME=adapter"], "grpo merge-adapter adapter"),
+    (["REWARD_FN=my_rewards:typo", QUESTIONS], "needs respone.*The nearest is response"),
+    (["ROLLOUT=agent", "AGENT=my_methods:solve"], "take jobgroups/agent.yaml"),
     (["MODEL_NAME=./models/x"], "rollout-server: MODEL_NAME=./models/x"),
     (["MODEL_NAME=empty"], "MODEL_NAME=empty: {here}/empty has no config.json"),
     (["REWARD_FN=nowhere:close"], "reward-server: REWARD_FN 'nowhere:close' .*ModuleNotFoundError"),
@@ -207,6 +217,8 @@ AGENT, ENVIRONMENT = (str(ROOT / f"jobgroups/{name}.yaml") for name in ("agent",
         (AGENT, ["ROLLOUT=agent", "AGENT=nowhere:solve"], "ppo-trainer: AGENT is 'nowhere:solve'"),
         (AGENT, ["ROLLOUT=agent", "AGENT=my_methods:plain"], "AGENT 'my_methods:plain' is not an `async def`"),
         (AGENT, ["ROLLOUT=agent", "AGENT=my_methods:solve"], None),
+        (AGENT, ["ROLLOUT=program", "AGENT_COMMAND=nosuchprogram -x"], "there is no program nosuchprogram"),
+        (AGENT, ["ROLLOUT=program", "AGENT_COMMAND=cd . && A=1 nosuchprogram"], None),
         (ENVIRONMENT, ["ENVIRONMENT=nowhere:Game"], "environment-server: ENVIRONMENT is 'nowhere:Game'"),
         (ENVIRONMENT, ["ENVIRONMENT=my_game:Empty"], "ENVIRONMENT is 'my_game:Empty', which cannot be made: TypeError"),
         (ENVIRONMENT, ["ENVIRONMENT=my_game:Door"], "no class Door; it has Doors, Empty; give"),

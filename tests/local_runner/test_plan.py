@@ -46,7 +46,8 @@ class Terminal:
         self._capfd = capfd
 
     def run(self, *options: object, **env: object) -> tuple[int, str, str]:
-        """Return exit code, output and errors; ``env`` is for --env."""
+        """Return exit code, output and errors; ``env`` is for --env, with answers that the tiny model has room for."""
+        env = {"MAX_NEW_TOKENS": 64} | env
         code = call("run", *options, *(f"--env={name}={value}" for name, value in env.items()))
         return code, *self._capfd.readouterr()
 
@@ -122,7 +123,7 @@ def test_a_plan_shows_what_will_be(terminal: Terminal, tiny_model: Path) -> None
     assert shown["model"] == str(tiny_model)
     assert shown["data"] == "sums.jsonl: 86 rows to train on, 4 held out"
     assert shown["reward"] == "exact_match=1,math=0.5"
-    assert shown["steps"] == "32, each of 8 prompts with 8 answers of at most 512 tokens"
+    assert shown["steps"] == "32, each of 8 prompts with 8 answers of at most 64 tokens"
     # The tests' own environment sets the types.
     changed = [setting for setting in shown["not by default"].split(", ") if "TYPE" not in setting]
     assert changed == ["BATCH_SIZE=8", "PROMPT_STYLE=plain"]
@@ -142,7 +143,7 @@ def test_processes_of_their_own_read_the_rows_and_estimate_the_memory(tmp_path: 
     """As users have it: each module in the environment of its node. The other tests run them in this process."""
     write(tmp_path / "sums.jsonl", [{"question": f"{a}+1=", "answer": a + 1} for a in range(90)])
     (tmp_path / "mine.py").write_text("def near(response, ground_truth):\n    return 1.0\n")
-    given = {"MODEL_NAME": tiny_model, "DATASET": "sums.jsonl", "REWARD_FN": "mine:near"}
+    given = {"MODEL_NAME": tiny_model, "MAX_NEW_TOKENS": 64, "DATASET": "sums.jsonl", "REWARD_FN": "mine:near"}
     command = [sys.executable, "-m", "scripts.grpo", "run", "--small", "--dry-run"]
     command += [f"--env={name}={value}" for name, value in given.items()]
     wide = os.environ | {"COLUMNS": "200"}
@@ -157,6 +158,8 @@ def test_processes_of_their_own_read_the_rows_and_estimate_the_memory(tmp_path: 
     ("env", "told"),
     [
         ({"DATASET": "three.jsonl", "MAX_STEPS": 2}, "3 rows, 1 held out: 1 step of MAX_STEPS=2"),
+        ({"DATASET": "three.jsonl", "EVAL_PROMPTS": 2}, "EVAL_PROMPTS is 2, but 1 rows are held out"),
+        ({"DATASET": "arithmetic", "LEARNING_RATE": 20}, "LEARNING_RATE=20 is far above"),
         ({"DATASET": "three.jsonl"}, "BATCH_SIZE is 4, but 2 rows are trained on"),
         ({"DATASET": "arithmetic", "REWARD_FN": "math=0.5,format=0.4"}, "the weights of REWARD_FN sum to 0.9"),
     ],
@@ -233,10 +236,45 @@ def test_what_a_silent_hub_may_have_is_said_to_be_unchecked(
 def test_a_plan_says_that_a_run_with_a_checkpoint_has_no_room_to_go_on(
     here: Path, terminal: Terminal, tiny_model: Path
 ) -> None:
-    (here / "runs" / "mine" / "checkpoints" / "step-1").mkdir(parents=True)
+    (here / "runs" / "mine" / "checkpoints" / "step-000001").mkdir(parents=True)
     kept = {"CHECKPOINTS_KEPT": 10**9, "CHECKPOINT_EVERY": 1, "MAX_STEPS": 10**9, "NUM_EPOCHS": 10**9}
-    printed = terminal.plan("--small", "--run-id=mine", MODEL_NAME=tiny_model, DATASET="sums.jsonl", **kept)
-    assert re.search("note: here it would not start: .*of the volume of the run directory", printed)
+    settings = {"MODEL_NAME": tiny_model, "DATASET": "sums.jsonl"} | kept
+    code, _, err = terminal.run("--dry-run", "--small", "--run-id=mine", **settings)
+    assert code == 78
+    assert "of the volume of the run directory" in err
+
+
+REWARDS = """
+def raises(response): return 1 / 0
+def is_text(response): return "1.0"
+async def later(response): return 1.0
+def flat(response): return 0.5
+def half(response): return 1.0 if response else 1 / 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("raises", "no answer has a reward: .*ZeroDivisionError"),
+        ("is_text", "no answer has a reward: .*'1.0', of type str"),
+        ("later", "no answer has a reward: .*coroutine"),
+        ("flat", "same reward at each of"),
+        ("half", "answers have no reward, the first with .*ZeroDivisionError"),
+    ],
+)
+def test_a_dry_run_calls_the_reward_on_rows(here: Path, terminal: Terminal, function: str, said: str) -> None:
+    (here / "theirs.py").write_text(REWARDS)
+    code, out, err = terminal.run("--dry-run", "--small", DATASET="sums.jsonl", REWARD_FN=f"theirs:{function}")
+    assert code == (78 if said.startswith("no answer") else 0)
+    assert re.search(said, err if code else out)
+
+
+def test_a_dry_run_refuses_what_a_run_would(here: Path, terminal: Terminal, tiny_model: Path) -> None:
+    (here / "file").write_text("")
+    code, _, err = terminal.run("--dry-run", "--small", "--shared-dir=file/below")
+    assert (code, "give another --shared-dir" in err) == (78, True)
+    assert "MAX_NEW_TOKENS is 100000" in terminal.refusal(MODEL_NAME=tiny_model, MAX_NEW_TOKENS=100000)
 
 
 MIX = """
@@ -259,9 +297,9 @@ def test_a_plan_shows_each_source(terminal: Terminal) -> None:
     shown = lines(terminal.plan("--small", SOURCES="mix.yaml", MAX_STEPS=4, BATCH_SIZE=8))
     assert shown["source"] == (
         "exam, only evaluated: sums.jsonl: 0 rows to train on, 90 held out; "
-        "completion, 8 answers of at most 512 tokens; reward math "
+        "completion, 8 answers of at most 64 tokens; reward math "
         "files, ratio 1: sums.jsonl: 86 rows to train on, 4 held out; "
-        "completion, 4 answers of at most 512 tokens; reward mine:near "
+        "completion, 4 answers of at most 64 tokens; reward mine:near "
         "sums, ratio 2: arithmetic: 80 rows to train on, 20 held out; "
         "completion, 8 answers of at most 8 tokens; reward exact_match"
     )

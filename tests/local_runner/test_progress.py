@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,20 @@ def test_a_steps_line_says_when_it_taught_nothing_and_the_reward_of_each_source(
         "step 3/9  reward 0.000",
         "step 4/9  reward 0.500 (game 0.250, sums 0.750)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "since"),
+    [
+        ([0.44, *[0.0] * 5], 2),
+        ([0.1, 0.5, 0.4, 0.01, *[0.0] * 5], 4),
+        ([0.44, *[0.0] * 4], None),
+        ([0.44, *[0.0] * 5, 0.3], None),
+        ([0.01, *[0.0] * 9], None),
+        ([-1.0, *[0.0] * 9], None),
+    ],
+)
+def test_a_reward_that_fell_to_nothing_is_said_with_the_step(rewards, since):
+    of_run = [Step.read(line(number, [(reward, 8)], 900.0)) for number, reward in enumerate(rewards, 1)]
+    found = re.search(r"since step (\d+)", advice(of_run) or "")
+    assert (found and int(found[1])) == since

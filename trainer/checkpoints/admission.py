@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from services.clients.teacher import PROBE_TOLERANCE, probe_distance
 from services.core.errors import ConfigurationError
+from services.core.files import saved_steps
 from services.core.logs import get_logger
 from services.core.run_ids import job_id
 from services.protocol.prompts import ROWS, DataStats
@@ -132,9 +133,10 @@ def check_data(settings: TrainerSettings, data: DataStats) -> None:
     Raises:
         ConfigurationError: the data differ.
     """
-    newest = max(settings.checkpoint_dir.glob("step-[0-9]*"), default=None)
-    before = None if newest is None else _read(newest / "state.json").get("fingerprint")
-    if newest is None or before is None:
+    steps = saved_steps(settings.checkpoint_dir)
+    newest = settings.checkpoint_dir / f"step-{max(steps, default=0):06d}"
+    before = _read(newest / "state.json").get("fingerprint") if steps else None
+    if before is None:
         return
     if changes := data_differences(Fingerprint.model_validate(before), data.source, data.fingerprint):
         raise _refusal(settings, newest, changes)

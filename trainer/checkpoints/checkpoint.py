@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from services.core.errors import ConfigurationError
-from services.core.files import remove_directory, replace_directory
+from services.core.files import remove_directory, replace_directory, saved_steps
 from services.core.logs import get_logger
 from services.protocol.prompts import Cursor
 from trainer.checkpoints.admission import Fingerprint
@@ -343,7 +343,7 @@ class CheckpointStore:
         return self.directory / f"step-{step:06d}"
 
     def _complete(self) -> list[Path]:
-        return sorted(self.directory.glob("step-[0-9]*"))
+        return [self._path(step) for step in saved_steps(self.directory)]
 
     def _newest(self, model_type: str, parameters: int) -> str | None:
         complaint = ""
@@ -433,7 +433,9 @@ def damage(directory: Path) -> str | None:
         if damaged is not None:
             return f"{damaged} is not as it was written"
         CheckpointReader(directory).read_metadata()
-        read_state(directory)
+        step = read_state(directory).step
+        if directory.name != f"step-{step:06d}":
+            return f"its state is of step {step}, not of the step of its name"
     except ValidationError:
         return "another version of this program wrote its state.json; continue with that version"
     except (OSError, ValueError, KeyError, UnpicklingError) as error:

@@ -37,6 +37,7 @@ from trainer.config.sections import (
     OptimisationSection,
     PublishedType,
     PublishingSection,
+    Rollout,
     RunSection,
     SamplingSection,
     Transport,
@@ -45,6 +46,8 @@ from trainer.config.ways import WAYS, Way, check_way
 
 _WEIGHT = re.compile(r"(?P<name>[^=]+)=(?P<weight>-?\d+(\.\d+)?)")
 
+HIGHEST_RATE = 1e-2
+"""The highest learning rate without a caution."""
 LEAST_CONCURRENCY = 64
 """Prompts in flight at once if a batch has fewer, so that an evaluation keeps the engines busy."""
 
@@ -117,6 +120,11 @@ class TrainerSettings(
                 f"LORA_RANK is set, but LEARNING_RATE is the whole model's default, {self.learning_rate:g}; adapters "
                 "learn at 10 to 30 times the rate of the whole model, such as 3e-5"
             )
+        if self.learning_rate > HIGHEST_RATE:
+            sentences.append(
+                f"LEARNING_RATE={self.learning_rate:g} is far above what models learn at, 1e-7 to 1e-3: the policy "
+                "will probably be lost in the first steps"
+            )
         unused = [name.upper() for name in ("teacher_coef", "teacher_jsd_beta") if name in self.model_fields_set]
         if unused and not any(self.teachers.values()):
             sentences.append(f"{', '.join(unused)} has no effect without TEACHER_MODEL or TEACHER_URL")
@@ -161,6 +169,11 @@ class TrainerSettings(
         """The models that are teachers of some source, each once."""
         names = {settings.teacher_model for settings in self.by_source().values()}
         return sorted(names - {""})
+
+    @property
+    def agent_commands(self) -> list[str]:
+        """The programs that play the episodes of some source, each once."""
+        return sorted({own.agent_command for own in self.by_source().values() if own.rollout is Rollout.PROGRAM})
 
     @property
     def learns_from_rewards(self) -> bool:

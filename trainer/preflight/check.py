@@ -15,6 +15,7 @@ import torch
 
 from services.core.endpoints import mapped_addresses
 from services.core.errors import ConfigurationError
+from services.core.files import saved_steps
 from services.core.logs import get_logger
 from services.core.machine import ComputeType
 from services.engines.kinds import choose_engine
@@ -120,7 +121,7 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_n
     _check_limit_of_keys(settings, shape, machine, work)
     for place in PLACES:
         if not _fits(need, work, limits, place):
-            resumes = place == "volume" and any(settings.checkpoint_dir.glob("step-[0-9]*"))
+            resumes = place == "volume" and bool(saved_steps(settings.checkpoint_dir))
             kind = DiskFullError if resumes else ConfigurationError
             raise kind(_refusal(settings, shape, machine, work, place, name_nodes))
     if need.total("host") > limits.host:

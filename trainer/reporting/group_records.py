@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from services.core.errors import ConfigurationError
-from services.core.files import atomic_write
+from services.core.files import atomic_write, saved_steps
 from services.core.logs import get_logger
 from services.protocol.groups import (
     Group,
@@ -106,7 +106,7 @@ class GroupRecords:
     @property
     def steps(self) -> list[int]:
         """The recorded steps, all of whose groups are there, in ascending order; damaged files count as whole."""
-        steps = _steps(self.directory)
+        steps = saved_steps(self.directory)
         return [step for step in steps if self._sources(step) <= set(steps)]
 
     def head(self, step: int) -> StepHead:
@@ -152,7 +152,7 @@ class GroupRecords:
             return set()
 
     def _unreadable(self, step: int, error: Exception) -> ConfigurationError:
-        path, steps = _path(self.directory, step), _steps(self.directory)
+        path, steps = _path(self.directory, step), saved_steps(self.directory)
         if isinstance(error, FileNotFoundError):
             kept = f"there are files of the steps {steps[0]} to {steps[-1]}" if steps else "there are none"
             return ConfigurationError(
@@ -179,10 +179,10 @@ class GroupRecorder:
         self._kept = "off" if settings.record_groups is None else settings.record_groups
         for partial in self._directory.glob(".step-*"):
             partial.unlink()
-        for step in _steps(self._directory):
+        for step in saved_steps(self._directory):
             if step > resumed_step:
                 _path(self._directory, step).unlink()
-        self._steps = _steps(self._directory)
+        self._steps = saved_steps(self._directory)
         reach = settings.replay_max_staleness if settings.replay_groups else 0
         self._reach = min(self._kept, reach) if isinstance(self._kept, int) else reach
         """Steps back to the oldest that has a group by reference."""
@@ -242,8 +242,7 @@ class GroupRecorder:
         """Remove the records of steps that RECORD_GROUPS does not keep."""
         if not isinstance(self._kept, int) or not self._steps:
             return
-        checkpoints = self._settings.checkpoint_dir.glob("step-[0-9]*")
-        saved = max((int(path.name.removeprefix("step-")) for path in checkpoints), default=0)
+        saved = max(saved_steps(self._settings.checkpoint_dir), default=0)
         width = self._kept + self._reach
         for step in [s for s in self._steps if not any(end - width < s <= end for end in (self._steps[-1], saved))]:
             _path(self._directory, step).unlink(missing_ok=True)
@@ -271,10 +270,6 @@ class GroupRecorder:
 
 def _path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:06d}"
-
-
-def _steps(directory: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-[0-9]*"))
 
 
 def _head(part: bytes | memoryview) -> StepHead:

@@ -17,9 +17,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from services.core.errors import ConfigurationError
-from services.core.files import write_json
+from services.core.files import read_object, write_json
 from services.core.logs import get_logger
-from services.run_page.directory import read_object
 from trainer.config import TrainerSettings
 
 log = get_logger(__name__)

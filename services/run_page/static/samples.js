@@ -52,6 +52,7 @@ export class Samples {
     );
     let wait;
     form.addEventListener("input", () => {
+      this.isChosen = true;
       clearTimeout(wait);
       wait = setTimeout(() => this.start(), 250);
     });
@@ -162,6 +163,8 @@ export class Samples {
       } while (wanted > 0 && before !== null);
       this.before = before;
       show(this.older, before !== null);
+      // A run whose groups are all equal is the one whose samples must be read.
+      if (!this.groups.length && this.total && query.spread === "mixed" && !this.isChosen) this.showAll();
     } catch (error) {
       if (turn === this.search_) this.fail(error);
     }

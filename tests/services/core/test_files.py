@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, DamagedFileError
 from services.core.files import (
     CHANGES_FILE,
     RECORD_FILE,
     atomic_write,
     check_model,
     check_model_directory,
+    read_object,
     read_records,
     replace_directory,
+    saved_steps,
 )
 
 
@@ -140,5 +142,20 @@ def test_a_line_that_is_still_being_written_is_no_record(tmp_path: Path) -> None
     path.write_text('{"step": 1}\n{"step": 2}\n{"ste')
     assert read_records(path) == [{"step": 1}, {"step": 2}]
     path.write_text('{"step": 1}\n{"ste\n')
-    with pytest.raises(ValueError, match="Invalid control character"):
+    with pytest.raises(DamagedFileError, match=r"metrics.jsonl, line 2 is damaged"):
         read_records(path)
+
+
+@pytest.mark.parametrize("content", ['{"pid": 1', "[]", "null", "\xff"])
+def test_a_damaged_file_of_a_run_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "nodes.json"
+    assert read_object(path) == {}
+    path.write_text(content, "latin-1")
+    with pytest.raises(DamagedFileError, match=r"nodes.json is damaged"):
+        read_object(path)
+
+
+def test_steps_are_saved_under_whole_numbers(tmp_path: Path) -> None:
+    for name in ("step-1000000", "step-999999", "step-000002", "step-99x", ".step-000003", "step-4"):
+        (tmp_path / name).mkdir()
+    assert saved_steps(tmp_path) == [2, 999999, 1000000]

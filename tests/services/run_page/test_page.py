@@ -12,9 +12,10 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from local_runner.progress import GrowingFile, advice, new_steps
+from services.core.files import read_object
 from services.core.settings import Settings
 from services.http.app import create_service_app
-from services.run_page.directory import FIRST_FAILURE, RunDirectory, find_runs, read_object
+from services.run_page.directory import FIRST_FAILURE, RunDirectory, find_runs
 from services.run_page.routes import PUBLIC, add_run_page
 from tests.browser import PHONE, chromium, contrast, hidden_focus, is_wider_than_window, violations_of
 from tests.services.run_page.runs import append, episodes, group, metrics, write_run
