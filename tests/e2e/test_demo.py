@@ -29,5 +29,5 @@ def test_the_demo_trains_with_its_own_settings(tmp_path: Path) -> None:
     assert summary["accuracy_before"] == shown["accuracy_before"], "the model is the one that README's figures are of"
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    assert all(0.1 < record["reward_mean"] < 0.9 and record["grad_norm"] > 0 for record in records)
+    assert all(0 < record["reward_mean"] < 1 and record["grad_norm"] > 0 for record in records)
     assert all(abs(record["kl_behaviour"]) < 0.03 for record in records), "engines and trainer agree"

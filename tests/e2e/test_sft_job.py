@@ -15,12 +15,18 @@ from tests.e2e.system import System, one_each
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 6
+"""Two passes over the rows."""
+
+
+def has_learned(lines: list[dict[str, float]]) -> bool:
+    """Returns whether the loss of the second pass is below that of the first, over the same rows."""
+    return sum(line["loss"] for line in lines[3:]) < sum(line["loss"] for line in lines[:3])
 
 
 def run(volume: Path, tiny_model: Path, run_id: str, job_group: str = "jobgroups/sft.yaml", **settings: str) -> System:
     rows = volume / "rows.jsonl"
     if not rows.exists():
-        sums = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(6) for b in range(6)]
+        sums = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(4) for b in range(6)]
         rows.write_text("".join(json.dumps(row) + "\n" for row in sums))
     return System(
         volume,
@@ -43,7 +49,7 @@ def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_the_undisturb
     assert undisturbed.wait() == 0, undisturbed.text
     lines = undisturbed.metrics()
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert has_learned(lines)
     assert undisturbed.summary()["rows_left_out"] is None
     assert json.loads((undisturbed.run_dir / "config.json").read_text())["components"].keys() == {
         *("ppo-trainer", "data-server")
@@ -74,7 +80,7 @@ def test_a_run_beside_engines_is_evaluated_as_it_goes_and_its_model_is_trained_f
     lines = system.metrics()
     assert [line["step"] for line in lines if line.get("eval_prompts") == 8] == [3, 6]
     assert all(0 <= line["accuracy"] <= 1 for line in lines if "accuracy" in line)
-    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert has_learned(lines)
     assert system.summary()["accuracy_before"] is not None, "it was evaluated before the first step, too"
     further = evaluated | {"METHOD": "rl", "DATASET": str(questions), "DATASET_TEST": str(questions), "MAX_STEPS": "2"}
     rewarded = System(tmp_path, system.run_dir / "model", *nodes, **further)
