@@ -24,6 +24,8 @@ log = get_logger(__name__)
 PACKAGES = ("skypilot-grpo", "torch", "transformers", "sglang", "sglang-router", "math-verify", "datasets")
 """Packages that affect numbers and rewards; recorded where they are installed."""
 
+OF_EVERY_RUN = ("shared_dir", "run_id")
+"""Settings that each run has values of its own for, so they are not among the changed ones."""
 GIT_SECONDS = 10.0
 
 
@@ -35,7 +37,7 @@ def describe(settings: Settings) -> ComponentRecord:
     }
     return ComponentRecord(
         settings=settings.model_dump(mode="json"),
-        changed=[name for name, default in defaults.items() if getattr(settings, name) != default],
+        changed=[n for n, default in defaults.items() if n not in OF_EVERY_RUN and getattr(settings, n) != default],
         packages={"python": platform.python_version(), **_versions()},
         commit=_commit(),
     )

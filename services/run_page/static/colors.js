@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 
-const SERIES = 8;
+const SERIES = 13;
 const probe = h("i", { hidden: true });
 document.body.append(probe);
 

@@ -239,7 +239,8 @@ export class RunData {
 
   /** Returns the accuracy before training and the newest, which the summary of a run that has ended knows. */
   get accuracies() {
-    return [this.before?.accuracy ?? null, this.summary.accuracy_after ?? (this.file ? this.last("accuracy") : null)];
+    const later = this.column("accuracy")?.some((value, row) => value !== null && this.column("step")[row] > 0);
+    return [this.before?.accuracy ?? null, this.summary.accuracy_after ?? (later ? this.last("accuracy") : null)];
   }
 
   /** Returns the ends of the newest accuracy's 95% interval, and the prompts that it is over; null for what is not known. */
