@@ -126,7 +126,7 @@ def test_a_plan_shows_what_will_be(terminal: Terminal, tiny_model: Path) -> None
     assert shown["steps"] == "32, each of 8 prompts with 8 answers of at most 64 tokens"
     # The tests' own environment sets the types.
     changed = [setting for setting in shown["not by default"].split(", ") if "TYPE" not in setting]
-    assert changed == ["BATCH_SIZE=8", "PROMPT_STYLE=plain"]
+    assert changed == ["BATCH_SIZE=8", "MAX_NEW_TOKENS=64", "PROMPT_STYLE=plain"]
     assert re.fullmatch(r"[\d.]+ [MG]B of each trainer node; there is [\d.]+ GB", shown["memory"])
     sizes = r"[\d.]+ [kMG]B \(checkpoints .*, versions .*, model .*, recorded groups .*\); there is [\d.]+ [MG]B"
     assert re.fullmatch(sizes, shown["disk"])
