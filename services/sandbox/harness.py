@@ -179,6 +179,7 @@ _DEEDS: dict[str, Callable[..., Any]] = {
     "iterate": list,
     "length": len,
     "truth": bool,
+    "instance": lambda target, value: isinstance(value, target),
 }
 
 
@@ -234,6 +235,9 @@ class Remote:
 
     def __bool__(self) -> bool:
         return bool(self._ask("truth"))
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return bool(self._ask("instance", value))
 
 
 def _error(name: Any, text: Any) -> Exception:

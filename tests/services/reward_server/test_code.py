@@ -304,6 +304,7 @@ async def test_asserts_may_use_objects_errors_and_changed_lists(reward: CodeRewa
         "try:\n  refuse()\n  assert False\nexcept ValueError as e:\n  assert str(e) == 'small'",
         "try:\n  decode(b'\\xff')\n  assert False\nexcept UnicodeDecodeError: pass",
         "assert Node().next and not Node().last",
+        "assert isinstance(Node(), Node) and not isinstance(Node(), Stack) and not isinstance(3, Node)",
         "assert pairs.__name__ == 'pairs' and Stack()._size == 3",
         "assert color() == 'red' and eval('numbers()') is not None",
         "try:\n  leave()\n  assert False\nexcept RuntimeError: pass",
