@@ -242,11 +242,13 @@ class Remote:
 
 def _error(name: Any, text: Any) -> Exception:
     """Return what an answer raised; RuntimeError for what would end a loop or the process of the tests."""
-    kind = getattr(builtins, str(name), None)
+    kind: Any = getattr(builtins, str(name), None)
     is_error = isinstance(kind, type) and issubclass(kind, Exception)
     if not is_error or issubclass(kind, StopIteration | StopAsyncIteration | MemoryError):
-        return RuntimeError(text)
-    return kind.__new__(kind, text)  # UnicodeDecodeError, for one, is initialised with more than a text.
+        kind = RuntimeError
+    # UnicodeDecodeError, for one, is initialised with more than a text.
+    error: Exception = kind.__new__(kind, text)
+    return error
 
 
 def _name_of(value: Any) -> Any:

@@ -95,8 +95,18 @@ def test_the_last_closed_block_is_the_program() -> None:
     assert last_block("````python\na = 1\n````") is None
 
 
-PYTHON = ("", "python", "Python", "PYTHON", "py", "Py3", "python3", "python3.11", "py3.11", "Python 3", "{python}")
-PYTHON += (
+PYTHON = (
+    "",
+    "python",
+    "Python",
+    "PYTHON",
+    "py",
+    "Py3",
+    "python3",
+    "python3.11",
+    "py3.11",
+    "Python 3",
+    "{python}",
     "{.python}",
     "{ .python3 .numbers }",
     'python title="x"',

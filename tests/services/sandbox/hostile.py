@@ -174,7 +174,7 @@ ASSERTS: dict[str, tuple[str, str]] = {
 
 async def passed(box: Box, source: str, *tests: str) -> Any:
     """Return which tests an answer passes; None where its tests did not end."""
-    what = {"tests": tests, "own": [], "setup": "", "module": "solution", "nonce": "n"}
+    what: dict[str, Any] = {"tests": tests, "own": [], "setup": "", "module": "solution", "nonce": "n"}
     result = await box.run("asserts", source=source, **what)
     return json.loads(result.reply)["passed"] if result.outcome.value == "ok" else None
 

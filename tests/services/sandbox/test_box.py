@@ -16,6 +16,7 @@ import tempfile
 import venv
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -207,7 +208,7 @@ async def test_an_answer_that_only_waits_ends_before_its_clock(box: Box) -> None
     assert (result.outcome, result.seconds < IDLE_SECONDS) == (Outcome.TIMEOUT, True)
 
 
-TURNS = {
+TURNS: dict[str, tuple[list[tuple[float, Any]], bool]] = {
     "sleeps": ([(0.05, 0.0)] * 110, True),
     "sleeps after some work": ([(0.05, 0.05)] * 20 + [(0.05, 0.0)] * 110, True),
     "sleeps in short pieces": ([(0.05, 0.0003)] * 110, True),
