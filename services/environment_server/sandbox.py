@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -24,7 +24,7 @@ from services.environment_server.environments import Conversation, EnvironmentBr
 from services.environment_server.settings import EnvironmentSettings
 from services.protocol.evaluation import Action, State
 from services.protocol.tools import BOX, CalledFunction
-from services.reward_server.code import BoxLostError, Tests, count, tests_of
+from services.reward_server.code import BoxLostError, Tests, count, fenced_blocks, tests_of
 from services.reward_server.settings import CodeScore, RewardSettings
 from services.sandbox.backends import BackendName
 from services.sandbox.box import Box, Outcome, Result, SandboxError
@@ -43,8 +43,9 @@ SHOWN_CHARACTERS = 4000
 STEPS_PARTS = 3
 """A step may run a program, start a box and grade, so each may take this share of ENVIRONMENT_STEP_SECONDS."""
 _LANGUAGES = {"python": "python", "py": "python", "bash": "bash", "sh": "bash"}
-_BLOCK = re.compile(rf"^```[ \t]*({'|'.join(_LANGUAGES)})[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
-_CALL = re.compile(r"<tool_call>\s*(.*)</tool_call>", re.DOTALL)
+_READ_PROGRAM = {"python": "import sys; exec(sys.stdin.buffer.read())", "bash": 'eval "$(cat)"'}
+"""Arguments of ``-c`` that run the program from standard input, because Linux refuses arguments of 128 kB."""
+_ARGUMENT_BYTES = 2**17
 
 T = TypeVar("T")
 
@@ -64,10 +65,11 @@ def program_of(text: str) -> tuple[str, str] | None:
 
     Returns None without either, and raises ValueError for a call that cannot be read.
     """
-    if call := _CALL.search(text):
-        return CalledFunction.model_validate_json(call[1]).program()
-    blocks = _BLOCK.findall(text)
-    return (_LANGUAGES[blocks[-1][0]], blocks[-1][1]) if blocks else None
+    call, closed, _ = text.partition("<tool_call>")[2].rpartition("</tool_call>")
+    if closed:
+        return CalledFunction.model_validate_json(call.strip()).program()
+    blocks = [(_LANGUAGES[name], program) for name, program in fenced_blocks(text) if name in _LANGUAGES]
+    return blocks[-1] if blocks else None
 
 
 def shown(result: Result) -> str:
@@ -197,8 +199,10 @@ class Sandboxed(Conversation):
             if self._box is None:
                 self._box = await self._started(self._task.files if self._task else {})
             limits = limits._replace(cpu_seconds=min(limits.cpu_seconds, self._seconds))
+            stdin = program.encode(errors="replace")
+            program, stdin = (program, b"") if len(stdin) < _ARGUMENT_BYTES else (_READ_PROGRAM[tool], stdin)
             words = [self._box.python if tool == "python" else tool, "-c", program]
-            result = _found(await self._box.exec(words, limits=limits))
+            result = _found(await self._box.exec(words, stdin=stdin, limits=limits))
         self._seconds -= result.cpu_seconds
         return shown(result) + ("\n[the processor time of this session is over]" if self._seconds <= 0 else "")
 
@@ -236,7 +240,8 @@ class Sandboxed(Conversation):
             try:
                 code = files[task.file].decode("utf-8", "replace")
                 stops = tasks.rewards.code_score is CodeScore.ALL
-                passed, _ = await count(task.tests, code, run, stops=stops)
+                module = ".".join(PurePosixPath(task.file).with_suffix("").parts)
+                passed, _ = await count(task.tests, code, run, stops=stops, module=module)
             except BoxLostError as error:
                 raise DependencyLostError(f"the box of the tests was lost: {error}") from error
             finally:

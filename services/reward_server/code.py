@@ -27,14 +27,13 @@ from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server.pool import Evaluation
 from services.reward_server.settings import CodeScore, RewardSettings
 from services.sandbox.box import Outcome, Result
-from services.sandbox.harness import unpack
 from services.sandbox.kernel import Limits
 from services.sandbox.pool import BoxPool
 from services.sandbox.probe import choose
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\n`]*)\n((?:(?![ \t]*```).*\n)*)[ \t]*```[ \t]*$", re.MULTILINE)
-"""A closed fenced block of any language: its language, and its content."""
-_PYTHON = {"", "py", "python", "python3"}
+_LANGUAGE = re.compile(r"\{?\s*\.?([a-z]+)[\d.]*(?![^\s{}:,;=])", re.IGNORECASE)
+"""The name in the first line of a block, such as ``Python``, ``python3.11 title="x"`` or ``{.python}``."""
+_PYTHON = {"", "py", "python"}
 _DEFINED = re.compile(r"^def\s+(\w+)", re.MULTILINE)
 _CLOCK = 10.0
 """Seconds by the clock for each second of processor time, so that a busy machine decides nothing."""
@@ -72,8 +71,31 @@ class Tests:
 
 def last_block(response: str) -> str | None:
     """Return the code of the last closed fenced block for Python or without a language; None without one."""
-    blocks = [content for language, content in _BLOCK.findall(response) if language.strip() in _PYTHON]
+    blocks = [content for language, content in fenced_blocks(response) if language in _PYTHON]
     return blocks[-1] if blocks else None
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """Return the language and the content of each closed block with three backticks, without the block's own indent.
+
+    The language is in small letters and without a version. It takes one pass, whatever the text is.
+    """
+    blocks: list[tuple[str, str]] = []
+    language: str | None = None
+    indent, content = 0, list[str]()
+    for line in text.split("\n"):
+        bare = line.strip(" \t\r")
+        info = bare[3:].strip()
+        if not bare.startswith("```"):
+            content.append(line[:indent].lstrip(" \t") + line[indent:] + "\n")
+        elif language is not None and not info:
+            blocks.append((language, "".join(content)))
+            language = None
+        else:  # The block before was never closed.
+            named = _LANGUAGE.match(info)
+            language = None if "`" in info else named[1].lower() if named else info
+            indent, content = len(line) - len(line.lstrip(" \t")), []
+    return blocks
 
 
 def read_tests(row: Mapping[str, Any]) -> Tests:
@@ -251,7 +273,7 @@ class CodeReward:
         try:
             passed, failure = await count(tests, code, self._run, stops=self._settings.code_score is CodeScore.ALL)
         except TimeoutError:
-            reason = f"no box was free for {self._settings.reward_queue_seconds:g} s (REWARD_QUEUE_SECONDS)"
+            reason = "no box was free in time (REWARD_QUEUE_SECONDS)"
             return Evaluation(None, RewardStatus.OVERLOADED, reason, code)
         except BoxLostError as error:
             return Evaluation(None, RewardStatus.ERROR, f"the sandbox lost the answer twice: {error}", code)
@@ -265,7 +287,7 @@ class CodeReward:
         return await self._pool.run(deed, seconds=self._settings.reward_queue_seconds, **what)
 
 
-async def count(tests: Tests, code: str, run: Run, *, stops: bool) -> tuple[int, str | None]:
+async def count(tests: Tests, code: str, run: Run, *, stops: bool, module: str = "solution") -> tuple[int, str | None]:
     """Return how many tests a program passes, and why the first other one does not.
 
     Args:
@@ -273,6 +295,7 @@ async def count(tests: Tests, code: str, run: Run, *, stops: bool) -> tuple[int,
         code: the program.
         run: does one of zygote's deeds in a box.
         stops: whether runs with standard input end at the first test that fails.
+        module: the name by which asserts can import the program.
 
     Raises:
         BoxLostError: the box was lost.
@@ -280,7 +303,7 @@ async def count(tests: Tests, code: str, run: Run, *, stops: bool) -> tuple[int,
     source = f"{tests.prefix}\n{code}"
     if tests.asserts:
         nonce = secrets.token_hex(16)
-        what = {"tests": tests.asserts, "own": tests.own, "setup": tests.setup, "nonce": nonce}
+        what = {"tests": tests.asserts, "own": tests.own, "setup": tests.setup, "module": module, "nonce": nonce}
         result = _found(await run("asserts", source=source, **what))
         reply = _reply(result)
         is_whole = isinstance(reply, dict) and reply.get("nonce") == nonce
@@ -337,10 +360,29 @@ def _is_right(got: Any, expected: Any, tests: Tests) -> bool:
     wrapped = expected[0] if tests.may_be_wrapped and isinstance(expected, list) and len(expected) == 1 else expected
     try:
         kind, packed = got
-        value = unpack(packed)
+        value = _as_json(packed)
         return kind == "value" and any(same_value(value, one, tests.tolerance) for one in (expected, wrapped))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return False
+
+
+def _as_json(packed: Any) -> Any:
+    """Return a packed value as the JSON of a row could have it; a tuple is a list.
+
+    Raises:
+        ValueError, TypeError: no row can have it. So nothing but texts is hashed here: an answer could choose numbers
+            of one hash, whose set takes a minute.
+    """
+    if isinstance(packed, list):
+        return [_as_json(part) for part in packed]
+    if not isinstance(packed, dict):
+        return packed
+    [(kind, content)] = packed.items()
+    if kind == "dict" and all(isinstance(key, str) for key, _ in content):
+        return {key: _as_json(value) for key, value in content}
+    if kind not in ("tuple", "float"):
+        raise ValueError(f"no row has such a {kind}")
+    return float(content) if kind == "float" else _as_json(content)
 
 
 def _reply(result: Result) -> Any:

@@ -93,7 +93,8 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     """Memory that one answer may add to what a worker has at its start, on Linux; an answer that takes more is
     wrong."""
     reward_queue_seconds: float = Field(20.0, gt=0, le=3600)
-    """An answer that no worker has begun by then comes back `overloaded`. [advanced]"""
+    """An answer that no worker has begun by then comes back `overloaded`. With the reward `code` it waits longer, up to
+    120 s, where those before it may take longer. [advanced]"""
     reward_model: str | None = None
     """Sequence classification model of the `reward_model` reward, by hub name or directory; its one logit is the
     reward."""
@@ -106,7 +107,8 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     which many easy tests reward a program that solves only these."""
     code_cpu_seconds: float = Field(5.0, gt=0, le=3600)
     """Processor time that a program may take for one test with standard input, or for all calls of a function; ten
-    times as long by the clock. One that takes more fails the test."""
+    times as long by the clock. One that takes more fails the test, and so does one that only waits for so long, and 5 s
+    at least."""
     code_memory_mb: int = Field(512, ge=64)
     """Memory of a program, with about 40 MB for Python; one that takes more fails the test."""
     sandbox: BackendName = BackendName.AUTO

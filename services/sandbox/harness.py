@@ -2,14 +2,19 @@
 
 Asserts run in a process of their own, which never executes the answer's code: a name of the answer is a ``Remote``
 there, whose calls go to the answer's process, and only plain values come back. So neither an ``__eq__`` of the answer
-nor a look through its process's memory can pass a test. Standard library only.
+nor a look through its process's memory can pass a test. An answer may write anything in place of the replies: they
+decide nothing but the values of what the tests ask for. Standard library only.
 """
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import importlib
 import json
+import os
+import re
+import site
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +25,9 @@ _USUAL = (
 )
 USUAL_MODULES = (*_USUAL.split(), "statistics", "string", "sys", "typing")
 """Modules of the standard library that are imported before an answer runs, so that it waits for none of them."""
+_MODULE = 0
+"""The target of a ``Remote`` that stands for the answer's module."""
+Link = tuple[TextIO, TextIO]
 _CONTAINERS = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list}
 
 
@@ -34,7 +42,7 @@ def pack(value: Any, keep: Callable[[Any], Any] | None = None) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | str):
-        return int(value) if isinstance(value, int) else str(value)
+        return int(value) if isinstance(value, int) else str.__str__(value)
     if isinstance(value, float):
         return float(value) if value - value == 0 else {"float": repr(float(value))}
     if isinstance(value, dict):
@@ -47,7 +55,7 @@ def pack(value: Any, keep: Callable[[Any], Any] | None = None) -> Any:
         return {"bytes": value.decode("latin-1")}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    if hasattr(value, "tolist"):  # numpy's numbers and arrays
+    if hasattr(type(value), "tolist"):  # numpy's numbers and arrays
         return pack(value.tolist(), keep)
     if keep is None:
         raise TypeError(f"{type(value).__name__} is not a plain value")
@@ -81,10 +89,13 @@ def unpack(packed: Any, find: Callable[[Any], Any] | None = None) -> Any:
 
 def run_script(source: str) -> None:
     """Run a whole program, with its threads, as ``python program.py`` does."""
-    exec(compile(source, "answer.py", "exec"), _module("__main__"))
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    try:
+        _execute(source, "__main__")
+    finally:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
 
 
 def run_calls(source: str, name: str | None, inputs: Sequence[Sequence[Any]], reply: TextIO) -> None:
@@ -96,15 +107,14 @@ def run_calls(source: str, name: str | None, inputs: Sequence[Sequence[Any]], re
         inputs: lists of arguments.
         reply: where the list goes; a call that raises has ``["error", text]`` there, others ``["value", packed]``.
     """
-    names = _module("answer")
-    exec(compile(source, "answer.py", "exec"), names)
+    names = _execute(source, "answer")
     results: list[tuple[str, Any]] = []
     for arguments in inputs:
         try:
             results.append(("value", pack(_function(names, name)(*arguments))))
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  # the answer's own
+        except BaseException as error:  # noqa: BLE001  # the answer's own, such as of exit()
             results.append(("error", f"{type(error).__name__}: {error}"[:300]))
     reply.write(json.dumps(results))
 
@@ -116,6 +126,17 @@ def _function(names: dict[str, Any], name: str | None) -> Any:
     return names[name] if name in names else getattr(names["Solution"](), name)
 
 
+def _execute(source: str, name: str) -> dict[str, Any]:
+    """Run an answer as the module ``name``, with what ``python answer.py`` has; return the module's names."""
+    for add in (site.setquit, site.setcopyright, site.sethelper):
+        add()
+    sys.argv = ["answer.py"]
+    names = _module(name)
+    names |= {"__file__": os.path.abspath("answer.py"), "__builtins__": builtins}
+    exec(compile(source, "answer.py", "exec"), names)
+    return names
+
+
 def _module(name: str) -> dict[str, Any]:
     """Return the names of a new module, which pickle and dataclasses find by ``name``."""
     module = type(sys)(name)
@@ -125,9 +146,8 @@ def _module(name: str) -> dict[str, Any]:
 
 def serve_answer(source: str, requests: TextIO, replies: TextIO) -> None:
     """Run the answer, say which names it has, and do what ``run_asserts`` asks of its functions and objects."""
-    names = _module("answer")
-    exec(compile(source, "answer.py", "exec"), names)
-    objects: list[Any] = []
+    names = _execute(source, "answer")
+    objects: list[Any] = [sys.modules["answer"]]
 
     def keep(value: Any) -> int:
         objects.append(value)
@@ -145,8 +165,9 @@ def serve_answer(source: str, requests: TextIO, replies: TextIO) -> None:
             reply = ["value", pack(value, keep), pack(arguments, keep)]
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  # the answer's own
-            reply = ["error", type(error).__name__, str(error)[:300]]
+        except BaseException as error:  # noqa: BLE001  # the answer's own
+            kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+            reply = ["error", kind.__name__, str(error)[:300]]
         _write_line(replies, reply)
 
 
@@ -157,6 +178,8 @@ _DEEDS: dict[str, Callable[..., Any]] = {
     "item": lambda target, key: target[key],
     "iterate": list,
     "length": len,
+    "truth": bool,
+    "instance": lambda target, value: isinstance(value, target),
 }
 
 
@@ -168,23 +191,21 @@ def _write_line(file: TextIO, value: Any) -> None:
 class Remote:
     """A function or an object of the answer, in the process of the asserts; it equals nothing but itself."""
 
-    def __init__(self, link: tuple[TextIO, TextIO], target: str | int) -> None:
-        object.__setattr__(self, "_remote", (*link, target))
+    def __init__(self, link: Link, words: set[str], target: str | int) -> None:
+        object.__setattr__(self, "_remote", (*link, words, target))
 
     def _ask(self, deed: str, *arguments: Any) -> Any:
-        requests, replies, target = object.__getattribute__(self, "_remote")
+        requests, replies, words, target = object.__getattribute__(self, "_remote")
         _write_line(replies, [deed, target, pack(list(arguments), _name_of)])
         line = requests.readline()
         if not line:
             raise EOFError("the answer's process has ended")
         kind, *content = json.loads(line)
         if kind == "error":
-            raised = getattr(builtins, str(content[0]), Exception)
-            is_error = isinstance(raised, type) and issubclass(raised, Exception)
-            raise (raised if is_error else Exception)(content[1])
+            raise _error(*content)
 
         def find(target: Any) -> Remote:
-            return Remote((requests, replies), target)
+            return Remote((requests, replies), words, target)
 
         for argument, changed in zip(arguments, unpack(content[1], find), strict=True):
             _update(argument, changed)
@@ -195,6 +216,9 @@ class Remote:
         return self._ask("call", *arguments, named)
 
     def __getattr__(self, name: str) -> Any:
+        # Libraries ask any object for such names: numpy would read memory where an `__array_interface__` points.
+        if name.startswith("_") and name not in object.__getattribute__(self, "_remote")[2]:
+            raise AttributeError(f"the tests do not name {name}")
         return self._ask("get", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -209,11 +233,28 @@ class Remote:
     def __len__(self) -> int:
         return int(self._ask("length"))
 
+    def __bool__(self) -> bool:
+        return bool(self._ask("truth"))
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return bool(self._ask("instance", value))
+
+
+def _error(name: Any, text: Any) -> Exception:
+    """Return what an answer raised; RuntimeError for what would end a loop or the process of the tests."""
+    kind: Any = getattr(builtins, str(name), None)
+    is_error = isinstance(kind, type) and issubclass(kind, Exception)
+    if not is_error or issubclass(kind, StopIteration | StopAsyncIteration | MemoryError):
+        kind = RuntimeError
+    # UnicodeDecodeError, for one, is initialised with more than a text.
+    error: Exception = kind.__new__(kind, text)
+    return error
+
 
 def _name_of(value: Any) -> Any:
     if not isinstance(value, Remote):
         raise TypeError(f"a test cannot pass {type(value).__name__} to an answer")
-    return object.__getattribute__(value, "_remote")[2]
+    return object.__getattribute__(value, "_remote")[-1]
 
 
 def _update(argument: Any, new: Any) -> None:
@@ -226,7 +267,7 @@ def _update(argument: Any, new: Any) -> None:
 
 
 def run_asserts(
-    tests: Sequence[str], own: Sequence[str], setup: str, nonce: str, link: tuple[TextIO, TextIO], reply: TextIO
+    tests: Sequence[str], own: Sequence[str], setup: str, module: str, nonce: str, link: Link, reply: TextIO
 ) -> None:
     """Run the tests of a dataset on the answer of another process, and write how many of them pass, with the nonce.
 
@@ -234,17 +275,21 @@ def run_asserts(
         tests: pieces of code that raise unless the answer is right; later ones see the names of earlier ones.
         own: names that are the answer's even where Python has such a one, as ``sum``.
         setup: code that runs before them.
+        module: the name by which they can import the answer.
         nonce: written last, so that a test which ends the process does not pass.
         link: from and to the answer's process.
         reply: where ``{"passed": [bool, ...], "nonce": nonce}`` goes as JSON.
     """
     names = _module("tests")
-    answers_names = json.loads(link[0].readline() or "[]")
+    words = set(re.findall(r"\w+", "\n".join([setup, *tests])))
+    answers_names = words.intersection(json.loads(link[0].readline() or "[]"))
     # A name of Python or of its library stays what it is, whatever the answer makes of it.
     names |= {name: importlib.import_module(name) for name in USUAL_MODULES}
     for name in answers_names:
-        if name in own or not (hasattr(builtins, name) or name in USUAL_MODULES):
-            names[name] = Remote(link, name)
+        is_python = name.startswith("_") or hasattr(builtins, name) or name in USUAL_MODULES
+        if name in own or not is_python:
+            names[name] = Remote(link, words, name)
+    sys.modules.setdefault(module, Remote(link, words, _MODULE))  # type: ignore[arg-type]
     exec(compile(setup, "setup.py", "exec"), names)
     passed = []
     for test in tests:

@@ -12,6 +12,8 @@ from services.sandbox.box import Box, Outcome, Result, SandboxError
 from services.sandbox.kernel import Limits
 
 LOST = Counter("reward_boxes_lost", "Boxes that were lost while they ran an answer's program.")
+QUEUE_SECONDS = 120.0
+"""The longest wait for the answers before one, because the trainer waits for a batch no longer than 300 s."""
 TRIES = 2
 """A piece of code whose box is lost is run once more in another."""
 
@@ -25,6 +27,7 @@ class BoxPool:
         self._boxes = [Box(backend, interpreter, limits) for _ in range(size)]
         self._free: asyncio.Queue[Box] = asyncio.Queue()
         self._stopping = False
+        self._waiting = 0
 
     async def start(self) -> None:
         """Start the boxes; SandboxError where one cannot be started."""
@@ -41,11 +44,17 @@ class BoxPool:
         """Do a deed as ``Box.run``, once a box is free; twice at most if its box is lost.
 
         Raises:
-            TimeoutError: no box was free for ``seconds``.
+            TimeoutError: no box was free for ``seconds``, nor for the time that the answers before this one may take.
         """
         result = Result(Outcome.INFRASTRUCTURE)
         for _ in range(TRIES):
-            box = await asyncio.wait_for(self._free.get(), seconds)
+            rounds = self._waiting // len(self._boxes) + 1
+            self._waiting += 1
+            try:
+                longest = max(seconds, min(rounds * self._limits.seconds, QUEUE_SECONDS))
+                box = await asyncio.wait_for(self._free.get(), longest)
+            finally:
+                self._waiting -= 1
             try:
                 if not box.is_alive and not self._stopping:
                     await box.start()

@@ -24,11 +24,14 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from services.sandbox import harness, kernel
-from services.sandbox.watch import Processes, Run, remove
+from services.sandbox.watch import TICK_SECONDS, Processes, Run, remove
 
 _REQUESTS, _REPLIES, _COPIES = 100, 101, 200
 """File descriptors out of the way of those that a piece of code gets."""
 _STDOUT, _STDERR, _REPLY, _LINK = 1, 2, 3, 4
+_RUN_ANSWERS = ("script", "calls", "serve")
+WAIT_SECONDS, WAIT_SHARE = 5.0, 0.01
+"""An answer may not take less than this share of the processor for so long, or for its limit of processor time."""
 
 
 def main() -> None:
@@ -101,7 +104,8 @@ class Box:
         """Do one of DEEDS in a process of its own, and return its outcome with all that it printed and replied."""
         bounds, executes = kernel.Limits(**limits), deed == "exec"
         is_on_disk = executes and self._isolation != "bwrap"
-        run = Run(self._processes, bounds, stdin.encode("latin-1"), self._directory if is_on_disk else None)
+        kind = _Answer if deed in (*_RUN_ANSWERS, "asserts") else Run
+        run = kind(self._processes, bounds, stdin.encode("latin-1"), self._directory if is_on_disk else None)
 
         def start(deed: str, what: dict[str, Any], ends: list[int]) -> None:
             run.fork(lambda: self._become(deed, bounds, ends), lambda: DEEDS[deed](**what))
@@ -154,7 +158,8 @@ class Box:
         random.seed(0)
         is_answer = deed != "exec"
         writes = deed in ("exec", "read", "write", "load", "save")
-        folder = [] if self._directory is None else [self._directory]
+        # What the programs of an episode wrote must not become a module, or a file, of the tests.
+        folder = [] if self._directory is None or deed == "asserts" else [self._directory]
         kernel.confine(
             limits,
             uid=self._uid,
@@ -166,7 +171,8 @@ class Box:
         )
         for directory in folder:
             os.chdir(directory)
-            sys.path.insert(0, directory)
+            if deed in _RUN_ANSWERS:
+                sys.path.insert(0, directory)
 
     def _tasks(self) -> int:
         """Return how many threads outside this box count towards the limit of processes that code in it has."""
@@ -180,13 +186,33 @@ class Box:
         return count
 
 
+class _Answer(Run):
+    """The run of an answer, which ends as well when it has only waited for long, because others wait for its box.
+
+    An answer that wants the processor gets a share of it, even from a machine with a hundred others for each core.
+    """
+
+    _clock = _counted = _waited = 0.0
+
+    def _over_limit(self, clock: float, ticks: int) -> str | None:
+        cause = super()._over_limit(clock, ticks)
+        longest = max(self._limits.cpu_seconds, WAIT_SECONDS)
+        turn, self._clock = clock - self._clock, clock
+        # A busy machine is late to run this watch, too. Only Linux tells the processor time of a process that runs.
+        if turn < 1.9 * TICK_SECONDS and self._measured > 0:
+            self._waited += turn
+        if self._measured - self._counted > WAIT_SHARE * longest:
+            self._counted, self._waited = self._measured, 0.0
+        return cause or ("timeout" if self._waited > longest else None)
+
+
 def _serve(source: str) -> None:
     harness.serve_answer(source, *_link())
 
 
-def _asserts(tests: list[str], own: list[str], setup: str, nonce: str) -> None:
+def _asserts(**tests: Any) -> None:
     with _open_reply() as reply:
-        harness.run_asserts(tests, own, setup, nonce, _link(), reply)
+        harness.run_asserts(**tests, link=_link(), reply=reply)
 
 
 def _calls(source: str, name: str | None, inputs: list[list[Any]]) -> None:
@@ -231,7 +257,7 @@ def _open_reply() -> TextIO:
     return open(_REPLY, "w", encoding="utf-8")
 
 
-def _link() -> tuple[TextIO, TextIO]:
+def _link() -> harness.Link:
     return open(_LINK, encoding="utf-8"), open(os.dup(_LINK), "w", encoding="utf-8")
 
 

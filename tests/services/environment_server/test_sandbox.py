@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from services.environment_server.sandbox import SHOWN_CHARACTERS
+from services.environment_server.sandbox import SHOWN_CHARACTERS, program_of
 from services.sandbox.box import Box
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the backends for Linux")
@@ -33,6 +33,14 @@ ROWS = [
         "files": "{}",
         "file": "main.py",
         "tests": json.dumps({"inputs": ["7"], "outputs": [SECRET]}),
+    },
+    {
+        "question": "Write area(x) into shapes/square.py.",
+        "files": '{"hashlib.py": "import os; os._exit(0)"}',
+        "file": "shapes/square.py",
+        "tests": json.dumps(
+            ["import hashlib\nfrom shapes.square import area\nassert area(3) == 9", "assert area(2) == 4"]
+        ),
     },
 ]
 RIGHT = (
@@ -95,6 +103,45 @@ async def test_files_are_kept_and_graded_in_a_second_box(sandbox: Any) -> None:
         assert await step(client, episode, 3, DONE) == done
         lazy = await begin(client, "Write double")
         assert (await step(client, lazy, 0, "double(x) is 2 * x."))["reward"] == 0.0
+
+
+async def test_asserts_import_the_file_and_no_other_one(sandbox: Any) -> None:
+    async with sandbox() as client:
+        for area, reward in (("x * x", 1.0), ("9", 0.0)):
+            episode = await begin(client, "Write area")
+            write = f"mkdir shapes; echo 'def area(x): return {area}' > shapes/square.py"
+            assert said(await step(client, episode, 0, f"```bash\n{write}\n```")) == "[no output]"
+            assert (await step(client, episode, 1, DONE))["reward"] == reward
+
+
+async def test_a_program_may_be_longer_than_an_argument(sandbox: Any) -> None:
+    async with sandbox() as client:
+        episode = await begin(client, "Write double")
+        padding = "#" * 99 + "\n"
+        for number, (fence, program) in enumerate(
+            (("python", "import sys\nprint(sys.stdin.read(), __name__)"), ("bash", "cat; echo $((6 * 7)); exit 3"))
+        ):
+            long = await step(client, episode, 2 * number, f"```{fence}\n{padding * 2000}{program}\n```")
+            short = await step(client, episode, 2 * number + 1, f"```{fence}\n{program}\n```")
+            assert said(long) == said(short) != "[no output]", fence
+
+
+PROGRAMS = {
+    "```Python\na\n```": ("python", "a\n"),
+    "1. So:\n   ```python3.11 title='x'\n   a\n     b\n   ```": ("python", "a\n  b\n"),
+    "```{.bash}\na\n```\r\n": ("bash", "a\n"),
+    "```py\na\n```\nand\n```SH\nb\n```\n```\nc\n```": ("bash", "b\n"),
+    "```\na\n```": None,
+    "```text\na\n```": None,
+    "<tool_call>\n": None,
+    "</tool_call><tool_call>\n```sh\na\n```": ("bash", "a\n"),
+    f"```sh\na\n```\n{python('b')} so": ("python", "b"),
+}
+
+
+@pytest.mark.parametrize("text", PROGRAMS)
+def test_the_program_of_an_answer_is_found(text: str) -> None:
+    assert program_of(text) == PROGRAMS[text]
 
 
 async def test_a_step_that_is_repeated_runs_once_and_a_bad_call_is_read_by_the_model(sandbox: Any) -> None:

@@ -8,8 +8,9 @@ import json
 import pickle
 import shutil
 import sys
+import time
 import zlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ import pytest
 import pytest_asyncio
 
 from services.core.errors import ConfigurationError
+from services.environment_server.sandbox import program_of
 from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server import own_code
 from services.reward_server.app import create_app
-from services.reward_server.code import CodeReward, last_block, read_tests, same_text, same_value
+from services.reward_server.code import CodeReward, _is_right, last_block, read_tests, same_text, same_value
 from services.reward_server.settings import CodeScore, RewardSettings
+from services.sandbox import pool
 from services.sandbox.box import Outcome, Result
+from services.sandbox.harness import pack
 from tests.waiting import IDLE_SECONDS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the backends for Linux")
@@ -48,7 +52,7 @@ def item(code: str, row: Mapping[str, Any] | None, **more: Any) -> RewardItem:
 
 @asynccontextmanager
 async def rewarding(**options: Any) -> AsyncIterator[CodeReward]:
-    reward = CodeReward(RewardSettings(reward_fn="code", reward_queue_seconds=IDLE_SECONDS, **options))
+    reward = CodeReward(RewardSettings(reward_fn="code", **{"reward_queue_seconds": IDLE_SECONDS, **options}))
     await reward.start()
     try:
         yield reward
@@ -76,7 +80,7 @@ async def values(reward: CodeReward, *items: RewardItem) -> list[float | None]:
 def test_the_last_closed_block_is_the_program() -> None:
     assert last_block("```python\na = 1\n```\nor\n```py\nb = 2\n```") == "b = 2\n"
     assert last_block("```\na = 1\n```") == "a = 1\n"
-    assert last_block("  ```python3\n  a = 1\n  ```") == "  a = 1\n"
+    assert last_block("  ```python3\n  a = 1\n  ```") == "a = 1\n"
     # A cut answer has the blocks that are closed.
     assert last_block("```python\na = 1\n```\n```python\nb = ") == "a = 1\n"
     assert last_block("```python\nb = 2") is None
@@ -86,6 +90,82 @@ def test_the_last_closed_block_is_the_program() -> None:
     assert last_block("Input:\n```text\n1 2\n```\nProgram:\n```python\na = 1\n```") == "a = 1\n"
     assert last_block("```python\na = 1\n```\nRun\n```bash\nls\n```\nIt prints:\n```text\n3\n```\nso") == "a = 1\n"
     assert last_block("```text\nnever closed\n```python\na = 1\n```") == "a = 1\n"
+    # More backticks end a block, and are none of their own.
+    assert last_block("```python\na = 1\n````\n```\nb = 2\n```") == "b = 2\n"
+    assert last_block("````python\na = 1\n````") is None
+
+
+PYTHON = (
+    "",
+    "python",
+    "Python",
+    "PYTHON",
+    "py",
+    "Py3",
+    "python3",
+    "python3.11",
+    "py3.11",
+    "Python 3",
+    "{python}",
+    "{.python}",
+    "{ .python3 .numbers }",
+    'python title="x"',
+    'Python{title="x"}',
+    "python:main.py",
+    "py,linenos",
+)
+OTHER = ("java", "pycon", "pytest", "python-repl", "pythonic", "title=python", "c++ python", "{.java}", "`py`", "3")
+
+
+def test_a_block_of_python_has_one_of_its_names() -> None:
+    block = "Program:\n```{}\na = 1\n```\n"
+    assert [name for name in PYTHON if last_block(block.replace("{}", name)) != "a = 1\n"] == []
+    assert [name for name in OTHER if last_block(block.replace("{}", name)) is not None] == []
+    assert last_block(block.replace("{}", " python \t")) == "a = 1\n"
+
+
+def test_a_block_is_dedented_by_its_fence() -> None:
+    listed = "1. Do:\n\n   ```python\n   def f():\n       return 1\n\n   ```\n2. So"
+    assert last_block(listed) == "def f():\n    return 1\n\n"
+    assert last_block("\t```py\n\tif a:\n\t\tb\n```") == "if a:\n\tb\n"
+    # A line that is indented less loses what it has.
+    assert last_block("  ```py\nx = [\n a,\n   b]\n  ```") == "x = [\na,\n b]\n"
+    assert last_block("```py\r\nif a:\r\n  b\r\n```\r\nSo") == "if a:\r\n  b\r\n"
+
+
+COLLIDING = [n * (2**61 - 1) for n in range(40_000)]
+"""Whole numbers with one hash."""
+SLOW: dict[str, Callable[[], Any]] = {
+    "spaces behind a fence": lambda: last_block("```" + " " * 100_000),
+    "spaces before a fence": lambda: last_block((" " * 1000 + "```\n") * 100),
+    "fences": lambda: last_block("```python\n" * 10_000),
+    "fences of spaces": lambda: last_block("``` \t\n" * 20_001),
+    "one letter": lambda: last_block("```" + "a" * 50_000 + "1" * 50_000 + "!"),
+    "open braces": lambda: last_block("```{" + "\t" * 100_000 + "!"),
+    "an indent": lambda: last_block(" " * 50_000 + "```\n" + " \n" * 25_000),
+    "newlines behind a call": lambda: program_of("<tool_call>" + "\n" * 100_000),
+    "calls": lambda: program_of("<tool_call>" * 10_000),
+    "fences of programs": lambda: program_of("```python\n" * 10_000),
+    "a set of one hash": lambda: _is_right(["value", {"set": COLLIDING}], [1], read_tests(CALLS)),
+    "keys of one hash": lambda: _is_right(["value", {"dict": [[n, 1] for n in COLLIDING]}], {}, read_tests(CALLS)),
+    "sets in a list": lambda: _is_right(["value", [{"frozenset": COLLIDING}]], [[1]], read_tests(CALLS)),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_no_text_of_a_model_takes_long_to_read(name: str) -> None:
+    before = time.process_time()
+    SLOW[name]()
+    assert time.process_time() - before < 1.0
+
+
+def test_a_reply_is_compared_with_the_json_of_a_row() -> None:
+    value = ({"a": (1, 2.5)}, [None, True], 10**30, "x", float("inf"))
+    row = [{"a": [1, 2.5]}, [None, True], 10**30, "x", float("inf")]
+    assert _is_right(["value", pack(value)], row, read_tests(CALLS))
+    others: tuple[Any, ...] = ({1}, frozenset({"a"}), {1: 2}, b"a", 1j, {"a": 1, 2: 3})
+    assert [other for other in others if _is_right(["value", pack([other])], [other], read_tests(CALLS))] == []
+    assert not _is_right(["value", {"dict": 3}], row, read_tests(CALLS))
 
 
 @in_loop_of_module
@@ -215,7 +295,12 @@ async def test_asserts_may_use_objects_errors_and_changed_lists(reward: CodeRewa
         "    self.items.append(x)\n    return self\n  def __len__(self): return len(self.items)\n"
         "  def __getitem__(self, i): return self.items[i]\n"
         "def sort(x): x.sort()\ndef fail(): raise KeyError('no')\ndef pairs(d): return {(k, v) for k, v in d.items()}\n"
-        "def numbers():\n  yield 1\n  yield 2"
+        "def numbers():\n  yield 1\n  yield 2\n"
+        "LIMIT = 7\nStack._size = 3\nclass Small(ValueError): pass\ndef refuse(): raise Small('small')\n"
+        "def decode(x): return x.decode()\nclass Empty:\n  __bool__ = lambda _: False\n"
+        "class Node:\n  @property\n  def next(self): return Node()\n  last = Empty()\n"
+        "import enum\nclass Color(str, enum.Enum):\n  RED = 'red'\ndef color(): return Color.RED\n"
+        "def leave(): exit()"
     )
     tests = [
         "s = Stack()\nassert s.push(1, twice=True).items == [1] and len(s) == 1 and s[0] == 1",
@@ -224,12 +309,21 @@ async def test_asserts_may_use_objects_errors_and_changed_lists(reward: CodeRewa
         "assert pairs({1: 'a'}) == {(1, 'a')}",
         "assert list(numbers()) == [1, 2]",
         "assert math.isclose(0.1 + 0.2, 0.3)",
+        "from solution import LIMIT, pairs as p\nimport solution as s\nassert LIMIT == s.LIMIT == 7 and p({}) == set()",
+        "try:\n  from solution import missing\n  assert False\nexcept ImportError: pass",
+        "try:\n  refuse()\n  assert False\nexcept ValueError as e:\n  assert str(e) == 'small'",
+        "try:\n  decode(b'\\xff')\n  assert False\nexcept UnicodeDecodeError: pass",
+        "assert Node().next and not Node().last",
+        "assert isinstance(Node(), Node) and not isinstance(Node(), Stack) and not isinstance(3, Node)",
+        "assert pairs.__name__ == 'pairs' and Stack()._size == 3",
+        "assert color() == 'red' and eval('numbers()') is not None",
+        "try:\n  leave()\n  assert False\nexcept RuntimeError: pass",
     ]
     evaluation = await reward.score(item(code, {"tests": tests}))
     assert (evaluation.value, evaluation.reason) == (1.0, None)
     evaluation = await reward.score(item(code, {"tests": [*tests, "assert Stack() == Stack()"]}))
     assert evaluation.value == 0.0
-    assert "6 of 7" in str(evaluation.reason)
+    assert f"{len(tests)} of {len(tests) + 1}" in str(evaluation.reason)
 
 
 def test_values_are_compared_by_type_and_value() -> None:
@@ -306,12 +400,20 @@ async def test_an_answer_without_a_block_is_wrong_and_a_lost_box_says_nothing(
 
 
 @in_loop_of_module
-async def test_a_long_queue_is_not_a_wrong_answer(reward: CodeReward) -> None:
+async def test_a_long_queue_is_not_a_wrong_answer(reward: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
     impatient = with_boxes_of(reward, reward_queue_seconds=0.2)
+    monkeypatch.setattr(pool, "QUEUE_SECONDS", 0.2)
     answers = [item(f"import time; time.sleep(2)  # {n}", STDIO) for n in range(3)]
     evaluations = await asyncio.gather(*map(impatient.score, answers))
     assert (evaluations[2].value, evaluations[2].status) == (None, RewardStatus.OVERLOADED)
     assert [evaluation.value for evaluation in evaluations[:2]] == [0.0, 0.0]
+
+
+async def test_answers_that_sleep_cost_no_other_one_its_reward() -> None:
+    asleep = [item(f"import time; time.sleep({9_999 + n})", row) for n, row in enumerate((STDIO, ASSERTS))]
+    right = [item(f"{ADD}  # {n}", CALLS) for n in range(8)]
+    async with rewarding(reward_queue_seconds=1) as reward:
+        assert await values(reward, *asleep, *right) == [0.0, 0.0] + [1.0] * 8
 
 
 async def test_the_routes_give_the_reward_with_its_reason(serving: Any) -> None:

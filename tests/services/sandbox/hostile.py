@@ -96,6 +96,89 @@ CALLS: dict[str, tuple[str, set[str]]] = {
     "object as reply": ("class A:\n __eq__ = lambda *_: True\ndef f(): return A()", {"ok"}),
     "patched json": ("import json; json.dumps = lambda *_: '[[\"value\", 1]]'\ndef f(): return 2", {"ok"}),
 }
+_SERVES = """
+import json, os
+requests, replies = os.fdopen(os.dup(4)), os.fdopen(os.dup(4), "w")
+def say(value):
+    replies.write(json.dumps(value) + chr(10))
+    replies.flush()
+say(NAMES)
+for line in requests:
+    deed, target, given = json.loads(line)
+    say(REPLY)
+os._exit(0)
+"""
+"""An answer that writes what the tests' process reads itself: its names, and its reply to everything."""
+
+
+def serves(names: str, reply: str) -> str:
+    return _SERVES.replace("NAMES", names).replace("REPLY", reply)
+
+
+WRONG = "def add(a, b): return 0"
+SHADOWS = ("hashlib.py", "_strptime.py", "csv.py", "numpy.py", "solution.py")
+SHADOW = b"""
+import json, os, sys
+frame = sys._getframe()
+while frame and "nonce" not in frame.f_locals:
+    frame = frame.f_back
+if frame:
+    os.write(3, json.dumps({"passed": [True] * len(frame.f_locals["tests"]), "nonce": "n"}).encode())
+    os._exit(0)
+"""
+"""A module in the box's directory, which passes the tests that import it."""
+_SAME = "assert add(1, 2) == 3"
+_A = "def add(a, b): return A()"
+_ALL = "assert all(map(lambda case: add(case, 1) == case + 1, [1, 2]))"
+_ZERO = '["value", {"object": 0} if deed in ("item", "get") else 0, given]'
+_OBJECT = '["value", {"object": 0} if deed == "call" else {"dict": []}, given]'
+ASSERTS: dict[str, tuple[str, str]] = {
+    "builtins": (serves('["add", "__builtins__"]', _ZERO), "assert abs(add(1, 2) - 3) < 1e-6"),
+    "builtins by name": (serves('["add", "abs", "set"]', _ZERO), "assert abs(add(1, 2) - 3) + len(set()) < 1e-6"),
+    "a module by name": (serves('["add", "math"]', _ZERO), "assert math.floor(add(1, 2)) == 3"),
+    "names that are none": (serves("[[1], {}]", _ZERO), _SAME),
+    "a pointer for numpy": (serves('["add"]', _OBJECT), "assert hasattr(add(1, 2), '__array_' + 'interface__')"),
+    "a pointer for ctypes": (serves('["add"]', _OBJECT), "assert hasattr(add(1, 2), '_as_' + 'parameter_')"),
+    "a copy of its own": (
+        serves('["add"]', _OBJECT),
+        "copied = copy.deepcopy(getattr(add(1, 2), '__deepcopy' + '__'))\nassert copied == {}",
+    ),
+    "no length": (serves('["add"]', '["value", {"object": 0} if deed == "call" else -1, given]'), "len(add(1, 2))"),
+    "StopIteration": ("def add(a, b): raise StopIteration", _ALL),
+    "StopIteration by its own replies": (serves('["add"]', '["error", "StopIteration", ""]'), _ALL),
+    "StopIteration's child": (f"class Stop(StopIteration): pass\n{WRONG.replace('return 0', 'raise Stop')}", _ALL),
+    "GeneratorExit": (serves('["add"]', '["error", "GeneratorExit", ""]'), _ALL),
+    "SystemExit": (serves('["add"]', '["error", "SystemExit", "0"]'), _SAME),
+    "MemoryError": (serves('["add"]', '["error", "MemoryError", ""]'), _SAME),
+    "a class that is no error": (serves('["add"]', '["error", "print", "x"]'), _SAME),
+    "an error without a text": (serves('["add"]', '["error"]'), _SAME),
+    "replies of no form": (serves('["add"]', "{}"), _SAME),
+    "__eq__": (f"class A:\n __eq__ = __ne__ = lambda *_: True\n __hash__ = lambda _: 3\n{_A}", _SAME),
+    "__hash__": (
+        f"class A(int):\n __eq__ = lambda *_: True\n __hash__ = lambda _: 3\n{_A}",
+        "assert add(1, 2) in {3}",
+    ),
+    "__class__": (f"class A:\n __class__ = int\n{_A}", "assert isinstance(add(1, 2), int)"),
+    "an endless reply": (f"import os\nwhile True: os.write(4, b'[' * 2**20)\n{WRONG}", _SAME),
+    "a deep reply": (f"import os\nos.write(4, b'[' * 2**20 + b'\\n')\n{WRONG}", _SAME),
+    "a module of the library": (WRONG, f"import hashlib, csv\n{_SAME}"),
+    "a module of a package": (WRONG, f"try:\n import numpy\nexcept ImportError: pass\n{_SAME}"),
+    "a module that the library imports late": (WRONG, f"datetime.datetime.strptime('2020', '%Y')\n{_SAME}"),
+    "its own file": (WRONG, f"from solution import add\n{_SAME}"),
+    "its own file as a module": (WRONG, "import solution\nassert solution.add(1, 2) == 3"),
+    "all of its own file": (WRONG.replace("add", "abs"), "from solution import *\nassert abs(-1) == 0"),
+    "a file": (WRONG, "assert open('hashlib.py').read()"),
+}
+"""Answers and a test that none of them passes, in a box whose files are SHADOW."""
+
+
+async def passed(box: Box, source: str, *tests: str) -> Any:
+    """Return which tests an answer passes; None where its tests did not end."""
+    what: dict[str, Any] = {"tests": tests, "own": [], "setup": "", "module": "solution", "nonce": "n"}
+    result = await box.run("asserts", source=source, **what)
+    return json.loads(result.reply)["passed"] if result.outcome.value == "ok" else None
+
+
 # The marker finds processes that outlive their box.
 MARKER = "grpo-hostile-marker"
 _LATE = (
@@ -143,7 +226,7 @@ async def main(backend: BackendName, interpreter: Interpreter, folder: str, port
         return source
 
     boxes: set[str] = set()
-    found: dict[str, Any] = {"answers": {}, "calls": {}, "programs": {}, "after": {}}
+    found: dict[str, Any] = {"answers": {}, "calls": {}, "asserts": {}, "programs": {}, "after": {}}
     for name, (source, expected) in ANSWERS.items():
         limits = SHORT if "timeout" in expected else LIMITS
         found["answers"][name] = report(await answers.run("script", source=filled(source), limits=limits))
@@ -151,6 +234,10 @@ async def main(backend: BackendName, interpreter: Interpreter, folder: str, port
     for name, (source, _) in CALLS.items():
         result = await answers.run("calls", source=source, name="f", inputs=[[]])
         found["calls"][name] = report(result) | {"reply": result.reply[:200].decode("latin-1")}
+    await sibling.load(dict.fromkeys(SHADOWS, SHADOW))
+    for name, (source, test) in ASSERTS.items():
+        found["asserts"][name] = await passed(sibling, source, test)
+        found["after"][name] = await passed(sibling, "def add(a, b): return a + b", _SAME) == [True]
     for name, (source, expected) in PROGRAMS.items():
         box = await Box(backend, interpreter, LIMITS, writes=True).start()
         boxes.add(Path(box._directory or "").name)

@@ -16,16 +16,19 @@ import tempfile
 import venv
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.sandbox import backends, probe
+from services.sandbox import backends, probe, zygote
 from services.sandbox.backends import BackendName, Interpreter
 from services.sandbox.box import Box, Outcome, Result, SandboxError
 from services.sandbox.kernel import Limits, landlock_version
 from services.sandbox.pool import BoxPool
+from services.sandbox.watch import Run
+from tests.services.sandbox import hostile
 from tests.waiting import IDLE_SECONDS, eventually, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the backends for Linux")
@@ -88,6 +91,39 @@ async def test_files_move_to_another_box_where_answers_read_them_and_write_none(
         assert (await other.load({"../out": b"", "f": b""})).outcome is Outcome.FAILED
     finally:
         await other.close()
+
+
+async def test_no_answer_and_no_file_changes_what_its_tests_see(box: Box) -> None:
+    await box.load(dict.fromkeys(hostile.SHADOWS, hostile.SHADOW))
+    earned = {name: await hostile.passed(box, *case) for name, case in hostile.ASSERTS.items()}
+    assert {name: passed for name, passed in earned.items() if passed not in (None, [False])} == {}
+    # A right answer passes the tests that import something.
+    imports = [test for source, test in hostile.ASSERTS.values() if source == hostile.WRONG and "open(" not in test]
+    assert len(imports) == 5
+    assert await hostile.passed(box, "def add(a, b): return a + b", *imports) == [True] * 5
+
+
+AS_A_PROGRAM = {
+    "print(1); exit()": b"1\n",
+    "print(2); quit(0)": b"2\n",
+    "help, copyright, credits, license; print(3)": b"3\n",
+    "import os; print(os.path.dirname(__file__) == os.getcwd())": b"True\n",
+    "import sys; print(len(sys.argv))": b"1\n",
+    "__builtins__.print(4)": b"4\n",
+    "import atexit; atexit.register(print, 6); print(5); exit()": b"5\n6\n",
+    "import threading as t, time\nt.Thread(target=lambda: (time.sleep(0.1), print(8))).start(); print(7)": b"7\n8\n",
+}
+
+
+async def test_a_program_has_what_python_gives_programs(box: Box) -> None:
+    results = {source: await box.run("script", source=source) for source in AS_A_PROGRAM}
+    assert {source: (result.outcome, result.stdout) for source, result in results.items()} == {
+        source: (Outcome.OK, stdout) for source, stdout in AS_A_PROGRAM.items()
+    }
+    assert (await box.run("script", source="exit(3)")).exit_code == 3
+    # In a call it is an error of that call.
+    calls = await box.run("calls", source="def f(x):\n  return x or exit()", name="f", inputs=[[0], [1]])
+    assert [kind for kind, _ in json.loads(calls.reply)] == ["error", "value"]
 
 
 async def test_a_program_that_does_not_exist_fails_by_name(box: Box) -> None:
@@ -165,6 +201,60 @@ async def test_a_hundred_right_answers_leave_nothing(
     await pool.stop()
     # A thread of the event loop may still be closing what it had open.
     await eventually(lambda: no_more_than(before), told=lambda: f"{state()}, before {before}")
+
+
+async def test_an_answer_that_only_waits_ends_before_its_clock(box: Box) -> None:
+    result = await box.run("script", source="import time; time.sleep(3600)", limits=LIMITS._replace(cpu_seconds=1))
+    assert (result.outcome, result.seconds < IDLE_SECONDS) == (Outcome.TIMEOUT, True)
+
+
+TURNS: dict[str, tuple[list[tuple[float, Any]], bool]] = {
+    "sleeps": ([(0.05, 0.0)] * 110, True),
+    "sleeps after some work": ([(0.05, 0.05)] * 20 + [(0.05, 0.0)] * 110, True),
+    "sleeps in short pieces": ([(0.05, 0.0003)] * 110, True),
+    "is one of many": ([(0.05, 0.0)] * 49 + [(0.05, 0.06)], False),
+    "gets a fiftieth of a core": ([(0.05, 0.001)] * 1000, False),
+    "is on a machine that stands still": ([(0.1, 0.0)] * 1000, False),
+    "waits now and then": (([(0.05, 0.0)] * 90 + [(0.05, 0.06)]) * 10, False),
+    "is on a system that does not tell": ([(0.05, None)] * 1000, False),
+}
+"""By what an answer does: pairs of seconds by the clock and of processor time; whether it is ended."""
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_busy_machine_is_no_answer_that_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, ends = TURNS[name]
+    monkeypatch.setattr(Run, "_over_limit", lambda *_: None)
+    run = zygote._Answer.__new__(zygote._Answer)
+    run._limits, run._measured, clock = LIMITS._replace(cpu_seconds=1), 0.0, 0.0
+    causes = set()
+    for seconds, cpu_seconds in turns:
+        clock += seconds
+        run._measured = 0.0 if cpu_seconds is None else run._measured + cpu_seconds + 1e-9
+        causes.add(run._over_limit(clock, 0))
+    assert causes == ({None, "timeout"} if ends else {None})
+
+
+@pytest.mark.parametrize(("seconds", "scored"), [(IDLE_SECONDS, 3), (0.01, 1)])
+async def test_an_answer_waits_as_long_as_those_before_it_may_take(
+    seconds: float, scored: int, interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = BoxPool(BackendName.LANDLOCK, interpreter, LIMITS._replace(seconds=seconds), 1)
+    over = asyncio.Event()
+
+    async def run(*_: object) -> Result:
+        await over.wait()
+        return Result(Outcome.OK)
+
+    monkeypatch.setattr(Box, "is_alive", True)
+    monkeypatch.setattr(Box, "run", run)
+    pool._free.put_nowait(pool._boxes[0])
+    runs = [asyncio.create_task(pool.run("script", seconds=0.01)) for _ in range(3)]
+    await asyncio.wait(runs, timeout=0.2)
+    over.set()
+    results = await asyncio.gather(*runs, return_exceptions=True)
+    assert [isinstance(result, Result) for result in results].count(True) == scored
+    assert all(isinstance(result, Result | TimeoutError) for result in results)
 
 
 async def _answers(pool: BoxPool) -> list[bytes]:

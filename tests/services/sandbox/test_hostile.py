@@ -69,6 +69,7 @@ def test_each_costs_only_itself(backend: str, user: int | None, is_container: bo
             name: found[kind][name] for name, (_, expected) in table.items() if outcomes[name] not in expected
         }
         assert unexpected == {}, kind
+    assert {name: passed for name, passed in found["asserts"].items() if passed not in (None, [False])} == {}
     # Right code runs after each of them.
     assert [name for name, is_right in found["after"].items() if not is_right] == []
     # Nothing of theirs outlives them, and nothing of ours has changed.
