@@ -10,6 +10,9 @@ from pydantic import AfterValidator
 from services.chat.tool_calls import parse_arguments
 from services.http.problems import ProblemError
 
+_UNWRITTEN = ("function_call", "audio", "refusal")
+"""Members of OpenAI's messages that no chat template writes."""
+
 
 def _check_options(options: dict[str, Any]) -> dict[str, Any]:
     if "chat_template" in options:
@@ -30,6 +33,8 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str):
         raise ProblemError(400, "every message needs a role")
+    for name in filter(message.get, _UNWRITTEN):
+        raise ProblemError(400, f"no chat template writes {name} of a message; give tool_calls, or content")
     result = {
         **message,
         "role": "system" if role == "developer" else role,

@@ -244,6 +244,17 @@ async def test_an_episode_has_the_limits_of_training(
     assert (sample.result.reward, sample.turns) == (0.5, 2)
 
 
+async def test_an_answer_that_was_cut_off_is_wrong_also_where_the_agents_client_fails_over_it(ground: Ground) -> None:
+    async def strict(example: Any, **given: Any) -> float:
+        await ask(example, **given)
+        raise ValueError("the answer is incomplete")
+
+    sample = await ground.play(strict, ["a longer answer than there is room for"], settings=settings(max_new_tokens=3))
+    assert (sample.is_correct, sample.is_over_limit, sample.finish_reason) == (False, True, FinishReason.LENGTH)
+    with pytest.raises(AgentFailedError, match="the answer is incomplete"):
+        await ground.play(strict, ["hm"], settings=settings(max_new_tokens=5))
+
+
 @pytest.mark.parametrize(
     ("status", "is_correct"),
     [(RewardStatus.OVER_LIMIT, False), (RewardStatus.TIMEOUT, None), (RewardStatus.ERROR, None)],
