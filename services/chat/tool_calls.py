@@ -34,8 +34,6 @@ _BEGINNING = re.compile(r"\s*+(?=\{)")
 _PART = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{}<\\]', re.DOTALL)
 """Strings and braces of JSON, and two characters that JSON has in strings only."""
 _END = re.compile(r"\s*+(?:</tool_call>|\Z)")
-_PROMPT_END = 16
-"""Tokens of a prompt's end in which a template can begin a thought."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,8 @@ def read(
     if not has_own_form(tokenizer):
         if OPENING not in text:
             return text, [], 0
-        end = tokenizer.decode(list(prompt_ids[-_PROMPT_END:]))
-        return parse(text, is_thought=isinstance(end, str) and end.rstrip().endswith("<think>"))
+        end = str(tokenizer.decode(list(prompt_ids[-16:])))  # Long enough for the beginning of a thought.
+        return parse(text, is_thought=end.rstrip().endswith("<think>"))
     try:
         message = tokenizer.parse_response(raw, prefix=list(prompt_ids), tools=list(tools))
     # According to where the completion leaves the form.

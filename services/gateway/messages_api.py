@@ -13,16 +13,9 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, Field, field_validator
 
+from services.chat.messages import without_billing
 from services.gateway.chat_api import Api, as_parts, joined_text, named_event, offered_function
-from services.gateway.requests import (
-    ChatRequest,
-    as_float,
-    check_format,
-    check_tool_choice,
-    refuse_if_set,
-    validated,
-    without_billing,
-)
+from services.gateway.requests import ChatRequest, as_float, check_format, check_tool_choice, refuse_if_set, validated
 from services.gateway.sessions import Session
 from services.http.problems import ProblemError
 
@@ -151,7 +144,7 @@ def _request(body: Mapping[str, Any], _session: Session) -> ChatRequest:
         raise ProblemError(400, detail, headers, error={"code": "thread", "details": details})
     request = validated(_Request, body)
     messages = [chat for message in request.messages for chat in message.as_chat()]
-    if system := "".join(without_billing(block.text) for block in request.system):
+    if system := without_billing("".join(block.text for block in request.system)):
         messages.insert(0, {"role": "system", "content": system})
     chat = {
         "model": request.model,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 
@@ -26,12 +25,8 @@ functions guided_choice guided_grammar guided_json guided_regex ignore_eos inclu
 logit_bias logits_processors min_tokens no_stop_trim prompt_logprobs regex stop_regex stop_token_ids structural_tag
 structured_outputs truncate_prompt_tokens use_beam_search web_search_options
 """
-REFUSED: Mapping[str, Any] = dict.fromkeys(_CHANGING.split()) | {
-    "add_generation_prompt": True,
-    "best_of": 1,
-    "modalities": ["text"],
-    "skip_special_tokens": True,
-}
+_USUAL = {"add_generation_prompt": True, "best_of": 1, "modalities": ["text"], "skip_special_tokens": True}
+REFUSED: Mapping[str, Any] = dict.fromkeys(_CHANGING.split()) | _USUAL
 """Fields of OpenAI, Anthropic, vLLM and SGLang that change an answer, with the value that does not; nor do empty ones,
 unless it is true."""
 _HINTS = """
@@ -49,9 +44,6 @@ NO_SCHEMA = (
     "an answer cannot be held to JSON or a schema here; ask for typed answers by a tool (in pydantic-ai ToolOutput, in "
     "LangChain method='function_calling') and set FORCED_TOOL_CALLS=auto, since libraries force that tool's call"
 )
-_BILLING = re.compile(r"^x-anthropic-billing-header:(?:[^\S\n]*[\w.-]+=[^;\s]*;?)*+[^\S\n]*\n?", re.MULTILINE)
-"""The line of the system prompt in which Claude Code describes itself to Anthropic. It has another hash in every
-request, so that no request would continue the conversation before it."""
 # Not orjson, which refuses integers beyond 64 bits; models write such arguments.
 _CANONICAL = json.JSONEncoder(sort_keys=True)
 
@@ -103,18 +95,10 @@ class ChatRequest(BaseModel):
         # SGLang would end every turn after its first token.
         return [text for text in stop if text]
 
-    @field_validator("messages")
-    @classmethod
-    def _are_without_billing(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        systems = [message for message in messages if message.get("role") in ("system", "developer")]
-        for message in systems:
-            message["content"] = without_billing(message.get("content"))
-        return messages
-
     @field_validator("tools")
     @classmethod
     def _are_functions(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if kinds := [kind for tool in tools if (kind := tool.get("type", "function")) != "function"]:
+        if kinds := [kind for tool in tools if (kind := tool.get("type")) not in (None, "function")]:
             raise ValueError(f"tools of type {kinds[0]!r} are OpenAI's; offer functions, which the agent runs itself")
         return tools
 
@@ -130,12 +114,7 @@ class ChatRequest(BaseModel):
 
     @classmethod
     def of(
-        cls,
-        body: Mapping[str, Any],
-        *,
-        api: str = "",
-        asked: Mapping[str, Any] | None = None,
-        known: Iterable[str] = (),
+        cls, body: Mapping[str, Any], api: str = "", asked: Mapping[str, Any] | None = None, known: Iterable[str] = ()
     ) -> Self:
         """Return the request of a body.
 
@@ -260,22 +239,10 @@ def unforced(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_format(value: Any) -> Any:
-    """Return the format of an answer.
-
-    Raises:
-        ValueError: it is another one than text.
-    """
+    """Return the format of an answer; raise ValueError if it is another one than text."""
     if value and not (isinstance(value, dict) and value.get("type") == "text"):
         raise ValueError(NO_SCHEMA)
     return value
-
-
-def without_billing(content: Any) -> Any:
-    """Return the content of a system message without the line in which Claude Code describes itself."""
-    if isinstance(content, str):
-        return _BILLING.sub("", content)
-    parts = content if isinstance(content, list) else ()
-    return [p | {"text": without_billing(p.get("text"))} if isinstance(p, dict) else p for p in parts] or content
 
 
 def refuse_if_set(value: Any) -> Any:

@@ -40,16 +40,12 @@ class Loaded:
 
     @functools.cached_property
     def codec(self) -> TextCodec:
-        """The tokenizer's vocabulary as bytes."""
+        """The decoding of tokens."""
         return TextCodec(self.tokenizer)
 
     def decode_text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
-        text = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+        return self.codec.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text prompt, with the special tokens that the tokenizer adds."""
