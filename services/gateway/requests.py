@@ -104,7 +104,7 @@ class ChatRequest(BaseModel):
 
     @field_validator("response_format")
     @classmethod
-    def _answers_are_text(cls, response_format: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _answers_are_text(cls, response_format: Any) -> Any:
         return check_format(response_format)
 
     @field_validator("tool_choice", mode="before")
