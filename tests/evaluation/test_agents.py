@@ -22,6 +22,7 @@ from services.programs import Program
 from services.protocol.rewards import FinishReason, RewardItem, RewardResult, RewardStatus
 from services.relay import Relay
 from tests.evaluation.agent_play import PROMPT, SETTINGS, Ground, call
+from tests.pages import ROOT, blocks
 
 
 def settings(**values: Any) -> Any:
@@ -277,6 +278,17 @@ async def test_a_reward_server_that_is_gone_ends_the_evaluation_and_not_the_epis
 
     with pytest.raises(ScoringLostError):
         await ground.play(chat, ["42"], scorer=gone)
+
+
+async def test_the_guides_agent_with_anthropics_client_is_recorded(
+    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [shown] = [block for block in blocks(ROOT / "docs/guides/agent.md") if block.file == "my_anthropic_agent.py"]
+    (tmp_path / "my_anthropic_agent.py").write_text(shown.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sample = await ground.play(load_agent("AGENT", "my_anthropic_agent:solve"), ["42"])
+    assert (sample.turns, sample.completion, sample.is_correct) == (1, "42", True)
 
 
 PROGRAM = """
