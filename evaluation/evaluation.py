@@ -130,7 +130,7 @@ class AgentWorkflow:
         _check_answered(episode)
         trace = episode.trace
         # The conversation in which the last call was made.
-        last = next(s for s in trace.sequences if any(turn.call == trace.turns - 1 for turn in s.turns or ()))
+        last = trace.last[0]
         messages = [{name: part for name, part in m.items() if name != "sampled"} for m in last.messages]
         if len(messages) <= len(history):
             raise AgentFailedError("its conversation lacks the session's earlier questions: begin with example.history")

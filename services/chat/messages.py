@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -9,6 +10,12 @@ from pydantic import AfterValidator
 
 from services.chat.tool_calls import parse_arguments
 from services.http.problems import ProblemError
+
+_UNWRITTEN = ("function_call", "audio", "refusal")
+"""Members of OpenAI's messages that no chat template writes."""
+_BILLING = re.compile(r"^x-anthropic-billing-header:(?:[^\S\n]*[\w.-]+=[^;\s]*(?:;|$))*+[^\S\n]*\n?", re.MULTILINE)
+"""The line of the system prompt in which Claude Code describes itself to Anthropic. It has another hash in every
+request, so that no request would continue the conversation before it."""
 
 
 def _check_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -30,16 +37,25 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str):
         raise ProblemError(400, "every message needs a role")
+    for name in filter(message.get, _UNWRITTEN):
+        raise ProblemError(400, f"no chat template writes {name} of a message; give tool_calls, or content")
     result = {
         **message,
         "role": "system" if role == "developer" else role,
         "content": content_text(message.get("content")),
     }
+    if result["role"] == "system":
+        result["content"] = without_billing(result["content"])
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise ProblemError(400, "the tool_calls of a message must be a list")
         result["tool_calls"] = [_call_for_template(call) for call in calls]
     return result
+
+
+def without_billing(text: str) -> str:
+    """Return the text of a system prompt without the line in which Claude Code describes itself."""
+    return _BILLING.sub("", text)
 
 
 def content_text(content: Any) -> str:

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -36,6 +36,8 @@ IGNORES_TOOLS = "the model's chat template ignores the tools that the agent offe
 MAX_SHAPES = 1024
 LONG_TEXT = 8192
 """Characters. Tokens of a shorter text take less time than a thread's turn to run."""
+_ROLES = frozenset({"system", "user", "assistant", "tool"})
+"""The roles that templates write in general."""
 _END_OF_THOUGHT = "</think>"
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -73,9 +75,12 @@ class ChatPrompts:
         """Return the token ids of a conversation up to the beginning of the assistant's answer.
 
         Raises:
-            ProblemError: 400, the model has no chat template, or the template refuses the conversation.
+            ProblemError: 400, the model has no chat template, or the template refuses the conversation or leaves out
+                the content of a message.
         """
-        return await self._encode(self.render(messages, tools, options))
+        text = self.render(messages, tools, options)
+        _check_written(messages, text, lambda changed: self.render(changed, tools, options))
+        return await self._encode(text)
 
     def render(
         self,
@@ -116,10 +121,14 @@ class ChatPrompts:
 
         Returns:
             None if the template does not render ``turn`` in the same way once the conversation continues.
+
+        Raises:
+            ProblemError: 400, the template leaves out the content of a message.
         """
         parts = self.suffix_parts(turn, new, tools, options)
         if parts is None:
             return None
+        _check_written(new, parts[1], lambda changed: (self.suffix_parts(turn, changed, tools, options) or parts)[1])
         suffix = await self._encode("".join(parts))
         has_end = completion.finish_reason is FinishReason.STOP and int(completion.completion_ids[-1]) in self._special
         return self.after_end(parts[0], suffix) if has_end else suffix
@@ -274,6 +283,36 @@ class ChatPrompts:
     def token_text(self, token: int) -> str:
         """Return the text of one token."""
         return self._codec.decode([token])
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token stands for."""
+        return self._codec.token_bytes(token)
+
+
+def _check_written(messages: Messages, text: str, render: Callable[[Messages], str]) -> None:
+    """Raise ProblemError, 400, if ``text``, which ``render`` makes of ``messages``, lacks the content of one of them.
+
+    A template may write a content in another form, such as JSON. So a content that the text does not have as it is may
+    only be missing if another content makes the same text. Thoughts may be left out, and the text beside a call, which
+    some templates leave out on purpose.
+    """
+    place = 0
+    for number, message in enumerate(messages):
+        role, content = message["role"], message["content"].strip()
+        if role == "assistant":
+            content = "" if message.get("tool_calls") else content.rpartition(_END_OF_THOUGHT)[2].strip()
+        if role in _ROLES and (found := text.find(content, place)) >= 0:
+            place = found + len(content)
+            continue
+        if not content or (role in _ROLES and content in text):
+            continue
+        changed = {**message, "content": f"{message['content']} {_DUMMIES[0]}"}
+        try:
+            is_missing = render([*messages[:number], changed, *messages[number + 1 :]]) == text
+        except ProblemError:  # The template reads the content.
+            continue
+        if is_missing:
+            refuse(400, f"the model's chat template leaves out messages of role {role!r}; give user", "no_place")
 
 
 def _shape(

@@ -7,7 +7,8 @@ it. Any other one is read in the form that Hermes and Qwen models are trained on
     {"name": "add", "arguments": {"a": 3, "b": 4}}
     </tool_call>
 
-Anything else stays text, so that nothing that the model wrote is lost.
+What stands in a thought, ``<think>`` to ``</think>``, is a draft and no call. Anything else stays text, so that nothing
+that the model wrote is lost.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ OPENING = "<tool_call>"
 MAX_DEPTH = 48
 """Levels of a call's arguments. Anthropic's clients send arguments as a part of the body, which has json_body.MAX_DEPTH
 levels at most."""
-_CALL = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_MARKER = re.compile(r"</?think>|<tool_call>")
+_BEGINNING = re.compile(r"\s*+(?=\{)")
+_PART = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{}<\\]', re.DOTALL)
+"""Strings and braces of JSON, and two characters that JSON has in strings only."""
+_END = re.compile(r"\s*+(?:</tool_call>|\Z)")
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,10 @@ def read(
         tools: the tools that the model was offered, as OpenAI's API has them; their schemas give arguments a type.
     """
     if not has_own_form(tokenizer):
-        rest, calls = parse(text)
-        return rest, calls, rest.count(OPENING)
+        if OPENING not in text:
+            return text, [], 0
+        end = str(tokenizer.decode(list(prompt_ids[-16:])))  # Long enough for the beginning of a thought.
+        return parse(text, is_thought=end.rstrip().endswith("<think>"))
     try:
         message = tokenizer.parse_response(raw, prefix=list(prompt_ids), tools=list(tools))
     # According to where the completion leaves the form.
@@ -82,19 +89,32 @@ def read(
     return (message.get("content") or "", calls, 0) if calls else (text, [], 0)
 
 
-def parse(text: str) -> tuple[str, list[ToolCall]]:
-    """Return the text without its well-formed calls in the form of Hermes, and these calls, in order."""
+def parse(text: str, *, is_thought: bool = False) -> tuple[str, list[ToolCall], int]:
+    """Return the text without its calls in the form of Hermes, these calls, and the number of unreadable ones.
+
+    With ``is_thought`` the prompt has begun a thought. The time is in proportion to the text: of the strings that are
+    open at a marker, at most one began behind another marker.
+    """
     calls: list[ToolCall] = []
-
-    def take(match: re.Match[str]) -> str:
-        call = _read(match["body"])
-        if call is None:
-            return match[0]
-        calls.append(call)
-        return ""
-
-    rest = _CALL.sub(take, text)
-    return (rest.strip() if calls else text), calls
+    spans: list[int] = []
+    place = unparsed = 0
+    while marker := _MARKER.search(text, place):
+        place = marker.end()
+        if marker[0] != OPENING:
+            is_thought = marker[0] == "<think>"
+            if not is_thought:  # All before it was thought.
+                calls, spans, unparsed = [], [], 0
+        elif not is_thought:
+            call, end = _read(text, place)
+            if call is None:
+                unparsed += 1
+                continue
+            calls.append(call)
+            spans += [marker.start(), end]
+            place = end
+    bounds = [0, *spans, len(text)]
+    rest = "".join(text[start:end] for start, end in zip(bounds[::2], bounds[1::2], strict=True))
+    return (rest.strip() if calls else text), calls, unparsed
 
 
 def text_before_calls(text: str) -> str:
@@ -113,11 +133,23 @@ def overlap(text: str, marker: str) -> int:
     return 0
 
 
-def _read(body: str) -> ToolCall | None:
+def _read(text: str, start: int) -> tuple[ToolCall | None, int]:
+    """Return the call behind an opening marker, and the end of its closing one; None if it is not readable."""
+    opening = _BEGINNING.match(text, start)
+    if opening is None:
+        return None, start
+    depth = 0
+    for part in _PART.finditer(text, opening.end()):
+        depth += {"{": 1, "}": -1}.get(part[0], 0)
+        if depth == 0 or part[0] in ("<", "\\"):
+            break
+    end = _END.match(text, part.end())
+    if depth or end is None:
+        return None, start
     try:
-        return _call_of(json.loads(body))
+        return _call_of(json.loads(text[opening.end() : part.end()])), end.end()
     except (RecursionError, ValueError):
-        return None
+        return None, start
 
 
 def _call_of(content: Any) -> ToolCall | None:

@@ -134,6 +134,11 @@ class EpisodePlayer:
         if result.status is RewardStatus.ERROR and any(result is one for one in scored):
             failure = AgentFailedError(str(result.reason), "reward_error")
         trace = await _reply(self.gateway.finish(request.id, result.reward, result.reason))
+        if failure is not None and failure.reason == "exception" and trace.is_cut:
+            # Such as OpenAI's Agents SDK over a Response that is incomplete.
+            reason = f"the last answer was cut off at the length limit (MAX_NEW_TOKENS): {failure}"
+            failure = AgentFailedError(reason, "limit")
+            result = RewardResult(reward=None, status=RewardStatus.OVER_LIMIT, reason=reason)
         if trace.refused == DEADLINE and failure is None:
             failure = AgentFailedError(f"{NO_ENGINE}; the agent caught that and returned {result.reward}", "server")
             result = RewardResult(reward=None, status=RewardStatus.ERROR, reason=str(failure))

@@ -25,7 +25,7 @@ from services.gateway import responses_api
 from services.gateway.chat_api import CHAT, Api
 from services.gateway.gateway import Gateway
 from services.gateway.messages_api import MESSAGES
-from services.gateway.requests import unforced
+from services.gateway.requests import ChatRequest, unforced
 from services.gateway.responses_api import RESPONSES
 from services.gateway.sessions import Asker, Session
 from services.gateway.settings import GatewaySettings
@@ -208,9 +208,12 @@ def _router(gateway: Gateway, session_of: Callable[..., Awaitable[Session]]) -> 
     asked = Depends(session_of)
     _add_tools(router, gateway, asked)
 
-    async def answer(api: Api, session: Session, body: dict[str, Any], http: Request) -> Response:
+    def read(api: Api, session: Session, body: dict[str, Any]) -> ChatRequest:
         is_auto = gateway.settings.forced_tool_calls == "auto"
-        request = api.request(unforced(body) if is_auto else body, session)
+        return api.request(unforced(body) if is_auto else body, session)
+
+    async def answer(api: Api, session: Session, body: dict[str, Any], http: Request) -> Response:
+        request = read(api, session, body)
         call = await gateway.calls.complete(session, request, api, Asker(http))
         on_taken = partial(session.hand_over, call.name)
         if not request.stream:
@@ -236,7 +239,7 @@ def _router(gateway: Gateway, session_of: Callable[..., Awaitable[Session]]) -> 
     async def post_count_tokens(_http: Request, body: dict[str, Any], session: Session = asked) -> Response:
         """Return the number of tokens of a conversation's prompt."""
         session.check_open()
-        return JsonResponse({"input_tokens": await gateway.calls.count(session, MESSAGES.request(body, session))})
+        return JsonResponse({"input_tokens": await gateway.calls.count(session, read(MESSAGES, session, body))})
 
     @router.post(RESPONSES.path)
     async def post_responses(http: Request, body: dict[str, Any], session: Session = asked) -> Response:

@@ -16,6 +16,7 @@ from services.gateway.requests import ChatRequest, next_key
 from services.gateway.sessions import Session
 from services.gateway.tree import Call, Turn
 from services.protocol.groups import TokenSequence
+from services.protocol.rewards import FinishReason
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def reply_of(call: Call, request: ChatRequest, model: str, prompt_tokens: int, p
             "index": index,
             "message": turn.message,
             "logprobs": _logprobs(turn.completion, prompts) if request.logprobs else None,
-            "finish_reason": "tool_calls" if turn.message.get("tool_calls") else turn.completion.finish_reason.value,
+            "finish_reason": _finish_reason(turn),
             "matched_stop": _matched_stop(turn.completion, request, prompts),
         }
         for index, turn in enumerate(call.turns)
@@ -143,6 +144,12 @@ def _message(
     return message, unparsed
 
 
+def _finish_reason(turn: Turn) -> str:
+    """Return why a turn ended: not with its calls, if it was cut off behind them."""
+    reason = turn.completion.finish_reason
+    return "tool_calls" if turn.message.get("tool_calls") and reason is not FinishReason.LENGTH else reason.value
+
+
 def _matched_stop(completion: TokenSequence, request: ChatRequest, prompts: ChatPrompts) -> str | None:
     """Return the stop string that ended a completion; None if it ended otherwise."""
     if not request.stop:
@@ -154,6 +161,6 @@ def _matched_stop(completion: TokenSequence, request: ChatRequest, prompts: Chat
 def _logprobs(completion: TokenSequence, prompts: ChatPrompts) -> dict[str, Any]:
     entries = []
     for token, logprob in zip(completion.completion_ids.tolist(), completion.logprobs.tolist(), strict=True):
-        text = prompts.token_text(token)
-        entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        text, content = prompts.token_text(token), prompts.token_bytes(token)
+        entries.append({"token": text, "logprob": logprob, "bytes": list(content), "top_logprobs": []})
     return {"content": entries}

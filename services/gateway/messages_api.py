@@ -13,14 +13,12 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, Field, field_validator
 
+from services.chat.messages import without_billing
 from services.gateway.chat_api import Api, as_parts, joined_text, named_event, offered_function
-from services.gateway.requests import ChatRequest, as_float, check_tool_choice, refuse_if_set, validated
+from services.gateway.requests import ChatRequest, as_float, check_format, check_tool_choice, refuse_if_set, validated
 from services.gateway.sessions import Session
 from services.http.problems import ProblemError
 
-_BILLING = "x-anthropic-billing-header:"
-"""Begins the line of the system prompt in which Claude Code describes itself to Anthropic. It has another hash in every
-request, so that no request would continue the conversation before it."""
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
 
 
@@ -107,6 +105,7 @@ class _Tool(BaseModel):
 
 class _ToolChoice(BaseModel):
     type: Literal["auto", "none"] = "auto"
+    disable_parallel_tool_use: bool = False
 
     _is_not_forced = field_validator("type", mode="before")(check_tool_choice)
 
@@ -114,7 +113,7 @@ class _ToolChoice(BaseModel):
 class _OutputConfig(BaseModel):
     format: Any = None
 
-    _is_absent = field_validator("format")(refuse_if_set)
+    _is_text = field_validator("format")(check_format)
 
 
 class _Request(BaseModel):
@@ -131,15 +130,9 @@ class _Request(BaseModel):
     compaction: Any = None
     stream: bool = False
 
-    _are_absent = field_validator("output_format", "mcp_servers", "compaction")(refuse_if_set)
+    _are_absent = field_validator("mcp_servers", "compaction")(refuse_if_set)
+    _is_text = field_validator("output_format")(check_format)
     _as_blocks = field_validator("system", mode="before")(as_parts)
-
-    @field_validator("messages")
-    @classmethod
-    def _ends_with_a_question(cls, messages: list[Any]) -> list[Any]:
-        if messages[-1].role == "assistant":
-            raise ValueError("the beginning of an answer cannot be given here; end with a message of the user")
-        return messages
 
 
 def _request(body: Mapping[str, Any], _session: Session) -> ChatRequest:
@@ -151,7 +144,7 @@ def _request(body: Mapping[str, Any], _session: Session) -> ChatRequest:
         raise ProblemError(400, detail, headers, error={"code": "thread", "details": details})
     request = validated(_Request, body)
     messages = [chat for message in request.messages for chat in message.as_chat()]
-    if system := "".join(map(_without_billing, request.system)):
+    if system := without_billing("".join(block.text for block in request.system)):
         messages.insert(0, {"role": "system", "content": system})
     chat = {
         "model": request.model,
@@ -160,9 +153,10 @@ def _request(body: Mapping[str, Any], _session: Session) -> ChatRequest:
         "stop": request.stop_sequences,
         "tools": [offered_function(tool.name, tool.description, tool.input_schema) for tool in request.tools],
         "tool_choice": request.tool_choice.type,
+        "parallel_tool_calls": not request.tool_choice.disable_parallel_tool_use,
         "stream": request.stream,
     }
-    return ChatRequest.of(chat, api="messages", asked=body)
+    return ChatRequest.of(chat, api="messages", asked=body, known=_Request.model_fields)
 
 
 def _reply(completion: dict[str, Any], _request: ChatRequest) -> dict[str, Any]:
@@ -222,10 +216,6 @@ MESSAGES = Api("/messages", _request, _reply, _stream)
 def _call(block: _ToolUse) -> dict[str, Any]:
     function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
     return {"id": block.id, "type": "function", "function": function}
-
-
-def _without_billing(block: _Text) -> str:
-    return block.text.partition("\n")[2] if block.text.startswith(_BILLING) else block.text
 
 
 def _integer(digits: str) -> int | float | None:

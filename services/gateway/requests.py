@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 
+from prometheus_client import Counter
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from services.chat.messages import TemplateOptions, for_template
@@ -18,6 +19,31 @@ _EXACT = 2**53
 """Integers below this are exact in every JSON library."""
 _FORCED = frozenset({"required", "any", "function", "tool", "custom", "allowed_tools"})
 """The values of ``tool_choice``, or their types, that force a call or bound the choice, in the three APIs."""
+_CHANGING = """
+audio bad_words chat_template container continue_final_message custom_logit_processor documents ebnf echo function_call
+functions guided_choice guided_grammar guided_json guided_regex ignore_eos include_stop_str_in_output json_schema
+logit_bias logits_processors min_tokens no_stop_trim prompt_logprobs regex stop_regex stop_token_ids structural_tag
+structured_outputs truncate_prompt_tokens use_beam_search web_search_options
+"""
+_USUAL = {"add_generation_prompt": True, "best_of": 1, "modalities": ["text"], "skip_special_tokens": True}
+REFUSED: Mapping[str, Any] = dict.fromkeys(_CHANGING.split()) | _USUAL
+"""Fields of OpenAI, Anthropic, vLLM and SGLang that change an answer, with the value that does not; nor do empty ones,
+unless it is true."""
+_HINTS = """
+cache_control context_management enable_thinking frequency_penalty include_reasoning inference_geo max_tool_calls
+metadata min_p moderation prediction presence_penalty prompt_cache_key prompt_cache_options prompt_cache_retention
+reasoning reasoning_effort repetition_penalty safety_identifier seed service_tier speed store stream_options temperature
+thinking top_k top_p user verbosity
+"""
+IGNORED = frozenset(_HINTS.split())
+"""Sampling parameters, which are the session's, and hints. They are ignored and counted, as unknown fields are."""
+IGNORED_FIELDS = Counter("gateway_fields_ignored", "Fields of requests that are ignored; other: unknown.", ["field"])
+NO_BEGINNING = "the beginning of an answer cannot be given here; end with a message of the user"
+NO_BOUND = "a turn may have several calls; run them all, or set FORCED_TOOL_CALLS=auto, with which this is ignored"
+NO_SCHEMA = (
+    "an answer cannot be held to JSON or a schema here; ask for typed answers by a tool (in pydantic-ai ToolOutput, in "
+    "LangChain method='function_calling') and set FORCED_TOOL_CALLS=auto, since libraries force that tool's call"
+)
 # Not orjson, which refuses integers beyond 64 bits; models write such arguments.
 _CANONICAL = json.JSONEncoder(sort_keys=True)
 
@@ -33,8 +59,8 @@ class StreamOptions(BaseModel):
 class ChatRequest(BaseModel):
     """A request for the next turn of a conversation.
 
-    Sampling parameters are the session's, so those of the request are ignored. Fields that would change the form of the
-    answer and that engines cannot be relied on for (a forced tool call, a JSON schema) are refused.
+    Sampling parameters are the session's, so those of the request are ignored. Fields that would change the form or
+    content of the answer and that engines cannot be relied on for are refused.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -48,6 +74,7 @@ class ChatRequest(BaseModel):
     stop: list[str] = Field(default_factory=list)
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: Literal[0] = 0
     response_format: dict[str, Any] | None = None
@@ -68,12 +95,17 @@ class ChatRequest(BaseModel):
         # SGLang would end every turn after its first token.
         return [text for text in stop if text]
 
+    @field_validator("tools")
+    @classmethod
+    def _are_functions(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if kinds := [kind for tool in tools if (kind := tool.get("type")) not in (None, "function")]:
+            raise ValueError(f"tools of type {kinds[0]!r} are OpenAI's; offer functions, which the agent runs itself")
+        return tools
+
     @field_validator("response_format")
     @classmethod
-    def _answers_are_text(cls, response_format: dict[str, Any] | None) -> dict[str, Any] | None:
-        if response_format is not None and response_format.get("type") != "text":
-            raise ValueError("allowed is {'type': 'text'}")
-        return response_format
+    def _answers_are_text(cls, response_format: Any) -> Any:
+        return check_format(response_format)
 
     @field_validator("tool_choice", mode="before")
     @classmethod
@@ -81,20 +113,36 @@ class ChatRequest(BaseModel):
         return check_tool_choice(choice)
 
     @classmethod
-    def of(cls, body: Mapping[str, Any], *, api: str = "", asked: Mapping[str, Any] | None = None) -> Self:
+    def of(
+        cls, body: Mapping[str, Any], api: str = "", asked: Mapping[str, Any] | None = None, known: Iterable[str] = ()
+    ) -> Self:
         """Return the request of a body.
 
         Args:
             body: a body of chat completions.
             api: the API in which the agent asked, where that is another one.
             asked: the body in that API.
+            known: the fields of that API that ``body`` is made of.
 
         Raises:
             ProblemError: 400, the body is not valid, or asks for something that the gateway refuses.
         """
+        sent = _without_nulls(body if asked is None else asked)
+        known = {*known} or {*cls.model_fields, "max_completion_tokens"}
+        unknown = {name: value for name, value in sent.items() if name not in known}
+        for name, value in unknown.items():
+            usual = cls.model_fields[name].default if name in cls.model_fields else REFUSED.get(name, value)
+            if value != usual and name not in IGNORED and (value or usual is True):
+                raise ProblemError(400, f"{name}: not supported, and it would change the answer; leave it out")
         request = validated(cls, body)
-        request._api = api
-        request._asked = _without_nulls(body if asked is None else asked)
+        wanted = {"messages": "tool_choice.disable_parallel_tool_use"}.get(api, "parallel_tool_calls")
+        if request.messages[-1].get("role") == "assistant":
+            raise ProblemError(400, f"{'input' if api == 'responses' else 'messages'}: {NO_BEGINNING}")
+        if request.offered_tools and not request.parallel_tool_calls:
+            raise ProblemError(400, f"{wanted}: {NO_BOUND}")
+        for name in unknown:
+            IGNORED_FIELDS.labels(name if name in IGNORED else "other").inc()
+        request._api, request._asked = api, sent
         return request
 
     @property
@@ -182,11 +230,19 @@ def check_tool_choice(choice: Any) -> Any:
 
 
 def unforced(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a body of any API without a ``tool_choice`` that forces a call."""
+    """Return a body of any API without what forces a call of a tool or bounds a turn to one call."""
     choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    is_forced = isinstance(kind, str) and kind in _FORCED
-    return {name: value for name, value in body.items() if name != "tool_choice"} if is_forced else body
+    is_forced = isinstance(kind, str) and (kind in _FORCED or (kind == "auto" and choice != kind))
+    left_out = {"parallel_tool_calls", *(["tool_choice"] if is_forced else ())}
+    return {name: value for name, value in body.items() if name not in left_out}
+
+
+def check_format(value: Any) -> Any:
+    """Return the format of an answer; raise ValueError if it is another one than text."""
+    if value and not (isinstance(value, dict) and value.get("type") == "text"):
+        raise ValueError(NO_SCHEMA)
+    return value
 
 
 def refuse_if_set(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from services.gateway.chat_api import Api, as_parts, joined_text, named_event, offered_function
-from services.gateway.requests import ChatRequest, check_tool_choice, refuse_if_set, validated
+from services.gateway.requests import ChatRequest, check_format, check_tool_choice, refuse_if_set, validated
 from services.gateway.sessions import Session
 from services.http.problems import refuse
 
@@ -82,12 +82,10 @@ class _Tool(BaseModel):
         return kind
 
 
-class _TextFormat(BaseModel):
-    type: Literal["text"] = "text"
-
-
 class _TextConfig(BaseModel):
-    format: _TextFormat = _TextFormat()
+    format: Any = None
+
+    _is_text = field_validator("format")(check_format)
 
 
 class _Request(BaseModel):
@@ -98,6 +96,7 @@ class _Request(BaseModel):
     max_output_tokens: int | None = None
     tools: list[_Tool] = Field(default_factory=list)
     tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
     text: _TextConfig = _TextConfig()
     include: list[str] = Field(default_factory=list)
     top_logprobs: Literal[0] = 0
@@ -133,10 +132,11 @@ def _request(body: Mapping[str, Any], session: Session) -> ChatRequest:
         "max_tokens": request.max_output_tokens,
         "tools": [offered_function(tool.name, tool.description, tool.parameters or {}) for tool in request.tools],
         "tool_choice": request.tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
         "logprobs": _LOGPROBS in request.include,
         "stream": request.stream,
     }
-    return ChatRequest.of(chat, api="responses", asked=body)
+    return ChatRequest.of(chat, api="responses", asked=body, known=_Request.model_fields)
 
 
 def find(session: Session, response_id: str) -> dict[str, Any] | None:

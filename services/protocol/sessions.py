@@ -12,6 +12,7 @@ from pydantic import Field
 from services.protocol.base import MAX_TOKENS, Count, Finite, Seed, StrictModel, TokenId, WireModel
 from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Tokens
+from services.protocol.rewards import FinishReason
 
 
 class CreateSessionRequest(StrictModel):
@@ -118,6 +119,16 @@ class Trace(EpisodeFigures):
     sampled_tokens: int
     refused: str | None = None
     lost_tokens: dict[str, int] = Field(default_factory=dict)
+
+    @property
+    def last(self) -> list[TraceSequence]:
+        """The sequences that end with a turn of the newest call; none without calls."""
+        return [s for s in self.sequences if any(turn.call == self.turns - 1 for turn in s.turns or ())]
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the model's last answer was cut off at a limit of its length."""
+        return any(sequence.finish_reason is FinishReason.LENGTH for sequence in self.last)
 
 
 class GatewayStats(WireModel):

@@ -22,6 +22,7 @@ from services.programs import Program
 from services.protocol.rewards import FinishReason, RewardItem, RewardResult, RewardStatus
 from services.relay import Relay
 from tests.evaluation.agent_play import PROMPT, SETTINGS, Ground, call
+from tests.pages import ROOT, blocks
 
 
 def settings(**values: Any) -> Any:
@@ -244,6 +245,17 @@ async def test_an_episode_has_the_limits_of_training(
     assert (sample.result.reward, sample.turns) == (0.5, 2)
 
 
+async def test_an_answer_that_was_cut_off_is_wrong_also_where_the_agents_client_fails_over_it(ground: Ground) -> None:
+    async def strict(example: Any, **given: Any) -> float:
+        await ask(example, **given)
+        raise ValueError("the answer is incomplete")
+
+    sample = await ground.play(strict, ["a longer answer than there is room for"], settings=settings(max_new_tokens=3))
+    assert (sample.is_correct, sample.is_over_limit, sample.finish_reason) == (False, True, FinishReason.LENGTH)
+    with pytest.raises(AgentFailedError, match="the answer is incomplete"):
+        await ground.play(strict, ["hm"], settings=settings(max_new_tokens=5))
+
+
 @pytest.mark.parametrize(
     ("status", "is_correct"),
     [(RewardStatus.OVER_LIMIT, False), (RewardStatus.TIMEOUT, None), (RewardStatus.ERROR, None)],
@@ -266,6 +278,17 @@ async def test_a_reward_server_that_is_gone_ends_the_evaluation_and_not_the_epis
 
     with pytest.raises(ScoringLostError):
         await ground.play(chat, ["42"], scorer=gone)
+
+
+async def test_the_guides_agent_with_anthropics_client_is_recorded(
+    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [shown] = [block for block in blocks(ROOT / "docs/guides/agent.md") if block.file == "my_anthropic_agent.py"]
+    (tmp_path / "my_anthropic_agent.py").write_text(shown.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sample = await ground.play(load_agent("AGENT", "my_anthropic_agent:solve"), ["42"])
+    assert (sample.turns, sample.completion, sample.is_correct) == (1, "42", True)
 
 
 PROGRAM = """

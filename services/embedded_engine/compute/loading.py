@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from services.chat.tokenizers import TextCodec
 from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.files import check_model_directory
@@ -36,13 +38,14 @@ class Loaded:
     end_ids: frozenset[int]
     """The tokens that end a completion."""
 
+    @functools.cached_property
+    def codec(self) -> TextCodec:
+        """The decoding of tokens."""
+        return TextCodec(self.tokenizer)
+
     def decode_text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
-        text = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+        return self.codec.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text prompt, with the special tokens that the tokenizer adds."""

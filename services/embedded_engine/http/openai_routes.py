@@ -265,8 +265,7 @@ class ChatReplies(TextReplies):
         return {"content": entries}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._token(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": self._token(token), "logprob": logprob, "bytes": list(self.loaded.codec.token_bytes(token))}
 
 
 class ChoiceStream:
@@ -339,4 +338,5 @@ def _choice(index: int, content: dict[str, Any], logprobs: Any, finish_reason: s
 
 
 def _finish_reason(sequence: Sequence, calls: list[ToolCall]) -> str | None:
-    return "tool_calls" if calls else (sequence.finish or {}).get("type")
+    reason = (sequence.finish or {}).get("type")
+    return "tool_calls" if calls and reason == "stop" else reason

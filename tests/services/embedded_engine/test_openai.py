@@ -76,6 +76,7 @@ async def test_a_chat_is_answered_with_its_logprobs_and_counts(connect: Callable
         assert choice.message.content == "7, I think: ü"
         assert choice.finish_reason == "stop"
         # The bytes of the umlaut are tokens of their own; the end token is one too.
+        assert bytes(byte for entry in choice.logprobs.content for byte in entry.bytes) == "7, I think: ü<end>".encode()
         assert len(choice.logprobs.content) == len("7, I think: ü".encode()) + 1
         for place in choice.logprobs.content:
             assert place.top_logprobs[0].logprob == pytest.approx(place.logprob, abs=1e-5)
@@ -145,6 +146,10 @@ async def test_the_models_tool_call_comes_as_one(connect: Callable[[], Any]) -> 
         assert choice.message.content == "so"
         call = choice.message.tool_calls[0]
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 3, "b": 4})
+        cut = await client.chat.completions.create(
+            model="any", messages=QUESTION, temperature=0, tools=[TOOL], max_tokens=len(f"so {CALL}")
+        )
+        assert (cut.choices[0].finish_reason, len(cut.choices[0].message.tool_calls)) == ("length", 1)
         silent = await client.chat.completions.create(
             model="any", messages=QUESTION, temperature=0, tools=[TOOL], tool_choice="none"
         )
@@ -237,12 +242,12 @@ async def test_what_cannot_be_honoured_is_refused(connect: Callable[[], Any]) ->
 
 def test_text_that_is_no_well_formed_call_is_kept() -> None:
     for text in ("plain", "<tool_call>not json</tool_call>", '<tool_call>{"name": 3}</tool_call>', "a < b <tool"):
-        assert tool_calls.parse(text) == (text, [])
+        assert tool_calls.parse(text)[:2] == (text, [])
 
 
 def test_several_calls_are_read_in_order_and_an_unclosed_one_too() -> None:
     second = '<tool_call>\n{"name": "b", "arguments": {}}'
-    rest, calls = tool_calls.parse(f"first {CALL}\n{second}")
+    rest, calls, _ = tool_calls.parse(f"first {CALL}\n{second}")
     assert [call.name for call in calls] == ["add", "b"]
     assert rest == "first"
     assert len({call.id for call in calls}) == 2

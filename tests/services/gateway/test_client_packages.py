@@ -121,7 +121,7 @@ def test_openai_responses_sync(service: Service) -> None:
     assert last.output_text == "Bye."
     assert client.responses.retrieve(last.id) == last
     with pytest.raises(openai.RateLimitError) as limit:
-        client.responses.create(input=[*items, *last.output], **asked)
+        client.responses.create(input=[*items, *last.output, {"role": "user", "content": "More"}], **asked)
     assert limit.value.code == "max_turns"
     service.check(session, 3)
     for error, key, path in [

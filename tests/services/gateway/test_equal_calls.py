@@ -327,6 +327,17 @@ async def test_a_forced_call_is_the_models_choice_where_the_setting_says_so(gate
         ("chat/completions", {**BODY, "tools": [ADD], "tool_choice": "required"}),
         ("responses", {"model": "m", "input": "Add.", "tool_choice": {"type": "function", "name": "add"}}),
         ("messages", {**BODY, "max_tokens": 5, "tool_choice": {"type": "any"}}),
+        ("messages/count_tokens", {**BODY, "tool_choice": {"type": "any"}}),
+        ("chat/completions", {**BODY, "tools": [ADD], "parallel_tool_calls": False}),
+        ("responses", {"input": "Add.", "tools": [{"type": "function", "name": "add"}], "parallel_tool_calls": False}),
+        (
+            "messages",
+            {
+                **BODY,
+                "tools": [{"name": "add", "input_schema": {}}],
+                "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            },
+        ),
     ]
     for setting, status in (("auto", 200), ("refuse", 400)):
         async with gateway(answers=["Hi."], forced_tool_calls=setting) as running:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.chat.tool_calls import parse
 from services.gateway.calls import Calls
 from services.gateway.sessions import Session
 from services.gateway.tree import Call
@@ -72,6 +75,10 @@ async def test_what_is_unknown_malformed_or_forced_is_refused(gateway: StartGate
             {"messages": HELLO, "response_format": {"type": "json_object"}},
             {"messages": HELLO, "n": 0},
             {"messages": HELLO, "top_logprobs": 3},
+            {"messages": HELLO, "tools": [{"type": "custom", "custom": {"name": "add"}}]},
+            {"messages": HELLO, "tools": [ADD], "parallel_tool_calls": False},
+            {"messages": [*HELLO, {"role": "assistant", "content": "The"}]},
+            {"messages": HELLO, "chat_template_kwargs": {"continue_final_message": True}},
         ]
         for body in bad:
             assert error_of(await post(path, json=body))[0] == 400, body
@@ -258,6 +265,92 @@ async def test_calls_that_cannot_be_parsed_stay_text(gateway: StartGateway) -> N
         trace = await running.finish()
         assert (trace["tool_calls"], trace["unparsed_tool_calls"]) == (2, 2)
         assert len(trace["sequences"]) == 2
+
+
+def written(value: str, name: str = "add") -> str:
+    """Return a call whose argument is a text."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"a": {json.dumps(value)}}}}}\n</tool_call>'
+
+
+ONE, TWO, HALF = written("1"), written("2"), '<tool_call>{"name": </tool_call>'
+MARKED = ["</tool_call>", "<tool_call>", "</think>", "<think>", '"}}</tool_call>', "\\", '{"', "}" * 3, "<tool_call>{}"]
+DRAFTS: list[tuple[str, bool, list[str], int]] = [
+    (f"<think>\nPerhaps {ONE}\n</think>\n\n{TWO}", False, ["2"], 0),
+    (f"Perhaps {ONE}{HALF}\n</think>{TWO}", True, ["2"], 0),
+    (f"Perhaps {ONE}\n</think>{TWO}", False, ["2"], 0),
+    (f"{ONE}{HALF}", True, [], 0),
+    (f"<think>{ONE}", False, [], 0),
+    (f"<think></think>{ONE}<think>{TWO}</think>{written('3')}{HALF}", False, ["3"], 1),
+    (f"<think></think>{ONE}<think>{TWO}", False, ["1"], 0),
+    (f"{HALF}{ONE} {{}} {TWO}", False, ["1", "2"], 1),
+    (f"{ONE.removesuffix('</tool_call>')}", False, ["1"], 0),
+    (f"{ONE.removesuffix('</tool_call>')} and {TWO}", False, ["2"], 1),
+    ('<tool_call>{"name": "add", "arguments": {"a": "1"}}}</tool_call>', False, [], 1),
+    *((f"a{written(text)}{ONE}b", False, [text, "1"], 0) for text in MARKED),
+]
+
+
+@pytest.mark.parametrize(("text", "is_thought", "values", "unparsed"), DRAFTS)
+def test_calls_are_read_behind_thoughts_and_whole_whatever_their_arguments_say(
+    text: str, is_thought: bool, values: list[str], unparsed: int
+) -> None:
+    rest, calls, unread = parse(text, is_thought=is_thought)
+    assert ([json.loads(call.arguments)["a"] for call in calls], unread) == (values, unparsed)
+    assert values or rest == text, "what is not a call stays text"
+    for value in values:
+        assert written(value) not in rest
+
+
+def test_the_time_to_read_calls_is_in_proportion_to_the_text() -> None:
+    parts = ["", "{", '{"', '{\\"', '{"\\"', '{",":"', '{"a":"\\"', "\n\n\n", '{"a":']
+    parts = [f"<tool_call>{part}" for part in parts] + [" ", "\n", '{"a":', "<think>", "</think>", ONE]
+    started = time.process_time()
+    for part in parts:
+        for text in ("<tool_call>" + part * 30_000, '<tool_call>{"a":"' + part * 30_000):
+            parse(text)
+    assert time.process_time() - started < 4, "in proportion to its square it takes minutes"
+
+
+async def test_a_thought_that_the_generation_prompt_begins_has_no_calls(
+    gateway: StartGateway, models: Any, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(models("qwen3"), directory)
+    file = directory / "chat_template.jinja"
+    file.write_text(file.read_text() + "{%- if add_generation_prompt %}{{- '<think>\n' }}{%- endif %}")
+    async with gateway(directory, answers=[f"Perhaps {ONE}", f"Perhaps {ONE}\n</think>\n\n{TWO}"]) as running:
+        path = await running.open()
+        assert "tool_calls" not in await running.chat(path, HELLO, tools=[ADD])
+        [call] = (await running.chat(path, HELLO, tools=[ADD]))["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"a": "2"}
+        trace = await running.finish()
+        assert (trace["tool_calls"], trace["unparsed_tool_calls"]) == (1, 0)
+
+
+async def test_a_turn_that_was_cut_behind_a_whole_call_says_so_in_all_apis(gateway: StartGateway) -> None:
+    tool = {"name": "add", "parameters": {}}
+    async with gateway(answers=[ONE + TWO]) as running:
+        limit = len(running.tokenizer.encode(ONE + TWO)) - 6
+        await running.open(max_turn_tokens=limit)
+        url = "/sessions/s/v1/"
+        chat = await running.client.post(f"{url}chat/completions", json={"messages": HELLO, "tools": [ADD]})
+        [choice] = chat.json()["choices"]
+        assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("length", 1)
+        body = {"messages": HELLO, "max_tokens": 999, "tools": [{"name": "add", "input_schema": {}}]}
+        messages = (await running.client.post(f"{url}messages", json=body)).json()
+        assert (messages["stop_reason"], [b["type"] for b in messages["content"]][-1]) == ("max_tokens", "tool_use")
+        asked = {"input": "Hello", "tools": [{"type": "function", **tool}]}
+        responses = (await running.client.post(f"{url}responses", json=asked)).json()
+        assert (responses["status"], responses["output"][-1]["type"]) == ("incomplete", "function_call")
+
+
+async def test_logprobs_have_the_bytes_of_their_tokens(gateway: StartGateway) -> None:
+    text = "5 € für 😀\n"
+    async with gateway(answers=[text]) as running:
+        path = await running.open()
+        reply = (await running.client.post(path, json={"messages": HELLO, "logprobs": True})).json()
+        entries = reply["choices"][0]["logprobs"]["content"]
+        assert bytes(byte for entry in entries for byte in entry["bytes"]) == f"{text}<|im_end|>".encode()
 
 
 @pytest.mark.parametrize(("levels", "calls"), [(48, 1), (49, 0)])

@@ -134,7 +134,7 @@ async def test_whatever_the_models_template_raises_refuses_the_call(
 ) -> None:
     directory = tmp_path / "model"
     shutil.copytree(models("qwen2.5"), directory)
-    (directory / "chat_template.jinja").write_text("{{ 1 // (messages | length - 2) }}")
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}{{ 1 // (messages | length - 2) }}")
     async with gateway(directory, answers=["Hi."]) as running:
         path = await running.open()
         assert (await running.client.post(path, json={"messages": HELLO})).status_code == 200

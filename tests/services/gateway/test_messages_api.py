@@ -92,16 +92,31 @@ async def test_messages_render_as_the_template_has_them(gateway: StartGateway) -
         assert running.engine.prompts() == [running.whole(wanted)]
 
 
-async def test_another_hash_of_claude_code_is_no_other_conversation(gateway: StartGateway) -> None:
+@pytest.mark.parametrize("joined", [None, "", "\n", "\n\n"], ids=["parts", "at once", "lines", "paragraphs"])
+@pytest.mark.parametrize("api", ["messages", "chat/completions", "responses"])
+async def test_another_hash_of_claude_code_is_no_other_conversation(
+    gateway: StartGateway, api: str, joined: str | None
+) -> None:
     async with gateway(answers=["Hi."]) as running:
         await running.open()
         messages = list(HELLO)
         for code in ("eb6c6", "74943"):
-            billing = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.107.3d9; cch={code};"}
-            system = [billing, {"type": "text", "text": "Be brief."}]
-            content = (await post(running, {"system": system, "messages": messages})).json()["content"]
-            messages += [{"role": "assistant", "content": content}, *HELLO]
+            billing = f"x-anthropic-billing-header: cc_version=2.1.107.3d9; cc_entrypoint=cli; cch={code};"
+            system: Any = joined and f"{billing}{joined}Be brief."
+            if not system:
+                parts = [billing, "Be brief."] if joined is None else [f"{billing}Be brief."]
+                system = [{"type": "text", "text": part} for part in parts]
+            if api == "messages":
+                body: dict[str, Any] = {"system": system, "messages": messages, "max_tokens": 9}
+            elif api == "responses":
+                body = {"input": [{"role": "developer", "content": system}, *messages]}
+            else:
+                body = {"messages": [{"role": "system", "content": system}, *messages]}
+            assert (await running.client.post(f"/sessions/s/v1/{api}", json=body)).status_code == 200
+            messages += [{"role": "assistant", "content": "Hi."}, *HELLO]
         assert len((await running.finish())["sequences"]) == 1
+        assert "x-anthropic" not in running.tokenizer.decode(running.engine.prompts()[0])
+        assert "Be brief." in running.tokenizer.decode(running.engine.prompts()[0])
 
 
 async def test_other_thoughts_are_another_conversation(gateway: StartGateway) -> None:
@@ -182,6 +197,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [*HELLO, {"role": "assistant", "content": "The"}]}, "end with a message of the user"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1"}]}]}, "'tool_use'"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        "tool_choice.disable_parallel_tool_use",
+    ),
     ({"tool_choice": {"type": "any"}}, "cannot be forced here; allowed are 'auto' and 'none'"),
     ({"tool_choice": {"type": "tool", "name": "add"}}, "cannot be forced"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "are Anthropic's; offer tools with name"),

@@ -49,6 +49,8 @@ class FakeGateway(dict[str, Route]):
         self.version = 1
         self.limit = "max_turns"
         """The limit over which a call is refused to which ``says`` answers 429."""
+        self.finish_reason = "stop"
+        """Why the turns from now on end."""
         self.counts_waits = False
         """True if sessions say how long their calls waited for ``says``."""
 
@@ -104,7 +106,7 @@ class FakeGateway(dict[str, Route]):
         end = len(session.sequences[place]["completion_ids"])
         span = {"call": session.turns - 1, "number": session.turns - 1, "start": end - len(said + END), "end": end}
         session.sequences[place].setdefault("turns", []).append(span)
-        session.sequences[place]["text"] = said
+        session.sequences[place] |= {"text": said, "finish_reason": self.finish_reason}
         session.sequences[place]["messages"] = [*messages, {"role": "assistant", "content": said, "sampled": True}]
         session.texts[place:] = [rendered + said + END, *session.texts[place + 1 :]]
         choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}

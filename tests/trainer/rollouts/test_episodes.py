@@ -24,6 +24,7 @@ from services.clients.agent_episodes import Episode
 from services.clients.data import DataClient
 from services.clients.gateway import GatewayClient
 from services.clients.reward import RewardClient
+from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import ServiceThread
 from services.programs import Program
@@ -87,6 +88,12 @@ async def one_turn(example: Any, **endpoint: Any) -> float | None:
 
 async def broken(example: Any, **endpoint: Any) -> float | None:
     await one_turn(example, **endpoint)
+    raise KeyError("a bug")
+
+
+async def careful(example: Any, **endpoint: Any) -> float | None:
+    """Fail after two turns."""
+    await two_turns(example, **endpoint)
     raise KeyError("a bug")
 
 
@@ -394,6 +401,33 @@ def test_a_failed_episode_has_no_reward_unless_it_is_over_a_limit_and_says_why(
     assert group.episodes_failed == {reason: 1}
     told = [session.reward for session in stage.gateway.sessions.values() if session.reward]
     assert [reward["reason"] for reward in told if reward["reward"] is None] == [result.reason]
+
+
+@pytest.mark.parametrize(
+    ("agent", "reasons", "failed"),
+    [
+        (broken, ["length"], {"limit": 2}),
+        (careful, ["length", "stop"], {"exception": 2}),
+        (careful, ["stop", "length"], {"limit": 2}),
+        (one_turn, ["length"], {}),
+        (wordy, ["length"], {"reward": 2}),
+    ],
+)
+def test_an_agent_that_fails_over_an_answer_that_was_cut_off_is_over_a_limit(
+    stage: Stage, agent: Any, reasons: list[str], failed: dict[str, int]
+) -> None:
+    says = stage.gateway.says
+
+    def said(messages: Any) -> str | int:
+        stage.gateway.finish_reason = reasons[min(len(messages) // 2, len(reasons) - 1)]
+        return says(messages)
+
+    stage.gateway.says = said
+    maker = stage.maker(agent)
+    answers = stage.thread.call(maker.sampler.answer(PROMPT, SamplingParams(max_new_tokens=9), 2, 0))
+    assert answers.failed == failed
+    statuses = {sequence.scoring.status is RewardStatus.OVER_LIMIT for sequence in answers.sequences}
+    assert statuses == {"limit" in failed}
 
 
 def test_an_answer_that_cannot_be_scored_is_no_failure_of_the_agent(stage: Stage) -> None:
