@@ -6,6 +6,7 @@ arguments, so that every case can be tested on any machine.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import hashlib
@@ -229,11 +230,14 @@ def memory_of_run(policy_dir: Path, part: str = "") -> Path:
 
 
 def remove_memory(policy_dir: Path) -> None:
-    """Remove what all parts of a run on this machine have in memory."""
+    """Remove what all parts of a run on this machine have in memory, as far as this user may."""
     trainers = memory_of_run(policy_dir)
-    trainers.unlink(missing_ok=True)
-    for path in trainers.parent.glob(f"{trainers.name}-*"):
-        shutil.rmtree(path, ignore_errors=True)
+    for path in trainers.parent.glob(f"{trainers.name}*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def keep_freed_memory() -> None:

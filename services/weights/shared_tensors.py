@@ -15,6 +15,7 @@ import io
 import mmap
 import os
 import pickle
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -62,7 +63,10 @@ class SharedMemory:
             OSError: there is no room.
         """
         self.path = path
-        self.path.unlink(missing_ok=True)
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError:  # a directory, or a file of another user, who can know the name
+            self.path = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.ftruncate(file, HEADER + size)

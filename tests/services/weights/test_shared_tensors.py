@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from services.core.endpoints import is_own_address
-from services.core.machine import memory_directory
+from services.core.machine import memory_directory, memory_of_run, remove_memory
 from services.weights.shared_tensors import BucketError, FilePart, SharedMemory, pack_bucket, unpack_bucket
 
 STATE = {
@@ -107,6 +107,20 @@ def test_the_memory_of_a_trainer_that_was_killed_is_replaced() -> None:
         assert torch.equal(unpack_bucket(fill(memory, 5)).tensors["c"], STATE["c"])
     finally:
         memory.remove()
+
+
+@pytest.mark.parametrize("kind", ["directory", "link"])
+def test_a_name_that_somebody_made_first_stops_no_run(kind: str, tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    path = memory_of_run(policy)
+    path.mkdir() if kind == "directory" else path.symlink_to(tmp_path / "elsewhere")
+    try:
+        memory = SharedMemory(path, SIZE)
+        assert torch.equal(unpack_bucket(fill(memory, 5)).tensors["c"], STATE["c"])
+    finally:
+        remove_memory(policy)
+    assert not list(path.parent.glob(f"{path.name}*"))
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_host_knows_its_own_addresses() -> None:
