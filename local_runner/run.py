@@ -88,6 +88,8 @@ class Command(TyperCommand):
         options = {"--help", *(option for one in self.params for option in (*one.opts, *one.secondary_opts))}
         for word, following in pairwise([*args, "-"]):
             name, _, value = word.partition("=")
+            if name == "--resume":
+                ctx.fail("No such option: --resume; the same command with --run-id NAME resumes the run NAME")
             setting = checks.setting_like(name[2:].replace("-", "_")) if re.match(r"--[a-z]", name) else None
             if setting is not None and name not in options:
                 value = value or ("VALUE" if following.startswith("-") else following)

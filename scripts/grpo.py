@@ -142,6 +142,10 @@ COMMANDS = {
 }
 
 
+OTHER_WORDS = {"train": "run", "start": "run", "resume": "run --run-id", "eval": "evaluate"}
+"""Commands of other programs, and ours that do the same."""
+
+
 def main() -> None:
     """Run the command that the first argument names."""
     _prefer_own_packages()
@@ -180,6 +184,12 @@ def _application() -> Any:
                 for name, program in COMMANDS.items()
             }
             super().__init__(**options | {"commands": commands})
+
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            """Return the command that the first argument names; name that of a usual other word for it."""
+            if args and args[0] in OTHER_WORDS:
+                ctx.fail(f"No such command: {args[0]}; `grpo {OTHER_WORDS[args[0]]}` does it")
+            return super().resolve_command(ctx, args)
 
     app = typer.Typer(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 

@@ -65,15 +65,18 @@ def install_command(*extras: str) -> str:
     return f"{interpreter} -m pip install --constraint constraints.txt --editable '.[{','.join(extras)}]'"
 
 
-def explain_missing_packages(command: str = "") -> None:
+def explain_missing_packages(command: str = "", module: str = "") -> None:
     """Install an exception hook: a missing package ends the program with one line and EXIT_CONFIGURATION.
 
-    The line calls the program ``command``; by default by the name of its module.
+    Args:
+        command: what the line calls the program. Default: the name of its module.
+        module: the program's module. Default: that of ``__main__``.
     """
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        program = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "").removesuffix(".__main__")
+        program = module or getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "")
+        program = program.removesuffix(".__main__")
         extras = extras_of(program)
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if not extras or missing is None or missing.partition(".")[0] in PROJECT_PACKAGES:

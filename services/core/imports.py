@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from services.core.errors import ConfigurationError, first_line
+from services.core.extras import explain_missing_packages
 
 
 def find_attribute(module: str, name: str) -> Any:
@@ -71,6 +72,7 @@ def pause_collection() -> Iterator[None]:
 def run_without_collection() -> None:
     """Run the module that the first argument names, as ``python -m`` does."""
     del sys.argv[0]
+    explain_missing_packages(module=sys.argv[0])
     with pause_collection():  # and none at the end, when Python would look at all objects again
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

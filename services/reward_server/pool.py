@@ -182,7 +182,10 @@ class WorkerPool:
             async with asyncio.timeout(seconds):
                 worker = await self._take()
         except TimeoutError:
-            reason = f"no worker was free for {seconds:g} s (REWARD_QUEUE_SECONDS)"
+            reason = (
+                f"no worker was free for {seconds:g} s (REWARD_QUEUE_SECONDS); one answer may take "
+                f"{self._settings.reward_timeout_seconds:g} s of one of {len(self._alive)} (REWARD_TIMEOUT_SECONDS)"
+            )
             return Evaluation(None, RewardStatus.OVERLOADED, reason)
         finally:
             self._count_pending(-1)

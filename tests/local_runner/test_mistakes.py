@@ -38,6 +38,7 @@ def told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
         (["--steps", "3"], "No such option: --steps; give the setting as --env MAX_STEPS=3"),
         (["--batch-size=8"], "No such option: --batch-size; give the setting as --env BATCH_SIZE=8"),
         (["--env", "MAX_STEPS=3", "--seed", "--dry-run"], "give the setting as --env SEED=VALUE"),
+        (["--resume", "mine"], "the same command with --run-id NAME resumes the run NAME"),
         (["--num-node", "ppo-trainer=1"], "No such option: --num-node"),
         (["--env", "MAX_STEPS = 0.5"], "MAX_STEPS is '0.5'"),
         (["--env-file", "jobgroup.yaml"], "that is a job group's file; give it without --env-file"),
