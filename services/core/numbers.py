@@ -76,6 +76,10 @@ _OPERATOR_NAMES = (
     "quarter quarters twice double triple negative log ln sin cos tan exp mod power factorial not than"
 )
 _OPERATORS = frozenset(_OPERATOR_NAMES.split())
+# The left side of an equation that only names the right side: f(2), \\angle ABC, the total; not 3x, x + y, \\sqrt{x}.
+_NAME = re.compile(
+    r"(?!\s*\\sqrt)(?:\s*+\\?[A-Za-z][A-Za-z']*+)++\s*+(?:_\w|_\{[^{}]{1,20}\}|\{[A-Za-z]+\}|\([^()]{0,20}\))*+\s*+:?"
+)
 _TIME = re.compile(r"\s*(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*(?:([aApP])\.?\s*[mM]\.?)?[\s.]*")
 
 
@@ -105,12 +109,22 @@ def clean(text: str) -> str:
     return text.strip()
 
 
-def quantity(text: str) -> Quantity | None:
-    """Read a number, perhaps with words before and a unit behind it; None where the text is not certainly a number."""
+def right_side(text: str, *, named: bool = True) -> str:
+    """Return what an equation equates; with ``named`` nothing where its left side is more than a name, as 3x + y."""
+    left, equals, right = text.rpartition("=")
+    if equals and (left.endswith(("<", ">", "!")) or (named and not _NAME.fullmatch(left.partition("=")[0]))):
+        return ""
+    return right
+
+
+def quantity(text: str, *, named: bool = True) -> Quantity | None:
+    """Read a number, perhaps with words before and a unit behind it; None where the text is not certainly a number.
+
+    Of an equation the number is the ``right_side``.
+    """
     if len(text) > MAX_LENGTH:
         return None
-    cleaned = clean(text)
-    match = _NUMBER.fullmatch(cleaned.rpartition("=")[2].strip())
+    match = _NUMBER.fullmatch(right_side(clean(text), named=named).strip())
     if match is None:
         return None
     words_before = match["before"].lower().replace(",", " ").rstrip(":").split()
