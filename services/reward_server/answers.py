@@ -22,12 +22,17 @@ _THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]",
 _TAG = re.compile(r"</?answer>", re.IGNORECASE)
 _END_TAG = re.compile(r"</answer>", re.IGNORECASE)
 _HEADING = re.compile(r"\s*(?:step|part|case|method|problem|question|section|explanation|solution)\b", re.IGNORECASE)
-_PHRASE = re.compile(r"\banswer[*_`]{0,3}\s*(?:is|are|was|would be|equals|:|=)\s*:?", re.IGNORECASE)
+_PHRASE = re.compile(
+    r"\banswer[*_`]{0,3}\s*(?:is|are|was|would be|equals|:|=)\s*:?(?:[*_`]{1,3}(?=\s))?", re.IGNORECASE
+)
 _IS_ANSWER = re.compile(r"[\s*_`$(\[{]*(?:[-+−]?[\d.\\√]|[A-Z]|[b-z]\b)")  # noqa: RUF001  # a minus sign
 """The beginning of an answer, unlike that of a comment on an answer: "correct", "in simplest form", "a fraction"."""
+_GOES_ON = re.compile(r"\s*(?:[-+*/^=(\\{\d]|[a-z]\b)")
 _EMPHASIS = re.compile(r"(\*{1,3}|_{1,3}|`{1,3})(?=[^\s*_`])((?:(?!\1).)+)\1(?=\s*(?:[,;:.!(]|$))", re.DOTALL)
 _BOLD = re.compile(r"\*\*([^*\n]*)\*\*")
 _DIGIT = re.compile(r"\d", re.ASCII)
+_MARKS = re.compile(r"(?<!\w)(?:\*\*|`)(?=\S)|(?<=\S)(?:\*\*|`)(?!\w)")
+_VARIABLE = re.compile(r"\W*([A-Za-z])\s*=")
 _MAX_LINE = 1000
 """Characters of a line in which a number is looked for."""
 _NEGATED = re.compile(r"\b(?:not|never|instead of|rather than)\s+\$?-?\d[\d,.]*", re.IGNORECASE)
@@ -76,7 +81,7 @@ def compare(answer: str, ground_truth: str, truth: Quantity | None) -> Verdict:
     if _same_text(answer, ground_truth):
         return Verdict.RIGHT
     named = "=" in ground_truth
-    if named and len({_variable(answer), _variable(ground_truth)} - {None}) > 1:
+    if len({match[1].lower() for text in (answer, ground_truth) if (match := _VARIABLE.match(text))}) > 1:
         return Verdict.UNDECIDED
     answered = quantity(answer, named=named)
     if answered is not None and truth is not None:
@@ -91,7 +96,7 @@ def compare(answer: str, ground_truth: str, truth: Quantity | None) -> Verdict:
 
 
 def behind_thoughts(response: str) -> str:
-    """Return what follows the last thought, whose beginning may stand in the prompt; nothing where a thought is open."""
+    """Return what follows the last thought, which the prompt may have opened; nothing where one is still open."""
     for opening, closing in _THOUGHTS:
         response = response.rpartition(closing)[2]
         if opening in response:
@@ -104,17 +109,20 @@ def find_answer(response: str, *, numeric: bool, truncated: bool = False) -> str
     tail = response[-TAIL:]
     tagged = _last_tagged(tail, allow_open=not truncated)
     tail = _END_TAG.sub(" ", tail) if tagged is None else tagged
-    end, answer = max(
-        _after_hashes(tail, numeric), find_box(tail, allow_open=not truncated), key=lambda found: found[0]
-    )
+    boxed, hashed = find_box(tail, allow_open=not truncated), _after_hashes(tail, numeric)
+    end, answer = hashed if hashed[0] > boxed[0] else boxed
     searched = tagged is None or "\n" in tagged
     if answer is not None or searched:
         said = _after_phrase(tail[end:], numeric)
-        answer = said if answer is None or (said is not None and _replaces(said, answer, numeric)) else answer
+        if answer is None or (said is not None and _replaces(said, answer, numeric)):
+            answer = said
     if answer is None and numeric and searched:
         answer = _from_last_line(tail)
-    answer = tagged if answer is None else answer
-    emphasis = None if answer is None else (_EMPHASIS.fullmatch if numeric else _EMPHASIS.match)(answer)
+    if (answer := tagged if answer is None else answer.lstrip("# ")) is None:
+        return None
+    if not numeric:
+        answer = _after_phrase(answer, numeric) or answer
+    emphasis = _EMPHASIS.fullmatch(answer) if numeric else _EMPHASIS.match(answer)
     return answer if emphasis is None else emphasis[2]
 
 
@@ -135,7 +143,7 @@ def find_tagged(response: str, *, truncated: bool) -> str | None:
 def normal_text(text: str) -> str:
     """Return a form of a text that is the same for texts that differ in case, spaces and Markdown only."""
     # A space matters only between words and digits: "2 3" is not 23.
-    text = " ".join(text.replace("**", "").replace("`", "").split()).rstrip(". ")
+    text = " ".join(_MARKS.sub("", text).split()).rstrip(". ")
     return _SPACE_BESIDE_SIGNS.sub("", text).casefold()
 
 
@@ -218,8 +226,8 @@ def _replaces(said: str, answer: str, numeric: bool) -> bool:
     """Return whether the sentence ``said`` behind an answer is another answer, not a comment or a repetition."""
     if not _IS_ANSWER.match(said):
         return False
-    repeated = not numeric and said.replace("$", "").strip(" *`").startswith(answer.replace("$", ""))
-    return not repeated or re.match(r"\s*(?:[-+*/^=(\\{\d]|[a-z]\b)", said[len(answer) :]) is not None
+    said, answer = said.replace("$", "").strip(" *`"), answer.replace("$", "")
+    return numeric or not said.startswith(answer) or _GOES_ON.match(said[len(answer) :]) is not None
 
 
 def _first_number(answer: str, *, named: bool) -> Quantity | None:
@@ -248,16 +256,11 @@ def _isolated(text: str, token: re.Match[str]) -> str | None:
     tight = after[:1]
     if before[-1:] in _BEFORE or tight in _BEHIND or re.search(r"\d\s*:$", before):
         return None
-    if tight.isalpha() and (not tight.isascii() or quantity(token.group() + after.split(maxsplit=1)[0]) is None):
+    attached = quantity(token.group() + word.group()) if (word := re.match("[A-Za-z]+", after)) else None
+    if tight.isalpha() and (attached is None or attached.factor is not None):
         return None
     behind = re.match(r"\s*(%|percent|hundred|thousand|million|billion|trillion|dozen)\b|\s*%", after)
     return token.group().strip() + (behind.group() if behind else "")
-
-
-def _variable(equation: str) -> str | None:
-    """Return the letter that an equation such as x = 5 is about."""
-    name, equals, _ = clean(equation[:_MAX_LINE]).strip(" $").lower().partition("=")
-    return name.strip() if equals and len(name.strip()) == 1 else None
 
 
 def _same_text(answer: str, ground_truth: str) -> bool:

@@ -153,14 +153,11 @@ class Scorer:
 
     def _math(self, item: RewardItem) -> Evaluation | Awaitable[Evaluation]:
         truncated = item.finish_reason is FinishReason.LENGTH
-        judgement = judge(item.response, item.ground_truth, truncated=truncated)
+        response = behind_thoughts(item.response)
+        judgement = judge(response, item.ground_truth, truncated=truncated)
         if judgement.verdict is not Verdict.UNDECIDED:
             return Evaluation(float(judgement.verdict is Verdict.RIGHT), extracted=judgement.answer)
-        text = (
-            judgement.answer
-            if judgement.answer is not None
-            else behind_thoughts(item.response)[-_SEARCHED_CHARACTERS:].strip()
-        )
+        text = response[-_SEARCHED_CHARACTERS:].strip() if judgement.answer is None else judgement.answer
         value = self._verdicts.get((text, item.ground_truth))
         if value is not None:
             return Evaluation(value, extracted=judgement.answer)

@@ -50,8 +50,8 @@ def let_through(*packages: str) -> Iterator[None]:
 
 with let_through("math_verify", "latex2sympy2_extended"):
     import sympy
-    from latex2sympy2_extended.math_normalization import extract_boxed_content, normalize_latex
     from latex2sympy2_extended import is_expr_of_only_symbols
+    from latex2sympy2_extended.math_normalization import extract_boxed_content, normalize_latex
     from math_verify import LatexExtractionConfig, grader, verify
     from math_verify.parser import parse_latex_cached
 
@@ -62,69 +62,51 @@ _LONGEST_EXPRESSION = 1000
 """Longer texts are prose that contains an answer."""
 _FORMULA = re.compile(r"(?<!\\)(?:\$\$(.+?)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\])", re.DOTALL)
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}")
-# Its own list of units has the variables a, b, c, d, t and the products ab and bc.
+# Among its units are the variables a, b, c, d and t, and the products ab and bc.
 _NORMALIZATION = replace(LatexExtractionConfig().normalization_config, boxed="none", units=False)
-
-_ROOT = re.compile(r"([√∛])\s?(?:\(((?:[^()]|\([^()]*\))*)\)|(\d+(?:\.\d+)?|[^\W\d_]|∞)|)")
+_ROOT = re.compile(r"([√∛])\s?(?:\(((?:[^()]|\([^()]*\))*)\)|(\d+(?:\.\d+)?|[^\W\d_]|))")
 _RAISED, _LOWERED = re.compile("[⁰¹²³⁴-⁹⁺⁻⁼⁽⁾ⁿⁱ]+"), re.compile("[₀-₉₊₋₌₍₎ₐₑₒₓₕ-ₜᵢⱼ]+")
-_SYMBOLS = str.maketrans(
-    {
-        "∞": r"\infty ",
-        "∅": r"\emptyset ",
-        "∈": r"\in ",
-        "·": r"\cdot ",
-        "⁄": "/",
-        "−": "-",
-        "°": r"^{\circ}",
-        "→": r"\to ",
-    }
-    | {"º": r"^{\circ}", "˚": r"^{\circ}", "′": "'", "∠": r"\angle ", "≠": r"\neq ", "∓": r"\pm ", "⌊": r"\lfloor "}
-    | {"⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ", "∣": "|"}
-    | {letter: rf"\mathbb{{{plain_letter}}}" for letter, plain_letter in zip("ℕℤℚℝℂ", "NZQRC", strict=True)}
-)
-_SPELLINGS = (
-    (re.compile(r"(?<!\\)(?:\\[()\[\]]|\$+|\\?\")"), " "),
-    (re.compile(r"\\varnothing|\\\{\s*\\\}|\\lbrace\s*\\rbrace"), r"\\emptyset "),
-    (re.compile(r"\\(?:mathrm|text|textrm|operatorname)\s*\{\s*([ei])\s*\}"), r" \1 "),
-    # The parser would leave these out: dots, and the prime of a derivative.
-    (re.compile(r"\\[lc]?dots[a-z]?(?![A-Za-z])|\.\.\."), r"\\dots "),
-    (re.compile(r"(?<![A-Za-z])([A-Za-z])'(?![A-Za-z'])"), r"\1^{\\prime}"),
-    (re.compile(r"(?<![A-Za-z])([A-Za-z])''(?![A-Za-z'])"), r"\1^{\\prime\\prime}"),
+_NAMES = r"""∞ \infty ∅ \emptyset ∈ \in · \cdot → \to ∠ \angle ≠ \neq ∓ \pm ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil
+    ∑ \sum ∏ \prod ∫ \int ⁄ / − - ∣ | ′ ' ° ^{\circ} º ^{\circ} ℕ \mathbb{N} ℤ \mathbb{Z} ℚ \mathbb{Q} ℝ \mathbb{R}"""  # noqa: RUF001
+_SYMBOLS = {ord(symbol): name + " " for symbol, name in re.findall(r"(\S+) (\S+)", _NAMES)}
+_SPELLINGS = {
+    r"(?<!\\)(?:\\[()\[\]]|\$+|\\?\")": " ",
+    r"\\varnothing|\\\{\s*\\\}|\\lbrace\s*\\rbrace": r"\\emptyset ",
+    r"(?<=[\w)])\*\*(?=[\w(])": "^",
+    r"\\(?:mathrm|text|textrm|operatorname)\s*\{\s*([ei])\s*\}": r" \1 ",
+    # The parser would leave out dots and the prime of a derivative.
+    r"\\[lc]?dots[a-z]?(?![A-Za-z])|\.\.\.": r"\\dots ",
+    r"(?<![A-Za-z]{2})(?<=[A-Za-z'])'(?![A-Za-z])": r"^{\\prime}",
     # Units behind a number.
-    (
-        re.compile(
-            r"(?:(?<=[\d})])|(?<=\\pi))(?:(?:\s|\\[,;:! ]|~)*\\(?:text(?:rm|bf|it|normal)?|mbox|mathrm)\s*\{[A-Za-z /.]*\}"
-            r"|(?:\s|\\[,;:! ]|~)+(?!(?:per\s?cent|pct))(?:[A-Za-z]{3,}|cm|mm|km|kg|ft|in|m|g|s|h|l|L)(?: [A-Za-z]{2,})*"
-            r"|cm|mm|km|kg)(?:\^\{?[23]\}?)?[\s.]*$"
-        ),
-        "",
-    ),
-)
+    r"(?:(?<=[\d})])|(?<=\\pi))(?:(?:[\s~]|\\[,;:! ])*\\(?:text[a-z]*|mbox|mathrm)\s*\{[A-Za-z /.]*\}|[ckm]m|kg|"
+    r"(?:[\s~]|\\[,;:! ])+(?!perc|pct)(?:[A-Za-z]{3,}|[ckm]m|kg|ft|in|[mgshlL])(?: [A-Za-z]{2,})*)"
+    r"(?:\^\{?[23]\}?)?[\s.]*$": "",
+}
 
 
 def _latex(text: str) -> str:
     """Return ``text`` in the LaTeX that the parser reads whole: symbols as commands, and no units behind numbers."""
-    text = plain(extract_boxed_content(text))
+    text = plain(text)
     if not text.isascii():
         text = _ROOT.sub(
-            lambda m: rf"\sqrt{'[3]' if m[1] == '∛' else ''}{{{m[2] or m[3]}}}" if m[2] or m[3] else r"\sqrt ", text
+            lambda m: rf"\sqrt{'[3]' * (m[1] == '∛')}" + (f"{{{m[2] or m[3]}}}" if m[2] or m[3] else " "), text
         )
-        text = _RAISED.sub(lambda m: "^{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
-        text = _LOWERED.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
+        text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
+        text = _LOWERED.sub(lambda m: f"_{{{unicodedata.normalize('NFKC', m[0])}}}", text)
         text = unicodedata.normalize("NFKC", text.translate(_SYMBOLS)).translate(_SYMBOLS)
-    for pattern, replacement in _SPELLINGS:
-        text = pattern.sub(replacement, text)
+    for pattern, replacement in _SPELLINGS.items():
+        text = re.sub(pattern, replacement, text)
     return text.strip(" .,;\n")
 
 
 def _is_name(side: Any) -> bool:
-    """Return whether the left side of an equation names the right side, as f(x) and AB, unlike x + y and x/2."""
+    """Return whether the left side of an equation names the right side, as f(x) and AB do, unlike x + y and x/2."""
     return is_expr_of_only_symbols(side) and not side.has(sympy.Add) and side.atoms(sympy.Number) <= {-1}
 
 
-def _are_equal(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
-    """Compare by math-verify, and small numbers again: it neglects 1e-15, and 1e-6 beside a decimal, whatever they are."""
-    is_equal = bool(_numeric_eq(a, b, float_rounding, numeric_precision))
+def _is_equal(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
+    """Compare by math-verify, and small values also by their ratio: it neglects 1e-15, and 1e-6 beside a decimal."""
+    is_equal: bool = _numeric_eq(a, b, float_rounding, numeric_precision)
     if not is_equal or a.is_Matrix:
         return is_equal
     size = min((abs(n) for side in (a, b) for n in side.evalf().atoms(sympy.Float) if n), default=1)
@@ -134,14 +116,13 @@ def _are_equal(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> b
 
 def _solve(*arguments: Any) -> Any:
     """Solve for math-verify, which takes two equations without solutions for the same."""
-    solutions = sympy.solve(*arguments)
-    if solutions in ([], False):
+    if (solutions := sympy.solve(*arguments)) in ([], False):
         raise ValueError("there is no solution to compare")
     return solutions
 
 
 _numeric_eq = grader.sympy_numeric_eq
-grader.sympy_numeric_eq, grader.solve, grader.is_expr_of_only_symbols = _are_equal, _solve, _is_name
+grader.sympy_numeric_eq, grader.solve, grader.is_expr_of_only_symbols = _is_equal, _solve, _is_name
 
 
 def is_equal(answer: str, ground_truth: str) -> bool:
@@ -163,18 +144,18 @@ def _parse_truth(text: str) -> Any:
 
 def _parse(text: str) -> Any:
     """Return the expression that a text is, or the last formula in prose; else the text, which equals only itself."""
-    latex = _latex(text)
-    expressions = [_latex("".join(groups)) for groups in _FORMULA.findall(text)][-1:]
+    text = extract_boxed_content(text)
+    expressions = [_latex("".join(groups)) for groups in _FORMULA.findall(text)[-1:]]
     if len(text) <= _LONGEST_EXPRESSION and not (expressions and _WORD.search(_FORMULA.sub(" ", text))):
-        expressions.insert(0, latex)
+        expressions.insert(0, _latex(text))
     for expression in expressions:
         try:
             return parse_latex_cached(normalize_latex(expression, _NORMALIZATION))
         except (MemoryError, RecursionError):
             raise
-        except Exception:  # noqa: BLE001, S112  # whatever the parser raises at what it cannot read
+        except Exception:  # noqa: BLE001  # whatever the parser raises at what it cannot read
             continue
-    return normal_text(latex)
+    return normal_text(expressions[0] if expressions else _latex(text))
 
 
 # The first use builds grammars and fills caches, which would count towards the limits of the first answer.
