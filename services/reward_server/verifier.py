@@ -64,39 +64,35 @@ _FORMULA = re.compile(r"(?<!\\)(?:\$\$(.+?)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}")
 # Among its units are the variables a, b, c, d and t, and the products ab and bc.
 _NORMALIZATION = replace(LatexExtractionConfig().normalization_config, boxed="none", units=False)
-_ROOT = re.compile(r"([√∛])\s?(?:\(((?:[^()]|\([^()]*\))*)\)|(\d+(?:\.\d+)?|[^\W\d_]|))")
-_RAISED, _LOWERED = re.compile("[⁰¹²³⁴-⁹⁺⁻⁼⁽⁾ⁿⁱ]+"), re.compile("[₀-₉₊₋₌₍₎ₐₑₒₓₕ-ₜᵢⱼ]+")
+_RADICAND = r"\s?(?:\(((?:[^()]|\([^()]*\))*)\)|(\d+(?:\.\d+)?|[^\W\d_]))"
 _NAMES = r"""∞ \infty ∅ \emptyset ∈ \in · \cdot → \to ∠ \angle ≠ \neq ∓ \pm ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil
-    ∑ \sum ∏ \prod ∫ \int ⁄ / − - ∣ | ′ ' ° ^{\circ} º ^{\circ} ℕ \mathbb{N} ℤ \mathbb{Z} ℚ \mathbb{Q} ℝ \mathbb{R}"""  # noqa: RUF001
+    √ \sqrt ∑ \sum ∏ \prod ∫ \int ⁄ / − - ° ^{\circ} º ^{\circ} ℕ \mathbb{N} ℤ \mathbb{Z} ℚ \mathbb{Q} ℝ \mathbb{R}"""  # noqa: RUF001
 _SYMBOLS = {ord(symbol): name + " " for symbol, name in re.findall(r"(\S+) (\S+)", _NAMES)}
 _SPELLINGS = {
+    f"√{_RADICAND}": r"\\sqrt{\1\2}",
+    f"∛{_RADICAND}": r"\\sqrt[3]{\1\2}",
+    "([⁰¹²³⁴-⁹⁺⁻⁼⁽⁾ⁿⁱ]+)": r"^{\1}",
+    "([₀-₉₊₋₌₍₎ₐₑₒₓₕ-ₜᵢⱼ]+)": r"_{\1}",
     r"(?<!\\)(?:\\[()\[\]]|\$+|\\?\")": " ",
     r"\\varnothing|\\\{\s*\\\}|\\lbrace\s*\\rbrace": r"\\emptyset ",
     r"(?<=[\w)])\*\*(?=[\w(])": "^",
     r"\\(?:mathrm|text|textrm|operatorname)\s*\{\s*([ei])\s*\}": r" \1 ",
     # The parser would leave out dots and the prime of a derivative.
-    r"\\[lc]?dots[a-z]?(?![A-Za-z])|\.\.\.": r"\\dots ",
-    r"(?<![A-Za-z]{2})(?<=[A-Za-z'])'(?![A-Za-z])": r"^{\\prime}",
+    r"\\[lc]?dots[a-z]?(?![A-Za-z])|\.\.\.|…": r"\\dots ",
+    r"(?<![A-Za-z]{2})(?<=[A-Za-z'\u2032])['\u2032](?![A-Za-z])": r"^{\\prime}",
     # Units behind a number.
-    r"(?:(?<=[\d})])|(?<=\\pi))(?:(?:[\s~]|\\[,;:! ])*\\(?:text[a-z]*|mbox|mathrm)\s*\{[A-Za-z /.]*\}|[ckm]m|kg|"
+    r"(?:(?<=[\d})π])|(?<=\\pi))(?:(?:[\s~]|\\[,;:! ])*\\(?:text[a-z]*|mbox|mathrm)\s*\{[A-Za-z /.]*\}|[ckm]m|kg|"
     r"(?:[\s~]|\\[,;:! ])+(?!perc|pct)(?:[A-Za-z]{3,}|[ckm]m|kg|ft|in|[mgshlL])(?: [A-Za-z]{2,})*)"
-    r"(?:\^\{?[23]\}?)?[\s.]*$": "",
+    r"(?:\^\{?[23²³]\}?)?[\s.]*$": "",
 }
 
 
 def _latex(text: str) -> str:
     """Return ``text`` in the LaTeX that the parser reads whole: symbols as commands, and no units behind numbers."""
     text = plain(text)
-    if not text.isascii():
-        text = _ROOT.sub(
-            lambda m: rf"\sqrt{'[3]' * (m[1] == '∛')}" + (f"{{{m[2] or m[3]}}}" if m[2] or m[3] else " "), text
-        )
-        text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
-        text = _LOWERED.sub(lambda m: f"_{{{unicodedata.normalize('NFKC', m[0])}}}", text)
-        text = unicodedata.normalize("NFKC", text.translate(_SYMBOLS)).translate(_SYMBOLS)
     for pattern, replacement in _SPELLINGS.items():
         text = re.sub(pattern, replacement, text)
-    return text.strip(" .,;\n")
+    return unicodedata.normalize("NFKC", text.translate(_SYMBOLS)).translate(_SYMBOLS).strip(" .,;\n")
 
 
 def _is_name(side: Any) -> bool:
