@@ -120,8 +120,8 @@ def find_answer(response: str, *, numeric: bool, truncated: bool = False) -> str
         answer = _from_last_line(tail)
     if (answer := tagged if answer is None else answer.lstrip("# ")) is None:
         return None
-    if not numeric:
-        answer = _after_phrase(answer, numeric) or answer
+    if (said := _after_phrase(answer, numeric)) is not None and said.count("{") == said.count("}"):
+        answer = said
     emphasis = _EMPHASIS.fullmatch(answer) if numeric else _EMPHASIS.match(answer)
     return answer if emphasis is None else emphasis[2]
 
