@@ -19,7 +19,7 @@ _REPLACEMENTS = (
     # The space sets it apart from a whole number: 1\frac{1}{2} is a mixed number, not 11/2.
     (re.compile(r"\\frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}"), r" \1/\2 "),
     (re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)"), r" \1/\2 "),
-    (re.compile(r"\\left|\\right|\\displaystyle|\\[()\[\]]|\*\*|__|`"), ""),
+    (re.compile(r"\\left|\\right|\\displaystyle|\\[()\[\]]|(?<![\w)])\*\*|\*\*(?![\w(])|__|`"), ""),
     (re.compile(r"\{,\}"), ","),
     # Spaces within a number, and LaTeX's in general.
     (re.compile(r"(?<=\d)(?:\\[,;:! ]|[\u00a0\u2009\u202f~])(?=\d{3}(?!\d))"), ""),
@@ -76,6 +76,11 @@ _OPERATOR_NAMES = (
     "quarter quarters twice double triple negative log ln sin cos tan exp mod power factorial not than"
 )
 _OPERATORS = frozenset(_OPERATOR_NAMES.split())
+# The left side of an equation that only names the right side: f(2), \\angle ABC, the total; not 3x, x + y, \\sqrt{x}.
+_NAME = re.compile(
+    r"(?!\s*\\sqrt)(?:\s*+\\?[A-Za-z][A-Za-z']*+)++\s*+(?:_\w|_\{[^{}]{1,20}\}|\{[A-Za-z]+\}|\([^()]{0,20}\))*+\s*+:?"
+)
+_SOLUTIONS = re.compile(r"\b([A-Za-z])\s*=[^=]{1,50}(?:[,;]|\bor\b|\band\b)\s*\1\s*=")
 _TIME = re.compile(r"\s*(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*(?:([aApP])\.?\s*[mM]\.?)?[\s.]*")
 
 
@@ -105,12 +110,18 @@ def clean(text: str) -> str:
     return text.strip()
 
 
-def quantity(text: str) -> Quantity | None:
-    """Read a number, perhaps with words before and a unit behind it; None where the text is not certainly a number."""
+def right_side(text: str, *, named: bool = True) -> str:
+    """Return the right side of an equation, with ``named`` only where the left side is a name; else nothing."""
+    left, equals, right = text.rpartition("=")
+    is_other = left.endswith(("<", ">", "!")) or _SOLUTIONS.search(text)
+    return "" if equals and (is_other or (named and not _NAME.fullmatch(left.partition("=")[0]))) else right
+
+
+def quantity(text: str, *, named: bool = True) -> Quantity | None:
+    """Read a number, perhaps with words, x = or a unit beside it; None where the text is not certainly a number."""
     if len(text) > MAX_LENGTH:
         return None
-    cleaned = clean(text)
-    match = _NUMBER.fullmatch(cleaned.rpartition("=")[2].strip())
+    match = _NUMBER.fullmatch(right_side(clean(text), named=named).strip())
     if match is None:
         return None
     words_before = match["before"].lower().replace(",", " ").rstrip(":").split()

@@ -207,13 +207,13 @@ class RewardFunctionSettings(Settings):
 
     reward_fn: str = "math"
     """The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. Built in are
-    `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an answer follows `####`
-    or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question scores the answer),
-    `reward_model`, `code` (the row's tests are run on the program in the last fenced block; docs/guides/code.md), and
-    the judges `judge`, `judge_soft` and `judge_group`; `module:function` is a function of your own, called with the
-    keyword arguments of its signature among prompt, response, ground_truth, completion_tokens and finish_reason, or
-    with lists of one if it has the parameter `completions`, as TRL's have. The data-server refuses a function
-    that needs a column which the rows lack."""
+    `math` (the last answer equals the ground truth; docs/guides/data.md), `exact_match` (the whole text does), `format`
+    (an answer follows `####` or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question
+    scores the answer), `reward_model`, `code` (the row's tests are run on the program in the last fenced block;
+    docs/guides/code.md), and the judges `judge`, `judge_soft` and `judge_group`; `module:function` is a function of
+    your own, called with the keyword arguments of its signature among prompt, response, ground_truth, completion_tokens
+    and finish_reason, or with lists of one if it has the parameter `completions`, as TRL's have. The data-server
+    refuses a function that needs a column which the rows lack."""
     judge_rubric: Path | None = None
     """A YAML file with the criteria of `judge` and `judge_soft`, and, if you like, of `judge_group`;
     docs/guides/judge.md has its form."""

@@ -18,13 +18,18 @@ from typing import Any
 _TOKENS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}\\]|[{}]")
 
 
-def last_boxed(text: str, *, allow_open: bool = False) -> str | None:
-    r"""Return the trimmed content of the last ``\boxed{}`` or ``\fbox{}`` whose braces balance, None without one.
+def last_boxed(text: str) -> str | None:
+    r"""Return the trimmed content of the last ``\boxed{}`` or ``\fbox{}`` whose braces balance, None without one."""
+    return find_box(text)[1]
 
-    With ``allow_open``, a text whose only boxes are never closed gives the rest of the line behind the first of them.
+
+def find_box(text: str, *, allow_open: bool = False) -> tuple[int, str | None]:
+    r"""Return the end and the trimmed content of the last ``\boxed{}`` or ``\fbox{}``; (0, None) without one.
+
+    With ``allow_open``, a last box that is never closed has the rest of its first line with text.
     """
     opened: list[int | None] = []
-    last: str | None = None
+    end, content = 0, None
     for token in _TOKENS.finditer(text):
         kind = token.group()
         if kind.startswith(("\\boxed", "\\fbox")):
@@ -34,12 +39,11 @@ def last_boxed(text: str, *, allow_open: bool = False) -> str | None:
         elif kind == "}" and opened:
             start = opened.pop()
             if start is not None:
-                last = text[start : token.start()]
-    if last is None and allow_open:
-        start = next((start for start in opened if start is not None), None)
-        if start is not None:
-            last = text[start:].split("\n", 1)[0].rstrip("$. ") or None
-    return last.strip() if last is not None else None
+                end, content = token.end(), text[start : token.start()].strip()
+    last_open = max((start for start in opened if start is not None), default=0) if allow_open else 0
+    if last_open > end and (rest := text[last_open:].lstrip().split("\n", 1)[0].rstrip("$. ")):
+        end, content = text.find(rest, last_open) + len(rest), rest
+    return end, content
 
 
 REASONING_GYM = "reasoning_gym:"

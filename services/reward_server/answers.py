@@ -1,8 +1,9 @@
 r"""Finds the answer in a response, and judges it as far as exact arithmetic can.
 
-An answer is looked for behind the last ``####``, in the last balanced ``\boxed{}``, behind the last "answer is", in
-bold on the last line, and as the last number, in this order. The search is limited to the last ``<answer>`` element
-unless ``####`` or a box stands behind it. An answer that is not a plain number is left UNDECIDED, for math-verify.
+The answer is the last one in the text that stands behind ``####``, in ``\boxed{}`` or behind "answer is". Without one
+it is in bold on the last line, or the last number. The search is limited to what follows the model's thoughts, and to
+the last ``<answer>`` element unless an answer of another form stands behind it. An answer that is not a plain number is
+left UNDECIDED, for math-verify.
 """
 
 from __future__ import annotations
@@ -11,25 +12,34 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from services.core.numbers import Quantity, clean, plain, quantity, time_of_day
-from services.protocol.ground_truths import last_boxed
+from services.core.numbers import Quantity, clean, plain, quantity, right_side, time_of_day
+from services.protocol.ground_truths import find_box
 
 TAIL = 16_384
 """Characters at a response's end in which an answer is looked for, which bounds the time that any response takes."""
 
+_THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"))
 _TAG = re.compile(r"</?answer>", re.IGNORECASE)
 _END_TAG = re.compile(r"</answer>", re.IGNORECASE)
 _HEADING = re.compile(r"\s*(?:step|part|case|method|problem|question|section|explanation|solution)\b", re.IGNORECASE)
-_PHRASE = re.compile(r"\banswer\s*(?:is|are|was|would be|equals|:|=|\*\*:|:\*\*)\s*:?", re.IGNORECASE)
+_PHRASE = re.compile(
+    r"\banswer[*_`]{0,3}\s*(?:is|are|was|would be|equals|:|=)\s*:?(?:[*_`]{1,3}(?=\s))?", re.IGNORECASE
+)
+_IS_ANSWER = re.compile(r"[\s*_`$(\[{]*(?:[-+−]?[\d.\\√]|[A-Z]|[b-z]\b)")  # noqa: RUF001  # a minus sign
+"""The beginning of an answer, unlike that of a comment on an answer: "correct", "in simplest form", "a fraction"."""
+_GOES_ON = re.compile(r"\s*(?:[-+*/^=(\\{\d]|[a-z]\b)")
+_EMPHASIS = re.compile(r"(\*{1,3}|_{1,3}|`{1,3})(?=[^\s*_`])((?:(?!\1).)+)\1(?=\s*(?:[,;:.!(]|$))", re.DOTALL)
 _BOLD = re.compile(r"\*\*([^*\n]*)\*\*")
 _DIGIT = re.compile(r"\d", re.ASCII)
+_MARKS = re.compile(r"(?<!\w)(?:\*\*|`)(?=\S)|(?<=\S)(?:\*\*|`)(?!\w)")
+_VARIABLE = re.compile(r"\W*([A-Za-z])\s*=")
 _MAX_LINE = 1000
 """Characters of a line in which a number is looked for."""
 _NEGATED = re.compile(r"\b(?:not|never|instead of|rather than)\s+\$?-?\d[\d,.]*", re.IGNORECASE)
-_NUMBER_TOKEN = re.compile(r"(?<![\w.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?![\d])")
+_NUMBER_TOKEN = re.compile(r"(?<![\w.])-?(?:(?:\d[\d,]* )?\d+ ?/ ?\d+(?![.\d/])|\d[\d,]*(?:\.\d+)?|\.\d+)(?![\d])")
 _SPACE_BESIDE_SIGNS = re.compile(r"(?<!\w) | (?!\w)")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
-_BEFORE, _BEHIND = frozenset("-/^\\{}_)!+<>|"), frozenset("/^:\\{}_(!+<>|")
+_BEFORE, _BEHIND = frozenset("-/^\\{}_)!+<>|√∛±≤≥≠"), frozenset("/^:\\{}_(!+<>|√∛⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ")
 """A number behind or before one of these characters is part of an expression."""
 _MAY_CONTINUE = frozenset("0123456789.,/")
 """A number may continue after one of these characters."""
@@ -53,7 +63,7 @@ class Judgement:
 
 def judge(response: str, ground_truth: str, *, truncated: bool = False) -> Judgement:
     """Judge a response. Of a ``truncated`` response, cut at its length limit, an answer at the end is incomplete."""
-    tail, ground_truth = plain(response[-TAIL:]), plain(ground_truth)
+    tail, ground_truth = plain(behind_thoughts(response)[-TAIL:]), plain(ground_truth)
     truth = quantity(ground_truth)
     answer = find_answer(tail, numeric=truth is not None, truncated=truncated)
     if truncated and not _is_whole(answer, tail, numeric=truth is not None):
@@ -70,16 +80,28 @@ def compare(answer: str, ground_truth: str, truth: Quantity | None) -> Verdict:
     """Compare an answer with the ground truth, whose quantity is ``truth`` where it is a plain number."""
     if _same_text(answer, ground_truth):
         return Verdict.RIGHT
-    answered = quantity(answer)
+    named = "=" in ground_truth
+    if len({match[1].lower() for text in (answer, ground_truth) if (match := _VARIABLE.match(text))}) > 1:
+        return Verdict.UNDECIDED
+    answered = quantity(answer, named=named)
     if answered is not None and truth is not None:
         return Verdict.RIGHT if answered.agrees(truth) else Verdict.WRONG
     time, true_time = time_of_day(answer), time_of_day(ground_truth)
     if time is not None and (true_time is not None or truth is not None):
         # math-verify would read 2:30 as a fifteenth.
         return Verdict.RIGHT if _same_time(time, true_time) else Verdict.WRONG
-    if truth is not None and (first := _first_number(answer)) is not None:
+    if truth is not None and (first := _first_number(answer, named=named)) is not None:
         return Verdict.RIGHT if first.agrees(truth) else Verdict.WRONG
     return Verdict.UNDECIDED
+
+
+def behind_thoughts(response: str) -> str:
+    """Return what follows the last thought, which the prompt may have opened; nothing where one is still open."""
+    for opening, closing in _THOUGHTS:
+        response = response.rpartition(closing)[2]
+        if opening in response:
+            return ""
+    return response
 
 
 def find_answer(response: str, *, numeric: bool, truncated: bool = False) -> str | None:
@@ -87,14 +109,21 @@ def find_answer(response: str, *, numeric: bool, truncated: bool = False) -> str
     tail = response[-TAIL:]
     tagged = _last_tagged(tail, allow_open=not truncated)
     tail = _END_TAG.sub(" ", tail) if tagged is None else tagged
-    answer = _after_hashes(tail, numeric)
-    if answer is None:
-        answer = last_boxed(tail, allow_open=not truncated)
-    if answer is None and (tagged is None or "\n" in tagged):
-        answer = _after_phrase(tail, numeric)
-        if answer is None and numeric:
-            answer = _from_last_line(tail)
-    return tagged if answer is None else answer
+    boxed, hashed = find_box(tail, allow_open=not truncated), _after_hashes(tail, numeric)
+    end, answer = hashed if hashed[0] > boxed[0] else boxed
+    searched = tagged is None or "\n" in tagged
+    if answer is not None or searched:
+        said = _after_phrase(tail[end:], numeric)
+        if answer is None or (said is not None and _replaces(said, answer, numeric)):
+            answer = said
+    if answer is None and numeric and searched:
+        answer = _from_last_line(tail)
+    if (answer := tagged if answer is None else answer.lstrip("# ")) is None:
+        return None
+    if (said := _after_phrase(answer, numeric)) is not None and said.count("{") == said.count("}"):
+        answer = said
+    emphasis = _EMPHASIS.fullmatch(answer) if numeric else _EMPHASIS.match(answer)
+    return answer if emphasis is None else emphasis[2]
 
 
 def find_tagged(response: str, *, truncated: bool) -> str | None:
@@ -109,6 +138,13 @@ def find_tagged(response: str, *, truncated: bool) -> str | None:
     if truncated:
         return None
     return next((line.strip() for line in reversed(response.splitlines()) if line.strip()), None)
+
+
+def normal_text(text: str) -> str:
+    """Return a form of a text that is the same for texts that differ in case, spaces and Markdown only."""
+    # A space matters only between words and digits: "2 3" is not 23.
+    text = " ".join(_MARKS.sub("", text).split()).rstrip(". ")
+    return _SPACE_BESIDE_SIGNS.sub("", text).casefold()
 
 
 def _is_whole(answer: str | None, text: str, *, numeric: bool) -> bool:
@@ -137,21 +173,25 @@ def _last_tagged(text: str, *, allow_open: bool) -> str | None:
     behind = text[end:]
     if content is None or "####" in behind or "\\boxed" in behind:
         return None
+    if (said := _after_phrase(behind, numeric=False)) is not None and _replaces(said, content, numeric=False):
+        return None
     return _TAG.sub(" ", content).strip() or None
 
 
-def _after_hashes(text: str, numeric: bool) -> str | None:
+def _after_hashes(text: str, numeric: bool) -> tuple[int, str | None]:
+    """Return the end and the text of the answer behind the last ``####``; (0, None) without one."""
     start = text.rfind("####")
     if start < 0:
-        return None
+        return 0, None
     rest = text[start + 4 :].lstrip("# \t")
-    line = next((line for line in rest.split("\n", 3)[:3] if line.strip()), "").strip().rstrip("!")
+    line = next((line for line in rest.split("\n", 3)[:3] if line.strip()), "").strip()
+    end, line = text.find(line, start) + len(line), line.rstrip("!")
     if not line or _HEADING.match(line):
-        return None
-    boxed = last_boxed(line, allow_open=True)
+        return 0, None
+    boxed = find_box(line, allow_open=True)[1]
     if boxed is None and (_DIGIT.search(line) or not numeric):
-        return line
-    return boxed
+        return end, line
+    return (0, None) if boxed is None else (end, boxed)
 
 
 def _after_phrase(text: str, numeric: bool) -> str | None:
@@ -182,13 +222,21 @@ def _from_last_line(text: str) -> str | None:
     return cleaned.strip() if (number := _isolated(cleaned, tokens[-1])) is None else number
 
 
-def _first_number(answer: str) -> Quantity | None:
+def _replaces(said: str, answer: str, numeric: bool) -> bool:
+    """Return whether the sentence ``said`` behind an answer is another answer, not a comment or a repetition."""
+    if not _IS_ANSWER.match(said):
+        return False
+    said, answer = said.replace("$", "").strip(" *`"), answer.replace("$", "")
+    return numeric or not said.startswith(answer) or _GOES_ON.match(said[len(answer) :]) is not None
+
+
+def _first_number(answer: str, *, named: bool) -> Quantity | None:
     """Return the first number of a longer answer such as ``3 apples, not 4``; None if part of an expression."""
     if len(answer) > _MAX_LINE:
         return None
-    cleaned = _NEGATED.sub(" ", clean(answer)).rpartition("=")[2]
+    cleaned = right_side(_NEGATED.sub(" ", clean(answer)), named=named)
     tokens = list(_NUMBER_TOKEN.finditer(cleaned))
-    if not tokens or any(symbol in cleaned for symbol in "\\^{}"):
+    if not tokens or any(symbol in cleaned for symbol in "\\^{}∞"):
         return None
     if len(tokens) > 1 and _is_list(cleaned[tokens[0].end() : tokens[1].start()]):
         return None
@@ -206,19 +254,17 @@ def _isolated(text: str, token: re.Match[str]) -> str | None:
     """Return a number with the % or scale behind it; None where its neighbours make it part of an expression."""
     before, after = text[: token.start()].rstrip(), text[token.end() :]
     tight = after[:1]
-    if before[-1:] in _BEFORE or tight in _BEHIND or tight.isalpha() or re.search(r"\d\s*:$", before):
+    if before[-1:] in _BEFORE or tight in _BEHIND or re.search(r"\d\s*:$", before):
+        return None
+    attached = quantity(token.group() + word.group()) if (word := re.match("[A-Za-z]+", after)) else None
+    if tight.isalpha() and (attached is None or attached.factor is not None):
         return None
     behind = re.match(r"\s*(%|percent|hundred|thousand|million|billion|trillion|dozen)\b|\s*%", after)
     return token.group().strip() + (behind.group() if behind else "")
 
 
 def _same_text(answer: str, ground_truth: str) -> bool:
-    return _normal_text(answer) == _normal_text(ground_truth) != ""
-
-
-def _normal_text(text: str) -> str:
-    # A space matters only between words and digits: "2 3" is not 23.
-    return _SPACE_BESIDE_SIGNS.sub("", " ".join(text.split())).casefold()
+    return normal_text(answer) == normal_text(ground_truth) != ""
 
 
 def _same_time(time: tuple[int, int, int, str], truth: tuple[int, int, int, str] | None) -> bool:

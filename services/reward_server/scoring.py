@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from prometheus_client import Counter as Metric
 
 from services.protocol.rewards import LARGEST_REWARD, FinishReason, RewardItem, RewardResult, RewardStatus
-from services.reward_server.answers import Verdict, find_tagged, judge
+from services.reward_server.answers import Verdict, behind_thoughts, find_tagged, judge
 from services.reward_server.code import CodeReward
 from services.reward_server.judging import Judge
 from services.reward_server.pool import Evaluation, WorkerPool
@@ -134,7 +134,7 @@ class Scorer:
                 text = item.response.strip()
                 return Evaluation(float(text == item.ground_truth.strip()), extracted=text or None)
             case "format":
-                return Evaluation(float(_MARKED.search(item.response) is not None))
+                return Evaluation(float(_MARKED.search(behind_thoughts(item.response)) is not None))
             case "reasoning_gym":
                 answer = find_tagged(item.response, truncated=item.finish_reason is FinishReason.LENGTH)
                 return Evaluation(0.0) if answer is None else self._ask(function, answer, item.ground_truth)
@@ -153,10 +153,11 @@ class Scorer:
 
     def _math(self, item: RewardItem) -> Evaluation | Awaitable[Evaluation]:
         truncated = item.finish_reason is FinishReason.LENGTH
-        judgement = judge(item.response, item.ground_truth, truncated=truncated)
+        response = behind_thoughts(item.response)
+        judgement = judge(response, item.ground_truth, truncated=truncated)
         if judgement.verdict is not Verdict.UNDECIDED:
             return Evaluation(float(judgement.verdict is Verdict.RIGHT), extracted=judgement.answer)
-        text = judgement.answer if judgement.answer is not None else item.response[-_SEARCHED_CHARACTERS:].strip()
+        text = response[-_SEARCHED_CHARACTERS:].strip() if judgement.answer is None else judgement.answer
         value = self._verdicts.get((text, item.ground_truth))
         if value is not None:
             return Evaluation(value, extracted=judgement.answer)

@@ -139,7 +139,8 @@ def test_an_open_box_counts_only_where_the_response_was_not_cut() -> None:
     assert judge(r"\boxed{5", "5").verdict is Verdict.RIGHT
     # Cut at its length limit, the 5 may be the beginning of 57.
     assert judge(r"so it is \boxed{5", "57", truncated=True).verdict is not Verdict.RIGHT
-    assert judge(r"\boxed{4} and \boxed{5", "4").verdict is Verdict.RIGHT
+    assert judge(r"\boxed{4} and \boxed{5", "5").verdict is Verdict.RIGHT
+    assert judge(r"\boxed{4} and \boxed{5", "4", truncated=True).verdict is Verdict.WRONG
 
 
 CUT = {
@@ -187,14 +188,19 @@ LONG = [
     "#### " + "1 " * 90 + "1/2",
     "<answer>" * 2_000,
     "<answer>1</answer>" * 900,
+    *(text * 100_000 for text in (" ", "{", "\\", "1", "####", "\\boxed{", "**", "√(", "²", "x=", "*a", "answer is\n")),
+    *("#### " + "a" * 100 + text * 100_000 for text in (" ", "=", "_{", "()", "*", "\\sqrt{")),
+    "the answer is " + "**" * 100 + "a" * 100_000,
+    "<think>" * 100_000 + "</think>" * 100_000,
 ]
 
 
 def test_no_response_takes_long() -> None:
     for response in LONG:
-        started = time.process_time()
-        judge(response, "5")
-        assert time.process_time() - started < 0.25, response[:20]
+        for truth in ("5", "x + 1"):
+            started = time.process_time()
+            judge(response, truth)
+            assert time.process_time() - started < 0.25, response[:20]
 
 
 def test_quantities_are_exact() -> None:
