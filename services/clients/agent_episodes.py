@@ -15,10 +15,11 @@ import httpx
 
 from services.agents import Agent, AgentFailedError, Example, Score, play
 from services.clients.gateway import GatewayClient
+from services.core.endpoints import proxy_of
 from services.core.errors import DependencyLostError, own_error
 from services.core.logs import get_logger
 from services.core.tasks import Stopwatch
-from services.http.client import RequestRefusedError
+from services.http.client import RequestRefusedError, ssl_context
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
 from services.protocol.sessions import AGAIN, DEADLINE, REQUEST_MARK, CreateSessionRequest, Trace
@@ -104,7 +105,7 @@ class EpisodePlayer:
         self._patience = patience
         self._columns = columns
         # Each episode has its own HTTP client, and most of the time to make one is loading the certificates.
-        self._certificates = httpx.create_ssl_context()
+        self._certificates = ssl_context()
 
     async def play(
         self,
@@ -250,6 +251,9 @@ class RetryingTransport(httpx.AsyncHTTPTransport):
     def __init__(self, certificates: ssl.SSLContext, seconds: float, waits: Stopwatch) -> None:
         """Make a transport that gives up ``seconds`` after a request's first attempt; ``waits`` runs meanwhile."""
         super().__init__(verify=certificates, trust_env=False)
+        self._certificates = certificates
+        self._proxied: dict[str, httpx.AsyncHTTPTransport] = {}
+        """The transports of proxies, through which an agent's requests to others than the gateway go."""
         self._seconds = seconds
         self._waits = waits
         self.is_lost = False
@@ -259,6 +263,12 @@ class RetryingTransport(httpx.AsyncHTTPTransport):
         """Return the answer to a request; without one in time, the last one, or raise the last error."""
         with self._waits.running():
             return await self._answer(request)
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for transport in self._proxied.values():
+            await transport.aclose()
+        await super().aclose()
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         mark = request.headers[REQUEST_MARK] = uuid.uuid4().hex
@@ -280,7 +290,12 @@ class RetryingTransport(httpx.AsyncHTTPTransport):
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def _whole(self, request: httpx.Request) -> httpx.Response:
-        response = await super().handle_async_request(request)
+        if (proxy := proxy_of(str(request.url))) is None:
+            response = await super().handle_async_request(request)
+        else:
+            if proxy not in self._proxied:
+                self._proxied[proxy] = httpx.AsyncHTTPTransport(self._certificates, trust_env=False, proxy=proxy)
+            response = await self._proxied[proxy].handle_async_request(request)
         assert isinstance(response.stream, httpx.AsyncByteStream)
         try:
             body = b"".join([part async for part in response.stream])
