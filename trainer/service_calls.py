@@ -260,5 +260,5 @@ class ServiceCalls:
         except TimeoutError:
             raise NeverReadyError(
                 f"rollout-server: not {wanted} workers (MIN_WORKERS) behind the router after "
-                f"{deadline_seconds:g} s: {reason}; see the rollout-server's log"
+                f"{deadline_seconds:g} s: {len(workers)} there, {reason}; see the rollout-server's log"
             ) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import ssl
 import time
 import uuid
 from collections.abc import Awaitable, Sequence
@@ -15,11 +14,10 @@ import httpx
 
 from services.agents import Agent, AgentFailedError, Example, Score, play
 from services.clients.gateway import GatewayClient
-from services.core.endpoints import proxy_of
 from services.core.errors import DependencyLostError, own_error
 from services.core.logs import get_logger
 from services.core.tasks import Stopwatch
-from services.http.client import RequestRefusedError, ssl_context
+from services.http.client import RequestRefusedError, pool_for
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
 from services.protocol.sessions import AGAIN, DEADLINE, REQUEST_MARK, CreateSessionRequest, Trace
@@ -104,8 +102,6 @@ class EpisodePlayer:
         self._seconds = seconds
         self._patience = patience
         self._columns = columns
-        # Each episode has its own HTTP client, and most of the time to make one is loading the certificates.
-        self._certificates = ssl_context()
 
     async def play(
         self,
@@ -148,7 +144,7 @@ class EpisodePlayer:
         Raises:
             DependencyLostError: the reward-server was lost.
         """
-        transport = RetryingTransport(self._certificates, self._patience, example.waits)
+        transport = RetryingTransport(self._patience, example.waits)
 
         async def waited() -> float:
             try:
@@ -239,7 +235,7 @@ def as_failure(error: Exception) -> AgentFailedError:
     return AgentFailedError(own_error(error), "server" if is_server else "exception")
 
 
-class RetryingTransport(httpx.AsyncHTTPTransport):
+class RetryingTransport(httpx.AsyncBaseTransport):
     """A transport of agents' HTTP clients that sends a request again while the gateway is away.
 
     All attempts have the same mark, by which the gateway knows them from another request with the same body.
@@ -248,12 +244,10 @@ class RetryingTransport(httpx.AsyncHTTPTransport):
     answer is passed on once it is whole.
     """
 
-    def __init__(self, certificates: ssl.SSLContext, seconds: float, waits: Stopwatch) -> None:
+    def __init__(self, seconds: float, waits: Stopwatch) -> None:
         """Make a transport that gives up ``seconds`` after a request's first attempt; ``waits`` runs meanwhile."""
-        super().__init__(verify=certificates, trust_env=False)
-        self._certificates = certificates
-        self._proxied: dict[str, httpx.AsyncHTTPTransport] = {}
-        """The transports of proxies, through which an agent's requests to others than the gateway go."""
+        self._pools: dict[tuple[str, bytes], httpx.AsyncHTTPTransport] = {}
+        """The connections by scheme and authority, because an agent may also ask others than the gateway."""
         self._seconds = seconds
         self._waits = waits
         self.is_lost = False
@@ -266,9 +260,8 @@ class RetryingTransport(httpx.AsyncHTTPTransport):
 
     async def aclose(self) -> None:
         """Close all connections."""
-        for transport in self._proxied.values():
-            await transport.aclose()
-        await super().aclose()
+        for pool in self._pools.values():
+            await pool.aclose()
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         mark = request.headers[REQUEST_MARK] = uuid.uuid4().hex
@@ -290,12 +283,10 @@ class RetryingTransport(httpx.AsyncHTTPTransport):
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def _whole(self, request: httpx.Request) -> httpx.Response:
-        if (proxy := proxy_of(str(request.url))) is None:
-            response = await super().handle_async_request(request)
-        else:
-            if proxy not in self._proxied:
-                self._proxied[proxy] = httpx.AsyncHTTPTransport(self._certificates, trust_env=False, proxy=proxy)
-            response = await self._proxied[proxy].handle_async_request(request)
+        server = (request.url.scheme, request.url.netloc)
+        if server not in self._pools:
+            self._pools[server] = pool_for(str(request.url), None)
+        response = await self._pools[server].handle_async_request(request)
         assert isinstance(response.stream, httpx.AsyncByteStream)
         try:
             body = b"".join([part async for part in response.stream])

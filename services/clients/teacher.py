@@ -122,12 +122,11 @@ class TeacherClient(HttpClient):
         try:
             ids, scores = ROUTED.read_scores(response.json())
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise FalseScoresError(f"the answer of {self.url} has no log-probabilities of the prompt") from error
-        for score in scores:
-            if not LEAST < score <= ROUNDING:
-                raise FalseScoresError(
-                    f"the teacher at {self.url} gave {score} as a token's log-probability; see its log"
-                )
+            raise FalseScoresError(
+                f"the answer of the teacher at {self.url} has no log-probabilities of the prompt"
+            ) from error
+        if wrong := [score for score in scores if not LEAST < score <= ROUNDING]:
+            raise FalseScoresError(f"teacher at {self.url} gave {wrong[0]} as a log-probability; see its log")
         return ids, scores
 
     async def _check_context(self) -> None:

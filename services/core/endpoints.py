@@ -165,8 +165,10 @@ def proxy_of(url: str) -> str | None:
     names = (f"{parts.scheme}_proxy", "all_proxy")
     proxy = next(filter(None, (os.environ.get(form) for name in names for form in (name, name.upper()))), None)
     authority = parts.netloc.rpartition("@")[2].lower()
-    exempt = exempt_from_proxies()[NO_PROXY_VARIABLES[0]].lower().split(",")
-    if proxy is None or any(_covers(entry, parts.hostname or "", authority) for entry in exempt):
+    if proxy is None or any(
+        _covers(entry, parts.hostname or "", authority)
+        for entry in exempt_from_proxies()[NO_PROXY_VARIABLES[0]].lower().split(",")
+    ):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
 

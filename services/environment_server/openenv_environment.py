@@ -66,14 +66,11 @@ class OpenEnvEnvironment:
             EnvironmentBrokenError: it speaks another protocol.
         """
         self._loop = asyncio.get_running_loop()
+        proxy = proxy_of(self._url)
         address = f"ws{self._url.removeprefix('http')}/ws"
         try:
             self._socket = await connect(
-                address,
-                open_timeout=CONNECT_SECONDS,
-                max_size=MAX_FRAME_BYTES,
-                proxy=proxy_of(self._url),
-                compression=None,
+                address, open_timeout=CONNECT_SECONDS, max_size=MAX_FRAME_BYTES, proxy=proxy, compression=None
             )
         except (OSError, WebSocketException) as error:
             raise DependencyLostError(f"{address} does not answer: {error}") from error

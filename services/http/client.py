@@ -94,7 +94,7 @@ class Pools(httpx.AsyncBaseTransport):
         if least < POOL_REQUESTS:
             pool = next(pool for pool, count in self._requests.items() if count == least)
         else:
-            pool = _pool(self._url, None)
+            pool = pool_for(self._url, None)
         self._requests[pool] = self._requests.get(pool, 0) + 1
         try:
             return await pool.handle_async_request(request)
@@ -107,8 +107,8 @@ class Pools(httpx.AsyncBaseTransport):
             await pool.aclose()
 
 
-def _pool(url: str, max_connections: int | None) -> httpx.AsyncHTTPTransport:
-    """Return a pool of connections to the server of ``url``, through the proxy of the environment for it.
+def pool_for(url: str, max_connections: int | None) -> httpx.AsyncHTTPTransport:
+    """Return a pool of connections to the server of ``url``, through the environment's proxy for it.
 
     Raises:
         ConfigurationError: the proxy cannot be used.
@@ -166,7 +166,7 @@ class HttpClient:
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else None,
-            transport=Pools(self.url) if max_connections is None else _pool(self.url, max_connections),
+            transport=Pools(self.url) if max_connections is None else pool_for(self.url, max_connections),
             trust_env=False,
         )
 

@@ -81,7 +81,7 @@ async def crowd(url: str) -> None:
 
 async def agent(url: str) -> None:
     """Ask as an agent in Python does with the client that it is given."""
-    transport = RetryingTransport(ssl_context(), SECONDS, Stopwatch())
+    transport = RetryingTransport(SECONDS, Stopwatch())
     async with httpx.AsyncClient(transport=transport) as client:
         await client.get(url)
 
