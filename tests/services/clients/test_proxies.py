@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import json
+import os
 import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -12,25 +14,32 @@ from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from fastapi import FastAPI
 
 from evaluation.server import OpenAIServer
 from evaluation.settings import Api
 from services.clients.agent_episodes import RetryingTransport
 from services.clients.teacher import TeacherClient
-from services.core.endpoints import PROXY_VARIABLES
+from services.core.endpoints import ENDPOINTS_VARIABLE, NO_PROXY_VARIABLES, PORTS, PROXY_VARIABLES, Task
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.settings import Settings
 from services.core.tasks import Stopwatch
 from services.environment_server.openenv_environment import OpenEnvEnvironment
 from services.http.client import HttpClient, RequestRefusedError, ssl_context
+from services.http.server import run_service
 from services.reward_server.judging import Judge
 from services.reward_server.settings import RewardSettings
+from services.rollout_server import __main__ as rollout_server
+from trainer import __main__ as trainer_program
+from trainer import collector
 from trainer.config import TrainerSettings
 from trainer.rollouts.game import FixedModel
 
@@ -39,7 +48,7 @@ SECONDS = 5.0
 
 
 @asynccontextmanager
-async def recording(**options: ssl.SSLContext) -> AsyncIterator[tuple[int, list[str]]]:
+async def recording(**options: Any) -> AsyncIterator[tuple[int, list[str]]]:
     """Serve 404 to all requests; yield the port, and the first lines of the requests so far."""
     lines: list[str] = []
 
@@ -123,15 +132,17 @@ async def test_what_is_outside_is_asked_through_the_proxy_unless_it_is_exempt(
         assert not direct
 
 
-async def test_an_error_names_the_proxy_and_not_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_names_server_and_proxy_without_their_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
     async with recording() as (proxy, proxied):
         monkeypatch.setenv("https_proxy", f"http://user:secret@127.0.0.1:{proxy}")
-        async with HttpClient("https://outside.test/v1", service="judge") as client:
-            with pytest.raises(DependencyLostError) as lost:
-                await client.send_once("GET", "/x", seconds=SECONDS)
-    assert proxied == ["CONNECT outside.test:443 HTTP/1.1"]
-    assert f"through the proxy http://127.0.0.1:{proxy} " in str(lost.value)
-    assert "secret" not in str(lost.value)
+        async with HttpClient("https://name:secret@outside.test/v1", service="judge") as client:
+            for asking in (client.send_once("GET", "/x", seconds=SECONDS), client.request("GET", "/x", deadline=0.2)):
+                with pytest.raises(DependencyLostError) as lost:
+                    await asking
+                assert f"through the proxy http://127.0.0.1:{proxy} " in str(lost.value)
+                assert "https://outside.test/v1" in str(lost.value)
+                assert "secret" not in str(lost.value)
+    assert set(proxied) == {"CONNECT outside.test:443 HTTP/1.1"}
 
 
 @pytest.mark.parametrize(
@@ -146,6 +157,42 @@ async def test_a_proxy_that_cannot_be_used_is_refused_where_it_would_be_asked(
         HttpClient("http://outside.test")
     assert "secret" not in str(refused.value)
     HttpClient("http://127.3.4.5:1")
+
+
+class StartedError(Exception):
+    """Ends a component where it would begin its work."""
+
+
+def begin(*_: Any, **__: Any) -> NoReturn:
+    raise StartedError
+
+
+STARTS: dict[str, tuple[str, Callable[[], object]]] = {
+    "service": ("services.http.server.serve", lambda: run_service(lambda _: FastAPI(), Task.GATEWAY, Settings)),
+    "rollout-server": ("services.http.provenance.write_record", rollout_server.main),
+    "collector": ("services.http.provenance.write_record", collector.main),
+    "trainer": ("trainer.__main__.ranks_per_node", trainer_program.main),
+}
+
+
+@pytest.mark.parametrize("component", STARTS)
+def test_every_component_tells_the_clients_of_its_agents_and_children_which_hosts_are_near(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, component: str
+) -> None:
+    work, start = STARTS[component]
+    for name, value in {"SHARED_DIR": str(tmp_path), "NO_PROXY": "intranet", "no_proxy": "", "RANK": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RANK")
+    tasks = {f"{task}-0:{port}": f"127.28.76.4:{port}" for task, ports in PORTS.items() for port in ports}
+    monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps(tasks))
+    monkeypatch.setattr(sys, "argv", [component])
+    for name in ("services.core.logs.configure", "trainer.__main__.set_compiler", "services.http.server.listen"):
+        monkeypatch.setattr(name, MagicMock())
+    monkeypatch.setattr(work, begin)
+    with pytest.raises(StartedError):
+        start()
+    for name in NO_PROXY_VARIABLES:
+        assert {"intranet", "127.28.76.4", "127.0.0.1", "localhost"} <= {*os.environ[name].split(",")}
 
 
 # --- certificates ----------------------------------------------------------------------------------------------------
