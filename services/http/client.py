@@ -162,7 +162,7 @@ class HttpClient:
         self._retries = RETRIES.labels(service)
         proxy = endpoints.proxy_of(self.url)
         self._via = f" through the proxy {without_password(proxy)}" if proxy else ""
-        self._shown = without_password(self.url)
+        self._place = f"{service} at {without_password(self.url)}{self._via}"
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else None,
@@ -234,7 +234,7 @@ class HttpClient:
         seconds = self.deadline if deadline is None else deadline
         patience = self.timeout if attempt_seconds is None else attempt_seconds
         request = self._build(method, path, payload, params, headers, patience)
-        return await self._repeat(request, f"{method} {self._shown}{path}{self._via}", seconds)
+        return await self._repeat(request, f"{method} {without_password(self.url)}{path}{self._via}", seconds)
 
     async def _repeat(self, request: httpx.Request, name: str, seconds: float) -> httpx.Response:
         """Send a request, called ``name`` in messages, again and again for ``seconds`` until an attempt succeeds."""
@@ -285,7 +285,7 @@ class HttpClient:
                 return await self._http.send(self._build(method, path, payload, None, headers, seconds))
         except (TimeoutError, httpx.HTTPError) as error:
             raise DependencyLostError(
-                f"{self.service} at {self._shown}{self._via} did not answer {path} within {seconds:g} s: {describe(error)}"
+                f"{self._place} did not answer {path} within {seconds:g} s: {describe(error)}"
             ) from error
 
     async def is_healthy(self) -> bool:
@@ -317,7 +317,7 @@ class HttpClient:
             pause = min(max(HEALTH_POLL_SECONDS, (time.monotonic() - started) / 10), LONGEST_HEALTH_POLL_SECONDS)
             await asyncio.sleep(min(pause, remaining))
         raise DependencyLostError(
-            f"{self.service} at {self._shown} is not healthy after {deadline_seconds:g} s: {last_state}; see its log"
+            f"{self._place} is not healthy after {deadline_seconds:g} s: {last_state}; see its log"
         )
 
     def _build(
