@@ -165,10 +165,8 @@ def proxy_of(url: str) -> str | None:
     names = (f"{parts.scheme}_proxy", "all_proxy")
     proxy = next(filter(None, (os.environ.get(form) for name in names for form in (name, name.upper()))), None)
     authority = parts.netloc.rpartition("@")[2].lower()
-    if proxy is None or any(
-        _covers(entry, parts.hostname or "", authority)
-        for entry in exempt_from_proxies()[NO_PROXY_VARIABLES[0]].lower().split(",")
-    ):
+    exempt = exempt_from_proxies()[NO_PROXY_VARIABLES[0]].lower().split(",") if proxy else ()
+    if proxy is None or any(_covers(entry, parts.hostname or "", authority) for entry in exempt):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
 
