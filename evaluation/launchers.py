@@ -14,7 +14,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from evaluation import clusters, node, skypilot
 from evaluation.clusters import Watch
@@ -136,7 +138,13 @@ async def _on_cluster(plan: Plan, model: str, output: Path, say: Say) -> AsyncIt
         started = f"asked Ray for {allocation}; each node works once Ray has started it"
     async with _started(plan, None, output, say) as here, starting as (discover, watch):
         say(started)
-        yield Servers([], here.reward, discover, QUEUE_SECONDS, partial(_watch_both, here.watch, watch))
+
+        async def found() -> Sequence[str]:
+            urls = await discover()
+            endpoints.ask_directly(*(urlsplit(url).hostname or "" for url in urls))
+            return urls
+
+        yield Servers([], here.reward, found, QUEUE_SECONDS, partial(_watch_both, here.watch, watch))
 
 
 def slurm_script(plan: Plan, model: str, directory: Path) -> str:
@@ -205,6 +213,8 @@ async def _supervised(
     ``others`` are the addresses of nodes that do not belong to the group, as JOBGROUP_ENDPOINTS has them.
     """
     with nodes.allocate(group) as addresses:
+        # For agents that ask the gateway with clients of their own.
+        endpoints.ask_directly(*chain(*addresses.hosts.values()))
         run = Run(
             group=group,
             run_id="servers",

@@ -8,6 +8,7 @@ model, and VLLM_FLAGS are further flags of ``vllm serve``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from services.core.endpoints import (
     GPUS_OF_A_NODE,
     PORTS,
     ROUTER_PORT,
+    Endpoint,
     Task,
     bind_address,
 )
@@ -128,7 +130,7 @@ def placed(host: str) -> tuple[dict[str, str], str]:
         ports = {}
         for port in PORTS[Task.ROLLOUT_SERVER]:
             # All stay bound until the last is found, so that no two are the same.
-            probe = stack.enter_context(socket.socket())
+            probe = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
             probe.bind((host, 0))
             ports[port] = probe.getsockname()[1]
     name = f"{Task.ROLLOUT_SERVER.value}-0"
@@ -140,18 +142,17 @@ def placed(host: str) -> tuple[dict[str, str], str]:
         "SKYPILOT_NUM_NODES": "1",
         "SKYPILOT_NODE_IPS": host,
     }
-    return variables, f"http://{host}:{ports[ROUTER_PORT]}"
+    return variables, Endpoint(host, ports[ROUTER_PORT]).url
 
 
 def own_address() -> str:
     """Return the address of this machine on its network; 127.0.0.1 without one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             # Sends nothing, but chooses the interface of the default route.
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+            probe.connect((elsewhere, 9))
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def registered(directory: Path) -> Sequence[str]:

@@ -20,9 +20,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example
 from services.core import machine
+from services.core.endpoints import exempt_from_proxies
 from services.core.logs import get_logger
 from services.core.processes import describe_exit, end_group
 from services.protocol.rewards import RewardResult, RewardStatus
@@ -95,6 +97,7 @@ class Program:
         """
         variables = {name: value for name, value in os.environ.items() if name not in WITHHELD}
         variables |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        variables |= exempt_from_proxies(urlsplit(base_url).hostname or "")
         # Anthropic's clients append /v1 themselves.
         variables |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
         status, answer, reward = await self._run(example, variables | {"GRPO_REWARD_FD": _REWARD_FD})

@@ -17,6 +17,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from services.core.endpoints import PROXY_VARIABLES
 from tests.models import made_once
 from tests.tolerance import TYPE_VARIABLES
 
@@ -28,6 +29,9 @@ ROOT = Path(__file__).parents[1]
 # start inherit it. A model that is not there is an error at once, not a time-out.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tests ask services of this machine with clients of their own, which need no proxy of the developer's.
+for variable in PROXY_VARIABLES:
+    os.environ.pop(variable, None)
 # As services/core/linear.py sets it, which another test may import only after its own first product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # Installed, the project hides its packages (pyproject.toml), and processes that tests start elsewhere import them.

@@ -20,6 +20,7 @@ from services.core import machine
 from services.core.endpoints import (
     TRAINER_RENDEZVOUS_PORT,
     Task,
+    ask_directly,
     endpoint,
     hosting_task,
     node_addresses,
@@ -59,6 +60,7 @@ def main() -> int:
     if "RANK" not in os.environ:
         try:
             kill_stale_processes()
+            ask_directly()
             n_ranks = num_nodes() * ranks_per_node()
         except ConfigurationError as error:
             say_error(error)

@@ -183,6 +183,7 @@ def main() -> None:
     settings = TrainerSettings.load()
     logs.configure(Task.COLLECTOR.value, settings.log_level)
     kill_stale_processes()
+    endpoints.ask_directly()
     if has_succeeded(settings):
         return
     provenance.write_record(settings, Task.COLLECTOR)

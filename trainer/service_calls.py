@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -21,7 +22,7 @@ from services.core.logs import get_logger
 from services.core.settings import Method
 from services.core.tasks import ServiceThread
 from services.engines.router import RouterAdmin, Worker
-from services.http.client import RequestRefusedError
+from services.http.client import PROBE_SECONDS, RequestRefusedError, describe, problem_detail
 from services.protocol.base import ComponentRecord
 from services.protocol.groups import Group
 from services.protocol.prompts import Cursor, DataStats, Prompt
@@ -240,22 +241,24 @@ class ServiceCalls:
         workers: list[Worker] = []
         wanted = self.settings.min_workers
         what = f"waiting for {wanted} rollout worker{'s' if wanted > 1 else ''}"
-        self.activity.begin(what, lambda: f"{len(workers)} there", deadline_seconds)
-        reason = "the router did not answer"
+        reason = "no router yet"
+        self.activity.begin(what, lambda: f"{len(workers)} there ({reason})", deadline_seconds)
         try:
             async with asyncio.timeout(deadline_seconds), RouterAdmin(token=self.settings.token) as router:
                 while len(workers) < wanted:
                     await asyncio.sleep(WORKER_POLL_SECONDS)
-                    # Each retry is a warning in the log, but the router of a healthy start is late.
-                    if not await router.is_healthy():
-                        continue
                     try:
+                        # Each retry is a warning in the log, but the router of a healthy start is late.
+                        health = await router.send_once("GET", "/health", seconds=PROBE_SECONDS)
+                        if health.status_code != HTTPStatus.OK:
+                            reason = f"no router yet: {health.status_code} {problem_detail(health)}"
+                            continue
+                        reason = "rollout-server's log says what the others wait for"
                         workers = await router.workers()
-                        reason = f"{len(workers)} are registered"
                     except DependencyLostError as error:
-                        reason = str(error)
+                        reason = f"no router yet: {describe(error.__cause__ or error)}"
         except TimeoutError:
             raise NeverReadyError(
                 f"rollout-server: not {wanted} workers (MIN_WORKERS) behind the router after "
-                f"{deadline_seconds:g} s: {reason}; see the rollout-server's log"
+                f"{deadline_seconds:g} s: {len(workers)} there, {reason}; see the rollout-server's log"
             ) from None

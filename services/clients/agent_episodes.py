@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import ssl
 import time
 import uuid
 from collections.abc import Awaitable, Sequence
@@ -18,7 +17,7 @@ from services.clients.gateway import GatewayClient
 from services.core.errors import DependencyLostError, own_error
 from services.core.logs import get_logger
 from services.core.tasks import Stopwatch
-from services.http.client import RequestRefusedError
+from services.http.client import RequestRefusedError, pool_for
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
 from services.protocol.sessions import AGAIN, DEADLINE, REQUEST_MARK, CreateSessionRequest, Trace
@@ -103,8 +102,6 @@ class EpisodePlayer:
         self._seconds = seconds
         self._patience = patience
         self._columns = columns
-        # Each episode has its own HTTP client, and most of the time to make one is loading the certificates.
-        self._certificates = httpx.create_ssl_context()
 
     async def play(
         self,
@@ -152,7 +149,7 @@ class EpisodePlayer:
         Raises:
             DependencyLostError: the reward-server was lost.
         """
-        transport = RetryingTransport(self._certificates, self._patience, example.waits)
+        transport = RetryingTransport(self._patience, example.waits)
 
         async def waited() -> float:
             try:
@@ -243,7 +240,7 @@ def as_failure(error: Exception) -> AgentFailedError:
     return AgentFailedError(own_error(error), "server" if is_server else "exception")
 
 
-class RetryingTransport(httpx.AsyncHTTPTransport):
+class RetryingTransport(httpx.AsyncBaseTransport):
     """A transport of agents' HTTP clients that sends a request again while the gateway is away.
 
     All attempts have the same mark, by which the gateway knows them from another request with the same body.
@@ -252,9 +249,10 @@ class RetryingTransport(httpx.AsyncHTTPTransport):
     answer is passed on once it is whole.
     """
 
-    def __init__(self, certificates: ssl.SSLContext, seconds: float, waits: Stopwatch) -> None:
+    def __init__(self, seconds: float, waits: Stopwatch) -> None:
         """Make a transport that gives up ``seconds`` after a request's first attempt; ``waits`` runs meanwhile."""
-        super().__init__(verify=certificates, trust_env=False)
+        self._pools: dict[tuple[str, bytes], httpx.AsyncHTTPTransport] = {}
+        """The connections by scheme and authority, because an agent may also ask others than the gateway."""
         self._seconds = seconds
         self._waits = waits
         self.is_lost = False
@@ -264,6 +262,11 @@ class RetryingTransport(httpx.AsyncHTTPTransport):
         """Return the answer to a request; without one in time, the last one, or raise the last error."""
         with self._waits.running():
             return await self._answer(request)
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for pool in self._pools.values():
+            await pool.aclose()
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         mark = request.headers[REQUEST_MARK] = uuid.uuid4().hex
@@ -285,7 +288,10 @@ class RetryingTransport(httpx.AsyncHTTPTransport):
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def _whole(self, request: httpx.Request) -> httpx.Response:
-        response = await super().handle_async_request(request)
+        server = (request.url.scheme, request.url.netloc)
+        if server not in self._pools:
+            self._pools[server] = pool_for(str(request.url), None)
+        response = await self._pools[server].handle_async_request(request)
         assert isinstance(response.stream, httpx.AsyncByteStream)
         try:
             body = b"".join([part async for part in response.stream])

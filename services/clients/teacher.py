@@ -28,6 +28,9 @@ SAME = 0.05
 Engines that compute in bfloat16 differ by less."""
 
 
+LEAST, ROUNDING = -1e4, 1e-3
+"""Log-probabilities beyond these are not a model's: no token is as unlikely, and 0 is the largest but for rounding."""
+
 PROBE_TOLERANCE = 0.1
 """Largest mean difference, in nats a token, of two answers of one endpoint to the same probe. Engines that round to
 bfloat16 differ by up to 0.05."""
@@ -36,6 +39,10 @@ bfloat16 differ by up to 0.05."""
 def probe_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Return the mean difference of two models' log-probabilities of a probe's tokens; 0 without tokens."""
     return statistics.fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True)) if ours else 0.0
+
+
+class FalseScoresError(DependencyLostError):
+    """A teacher that answered with something else than log-probabilities of the tokens that it was asked for."""
 
 
 class TeacherClient(HttpClient):
@@ -72,7 +79,7 @@ class TeacherClient(HttpClient):
                 await self._check_context()
         except TimeoutError as error:
             raise DependencyLostError(f"teacher at {self.url}: no answer within {deadline_seconds:g} s") from error
-        except RequestRefusedError as error:
+        except (RequestRefusedError, FalseScoresError) as error:
             raise self._cannot_score(str(error)) from error
         if probe_distance(again, scores[half - 1 :]) > SAME:
             raise self._cannot_score("two requests for the same tokens gave other numbers")
@@ -100,11 +107,12 @@ class TeacherClient(HttpClient):
 
         Raises:
             RequestRefusedError: the endpoint refuses the request.
-            DependencyLostError: it does not answer within the client's deadline, or with something else.
+            FalseScoresError: it answers with something else.
+            DependencyLostError: it does not answer within the client's deadline.
         """
         ids, scores = await self._ask({"input_ids": list(token_ids)}, start)
         if ids != list(token_ids[start - 1 :]):
-            raise DependencyLostError(f"teacher at {self.url} scored other tokens than it was asked for")
+            raise FalseScoresError(f"teacher at {self.url} scored other tokens than it was asked for")
         return scores
 
     async def _ask(self, prompt: dict[str, object], start: int) -> tuple[list[int], list[float]]:
@@ -112,9 +120,14 @@ class TeacherClient(HttpClient):
         async with self._places:
             response = await self.request("POST", ROUTED.generate_path, ROUTED.score_body(prompt, start))
         try:
-            return ROUTED.read_scores(response.json())
+            ids, scores = ROUTED.read_scores(response.json())
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise self._cannot_score("the answer has no log-probabilities of the prompt") from error
+            raise FalseScoresError(
+                f"the answer of the teacher at {self.url} has no log-probabilities of the prompt"
+            ) from error
+        if wrong := [score for score in scores if not LEAST < score <= ROUNDING]:
+            raise FalseScoresError(f"teacher at {self.url} gave {wrong[0]} as a log-probability; see its log")
+        return ids, scores
 
     async def _check_context(self) -> None:
         """Check the length of the context, where the endpoint tells it."""

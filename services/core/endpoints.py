@@ -5,17 +5,23 @@ port. The local runner gives every node its own address instead and lists them i
 from ``{task}-{rank}:{port}`` to ``host:port``. Every component asks this module before it connects or listens, so that
 nothing else differs between a laptop and a cluster. The module resolves no names: each new connection resolves them
 again, because a recovered node has a new address.
+
+It also decides which requests go through a proxy of the environment: none within the job group, whichever program sends
+them, and all others as HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY say.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from ipaddress import ip_address, ip_network
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -75,8 +81,9 @@ PORTS: dict[Task, tuple[int, ...]] = {
 
 ENDPOINTS_VARIABLE = "JOBGROUP_ENDPOINTS"
 COLOCATE_VARIABLE = "COLOCATE"
-EVERYWHERE = "0.0.0.0"
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+EVERYWHERE = ("0.0.0.0", "::")
+"""The address of all interfaces, with IPv4 and without."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "127.0.0.0/8")
 NO_PROXY_VARIABLES = ("NO_PROXY", "no_proxy")
 """The hosts that HTTP clients ask directly although one of PROXY_VARIABLES is set."""
 PROXY_VARIABLES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
@@ -92,10 +99,14 @@ class Endpoint:
     port: int
 
     @property
+    def url_host(self) -> str:
+        """The host as URLs have it: an IPv6 address in brackets."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    @property
     def url(self) -> str:
         """The base URL, without a trailing slash."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{self.url_host}:{self.port}"
 
 
 def is_colocated(environment: Mapping[str, str]) -> bool:
@@ -139,20 +150,53 @@ def bind_address(task: Task, port: int | None = None) -> Endpoint:
     mapped = _mapped(hosting_task(task), port, node_rank())
     if mapped is not None:
         return mapped
-    return Endpoint(EVERYWHERE if NODE_RANK_VARIABLE in os.environ else "127.0.0.1", port)
+    everywhere = EVERYWHERE[all(":" in address for address in node_addresses())]
+    return Endpoint(everywhere if NODE_RANK_VARIABLE in os.environ else "127.0.0.1", port)
 
 
 def reached_at(bind: Endpoint, usual: Endpoint) -> Endpoint:
     """Return where others reach a listener on ``bind``: if it is every interface, at the host of ``usual``."""
-    return Endpoint(usual.host, bind.port) if bind.host in (EVERYWHERE, "::") else bind
+    return Endpoint(usual.host, bind.port) if bind.host in EVERYWHERE else bind
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the proxy of the environment through which to send a request to ``url``; None: directly."""
+    parts = urlsplit(url)
+    names = (f"{parts.scheme}_proxy", "all_proxy")
+    proxy = next(filter(None, (os.environ.get(form) for name in names for form in (name, name.upper()))), None)
+    authority = parts.netloc.rpartition("@")[2].lower()
+    exempt = exempt_from_proxies()[NO_PROXY_VARIABLES[0]].lower().split(",") if proxy else ()
+    if proxy is None or any(_covers(entry, parts.hostname or "", authority) for entry in exempt):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _covers(entry: str, host: str, authority: str) -> bool:
+    """Return whether an entry of NO_PROXY covers a host: a network, an address, a name with all below it, or ``*``."""
+    with contextlib.suppress(ValueError):
+        return ip_address(host) in ip_network(entry.strip("[]"), strict=False)
+    name = entry.removeprefix("*").lstrip(".")
+    return entry in ("*", authority) or host == name or host.endswith(f".{name}")
 
 
 def exempt_from_proxies(*hosts: str) -> dict[str, str]:
-    """Return the variables with which a child process asks these hosts directly, beside those exempt already."""
+    """Return the variables with which a process sends requests to the job group and ``hosts`` directly.
+
+    They also have the hosts that the user exempts. Addresses are listed one by one, because urllib, httpx
+    and old versions of curl know no networks.
+    """
     # Some programs read the one variable, some the other.
     listed = [host for name in NO_PROXY_VARIABLES for host in os.environ.get(name, "").split(",")]
-    exempt = dict.fromkeys(host.strip() for host in (*listed, *hosts) if host.strip())
+    mapped = [address.rpartition(":")[0].strip("[]") for address in mapped_addresses().values()]
+    group = os.environ.get("SKYPILOT_JOBGROUP_NAME")
+    own = (*LOOPBACK, *node_addresses(), *mapped, f".{group}" if group else "")
+    exempt = dict.fromkeys(host.strip() for host in (*listed, *own, *hosts) if host.strip())
     return dict.fromkeys(NO_PROXY_VARIABLES, "*" if "*" in exempt else ",".join(exempt))
+
+
+def ask_directly(*hosts: str) -> None:
+    """Have every HTTP client of this process and its children reach the job group and ``hosts`` without a proxy."""
+    os.environ.update(exempt_from_proxies(*hosts))
 
 
 def is_own_address(host: str) -> bool:
@@ -197,7 +241,7 @@ def _mapped(task: Task, port: int, rank: int) -> Endpoint | None:
             f"{ENDPOINTS_VARIABLE} has no entry {key!r}; give it as 'host:port' or unset the variable"
         )
     host, _, number = address.rpartition(":")
-    return Endpoint(host, int(number))
+    return Endpoint(host.strip("[]"), int(number))
 
 
 @lru_cache(maxsize=8)

@@ -64,7 +64,7 @@ def check_router_installed() -> None:
 
 def router_command(settings: RolloutSettings, address: Endpoint, metrics: Endpoint) -> Command:
     """Return the command of the router, which starts without workers; these are registered as they come up."""
-    flags = [*listen_flags(address), API_KEY_FROM_TOKEN, *ROUTER_FLAGS]
+    flags = [*listen_flags(Endpoint(address.url_host, address.port)), API_KEY_FROM_TOKEN, *ROUTER_FLAGS]
     flags += ["--prometheus-host", metrics.host, "--prometheus-port", str(metrics.port)]
     flags += shlex.split(settings.router_extra_flags)
     # The router asks only workers, which a proxy would hardly reach: then no worker would ever be registered. It takes

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from services.core import machine
 from services.core.child import API_KEY_FROM_TOKEN
-from services.core.endpoints import LOOPBACK, Endpoint, exempt_from_proxies, num_nodes
+from services.core.endpoints import Endpoint, exempt_from_proxies, num_nodes
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.machine import ComputeType
@@ -99,7 +99,7 @@ class SGLang(Engine):
         environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
         environment |= {name: value for name, value in NCCL_VARIABLES.items() if name not in os.environ}
         # SGLang's first requests go to its own server; a proxy stays for what it fetches from the hub.
-        environment |= exempt_from_proxies(*LOOPBACK, address.host)
+        environment |= exempt_from_proxies(address.host)
         if place.devices:
             environment[machine.VISIBLE_GPUS_VARIABLE] = ",".join(place.devices)
         python = settings.sglang_python or sys.executable

@@ -20,6 +20,7 @@ import orjson
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
+from services.core.endpoints import proxy_of
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
 from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError, Transition
@@ -65,10 +66,11 @@ class OpenEnvEnvironment:
             EnvironmentBrokenError: it speaks another protocol.
         """
         self._loop = asyncio.get_running_loop()
+        proxy = proxy_of(self._url)
         address = f"ws{self._url.removeprefix('http')}/ws"
         try:
             self._socket = await connect(
-                address, open_timeout=CONNECT_SECONDS, max_size=MAX_FRAME_BYTES, proxy=None, compression=None
+                address, open_timeout=CONNECT_SECONDS, max_size=MAX_FRAME_BYTES, proxy=proxy, compression=None
             )
         except (OSError, WebSocketException) as error:
             raise DependencyLostError(f"{address} does not answer: {error}") from error

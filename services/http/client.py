@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import re
 import socket
 import ssl
 import time
@@ -22,7 +24,7 @@ from prometheus_client import Counter
 from pydantic import BaseModel, ValidationError
 
 from services.core import endpoints
-from services.core.errors import DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.protocol.base import ComponentRecord
 
@@ -80,7 +82,9 @@ class Pools(httpx.AsyncBaseTransport):
     connections in one pool that takes tens of milliseconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, url: str) -> None:
+        """Make pools of connections to the server of ``url``."""
+        self._url = url
         self._requests: dict[httpx.AsyncHTTPTransport, int] = {}
         """The number of requests under way in each pool."""
 
@@ -90,7 +94,7 @@ class Pools(httpx.AsyncBaseTransport):
         if least < POOL_REQUESTS:
             pool = next(pool for pool, count in self._requests.items() if count == least)
         else:
-            pool = _pool(None)
+            pool = pool_for(self._url, None)
         self._requests[pool] = self._requests.get(pool, 0) + 1
         try:
             return await pool.handle_async_request(request)
@@ -103,13 +107,28 @@ class Pools(httpx.AsyncBaseTransport):
             await pool.aclose()
 
 
-def _pool(max_connections: int | None) -> httpx.AsyncHTTPTransport:
-    return httpx.AsyncHTTPTransport(
-        verify=_ssl_context(),
-        limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEP_ALIVE_SECONDS),
-        trust_env=False,
-        socket_options=_socket_options(),
-    )
+def pool_for(url: str, max_connections: int | None) -> httpx.AsyncHTTPTransport:
+    """Return a pool of connections to the server of ``url``, through the environment's proxy for it.
+
+    Raises:
+        ConfigurationError: the proxy cannot be used.
+    """
+    proxy = endpoints.proxy_of(url)
+    # Nothing within a job group is encrypted, so that a wrong SSL_CERT_FILE must not keep it from starting.
+    needs_certificates = proxy is not None or not url.startswith("http://")
+    try:
+        return httpx.AsyncHTTPTransport(
+            verify=needs_certificates and ssl_context(),
+            limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEP_ALIVE_SECONDS),
+            proxy=proxy and httpx.Proxy(proxy, ssl_context=ssl_context() if proxy.startswith("https://") else None),
+            trust_env=False,
+            socket_options=_socket_options(),
+        )
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        raise ConfigurationError(
+            f"{url} cannot be reached through the proxy {without_password(proxy)} of the environment: {error}; give "
+            "another one, or add the host to NO_PROXY"
+        ) from error
 
 
 class HttpClient:
@@ -141,11 +160,13 @@ class HttpClient:
         self.timeout = timeout
         self.deadline = deadline
         self._retries = RETRIES.labels(service)
+        proxy = endpoints.proxy_of(self.url)
+        self._via = f" through the proxy {without_password(proxy)}" if proxy else ""
+        self._place = f"{service} at {without_password(self.url)}{self._via}"
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else None,
-            transport=Pools() if max_connections is None else _pool(max_connections),
-            # A proxy from the environment must not come between the nodes of a job group.
+            transport=Pools(self.url) if max_connections is None else pool_for(self.url, max_connections),
             trust_env=False,
         )
 
@@ -213,7 +234,7 @@ class HttpClient:
         seconds = self.deadline if deadline is None else deadline
         patience = self.timeout if attempt_seconds is None else attempt_seconds
         request = self._build(method, path, payload, params, headers, patience)
-        return await self._repeat(request, f"{method} {self.url}{path}", seconds)
+        return await self._repeat(request, f"{method} {without_password(self.url)}{path}{self._via}", seconds)
 
     async def _repeat(self, request: httpx.Request, name: str, seconds: float) -> httpx.Response:
         """Send a request, called ``name`` in messages, again and again for ``seconds`` until an attempt succeeds."""
@@ -264,7 +285,7 @@ class HttpClient:
                 return await self._http.send(self._build(method, path, payload, None, headers, seconds))
         except (TimeoutError, httpx.HTTPError) as error:
             raise DependencyLostError(
-                f"{self.service} at {self.url} did not answer {path} within {seconds:g} s: {describe(error)}"
+                f"{self._place} did not answer {path} within {seconds:g} s: {describe(error)}"
             ) from error
 
     async def is_healthy(self) -> bool:
@@ -296,7 +317,7 @@ class HttpClient:
             pause = min(max(HEALTH_POLL_SECONDS, (time.monotonic() - started) / 10), LONGEST_HEALTH_POLL_SECONDS)
             await asyncio.sleep(min(pause, remaining))
         raise DependencyLostError(
-            f"{self.service} at {self.url} is not healthy after {deadline_seconds:g} s: {last_state}; see its log"
+            f"{self._place} is not healthy after {deadline_seconds:g} s: {last_state}; see its log"
         )
 
     def _build(
@@ -366,9 +387,24 @@ def _socket_options() -> list[tuple[int, int, int]]:
 
 
 @functools.cache
-def _ssl_context() -> ssl.SSLContext:
-    """Return the context of all clients, since reading the certificates takes tens of milliseconds."""
-    return httpx.create_ssl_context(trust_env=False)
+def ssl_context() -> ssl.SSLContext:
+    """Return the context of all clients, since reading the certificates takes tens of milliseconds.
+
+    Raises:
+        ConfigurationError: SSL_CERT_FILE cannot be read.
+    """
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        raise ConfigurationError(
+            f"SSL_CERT_FILE={os.environ.get('SSL_CERT_FILE')} has no certificates that can be read: {error}; name a "
+            "file of certificates in PEM, or unset it"
+        ) from error
+
+
+def without_password(url: str | None) -> str | None:
+    """Return a URL for messages, without the name and password that it may have."""
+    return url and re.sub(r"//[^/]*@", "//", url)
 
 
 def _encode(payload: BaseModel | dict[str, Any]) -> bytes:

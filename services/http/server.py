@@ -89,7 +89,8 @@ def listen(host: str, port: int, remedy: str = "free it, or give another --host 
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        is_dual = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=is_dual)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigurationError(f"cannot listen on {host}:{port} ({reason}); {remedy}") from error
@@ -121,6 +122,7 @@ def run_service(
         settings = settings_class.load()
         logs.configure(task.value, settings.log_level)
         kill_stale_processes()
+        endpoints.ask_directly()
         default = endpoints.bind_address(task)
         host = arguments.host or default.host
         listener = listen(host, default.port if arguments.port is None else arguments.port)

@@ -154,6 +154,7 @@ def main() -> None:
             "nodes; take jobgroups/colocated.yaml, or unset COLOCATE"
         )
     kill_stale_processes()
+    endpoints.ask_directly()
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
     n_gpus = number_of_gpus()
     engine_class = choose_engine(settings, n_gpus)

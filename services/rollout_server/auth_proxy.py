@@ -54,7 +54,7 @@ def create_app(router_url: str, token: str) -> ASGIApp:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         # Router and clients limit the number of requests and their time.
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        async with httpx.AsyncClient(base_url=router_url, transport=Pools(), timeout=timeout) as client:
+        async with httpx.AsyncClient(base_url=router_url, transport=Pools(router_url), timeout=timeout) as client:
             app.state.client = client
             yield
 

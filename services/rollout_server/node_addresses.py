@@ -58,7 +58,7 @@ def choose_addresses(
 
     def private(default_port: int) -> Endpoint:
         default = endpoints.bind_address(Task.ROLLOUT_SERVER, default_port)
-        return Endpoint("127.0.0.1", default.port) if default.host == endpoints.EVERYWHERE else default
+        return Endpoint("127.0.0.1", default.port) if default.host in endpoints.EVERYWHERE else default
 
     own_rank = endpoints.node_rank()
     front = public(endpoints.ROUTER_PORT, port)

@@ -20,9 +20,13 @@ import psutil
 
 from local_runner import processes
 from local_runner.directory import Nodes, read_nodes
+from services.core.endpoints import PROXY_VARIABLES
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[2]
+
+PROXIES = dict.fromkeys(PROXY_VARIABLES, "http://127.0.0.1:9")
+"""A proxy that refuses: no run of the tests may need one, as all of it is on this machine."""
 
 SETTINGS = {
     # Two trainer nodes cannot share a GPU.
@@ -87,7 +91,7 @@ class System:
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"HF_HUB_OFFLINE": "1", **secrets},
+                env=os.environ | PROXIES | {"HF_HUB_OFFLINE": "1", **secrets},
             )
 
     def wait(self, limit_seconds: float = LIMIT_SECONDS) -> int:

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 
+from services.core.endpoints import PROXY_VARIABLES
 from services.core.errors import ComponentError
 from services.embedded_engine.http.app import create_app
 from services.engines.settings import RolloutSettings
@@ -32,6 +33,9 @@ from tests.waiting import LIMIT_SECONDS, bytes_in, wait_until
 ROOT = Path(__file__).parents[2]
 OURS = ("SKYPILOT_", "JOBGROUP_", "EVAL_")
 """The beginnings of variables that a command must not take from the tests' environment."""
+
+PROXIES = dict.fromkeys(PROXY_VARIABLES, "http://127.0.0.1:9")
+"""A proxy that refuses: all servers are on this machine."""
 
 # The tiny model's questions, asked as it was trained on them.
 ARITHMETIC = {
@@ -102,7 +106,7 @@ def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
             process = subprocess.Popen(
                 [sys.executable, "-m", "scripts.grpo", "evaluate", *map(str, arguments), "--output", str(where)],
                 cwd=ROOT,
-                env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables},
+                env={**environment, **PROXIES, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables},
                 stdout=stream,
                 stderr=stream,
             )

@@ -17,10 +17,11 @@ import pytest
 
 from evaluation import clusters
 from evaluation.launchers import servers_for
-from evaluation.node import Allocation
+from evaluation.node import SUFFIX, Allocation
 from evaluation.plan import Plan, ServerOptions
 from evaluation.report import Results
 from evaluation.settings import EvaluationSettings, SchedulerName
+from services.core.endpoints import proxy_of
 from services.core.errors import ConfigurationError, DependencyLostError
 from tests.evaluation.conftest import ARITHMETIC, Here
 from tests.waiting import IDLE_SECONDS, eventually, wait_until
@@ -112,11 +113,17 @@ async def test_ctrl_c_during_the_submission_leaves_no_job(tmp_path: Path, monkey
     assert (tmp_path / "ended").read_text() == "4711\n"
 
 
-async def test_a_given_reward_server_takes_the_place_of_our_own(
+async def test_a_given_reward_server_takes_the_place_of_our_own_and_started_nodes_are_asked_without_a_proxy(
     slurm_path: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", slurm_path)
-    monkeypatch.setenv("DATASET", "arithmetic")
+    for name, value in {
+        "DATASET": "arithmetic",
+        "HTTP_PROXY": "http://proxy:3128",
+        "NO_PROXY": "",
+        "no_proxy": "",
+    }.items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "slurm" / "srun").write_text("#!/bin/sh\nexec sleep 60\n")
     options = ServerOptions(scheduler=SchedulerName.SLURM, reward_url="http://127.0.0.1:2")
     plan = Plan(
@@ -125,6 +132,11 @@ async def test_a_given_reward_server_takes_the_place_of_our_own(
     said: list[str] = []
     async with servers_for(plan, str(tiny_model), tmp_path, said.append) as servers:
         assert servers.reward.url == "http://127.0.0.1:2"
+        [directory] = (tmp_path / "servers").glob("slurm-*")
+        (directory / f"node{SUFFIX}").write_text("http://slurm-7:31000")
+        assert proxy_of("http://slurm-7:31000") == "http://proxy:3128"
+        assert servers.discover is not None
+        assert proxy_of(*await servers.discover()) is None
     assert not any("reward-server" in line for line in said)
 
 

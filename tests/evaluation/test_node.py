@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 
 from evaluation import node
 from evaluation.node import Allocation, parse_allocation
+from services.core.endpoints import Task, bind_address, endpoint
 from services.core.errors import ConfigurationError
+from services.http.server import listen
 from tests.evaluation.conftest import ROOT
 
 
@@ -44,6 +47,19 @@ def test_engines_get_their_sizes() -> None:
         "SGLANG_EXTRA_FLAGS": "--mem-fraction-static 0.8 --pp-size 2",
     }
     assert Allocation(data=3).engine_variables({}) == {}
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_a_placed_node_has_free_ports_of_its_host(monkeypatch: pytest.MonkeyPatch, host: str, shown: str) -> None:
+    if ":" in host and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6; enable it in the kernel")
+    variables, url = node.placed(host)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert url == endpoint(Task.ROLLOUT_SERVER).url == bind_address(Task.ROLLOUT_SERVER).url
+    assert url.startswith(f"http://{shown}:")
+    with listen(host, endpoint(Task.ROLLOUT_SERVER).port) as listener:
+        assert listener.getsockname()[0] == host
 
 
 def test_vllm_is_started_at_its_nodes_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

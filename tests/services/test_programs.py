@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +22,11 @@ from structlog.testing import capture_logs
 from services import programs
 from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example, play
 from services.core import machine
+from services.core.endpoints import PROXY_VARIABLES
 from services.core.machine import CORES_VARIABLE
 from services.programs import Program, ProgramFailedError, programs_at_once
 from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
+from tests.fake_service import fake_service
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
 ENDPOINT: dict[str, Any] = {"base_url": "http://gateway/sessions/s/v1", "api_key": "s", "http_client": None}
@@ -63,6 +66,30 @@ async def test_a_program_has_the_task_and_its_endpoint_and_no_secret_of_ours(
     assert (seen["ANTHROPIC_BASE_URL"], seen["ANTHROPIC_API_KEY"]) == ("http://gateway/sessions/s", "s")
     assert seen["OWN_KEY"] == "own"
     assert not seen.keys() & set(programs.WITHHELD)
+
+
+PYTHON = shlex.quote(sys.executable)
+URL = 'os.environ["OPENAI_BASE_URL"] + "/answer"'
+ASKS = {
+    "curl": "curl -s $OPENAI_BASE_URL/answer",
+    "urllib": f"{PYTHON} -S -c 'import os, urllib.request as r; print(r.urlopen({URL}).read().decode())'",
+    "httpx": f"{PYTHON} -c 'import os, httpx; print(httpx.get({URL}).text)'",
+}
+
+
+@pytest.mark.parametrize("client", ASKS)
+async def test_a_program_reaches_its_endpoint_without_the_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, client: str
+) -> None:
+    if client == "curl" and shutil.which(client) is None:
+        pytest.skip("there is no curl; install it with your system's packages")
+    for name in PROXY_VARIABLES:
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "intranet")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with fake_service({"GET /v1/answer": lambda _: (200, "42")}) as service:
+        endpoint = ENDPOINT | {"base_url": f"{service.endpoint.url}/v1"}
+        assert await play(Program(ASKS[client]), example(), IDLE_SECONDS, **endpoint) == 1.0
 
 
 SAID = {

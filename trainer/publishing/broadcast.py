@@ -33,7 +33,7 @@ import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from services.core.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, endpoint
+from services.core.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, endpoint, reached_at
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.engines.engine import Engine, WorkerRefusedError
@@ -257,7 +257,7 @@ class Broadcaster:
         listen = bind_address(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
         join = partial(
             join_weights_group,
-            meeting.host if listen.host == "0.0.0.0" else listen.host,
+            reached_at(listen, meeting).host,
             meeting.port,
             SOURCE,
             world_size,

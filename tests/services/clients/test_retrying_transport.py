@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -44,7 +43,7 @@ async def server(replies: list[bytes], port: int = 0, marks: list[str] | None = 
 
 
 async def ask(port: int, seconds: float = 60) -> tuple[int, str]:
-    transport = RetryingTransport(ssl.create_default_context(), seconds, Stopwatch())
+    transport = RetryingTransport(seconds, Stopwatch())
     async with httpx.AsyncClient(transport=transport) as client:
         reply = await client.post(f"http://127.0.0.1:{port}/", json={})
     return reply.status_code, reply.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -196,6 +197,52 @@ def test_other_tokens_than_asked_for_end_the_run(tiny_model: Path, other: FakeSe
     other.routes["POST /generate"] = lambda request: scores([*request["input_ids"][1:], 3], 4)
     with pytest.raises(DependencyLostError, match="scored other tokens"):
         with_client(other.endpoint.url, lambda client: client.taught(PROMPT, SEQUENCES[0]))
+
+
+LIES = {
+    "above 0": 5.0,
+    "beyond rounding": 0.01,
+    "impossible": -1e308,
+    "infinite": -math.inf,
+    "not a number": math.nan,
+    "null": None,
+    "text": "low",
+    "a list": [-1.0],
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_what_is_not_a_log_probability_is_never_trained_on(tiny_model: Path, other: FakeService, lie: Any) -> None:
+    usual = other.routes["POST /generate"]
+
+    def one_false(request: dict[str, Any]) -> dict[str, Any]:
+        reply = usual(request)
+        reply["meta_info"]["input_token_logprobs"][-1][0] = lie
+        return cast(dict[str, Any], reply)
+
+    other.routes["POST /generate"] = one_false
+    with pytest.raises(DependencyLostError, match=f"{other.endpoint.url} "):
+        with_client(other.endpoint.url, lambda client: client.taught(PROMPT, SEQUENCES[0]))
+    with pytest.raises(ConfigurationError, match="does not score token ids"):
+        with_client(other.endpoint.url, lambda client: client.wait_ready(20))
+
+
+@pytest.mark.parametrize("reply", ["<html>", "", '{"meta_info": {"input_token_logprobs": []}}', "[]", "null"])
+def test_another_answer_during_the_run_ends_it_as_recoverable(tiny_model: Path, other: FakeService, reply: str) -> None:
+    other.routes["POST /generate"] = lambda _: (200, reply)
+    with pytest.raises(DependencyLostError):
+        with_client(other.endpoint.url, lambda client: client.taught(PROMPT, SEQUENCES[0]))
+
+
+@pytest.mark.parametrize("logprob", [0.0, 1e-6, 5e-4, -0.0, -9000.0])
+def test_a_log_probability_may_be_0_but_for_rounding(tiny_model: Path, other: FakeService, logprob: float) -> None:
+    other.routes["POST /generate"] = lambda request: {
+        "meta_info": {
+            "input_token_logprobs": [[None, PROMPT[-1], None], *([logprob, t] for t in request["input_ids"][-3:])]
+        }
+    }
+    sequence = with_client(other.endpoint.url, lambda client: client.taught(PROMPT, SEQUENCES[0]))
+    assert sequence.arrays[TEACHER].tolist() == [pytest.approx(logprob)] * 3
 
 
 def test_a_teacher_that_is_lost_ends_the_run_as_recoverable(tiny_model: Path, other: FakeService) -> None:

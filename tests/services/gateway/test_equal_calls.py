@@ -7,7 +7,6 @@ import contextlib
 import json
 import socket
 import sqlite3
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -315,7 +314,7 @@ async def test_a_program_that_leaves_the_relay_finds_its_answer_when_it_asks_aga
                 running.engine.may_answer.set()
                 return [text(await asked), text(await client.post(url, json=BODY))]
 
-        transport = RetryingTransport(ssl.create_default_context(), IDLE_SECONDS, Stopwatch())
+        transport = RetryingTransport(IDLE_SECONDS, Stopwatch())
         async with httpx.AsyncClient(transport=transport) as client, Relay(program) as relay:  # type: ignore[arg-type]
             url = f"{running.client.base_url}/sessions/s/v1"
             said: Any = await relay(SimpleNamespace(), base_url=url, api_key="s", http_client=client)  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import random
-import ssl
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,7 +127,7 @@ async def test_eight_in_parallel_are_the_same_eight_samples_when_the_gateway_is_
         """Return the answers to eight equal requests, sorted, and the trace."""
         service = start(start_service, models("qwen2.5"), engine, where)
         await asyncio.to_thread(service.wait_healthy)
-        transport = RetryingTransport(ssl.create_default_context(), IDLE_SECONDS, Stopwatch())
+        transport = RetryingTransport(IDLE_SECONDS, Stopwatch())
         async with httpx.AsyncClient(transport=transport, base_url=service.url, timeout=IDLE_SECONDS) as client:
             await client.post("/sessions", json={"id": "s", "seed": 7})
 

@@ -217,8 +217,8 @@ async def test_requests_at_once_are_spread_over_pools_of_a_few_connections_unles
 ) -> None:
     """httpcore's work for a request grows with the connections of its pool."""
     pools: list[int | None] = []
-    make = module._pool
-    monkeypatch.setattr(module, "_pool", lambda most: pools.append(most) or make(most))
+    make = module.pool_for
+    monkeypatch.setattr(module, "pool_for", lambda url, most: pools.append(most) or make(url, most))
     connections, most = 0, 2 * POOL_REQUESTS + 1
     all_there = asyncio.Event()
 

@@ -300,7 +300,7 @@ def test_replayed_groups_are_at_most_as_stale_as_replay_max_staleness(
 # What the run waits for
 
 
-def test_the_activity_says_how_many_workers_answer_and_until_when_the_trainer_waits(
+def test_the_activity_says_how_many_workers_answer_why_not_more_and_until_when_the_trainer_waits(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, Any]] = []
@@ -310,18 +310,23 @@ def test_the_activity_says_how_many_workers_answer_and_until_when_the_trainer_wa
         services.clients,
     )
 
+    def health(_: dict[str, Any]) -> Any:
+        seen.append(main.activity.shown())
+        return (503, {"detail": "starting"}) if len(seen) == 1 else {}
+
     def workers(_: dict[str, Any]) -> dict[str, Any]:
         seen.append(main.activity.shown())
-        count = min(len(seen) - 1, 2)
+        count = min(len(seen) // 2 - 1, 2)
         return {"workers": [{"id": f"{n}", "url": f"http://w{n}", "is_healthy": True} for n in range(count)]}
 
-    with fake_service({"GET /health": lambda _: {}, "GET /workers": workers}) as router:
+    with fake_service({"GET /health": health, "GET /workers": workers}) as router:
         address = f"{router.endpoint.host}:{router.endpoint.port}"
         monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
         main.wait_for_workers()
-    assert [(told["what"], told["done"]) for told in seen] == [
-        ("waiting for 2 rollout workers", f"{count} there") for count in (0, 0, 1)
-    ]
+    assert {told["what"] for told in seen} == {"waiting for 2 rollout workers"}
+    assert [told["done"].partition(" (")[0] for told in seen] == [f"{count} there" for count in (0, 0, 0, 0, 0, 1, 1)]
+    assert ["no router yet" in told["done"] for told in seen] == [True, True, *[False] * 5]
+    assert "503 starting" in seen[1]["done"]
     assert seen[0]["until"] == pytest.approx(seen[0]["since"] + main.settings.start_deadline_seconds)
 
 
