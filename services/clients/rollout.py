@@ -15,7 +15,9 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+import httpx
 from prometheus_client import Counter, Gauge
 from tokenizers import Tokenizer
 
@@ -83,6 +85,8 @@ IN_FLIGHT = Gauge("rollout_requests_in_flight", "Generation requests waiting for
 
 ROUTING_KEY = "X-SMG-Routing-Key"
 """The header by which the router chooses: requests of one key go to one worker, a new key's to the least busy one."""
+ADAPTER_POLL_SECONDS = 0.5
+"""Pause before a request is sent again to a worker that lacks the trained adapter."""
 MAX_ROUNDS = 4
 """Rounds of requests in a row that bring no token of a prompt's completions; a group may stay short after the last."""
 PIECE_TOKENS = 2048
@@ -272,8 +276,7 @@ class RolloutClient(HttpClient):
         REQUESTS.inc()
         try:
             with IN_FLIGHT.track_inprogress():
-                headers = {ROUTING_KEY: begun.key}
-                reply = await self.request("POST", ROUTED.generate_path, body, headers=headers, deadline=deadline)
+                reply = await self._ask(body, {ROUTING_KEY: begun.key}, deadline)
             completions = ROUTED.read_completions(str(reply.url), reply.content)
         except DependencyLostError as error:
             LOST.inc()
@@ -287,6 +290,23 @@ class RolloutClient(HttpClient):
             done = [await self._decoder.decode(whole, params.stop) for whole in sorted_by_end.done]
             return replace(sorted_by_end, done=done)
         return sorted_by_end
+
+    async def _ask(self, body: dict[str, Any], headers: dict[str, str], deadline: float) -> httpx.Response:
+        """Return the reply to a request, which waits for the trained adapter while a worker does not have it yet.
+
+        So it is before the trainer has sent the first version, and in a worker that has started anew.
+        """
+        end = time.monotonic() + deadline
+        while True:
+            try:
+                return await self.request(
+                    "POST", ROUTED.generate_path, body, headers=headers, deadline=end - time.monotonic()
+                )
+            except RequestRefusedError as error:
+                is_awaited = self.lora_path == ADAPTER_NAME and "not loaded" in str(error)
+                if not is_awaited or time.monotonic() + ADAPTER_POLL_SECONDS > end:
+                    raise
+                await asyncio.sleep(ADAPTER_POLL_SECONDS)
 
 
 def _sorted_by_end(begun: _Begun, received: Sequence[TokenSequence], piece: int, most: int) -> _Reply:

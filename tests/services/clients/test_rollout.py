@@ -296,6 +296,23 @@ async def test_a_refused_request_is_not_tried_again(router: Router) -> None:
     assert len(router.requests) == 1
 
 
+NOT_LOADED = (400, {"detail": "LoRA adapter policy is not loaded; loaded is none"})
+
+
+async def test_a_request_waits_for_the_first_version_of_the_trained_adapter(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "ADAPTER_POLL_SECONDS", 0.01)
+    router.answers = [lambda _: NOT_LOADED] * 9
+    async with client(router, lora_path="policy") as rollouts:
+        assert len(await rollouts.generate([1], PARAMS, n=2)) == 2
+    assert len(router.requests) == 10
+    router.answers = [lambda _: NOT_LOADED] * 2
+    async with client(router, lora_path="other") as rollouts:
+        with pytest.raises(RequestRefusedError):
+            await rollouts.generate([1], PARAMS, n=2)
+
+
 async def test_a_deadline_ends_all_tries(router: Router) -> None:
     router.seconds = 2.0
     async with client(router, deadline_seconds=0.5) as rollouts:
