@@ -29,6 +29,8 @@ from services.sandbox.watch import Processes, Run, remove
 _REQUESTS, _REPLIES, _COPIES = 100, 101, 200
 """File descriptors out of the way of those that a piece of code gets."""
 _STDOUT, _STDERR, _REPLY, _LINK = 1, 2, 3, 4
+_MOST_FILES = 10_000
+"""Files that are read from a box: empty ones take time, too."""
 
 
 def main() -> None:
@@ -223,6 +225,8 @@ def _save() -> None:
             if stat.S_ISREG(os.lstat(path).st_mode):
                 with open(path, "rb") as file:
                     files[path] = file.read().decode("latin-1")
+        if len(files) > _MOST_FILES:
+            raise OSError(f"there are more than {_MOST_FILES} files")
     with _open_reply() as reply:
         json.dump(files, reply, sort_keys=True)
 
