@@ -6,7 +6,6 @@ docs/guides/forking.md has examples.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import sqlite3
@@ -32,12 +31,11 @@ from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import read_from, read_object, read_records, remove_directory, saved_steps, write_json
 from services.core.run_ids import RUN_ID
+from services.core.settings import SECRET
 from services.run_page.directory import CHANGES, FORK
 
 LAUNCH = "launch.json"
 """The file of a run directory with the command line that started the run."""
-SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
-"""The names of variables whose values are not recorded; a fork takes them from its own environment."""
 POLL_SECONDS = 0.5
 
 
@@ -256,7 +254,10 @@ def record_launch(run_dir: Path, launch: Launch) -> None:
 
 
 def _recorded(assignment: str) -> str:
-    """Return an option of --env with its value, which may be in the environment; the name alone of a secret."""
+    """Return an option of --env with its value, which may be in the environment; the name alone of a secret.
+
+    A fork takes secrets from its own environment.
+    """
     name, given, _ = assignment.partition("=")
     if SECRET.search(name):
         return name

@@ -30,7 +30,7 @@ REFUSAL = "error: "
 GRPO = (sys.executable, "-P", str(ROOT / "scripts/grpo.py"))
 """The command line, which works wherever this module is installed."""
 SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
-"""The names of variables that are secrets on a cluster; those of fork.py, whose module this one must not import."""
+"""The names of variables that are secrets on a cluster."""
 RECORD = "runner.json"
 """The file of a run directory in which the local runner records how the run ended."""
 

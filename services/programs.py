@@ -27,12 +27,10 @@ from services.core import machine
 from services.core.endpoints import exempt_from_proxies
 from services.core.logs import get_logger
 from services.core.processes import describe_exit, end_group
+from services.core.settings import SECRET
 from services.protocol.rewards import RewardResult, RewardStatus
 
 log = get_logger(__name__)
-
-WITHHELD = ("JOBGROUP_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "ANTHROPIC_AUTH_TOKEN")
-"""Variables that a program does not inherit: our secrets, and a key that would win over the session's."""
 
 OUTPUT_BYTES = 2**18
 """The end of each of a program's two outputs that is kept."""
@@ -95,7 +93,8 @@ class Program:
             ProgramFailedError: its exit code is not 0.
             AgentFailedError: the last line in GRPO_REWARD_FD has no reward that is a finite number or null.
         """
-        variables = {name: value for name, value in os.environ.items() if name not in WITHHELD}
+        # Without our secrets, and without keys that would win over the session's.
+        variables = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
         variables |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         variables |= exempt_from_proxies(urlsplit(base_url).hostname or "")
         # Anthropic's clients append /v1 themselves.
@@ -158,7 +157,7 @@ def privilege_drop() -> tuple[str, ...]:
     log.warning(
         "programs can read what this user can: files, and secrets in the environment of this user's processes; only "
         "as root, on Linux with setpriv, the latter are hidden from them",
-        secrets=[name for name in WITHHELD if os.environ.get(name)],
+        secrets=[name for name in os.environ if SECRET.search(name)],
     )
     return ()
 

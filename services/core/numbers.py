@@ -26,7 +26,7 @@ _REPLACEMENTS = (
     (re.compile(r"\\[,;:! ]|[\u00a0\u2009\u202f~]|\\quad"), " "),
     (re.compile(r"\\?%"), " % "),
     (re.compile(r"\\?[$€£¥₹]"), " $ "),
-    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree"), " degrees "),
+    (re.compile(r"\^\s*+(?:\{\s*+)?\\circ\s*+\}?|°|\\degree"), " degrees "),
     (re.compile("[−–‒﹣－]"), "-"),  # noqa: RUF001  # these are the minus signs that models write
 )
 

@@ -9,6 +9,7 @@ stops the program.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -40,6 +41,10 @@ JsonTexts = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode, Befor
 
 Result = TypeVar("Result")
 
+SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|AUTHORIZATION)$", re.IGNORECASE)
+"""The ends of the names of variables, and of fields of JSON, that hold secrets."""
+_USER_IN_URL = re.compile(r"(?:^|,)\s*+[a-z][a-z+.-]*://[^/?#\s]*@", re.IGNORECASE)
+
 ADVANCED = "[advanced]"
 """The end of the text of a setting that hardly any run has a reason to change; docs/configuration.md lists it apart."""
 
@@ -66,6 +71,15 @@ class Settings(BaseSettings):
     """debug, info, warning or error."""
     log_format: str = Field("text", pattern=r"^(text|json)$")
     """`text`, or `json` for one object a line. [advanced]"""
+
+    @model_validator(mode="after")
+    def _no_user_in_url(self) -> Self:
+        for name, value in self:
+            if isinstance(value, str) and _USER_IN_URL.search(value):
+                raise ValueError(
+                    f"{name.upper()} has a user or a password in its URL, which others can read; remove it"
+                )
+        return self
 
     @classmethod
     def load(cls, **overrides: Any) -> Self:
@@ -299,7 +313,6 @@ def _describe(problem: Any) -> str:
     if not name:  # a check of several settings, which names them itself
         return str(message)
     value = problem.get("input")
-    value_text = (
-        "" if value is None or isinstance(value, dict) or "TOKEN" in name or "KEY" in name else f" is {value!r}"
-    )
+    is_secret = "TOKEN" in name or "KEY" in name or _USER_IN_URL.search(str(value))
+    value_text = "" if value is None or isinstance(value, dict) or is_secret else f" is {value!r}"
     return f"{name}{value_text}: {message}"

@@ -48,7 +48,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 }
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "%": "**percent ", ",": "", "$": "", "_": ""})  # noqa: RUF001
 """Replacements of characters. A percent sign becomes a power, which binds tighter than the other operators."""
-_CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
+_CALL = re.compile(r"<calc>((?:(?!<calc>).)*?)</calc>", re.DOTALL)
 
 
 class Questions(Tasks):

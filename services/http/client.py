@@ -9,6 +9,7 @@ fails.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import re
@@ -45,6 +46,7 @@ CONNECT_SECONDS = 5.0
 POOL_REQUESTS = 16
 PROBE_SECONDS = 5.0
 """Longest wait for an answer of /health."""
+MAX_REPLY_BYTES = 2**30
 LEAST_PROBE_SECONDS = 1.0
 """Shortest time of the last probe; a shorter one would replace the real cause by a time-out."""
 HEALTH_POLL_SECONDS = 0.2
@@ -143,6 +145,7 @@ class HttpClient:
         service: str = "service",
         deadline: float = 90.0,
         max_connections: int | None = 256,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
         """Make a client.
 
@@ -153,12 +156,14 @@ class HttpClient:
             service: the service's name in errors and metrics.
             deadline: seconds that a request may take with all its attempts, unless the call gives another deadline.
             max_connections: open at once; further requests wait for one. None: unlimited.
+            max_reply_bytes: a longer reply is an error.
         """
         self.service = service
         self.url = url.rstrip("/")
         self.token = token
         self.timeout = timeout
         self.deadline = deadline
+        self.max_reply_bytes = max_reply_bytes
         self._retries = RETRIES.labels(service)
         proxy = endpoints.proxy_of(self.url)
         self._via = f" through the proxy {without_password(proxy)}" if proxy else ""
@@ -253,7 +258,7 @@ class HttpClient:
                         if attempts == 2:
                             log.warning("a request is tried again", request=name, why=last_error)
                         try:
-                            return (await self._http.send(request)).raise_for_status()
+                            return (await self._attempt(request)).raise_for_status()
                         except httpx.HTTPError as error:
                             last_error, cause = describe(error), error
                             raise
@@ -282,11 +287,25 @@ class HttpClient:
         """
         try:
             async with asyncio.timeout(seconds):
-                return await self._http.send(self._build(method, path, payload, None, headers, seconds))
+                return await self._attempt(self._build(method, path, payload, None, headers, seconds))
         except (TimeoutError, httpx.HTTPError) as error:
             raise DependencyLostError(
                 f"{self._place} did not answer {path} within {seconds:g} s: {describe(error)}"
             ) from error
+
+    async def _attempt(self, request: httpx.Request) -> httpx.Response:
+        """Send a request and read its reply; DependencyLostError if that is too long."""
+        async with contextlib.aclosing(await self._http.send(request, stream=True)) as response:
+            content = bytearray()
+            async for part in response.aiter_bytes():
+                content += part
+                if len(content) > self.max_reply_bytes:
+                    raise DependencyLostError(
+                        f"{self.service} answered {request.url} with more than the {self.max_reply_bytes} bytes that "
+                        "are read; is another program listening there?"
+                    )
+            response._content = bytes(content)  # as httpx keeps what it has read itself
+        return response
 
     async def is_healthy(self) -> bool:
         """Return whether the service answers GET /health with 200 now."""
@@ -311,7 +330,7 @@ class HttpClient:
                 )
                 if response.status_code == 200:
                     return
-                last_state = f"/health answered {response.status_code} {response.text[:200]}"
+                last_state = f"/health answered {response.status_code} {text_of(response)[:200]}"
             except DependencyLostError as error:
                 last_state = str(error)
             pause = min(max(HEALTH_POLL_SECONDS, (time.monotonic() - started) / 10), LONGEST_HEALTH_POLL_SECONDS)
@@ -347,13 +366,20 @@ class HttpClient:
 
 def problem_detail(response: httpx.Response) -> str:
     """Return the detail of a problem document; of another body, its beginning."""
+    text = text_of(response)
     try:
-        document = orjson.loads(response.content)
+        document = orjson.loads(text)
     except orjson.JSONDecodeError:
         document = None
     if isinstance(document, dict) and isinstance(document.get("detail"), str):
         return str(document["detail"])
-    return response.text[:300] or response.reason_phrase
+    return text[:300] or response.reason_phrase
+
+
+def text_of(response: httpx.Response) -> str:
+    """Return the text of a reply for messages, without the key that the request had and that some servers repeat."""
+    key = response.request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return response.text.replace(key, "***") if key else response.text
 
 
 def describe(error: BaseException) -> str:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import re
+import socket
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import lru_cache
+from ipaddress import ip_address
 
 from prometheus_client import Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -60,7 +65,10 @@ class ServiceMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request; pass other connections (WebSocket, lifespan) through."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            if scope["type"] == "websocket" and self._expected is None and not _is_from_here(dict(scope["headers"])):
+                await send({"type": "websocket.close"})
+            else:
+                await self._app(scope, receive, send)
             return
         started = time.perf_counter()
         path = printable(scope["path"])
@@ -102,11 +110,18 @@ class ServiceMiddleware:
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
         """Raise ProblemError without the token, while the service is not ready, or for a body that is too large."""
         has_own_key = self._own_keys is not None and self._own_keys.fullmatch(path)
-        if self._expected is not None and path not in self._without_token and not has_own_key:
+        if path in self._without_token or has_own_key:
+            pass
+        elif self._expected is not None:
             authorization = headers.get(b"authorization", b"")
             if not hmac.compare_digest(authorization, self._expected):
                 detail = "JOBGROUP_TOKEN is set here: send the header 'Authorization: Bearer <token>' with its value"
                 raise ProblemError(401, detail, {"WWW-Authenticate": "Bearer"})
+        elif not is_ours(headers.get(b"host", b"")):
+            detail = (
+                "public names are answered with JOBGROUP_TOKEN only; set it, or give an address in place of the name"
+            )
+            raise ProblemError(421, detail)
         if path not in self._always_answered and not self._is_ready():
             detail = f"{self._service} is starting or stopping; wait until GET /health answers 200"
             raise ProblemError(503, detail, {"Retry-After": "1"})
@@ -141,3 +156,24 @@ class ServiceMiddleware:
         detail = f"the body has {size} bytes; allowed are {self._max_body_bytes}: send less at a time"
         # The rest of the body is not read, so the connection cannot be used again.
         return ProblemError(413, detail, {"Connection": "close"})
+
+
+def _is_from_here(headers: dict[bytes, bytes]) -> bool:
+    """Return whether a WebSocket is opened by no web page of another site, which browsers allow, and name the site."""
+    return is_ours(headers.get(b"host", b"")) and is_ours(headers.get(b"origin", b"").rpartition(b"//")[2])
+
+
+@lru_cache(maxsize=256)
+def is_ours(host: bytes) -> bool:
+    """Return whether a Host header has an address, or a name that no web site can have lead here (DNS rebinding).
+
+    Such a name has no dot, ends as public names never do, or belongs to this machine or its job group.
+    """
+    text = host.decode("latin-1").lower()
+    name = text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0].rstrip(".")
+    with suppress(ValueError):
+        ip_address(name)
+        return True
+    group = os.environ.get("SKYPILOT_JOBGROUP_NAME", "")
+    ends = (".localhost", ".local", ".internal", ".svc", *([f".{group.lower()}"] if group else []))
+    return "." not in name or name.endswith(ends) or name == socket.gethostname().lower()

@@ -12,11 +12,12 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from services.core.endpoints import Task, node_rank
 from services.core.files import atomic_write
 from services.core.logs import get_logger
-from services.core.settings import Settings
+from services.core.settings import SECRET, Settings
 from services.protocol.base import ComponentRecord
 
 log = get_logger(__name__)
@@ -36,11 +37,20 @@ def describe(settings: Settings) -> ComponentRecord:
         for name, field in type(settings).model_fields.items()
     }
     return ComponentRecord(
-        settings=settings.model_dump(mode="json"),
+        settings=_without_secrets(settings.model_dump(mode="json")),
         changed=[n for n, default in defaults.items() if n not in OF_EVERY_RUN and getattr(settings, n) != default],
         packages={"python": platform.python_version(), **_versions()},
         commit=_commit(),
     )
+
+
+def _without_secrets(value: Any, name: str = "") -> Any:
+    """Return a JSON value with asterisks for the texts whose name says that they are secret, as in JUDGE_ARGS."""
+    if isinstance(value, dict):
+        return {key: _without_secrets(item, key) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(item, name) for item in value]
+    return "**********" if isinstance(value, str) and SECRET.search(name) else value
 
 
 def write_record(settings: Settings, task: Task) -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import types
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from ipaddress import ip_address
 from types import FrameType
 from typing import Any, TypeVar, get_args
 
@@ -128,6 +129,8 @@ def run_service(
         listener = listen(host, default.port if arguments.port is None else arguments.port)
         app = app_factory(settings)
         log.info("listening", host=host, port=listener.getsockname()[1])
+        if settings.token is None and ip_address(listener.getsockname()[0]).is_unspecified:
+            log.warning("whoever reaches this port may use the service; set JOBGROUP_TOKEN to ask for a token")
         serve(app, listener)
         log.info("drained")
 
@@ -155,14 +158,19 @@ def _types(field: FieldInfo) -> tuple[object, ...]:
 # SGLang's router tries gRPC with each new worker.
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n"
 
+MAX_HEAD_BYTES = 64 * 2**10
+"""Bytes that may come before a request's headers are whole, or between pieces of its body."""
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 REQUEST_SECONDS = 60.0
 """Time for the headers of a request, and for each next piece of its body."""
 
 
 class _Protocol(HttpToolsProtocol):
-    """A connection that refuses HTTP/2 without uvicorn's warning, and closes when no whole request comes in time."""
+    """A connection that refuses HTTP/2 without uvicorn's warning, and bounds a request's headers in bytes and time."""
 
     _limit: asyncio.TimerHandle | None = None
+    _unparsed = 0
+    """Bytes since the last headers, or the last piece of a body, that were whole."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request."""
@@ -179,8 +187,22 @@ class _Protocol(HttpToolsProtocol):
         if self.scope is None and data.startswith(_HTTP2_PREFACE):
             self.send_400_response("HTTP/2 is not spoken here; send HTTP/1.1")
             return
+        self._unparsed += len(data)
         super().data_received(data)
+        if self._unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(_TOO_LARGE)
+            self.transport.close()
         self._set_limit()
+
+    def on_headers_complete(self) -> None:
+        """Begin to count anew."""
+        super().on_headers_complete()
+        self._unparsed = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Begin to count anew."""
+        super().on_body(body)
+        self._unparsed = 0
 
     def _set_limit(self) -> None:
         """Limit the wait for the client: once for the whole headers, and again for each piece of a body."""

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
-from services.http.client import HttpClient, RequestRefusedError
+from services.http.client import HttpClient, RequestRefusedError, text_of
 from services.protocol.chat import ChatChoice, ChatReply
 from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_columns import JUDGES
@@ -40,6 +40,7 @@ START_SECONDS = 600.0
 """The judge may be an engine that starts at the same time."""
 CHECK_SECONDS = 5.0
 """The wait for the judge in a check before the run, which may be out of its reach."""
+MAX_REPLY_BYTES = 4 * 2**20
 _PATH = "/chat/completions"
 _FIRST_TOKEN: dict[str, Any] = {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
 _TIE = 0.5
@@ -59,7 +60,13 @@ class Judge:
         self.settings = settings
         self.figures = Figures()
         self._is_soft = is_soft
-        self._client = HttpClient(settings.judge_url, token=_key(settings), service="judge", max_connections=None)
+        self._client = HttpClient(
+            settings.judge_url,
+            token=_key(settings),
+            service="judge",
+            max_connections=None,
+            max_reply_bytes=MAX_REPLY_BYTES,
+        )
         self._places = asyncio.Semaphore(settings.judge_concurrency)
         self._calls: dict[str, asyncio.Task[Verdict | NoVerdictError]] = {}
         self._verdicts = Verdicts(settings.judge_directory)
@@ -121,8 +128,8 @@ class Judge:
         except ValidationError as error:
             kind = response.headers.get("content-type", "no content type")
             raise ConfigurationError(
-                f"{where} answers {kind} that is not a chat completion ({response.text[:80]!r}); give the base URL of "
-                "an OpenAI-compatible API, mostly ending in /v1"
+                f"{where} answers {kind} that is not a chat completion ({text_of(response)[:80]!r}); give the base URL "
+                "of an OpenAI-compatible API, mostly ending in /v1"
             ) from error
         except NoVerdictError as error:
             raise ConfigurationError(f"{where}: {error}; judge_soft needs them, `judge` does not") from error
@@ -173,7 +180,9 @@ class Judge:
         """Return the scores by criterion, and the judge's reasons."""
         asked = rubrics.criteria_messages(rubric, item)
         verdict = await self._verdict(
-            asked, lambda choice: Verdict(*rubrics.read_criteria(self._text(choice), asked, rubric))
+            asked,
+            [criterion.name for criterion in rubric.criteria],
+            lambda choice: Verdict(*rubrics.read_criteria(self._text(choice), asked, rubric)),
         )
         return verdict.scores, verdict.reason
 
@@ -184,7 +193,7 @@ class Judge:
         def read(choice: ChatChoice) -> Verdict:
             return Verdict({"yes": rubrics.read_soft(_first_tokens(choice))})
 
-        verdicts = await asyncio.gather(*(self._verdict(one, read, tries=1, **_FIRST_TOKEN) for one in asked))
+        verdicts = await asyncio.gather(*(self._verdict(one, ["yes"], read, tries=1, **_FIRST_TOKEN) for one in asked))
         scores = {c.name: verdict.scores["yes"] for c, verdict in zip(rubric.criteria, verdicts, strict=True)}
         return scores, "; ".join(f"{name}: {score:.3f}" for name, score in scores.items())
 
@@ -193,10 +202,11 @@ class Judge:
     ) -> tuple[dict[str, float], str]:
         """Return the scores by text, and the judge's reasons, of different answers shown in the order of ``texts``."""
         asked = rubrics.group_messages(rubric, item, texts)
+        ids = [*map(str, range(1, len(texts) + 1))]
         verdict = await self._verdict(
-            asked, lambda choice: Verdict(*rubrics.read_group(self._text(choice), asked, len(texts)))
+            asked, ids, lambda choice: Verdict(*rubrics.read_group(self._text(choice), asked, len(texts)))
         )
-        return {text: verdict.scores[str(number)] for number, text in enumerate(texts, start=1)}, verdict.reason
+        return {text: verdict.scores[one] for one, text in zip(ids, texts, strict=True)}, verdict.reason
 
     def _text(self, choice: ChatChoice) -> str:
         if choice.finish_reason == "length":
@@ -210,9 +220,12 @@ class Judge:
         body = {"model": settings.judge_model, "messages": messages, **sampling, **fields, **settings.judge_args}
         return {name: value for name, value in body.items() if value is not None}
 
-    async def _verdict(self, messages: Messages, read: Read, *, tries: int = 2, **fields: Any) -> Verdict:
+    async def _verdict(
+        self, messages: Messages, names: Sequence[str], read: Read, *, tries: int = 2, **fields: Any
+    ) -> Verdict:
         """Return the verdict that the answer to ``messages`` is read as: kept, shared with an equal request, or new.
 
+        One that is kept must have a score for each of ``names``.
         A request runs on if nobody waits for it any more, so that its verdict is kept for the next time.
 
         Raises:
@@ -224,15 +237,17 @@ class Judge:
         if call is not None:
             self.figures.hit()
         else:
-            call = self._calls[key] = asyncio.create_task(self._kept_or_new(key, body, read, tries))
+            call = self._calls[key] = asyncio.create_task(self._kept_or_new(key, body, names, read, tries))
             call.add_done_callback(lambda _: self._calls.pop(key))
         outcome = await asyncio.shield(call)
         if isinstance(outcome, NoVerdictError):
             raise outcome
         return outcome
 
-    async def _kept_or_new(self, key: str, body: dict[str, Any], read: Read, tries: int) -> Verdict | NoVerdictError:
-        if (kept := await self._verdicts.find(key)) is not None:
+    async def _kept_or_new(
+        self, key: str, body: dict[str, Any], names: Sequence[str], read: Read, tries: int
+    ) -> Verdict | NoVerdictError:
+        if (kept := await self._verdicts.find(key, names)) is not None:
             self.figures.hit()
             return kept
         seconds = self.settings.judge_seconds
@@ -278,7 +293,9 @@ class Judge:
                 body = body | {"messages": [*messages, refused, again]}
             else:
                 prompts, replies = map(sum, zip(*costs, strict=True))
-                return Verdict(verdict.scores, verdict.reason[:_MAX_REASON]), (prompts, replies)
+                # Half a character can be written neither to the disk nor into a reply.
+                reason = verdict.reason[:_MAX_REASON].encode(errors="replace").decode()
+                return Verdict(verdict.scores, reason), (prompts, replies)
 
     def _note_model(self, model: str) -> None:
         """Warn if the judge answers as another model than before: a name may move to a new model during a run."""

@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -30,10 +31,12 @@ from services.reward_server.settings import RewardSettings
 Messages = list[dict[str, str]]
 
 YES_OR_NO = ("no", "yes")
-_MARKS = re.compile(r"</?judged_answer\b[^>]*>|<\|[^|\s]*\|>|<(?:start|end)_of_turn>|\[/?INST\]")
+_MARKS = re.compile(r"</?judged_answer\b(?:[^<>]*+>)?+|<\|[^|\s]*\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 _REASONING_END = "</think>"
 MAX_CHARACTERS = 20_000
 """Longer answers are cut in the middle; a note in the text says so."""
+_MOST_LISTS = 100
+"""A reply with more lists of verdicts is searched no further, so that its length bounds the time."""
 _STEPS = 4
 """Scores of a group are rounded to 1 / _STEPS, so that answers of about the same worth have the same reward."""
 
@@ -294,7 +297,7 @@ def read_group(reply: str, asked: Messages, count: int) -> tuple[dict[str, float
     for one in ids:
         try:
             score = float(entries[one].get("score"))  # type: ignore[arg-type]  # refused below
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             score = math.nan
         if not 0 <= score <= 1:
             raise NoVerdictError(f"the score of answer {one} is {entries[one].get('score')!r}, not from 0 to 1")
@@ -308,15 +311,15 @@ def read_soft(first: Sequence[TokenLogprob]) -> float:
     Raises:
         NoVerdictError: neither word is among them.
     """
-    words = [(token.token.strip(" \n\t▁Ġ\"'*").casefold(), math.exp(token.logprob)) for token in first]
+    words = [(token.token.strip(" \n\t▁Ġ\"'*").casefold(), math.exp(min(token.logprob, 0.0))) for token in first]
     no, yes = (math.fsum(p for word, p in words if word == wanted) for wanted in YES_OR_NO)
-    if yes + no <= 0:
+    if not yes + no > 0:
         raise NoVerdictError("neither yes nor no is among the likeliest first tokens of the reply")
     return yes / (yes + no)
 
 
 def _entries(reply: str, asked: Messages, key: str, name: str, wanted: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the entries of the first object of a reply that has ``key`` and is not copied from the request, by name.
+    """Return the entries of the first list called ``key`` in a reply that is not copied from the request, by name.
 
     Raises:
         NoVerdictError: there is none, or its entries are not one for each of the ``wanted`` names.
@@ -325,17 +328,13 @@ def _entries(reply: str, asked: Messages, key: str, name: str, wanted: Sequence[
     if not text.strip():
         raise NoVerdictError("the reply is empty", "empty")
     request = "".join("".join(message["content"] for message in asked).split())
-    decoder, start = json.JSONDecoder(), text.find("{")
+    decoder, following = json.JSONDecoder(), 0
     found: Any = None
-    while start >= 0 and found is None:
-        following = start + 1
+    for start in islice(re.finditer(rf'"{key}"\s*+:\s*+(?=\[)', text), _MOST_LISTS):
         with contextlib.suppress(ValueError, RecursionError):
-            value, end = decoder.raw_decode(text, start)
-            if "".join(text[start:end].split()) in request:
-                following = end
-            else:
-                found = value.get(key)
-        start = text.find("{", following)
+            if found is None and start.end() >= following:
+                value, following = decoder.raw_decode(text, start.end())
+                found = None if "".join(text[start.end() : following].split()) in request else value
     if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
         raise NoVerdictError(f"the reply has no JSON object with a list of {key}: {text.strip()[:100]!r}")
     names = [str(entry.get(name)) for entry in found]

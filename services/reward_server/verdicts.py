@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -11,8 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Annotated
 
 from prometheus_client import Counter, Gauge
+from pydantic import Field, TypeAdapter
 
 from services.core.logs import get_logger
 from services.http.database import Database
@@ -30,6 +33,9 @@ AGREEMENT = Gauge(
 )
 LENGTH = Gauge("reward_judge_length_correlation", "Correlation of the judge's scores with the answers' lengths.")
 
+_SCORES = TypeAdapter(dict[str, Annotated[float, Field(ge=0, le=1)]])
+_MOST_TOKENS = 2**31
+"""No reply costs more, whatever the judge says."""
 WATCHED = 1000
 """The newest scores, and agreements, that the figures are of."""
 
@@ -62,10 +68,13 @@ CREATE TABLE IF NOT EXISTS verdicts (
     unwritten = "the reward-server cannot write its verdicts"
     loss = "its verdicts are lost, and are paid for again"
 
-    async def find(self, key: str) -> Verdict | None:
-        """Return the verdict of a key, if it is there."""
+    async def find(self, key: str, names: Sequence[str]) -> Verdict | None:
+        """Return the verdict of a key, if it is there with a score from 0 to 1 for each of ``names``."""
         for scores, reason in await self.read("SELECT scores, reason FROM verdicts WHERE key = ?", key):
-            return Verdict(json.loads(scores), reason)
+            with contextlib.suppress(ValueError):
+                found = _SCORES.validate_json(scores)
+                if found.keys() == set(names):
+                    return Verdict(found, str(reason))
         return None
 
     async def last_model(self) -> str | None:
@@ -95,7 +104,8 @@ class Figures:
     def count(self, reply: ChatReply) -> tuple[int, int]:
         """Count a reply, and return the tokens of its prompt and of its text."""
         usage = reply.usage
-        tokens = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
+        told = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
+        tokens = (min(max(told[0], 0), _MOST_TOKENS), min(max(told[1], 0), _MOST_TOKENS))
         CALLS.inc()
         for kind, number in zip(("prompt", "completion"), tokens, strict=True):
             TOKENS.labels(kind).inc(number)

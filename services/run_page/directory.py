@@ -11,7 +11,7 @@ from typing import Any
 
 from services.core.errors import ConfigurationError
 from services.core.files import read_object
-from services.run_page.records import Position, SampleIndex, parse, read_lines
+from services.run_page.records import MAX_CHARACTERS, Position, SampleIndex, cut, parse, read_lines
 
 RECORDS_A_REPLY = 1000
 METRIC_DIGITS = 6
@@ -176,7 +176,10 @@ def first_failure(run_dir: Path, since: float = 0.0) -> str:
     """Return the run's first failure of the user's own code; empty without one since that time."""
     path = run_dir / FIRST_FAILURE
     try:
-        return path.read_text(errors="replace").strip() if path.stat().st_mtime >= since else ""
+        if path.stat().st_mtime < since:
+            return ""
+        with path.open(errors="replace") as file:
+            return str(cut(file.read(MAX_CHARACTERS + 1))).strip()
     except OSError:
         return ""
 

@@ -23,6 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 BLOCK_BYTES = 4 * 2**20
 LINES_A_BLOCK = 4096
+MAX_CHARACTERS = 100_000
+"""Longer texts are cut in replies, with a note at their end."""
 SEARCH_SECONDS = 0.5
 """Longest search of one request; its reply says where to continue."""
 
@@ -198,16 +200,18 @@ class SampleIndex:
         groups = self._groups
         number = len(groups) if query.before is None else min(query.before, len(groups))
         matches: list[dict[str, Any]] = []
+        size = 0
         if not self.path.exists():
             return GroupsFound([], None, None, 0)
         with self.path.open("rb") as file:
-            while number > 0 and len(matches) < query.limit and time.monotonic() < end:
+            while number > 0 and len(matches) < query.limit and size < BLOCK_BYTES and time.monotonic() < end:
                 number -= 1
                 group = groups[number]
                 if self._may_match(group, query) and (content := _read(file, group, query)) is not None:
                     count = self._groups_of_prompt[group.prompt_key]
                     place = {"number": number, "prompt_key": group.prompt_key, "groups_of_prompt": count}
                     matches.append(place | content)
+                    size += group.end - group.start
         step = groups[number].step if number < len(groups) else None
         return GroupsFound(matches, number if number > 0 else None, step, len(groups))
 
@@ -242,7 +246,17 @@ def _read(file: IO[bytes], group: _Group, query: GroupsQuery) -> dict[str, Any] 
     completions = [{k: v for k, v in record.items() if k not in shared} for record in records]
     if not query.tokens:
         completions = [c | ({"spans": []} if "spans" in c else {}) for c in completions]
-    return {**shared, "completions": completions}
+    return {name: cut(value) for name, value in {**shared, "completions": completions}.items()}
+
+
+def cut(value: Any) -> Any:
+    """Return a text of at most MAX_CHARACTERS, or a JSON value with such texts."""
+    if isinstance(value, dict):
+        return {name: item if name == "spans" else cut(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [cut(item) for item in value]
+    is_long = isinstance(value, str) and len(value) > MAX_CHARACTERS
+    return f"{value[:MAX_CHARACTERS]}\n(… the rest is left out here)" if is_long else value
 
 
 def _rewards(record: dict[str, Any]) -> tuple[float, float]:

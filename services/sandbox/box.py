@@ -34,8 +34,9 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-_FIRST_VICTIM = '{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null; exec "$@"'
-"""When the machine's memory runs out, the kernel ends a box before anything else."""
+_FIRST_VICTIM = '{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null; exec "$@" 9< /proc'
+"""When the machine's memory runs out, the kernel ends a box before anything else. Its first process sees the others in
+/proc, which bubblewrap leaves out."""
 
 
 _taken: set[int] = set()

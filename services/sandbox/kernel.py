@@ -28,7 +28,8 @@ _REFUSED = """
 ptrace 101 117  process_vm_readv 310 270  process_vm_writev 311 271  kcmp 312 272  bpf 321 280  userfaultfd 323 282
 perf_event_open 298 241  add_key 248 217  request_key 249 218  keyctl 250 219  socket 41 198  unshare 272 97
 setns 308 268  mount 165 40  umount2 166 39  pivot_root 155 41  chroot 161 51  open_by_handle_at 304 265
-fanotify_init 300 262  memfd_create 319 279  shmget 29 194  semget 64 190  msgget 68 186  mq_open 240 180  chmod 90 -
+inotify_add_watch 254 27  fanotify_init 300 262  fanotify_mark 301 263  fallocate 285 47  sendmsg 46 211
+sendmmsg 307 269  memfd_create 319 279  shmget 29 194  semget 64 190  msgget 68 186  mq_open 240 180  chmod 90 -
 fchmod 91 52  fchmodat 268 53  chown 92 -  fchown 93 55  lchown 94 -  fchownat 260 54  utime 132 -  utimes 235 -
 futimesat 261 -  utimensat 280 88  setxattr 188 5  lsetxattr 189 6  fsetxattr 190 7  removexattr 197 14
 lremovexattr 198 15  fremovexattr 199 16  truncate 76 45  personality 135 92  modify_ldt 154 -  migrate_pages 256 238
@@ -55,11 +56,11 @@ _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 _READ, _WRITE_FILE, _ON_FILES = 0b1101, 0b10, 0xC007
 """Execute, read files and directories; write to files; the rights that apply to something else than a directory."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 
 
 class Limits(NamedTuple):
-    """The limits of one run of code; processor time in all of its processes that zygote started, the rest each.
+    """The limits of one run of code; processor time and files of all of its processes, the rest of each.
 
     ``seconds`` are by the clock. ``memory_mb`` is address space, the interpreter's included. ``disk_mb`` bounds the
     files of the box, ``output_bytes`` what it prints.
@@ -81,6 +82,13 @@ def landlock_version() -> int:
 def adopt_orphans() -> None:
     """Make this process the parent of its descendants' orphans, so that it can find and end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def look_as(user: int) -> None:
+    """Look into processes as ``user`` may from now on: root in a container may not look into those of others."""
+    if sys.platform == "linux":
+        _LIBRARY.setfsgid(user)
+        _LIBRARY.setfsuid(user)
 
 
 def confine(
@@ -120,6 +128,7 @@ def confine(
         os.setresuid(uid, uid, uid)
     if is_linux:
         _check(_LIBRARY.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset")
+        _prctl(_PR_SET_DUMPABLE, int(not is_answer))  # The files that a program has open can be seen.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         install_filter(filter_program(is_answer=is_answer))
 

@@ -20,7 +20,7 @@ from services.sandbox.kernel import Limits
 
 _ATTACKS = """
 import ctypes, json, os, resource, socket, sys
-server, port, folder = SERVER
+server, port, folder, shared = SERVER
 canary, libc = folder + "/canary", ctypes.CDLL(None, use_errno=True)
 
 def fork():
@@ -32,8 +32,10 @@ attacks = {
     "it listed a directory of this user": lambda: os.listdir(folder),
     "it wrote a file of this user": lambda: open(canary, "a"),
     "it made a file beside this user's": lambda: open(folder + "/new", "w"),
-    "it made a file in /tmp": lambda: open("/tmp/grpo-attack", "w"),
-    "it made a file in /dev/shm": lambda: open("/dev/shm/grpo-attack", "w"),
+    "it watched a directory of this user":
+        lambda: 1 / (libc.inotify_add_watch(libc.inotify_init(), folder.encode(), 0x100) >= 0),
+    "it made a file in /tmp": lambda: open(shared[0], "w"),
+    "it made a file in /dev/shm": lambda: open(shared[1], "w"),
     "it removed a file of this user": lambda: os.remove(canary + "2"),
     "it changed the mode of a file": lambda: os.chmod(canary, 0),
     "it truncated a file": lambda: os.truncate(canary, 0),
@@ -81,6 +83,10 @@ except OSError:
     print(count)
 """
 _FILL = "i = 0\nwhile True:\n  i += 1\n  open(str(i), 'wb').write(bytes(2**20))"
+_FILL_UNNAMED = (
+    "import os, time\nfiles = []\nfor _ in range(8):\n"
+    "  files.append(open('x', 'wb', 0)); os.remove('x'); files[-1].write(bytes(2**20))\ntime.sleep(5)"
+)
 _LATE_SECONDS = 1.2
 
 
@@ -144,8 +150,9 @@ async def _attack_as_program(box: Box, interpreter: Interpreter) -> list[str]:
     # Signal 0 only asks whether one may be sent. Answers cannot ask, because kill is refused to them.
     if (await box.exec([python, "-c", f"import os; os.kill({os.getpid()}, 0)"])).outcome is Outcome.OK:
         passed.append("it signalled another process, which Landlock prevents from Linux 6.12 on, and another user")
-    if (await box.exec([python, "-c", _FILL])).outcome is Outcome.OK:
-        passed.append("it filled the disk")
+    for name, source in (("files", _FILL), ("files without a name", _FILL_UNNAMED)):
+        if (await box.exec([python, "-c", source])).outcome is Outcome.OK:
+            passed.append(f"it filled the disk by {name}")
     return passed
 
 
@@ -154,13 +161,16 @@ def _reason(result: Result) -> str:
 
 
 @contextmanager
-def _targets() -> Iterator[tuple[int, int, str]]:
-    """Yield what an attack aims at: this process, a port that listens, and a directory with files."""
+def _targets() -> Iterator[tuple[int, int, str, list[str]]]:
+    """Yield what an attack aims at: this process, a port that listens, a directory with files, and names for files."""
     with tempfile.TemporaryDirectory(prefix="grpo-canary-") as folder, socket.create_server(("127.0.0.1", 0)) as server:
+        shared = [f"{place}/{Path(folder).name}-new" for place in ("/tmp", "/dev/shm")]
         for name in ("canary", "canary2"):
             Path(folder, name).write_text("secret")
         os.chmod(folder, 0o777)  # so that file modes keep nothing from the attack
-        yield os.getpid(), server.getsockname()[1], folder
+        yield os.getpid(), server.getsockname()[1], folder, shared
+        for name in shared:
+            Path(name).unlink(missing_ok=True)
 
 
 def main() -> None:

@@ -8,17 +8,22 @@ import os
 import selectors
 import signal
 import socket
+import stat
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from services.sandbox.kernel import Limits, adopt_orphans
+from services.sandbox.kernel import Limits, adopt_orphans, look_as
 
 TICK_SECONDS = 0.05
 DISK_TICKS = 5
 """Ticks between two measurements of a directory on a disk."""
+_PROC = 9
+"""The file descriptor of the machine's /proc with which a box is started."""
+_INODE_BYTES, _PATH_LENGTH = 4096, 1024
+"""The least that a file or directory takes, and the longest path that can be followed quickly."""
 EXIT_MEMORY = 77
 _GRACE_SECONDS = 0.5
 """The time for an answer's process to end by itself once its tests have ended."""
@@ -63,7 +68,7 @@ class Processes:
 
 def _kill_descendants() -> None:
     """Kill all descendants, until there is none: one may fork after it was seen, or have others continue."""
-    while found := [*_descendants(os.getpid())]:
+    while found := [*map(int, _descendants("self"))]:
         # First all of them stop, so that few fork while others are killed.
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in found:
@@ -74,14 +79,30 @@ def _kill_descendants() -> None:
                 pass
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def _descendants(pid: str) -> Iterator[str]:
+    """Yield the processes below one, by their names in /proc."""
     with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as file:
-                children = [int(child) for child in file.read().split()]
-            for child in children:
-                yield child
-                yield from _descendants(child)
+        for task in _listed(f"{pid}/task"):
+            with contextlib.suppress(OSError):
+                for child in _read(f"{pid}/task/{task}/children").split():
+                    yield child
+                    yield from _descendants(child)
+
+
+def _listed(path: str) -> list[str]:
+    """Return the names in a directory of /proc; none where it has gone."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        folder = os.open(path, os.O_RDONLY, dir_fd=_PROC)
+        try:
+            return os.listdir(folder)
+        finally:
+            os.close(folder)
+    return []
+
+
+def _read(path: str) -> str:
+    with open(path, errors="replace", opener=lambda name, flags: os.open(name, flags, dir_fd=_PROC)) as file:
+        return file.read()
 
 
 class Run:
@@ -105,8 +126,12 @@ class Run:
         self._started = time.monotonic()
         self._measured = 0.0
         self._children: list[int] = []
-        self._ended: dict[int, tuple[int, float]] = {}
-        """Exit codes and processor seconds of the processes that have ended by themselves."""
+        self._ended: dict[int, int] = {}
+        """Exit codes of the processes that were forked here and have ended by themselves."""
+        self._reaped = 0.0
+        """Processor seconds of those, of orphans that have ended, and of all that these have waited for."""
+        self._seen: dict[str, float] = {}
+        """Processor seconds that each process had itself when it was last seen."""
 
     def fork(self, become: Callable[[], None], work: Callable[[], None]) -> None:
         """Start a process that takes its own rights away by ``become``, and does ``work``."""
@@ -141,21 +166,27 @@ class Run:
         for end in self.ends:
             os.close(end)
         main, cause, clock, last, ticks, main_ended = self._children[-1], None, 0.0, self._started, 0, 0.0
+        due = last + TICK_SECONDS
         with self._selector() as selector:
             while cause is None and len(self._ended) < len(self._children):
-                for key, _ in selector.select(TICK_SECONDS):
+                for key, _ in selector.select(max(due - time.monotonic(), 0.0)):
                     cause = key.data(selector) or cause
                 now = time.monotonic()
                 # A pause of the machine is not the code's.
                 clock += min(now - last, 2 * TICK_SECONDS)
-                last, ticks = now, ticks + 1
+                last = now
                 self._reap()
                 if main in self._ended:
                     main_ended = main_ended or clock
                     if clock > main_ended + _GRACE_SECONDS:
                         break
-                cause = cause or self._over_limit(clock, ticks)
+                if now >= due:
+                    due, ticks = now + TICK_SECONDS, ticks + 1
+                    cause = cause or self._over_limit(clock, ticks)
         self._processes.end_all(main)
+        if self._disk is not None and self._fills(self._disk):
+            cause = cause or "output"
+            empty(self._disk)
         for reader in self._texts:
             while self._read(reader) > 0:
                 pass
@@ -230,31 +261,58 @@ class Run:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
                 if pid == 0:
                     return
+                self._reaped += usage.ru_utime + usage.ru_stime
                 if pid in self._children:
-                    code = os.waitstatus_to_exitcode(status)
-                    self._ended[pid] = (code, usage.ru_utime + usage.ru_stime)
+                    self._ended[pid] = os.waitstatus_to_exitcode(status)
 
     def _over_limit(self, clock: float, ticks: int) -> str | None:
-        self._measured = self._cpu_seconds()
+        self._measured = max(self._measured, self._cpu_seconds())
         if clock > self._limits.seconds or self._measured > self._limits.cpu_seconds:
             return "timeout"
-        is_time = self._disk is not None and ticks % DISK_TICKS == 0
-        if self._disk is not None and is_time and _disk_bytes(self._disk) > self._limits.disk_mb * 2**20:
-            return "output"
-        return None
+        return "output" if self._disk is not None and ticks % DISK_TICKS == 0 and self._fills(self._disk) else None
 
     def _cpu_seconds(self) -> float:
-        total = sum(seconds for _, seconds in self._ended.values())
+        """Return the processor time of all processes.
+
+        A process has the time of the children that it has waited for. Nobody has the time of one that nobody waits for:
+        so the times that each was last seen to have count if they are more.
+        """
+        forked = whole = self._reaped
         for pid in self._children:
             if pid not in self._ended:
                 with contextlib.suppress(OSError):
                     # The clock of another process's processor time; see clock_getcpuclockid(3).
-                    total += time.clock_gettime((~pid << 3) | 2)
-        return total
+                    forked += time.clock_gettime((~pid << 3) | 2)
+        for name in _descendants("self"):
+            with contextlib.suppress(OSError):
+                fields = _read(f"{name}/stat").rpartition(")")[2].split()[11:15]
+                user, system, *waited_for = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields)
+                self._seen[name] = user + system
+                whole += user + system + sum(waited_for)
+        return max(forked, whole, sum(self._seen.values()))
+
+    def _fills(self, directory: str) -> bool:
+        """Return whether the files of the box take more than they may, or take it so that nobody can tell how much."""
+        most = self._limits.disk_mb * 2**20
+        total, waiting = _unnamed_bytes(directory, most), [directory]
+        while waiting and total <= most:
+            if len(folder := waiting.pop()) > _PATH_LENGTH:
+                return True
+            try:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        with contextlib.suppress(FileNotFoundError):
+                            total += max(entry.stat(follow_symlinks=False).st_blocks * 512, _INODE_BYTES)
+                        waiting += [entry.path] if entry.is_dir(follow_symlinks=False) else []
+            except PermissionError:
+                return True
+            except OSError:  # it has gone
+                continue
+        return total > most
 
     def _describe(self, cause: str | None, *, may_signal: bool) -> dict[str, Any]:
-        codes = [code for code, _ in self._ended.values()]
-        cpu_seconds = max(self._measured, sum(seconds for _, seconds in self._ended.values()))
+        codes = self._ended.values()
+        cpu_seconds = max(self._measured, self._reaped)
         if cause is None and cpu_seconds > self._limits.cpu_seconds:
             cause = "timeout"
         if cause is None and EXIT_MEMORY in codes:
@@ -262,7 +320,7 @@ class Run:
         # An answer can send no signal: the machine ran out of memory, or somebody killed it.
         if cause is None and -signal.SIGKILL in codes and not may_signal:
             cause = "infrastructure"
-        code = self._ended.get(self._children[-1], (None, 0.0))[0]
+        code = self._ended.get(self._children[-1])
         most = self._limits.output_bytes
         texts = [bytes(text[:most]).decode("latin-1") for text in self._texts.values()]
         return {
@@ -274,14 +332,27 @@ class Run:
         }
 
 
-def _disk_bytes(directory: str) -> int:
-    """Return what the files below a directory take, whatever happens to them meanwhile."""
-    total = 0
-    for path, _, names in os.walk(directory):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(path, name)).st_blocks * 512
-    return total
+def _unnamed_bytes(directory: str, most: int) -> int:
+    """Return what files of a directory take that have no name any more, because a thread has them open or mapped."""
+    sizes: dict[int, int] = {}
+    mapped: set[int] = set()
+    place = f" {os.path.realpath(directory)}/"
+    look_as(os.stat(directory).st_uid)
+    for thread in [f"{pid}/task/{task}" for pid in _descendants("self") for task in _listed(f"{pid}/task")]:
+        try:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                maps = _read(f"{thread}/maps").splitlines()
+                mapped |= {int(line.split()[4]) for line in maps if place in line and line.endswith(" (deleted)")}
+                for name in _listed(f"{thread}/fd") if maps else ():
+                    with contextlib.suppress(FileNotFoundError):
+                        found = os.stat(f"{thread}/fd/{name}", dir_fd=_PROC)
+                        if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
+                            sizes[found.st_ino] = found.st_blocks * 512
+        except PermissionError:  # It hides them, by a program that its user may execute and not read.
+            sizes[-1] = most + 1
+    look_as(os.geteuid())
+    # Nothing tells the size of one that is mapped only.
+    return sum(sizes.values()) + len(mapped - sizes.keys()) * most // 4
 
 
 def remove(directory: str) -> None:
@@ -289,3 +360,11 @@ def remove(directory: str) -> None:
     for words in (["chmod", "-fR", "u+rwx"], ["rm", "-rf"]):
         with contextlib.suppress(OSError):
             os.waitpid(os.posix_spawnp(words[0], [*words, directory], os.environ), 0)
+
+
+def empty(directory: str) -> None:
+    """Remove all that is in a directory."""
+    owner = os.stat(directory)
+    remove(directory)
+    os.makedirs(directory, 0o755, exist_ok=True)
+    os.chown(directory, owner.st_uid, owner.st_gid)

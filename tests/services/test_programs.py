@@ -51,12 +51,22 @@ def is_running(pid: int) -> bool:
     return shown.stdout.strip() not in ("", "Z", "Z+", "Zs")
 
 
+SECRETS = (
+    "JOBGROUP_TOKEN",
+    "HF_TOKEN",
+    "WANDB_API_KEY",
+    "ANTHROPIC_AUTH_TOKEN",
+    "AWS_SECRET_ACCESS_KEY",
+    "MY_PASSWORD",
+)
+
+
 async def test_a_program_has_the_task_and_its_endpoint_and_no_secret_of_ours(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in programs.WITHHELD:
+    for name in SECRETS:
         monkeypatch.setenv(name, "secret")
-    monkeypatch.setenv("OWN_KEY", "own")
+    monkeypatch.setenv("OWN_FILE", "own")
     variables = tmp_path / "variables"
     assert await answer(f"env > {variables}; cat > {tmp_path}/task; HF_TOKEN=own; echo 42") == 1.0
     task = json.loads((tmp_path / "task").read_text())
@@ -64,8 +74,8 @@ async def test_a_program_has_the_task_and_its_endpoint_and_no_secret_of_ours(
     seen = dict(line.split("=", 1) for line in variables.read_text().splitlines() if "=" in line)
     assert (seen["OPENAI_BASE_URL"], seen["OPENAI_API_KEY"]) == ("http://gateway/sessions/s/v1", "s")
     assert (seen["ANTHROPIC_BASE_URL"], seen["ANTHROPIC_API_KEY"]) == ("http://gateway/sessions/s", "s")
-    assert seen["OWN_KEY"] == "own"
-    assert not seen.keys() & set(programs.WITHHELD)
+    assert seen["OWN_FILE"] == "own"
+    assert not seen.keys() & {*SECRETS}
 
 
 PYTHON = shlex.quote(sys.executable)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
 
+from services.core.numbers import clean
+from services.environment_server import gsm8k
 from services.environment_server.games import GuessingGame
 from services.environment_server.gsm8k import CalculationError, calculate
 
@@ -72,6 +75,16 @@ async def test_questions_are_answered_with_the_calculator_and_scored(
         assert (await play(client, endless, *["<calc>1/0</calc>"] * 3))[-1]["status"] == "truncated"
         again = (await client.post("/reset", json={"seed": 11})).json()["episodes"][0]
         assert again["state"] == right["state"]
+
+
+def test_calls_of_the_calculator_are_found_in_linear_time() -> None:
+    assert gsm8k._CALL.findall("<calc>1<calc>1 +\n1</calc>, <calc></calc>") == ["1 +\n1", ""]
+    # Processor time of this thread: no other process adds to it. What took quadratic time would take minutes.
+    before = time.thread_time()
+    assert gsm8k._CALL.findall("<calc>" * 50_000) == []
+    assert clean("^" + " " * 50_000 + "x")[-1] == "x"
+    assert (clean(r"90^\circ"), clean(r"90 ^ { \circ }")) == ("90 degrees", "90  degrees")
+    assert time.thread_time() - before < 1
 
 
 def test_the_calculator_is_exact_and_refuses_anything_but_bounded_arithmetic() -> None:

@@ -15,8 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, WebSocket, WebSocketDisconnect
+from fastapi.testclient import TestClient
 from pydantic import SecretStr
+from structlog.testing import capture_logs
 
 from services.core import endpoints, logs
 from services.core.errors import ConfigurationError, DependencyLostError
@@ -26,10 +28,13 @@ from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.settings import HeadSettings
 from services.http.app import create_service_app
 from services.http.json_body import MAX_DEPTH, json_depth
+from services.http.middleware import is_ours
 from services.http.problems import PROBLEM_MEDIA_TYPE, ProblemError
+from services.http.provenance import describe
 from services.http.server import listen, run_service
 from services.protocol.base import ComponentRecord
 from services.protocol.rewards import RewardItem, RewardResult
+from services.reward_server.settings import JudgeSettings
 from tests.ports import free_port
 from tests.waiting import IDLE_SECONDS, wait_ready, wait_until
 
@@ -180,6 +185,58 @@ async def test_with_a_token_everything_but_health_asks_for_it(serving: Any) -> N
         assert page["paths"]["/health"]["get"]["security"] == []
 
 
+HOSTS = {
+    "127.0.0.1:8002": True,
+    "10.1.2.3": True,
+    "[::1]:80": True,
+    "LOCALHOST:8002": True,
+    "trainer.localhost": True,
+    "reward-server": True,
+    "reward-server-0.group-7:8002": True,
+    "reward.default.svc.cluster.local": True,
+    "reward.default.svc": True,
+    "ip-10-0-0-1.ec2.internal": True,
+    "node.example.com": True,
+    "evil.example": False,
+    "127.0.0.1.evil.example:8002": False,
+    "reward-server-0.group-7.evil.example": False,
+    "[::1].evil.example": True,  # No browser sends it.
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+async def test_without_a_token_no_name_of_another_site_leads_here(
+    serving: Any, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "group-7")
+    monkeypatch.setattr("socket.gethostname", lambda: "node.example.com")
+    is_ours.cache_clear()
+    async with serving(make_app()) as client:
+        assert (await client.get("/stats", headers={"Host": host})).status_code == (200 if HOSTS[host] else 421)
+        assert (await client.get("/health", headers={"Host": host})).status_code == 200
+    async with serving(make_app(token="t")) as client:
+        reply = await client.get("/stats", headers={"Host": host, "Authorization": "Bearer t"})
+        assert reply.status_code == 200, "the token is enough"
+    is_ours.cache_clear()
+
+
+async def test_without_a_token_no_page_of_another_site_opens_a_websocket() -> None:
+    app = make_app()
+
+    @app.websocket("/ws")
+    async def ws(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.close()
+
+    client = TestClient(app)
+    for headers in ({}, {"Origin": "http://127.0.0.1:8080"}, {"Origin": "http://localhost"}):
+        with client.websocket_connect("/ws", headers=headers):
+            pass
+    for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}):
+        with pytest.raises(WebSocketDisconnect), client.websocket_connect("/ws", headers=headers):
+            pass
+
+
 async def test_settings_are_told_without_secrets_and_with_what_they_run_on(serving: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("LOG_LEVEL", "warning")
     async with serving(make_app(token="hush")) as client:
@@ -192,6 +249,10 @@ async def test_settings_are_told_without_secrets_and_with_what_they_run_on(servi
     assert {"python", "skypilot-grpo"} <= record.packages.keys()
     in_checkout = (Path(__file__).parents[3] / ".git").exists()
     assert (record.commit is not None) == in_checkout
+    args = {"api_key": "s3cret", "max_tokens": 5, "headers": {"Authorization": "Bearer s3cret", "X-Name": "n"}}
+    told = describe(JudgeSettings(judge_args=args, judge_api_key_env="MY_KEY")).settings
+    hidden = {"api_key": "*" * 10, "max_tokens": 5, "headers": {"Authorization": "*" * 10, "X-Name": "n"}}
+    assert (told["judge_args"], told["judge_api_key_env"]) == (hidden, "MY_KEY")
 
 
 async def test_metrics_count_requests_by_route_and_never_by_what_clients_make_up(serving: Any) -> None:
@@ -292,6 +353,14 @@ def get(url: str) -> httpx.Response:
 
 def wait_healthy(url: str) -> None:
     wait_until(lambda: get(f"{url}/health").is_success, "health", every=0.01)
+
+
+@pytest.mark.parametrize(("host", "token", "warnings"), [("0.0.0.0", "", 1), ("0.0.0.0", "t", 0), ("127.0.0.1", "", 0)])
+def test_a_service_that_anybody_may_use_warns(service: Service, host: str, token: str, warnings: int) -> None:
+    os.environ["JOBGROUP_TOKEN"] = token  # That of the fixture.
+    with capture_logs() as events:
+        assert service.run("--host", host, "--failure", "x")[0] == 78
+    assert sum("JOBGROUP_TOKEN" in line["event"] for line in events if line["log_level"] == "warning") == warnings
 
 
 def test_sigterm_lets_a_request_end_and_exits_with_0(service: Service) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -45,7 +46,9 @@ class Script:
                     await asyncio.sleep(reply)
                     continue
                 status, headers, body = reply
-                writer.write(f"HTTP/1.1 {status} x\r\n{headers}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+                writer.write(
+                    f"HTTP/1.1 {status} x\r\n{headers}Content-Length: {len(body)}\r\n\r\n{body}".encode("latin-1")
+                )
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -124,6 +127,24 @@ async def test_the_deadline_bounds_all_attempts_and_the_error_names_service_addr
             await http.call("GET", "/ask", Answer, deadline=0.5)
         assert time.monotonic() - started < http.deadline / 2
     assert 2 <= len(script.requests) <= 12
+
+
+async def test_a_reply_that_is_too_long_is_not_read_and_a_packed_one_is() -> None:
+    async with listening(Script([(200, "", "x" * 1001)])) as script, client(script, max_reply_bytes=1000) as http:
+        with pytest.raises(
+            DependencyLostError, match=rf"oracle answered .*:{script.port}/ask with more than the 1000 b"
+        ):
+            await http.call("GET", "/ask", Answer)
+        with pytest.raises(DependencyLostError, match="1000 bytes"):
+            await http.send_once("GET", "/ask", seconds=IDLE_SECONDS)
+    assert len(script.requests) == 2
+    packed = gzip.compress(b"x" * 1001).decode("latin-1")
+    async with listening(Script([(200, "Content-Encoding: gzip\r\n", packed)])) as script:
+        async with client(script, max_reply_bytes=1001) as http:
+            assert (await http.request("GET", "/ask")).text == "x" * 1001
+        async with client(script, max_reply_bytes=1000) as http:
+            with pytest.raises(DependencyLostError, match="1000 bytes"):
+                await http.request("GET", "/ask")
 
 
 async def test_nobody_listening_is_a_lost_dependency() -> None:

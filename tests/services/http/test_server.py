@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, WebSocket
 
 from services.core.settings import Settings
 from services.http.app import create_service_app
-from services.http.server import listen, server_config
+from services.http.server import MAX_HEAD_BYTES, listen, server_config
 from tests.waiting import IDLE_SECONDS
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -117,6 +117,45 @@ async def test_connections_without_a_whole_request_are_closed(
     for sender in senders:
         sender.cancel()
     assert (await answer(await connect(), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /count HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+HEADS = {
+    "one header": (GET + b"X: ", b"x" * 1000),
+    "many headers": (GET, b"X: y\r\n" * 200),
+    "a path": (b"GET /", b"x" * 1000),
+    "headers behind a body": (POST + b"1\r\nx\r\n0\r\nX: ", b"x" * 1000),
+    "an extension of a chunk": (POST + b"1;", b"x" * 1000),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+async def test_headers_are_bounded_in_bytes(connect: Connect, head: str) -> None:
+    begin, more = HEADS[head]
+    reader, writer = await connect()
+    writer.write(begin)
+    received = asyncio.create_task(reader.read(2**16))
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(IDLE_SECONDS):
+            while not received.done():
+                writer.write(more)
+                await writer.drain()
+                await asyncio.sleep(0)
+        assert (await received)[:12] in (b"", b"HTTP/1.1 431")  # None, if it is on its way when the connection breaks.
+
+
+async def test_too_long_headers_are_refused_by_name(connect: Connect) -> None:
+    assert (await answer(await connect(), GET.ljust(MAX_HEAD_BYTES + 1, b"x"))).startswith(b"HTTP/1.1 431")
+
+
+async def test_a_large_body_and_long_headers_are_taken(connect: Connect) -> None:
+    connection = await connect()
+    length = b"Content-Length: %d\r\n" % 2**20
+    request = b"POST /count HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 60_000 + b"\r\n" + length + b"\r\n" + bytes(2**20)
+    for _ in range(2):
+        assert (await answer(connection, request)).startswith(b"HTTP/1.1 200")
+        await connection[0].readexactly(7)
 
 
 async def test_a_late_answer_a_slow_body_and_a_socket_keep_their_connections(

@@ -118,6 +118,8 @@ def test_a_run_that_has_just_begun_is_empty(tmp_path):
     assert read_all(run, Position())[0] == [1]
     (run.path / FIRST_FAILURE).write_text("exception: KeyError (mine.py, line 3, in agent)\n")
     assert run.overview().first_failure == "exception: KeyError (mine.py, line 3, in agent)"
+    (run.path / FIRST_FAILURE).write_text("x" * 5_000_000)
+    assert 100_000 < len(run.overview().first_failure) < 101_000
 
 
 def test_runs_are_found_and_told_apart(tmp_path):

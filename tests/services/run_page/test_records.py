@@ -117,3 +117,18 @@ def test_tokens_are_sent_only_when_asked_for(index):
     asked = index.search(GroupsQuery(before=21, limit=1, tokens=True)).groups[0]["completions"]
     assert asked[0]["spans"][0]["tokens"] == ["<call>", "12", "*31"]
     assert "spans" not in index.search(GroupsQuery(before=20, limit=1)).groups[0]["completions"][0]
+
+
+def test_long_texts_are_cut_and_large_groups_come_one_after_another(index, monkeypatch):
+    monkeypatch.setattr(records, "MAX_CHARACTERS", 100)
+    lines = group(11, 4, rewards=[1.0])
+    lines[0] |= {"completion": "x" * 101, "messages": [{"role": "user", "content": "y" * 1000}], "spans": ["z" * 200]}
+    append(index.path, lines)
+    [found] = index.search(GroupsQuery(limit=1, tokens=True)).groups
+    [completion] = found["completions"]
+    assert completion["completion"][:101] == "x" * 100 + "\n"
+    assert completion["messages"][0]["content"][:101] == "y" * 100 + "\n"
+    assert completion["spans"] == ["z" * 200]
+    monkeypatch.setattr(records, "BLOCK_BYTES", 1)
+    large = index.search(GroupsQuery(limit=10))
+    assert (steps(large), large.before) == ([11], 20)

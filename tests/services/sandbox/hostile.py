@@ -42,6 +42,7 @@ ANSWERS: dict[str, tuple[str, set[str]]] = {
     "os._exit(0)": ("import os; os._exit(0)", {"ok"}),
     "environment": ("import os; assert 'HOSTILE_SECRET' not in os.environ", {"ok"}),
     "server's environment": ("print(open('/proc/SERVER/environ').read())", FAILS),
+    "zygote's descriptors": ("import os; os.listdir(9)", FAILS),
     "parent's environment": ("import os; print(open(f'/proc/{os.getppid()}/environ').read())", FAILS),
     "parent's memory": ("import os; open(f'/proc/{os.getppid()}/mem', 'rb').read(1)", FAILS),
     "run directory": ("print(open('FOLDER/secret').read())", FAILS),
@@ -87,6 +88,10 @@ ANSWERS: dict[str, tuple[str, set[str]]] = {
     "x32 calls": ("import ctypes; assert ctypes.CDLL(None).syscall(0x40000000 + 41, 2, 1, 0) >= 0", FAILS),
     "io_uring": ("import ctypes; assert ctypes.CDLL(None).syscall(425, 8, bytes(120)) >= 0", FAILS),
     "shared memory": ("import ctypes; assert ctypes.CDLL(None).shmget(1, 4096, 0o1666) >= 0", FAILS),
+    "watch of a directory": (
+        "import ctypes; c = ctypes.CDLL(None); assert c.inotify_add_watch(c.inotify_init(), b'FOLDER', 256) >= 0",
+        FAILS,
+    ),
     "deleted standard library": ("import os; os.remove(os.__file__)", FAILS),
 }
 CALLS: dict[str, tuple[str, set[str]]] = {
@@ -184,6 +189,10 @@ MARKER = "grpo-hostile-marker"
 _LATE = (
     "import os, time\nfor _ in range(2):\n if os.fork(): os._exit(0)\n os.setsid()\ntime.sleep(3)\nopen('late', 'w')"
 )
+_UNNAMED = (
+    "import os\nf = []\ndef new():\n f.append(os.open('x', os.O_CREAT | os.O_RDWR)); os.remove('x')\n"
+    " assert os.write(f[-1], bytes(2**20)) == 2**20\n"
+)
 PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "fork bomb": ("import os\nwhile True:\n try: os.fork()\n except OSError: pass", {"timeout"}),
     "daemon": (_LATE, {"ok"}),
@@ -192,11 +201,27 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
         {"ok"},
     ),
     "fill the box": ("i = 0\nwhile True:\n i += 1\n open(str(i), 'wb').write(bytes(2**20))", {"failed", "output"}),
+    "files without a name": (f"{_UNNAMED}while True: new()", {"failed", "output"}),
+    "files that are mapped only": (
+        f"import ctypes\n{_UNNAMED}while True:\n new(); ctypes.CDLL(None).mmap(None, 4096, 1, 1, f[-1], 0)\n"
+        " os.close(f.pop())",
+        {"failed", "output"},
+    ),
+    "files in transit": (
+        f"import socket\n{_UNNAMED}a, b = socket.socketpair()\nwhile True: new(); socket.send_fds(a, [b'x'], [f[-1]])",
+        FAILS,
+    ),
+    "allocated file": ("import os; os.posix_fallocate(os.open('x', os.O_CREAT | os.O_WRONLY), 0, 2**20)", FAILS),
+    "children at work": (
+        "import os\nfor _ in range(4):\n if os.fork() == 0:\n  while True: pass\nos.wait()",
+        {"timeout"},
+    ),
     "2 GB file": ("f = open('x', 'wb')\nwhile True: f.write(bytes(2**20))", {"failed", "output"}),
     "endless loop in a child": ("import os\nos.fork()\nwhile True: pass", {"timeout"}),
     "1 GB of stdout": ("while True: print('x' * 2**16)", {"output"}),
     "kill all": ("import os, signal; os.kill(-1, signal.SIGTERM)", {"failed", "ok", "infrastructure"}),
     "server's environment": ("print(open('/proc/SERVER/environ').read())", FAILS),
+    "zygote's descriptors": ("import os; os.listdir(9)", FAILS),
     "run directory": ("print(open('FOLDER/secret').read())", FAILS),
     "mode changed": ("import os; os.chmod('FOLDER/secret', 0o777)", FAILS),
     "TCP to loopback": ("import socket; socket.create_connection(('127.0.0.1', PORT), 2)", FAILS),

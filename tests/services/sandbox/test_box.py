@@ -8,6 +8,7 @@ import dataclasses
 import json
 import operator
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -126,6 +127,20 @@ async def test_a_program_has_what_python_gives_programs(box: Box) -> None:
     assert [kind for kind, _ in json.loads(calls.reply)] == ["error", "value"]
 
 
+@pytest.fixture
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes have their directory in memory, where many files take less time."""
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+
+
+async def test_more_files_than_can_be_read_quickly_are_refused(in_memory: None, box: Box) -> None:
+    many = await box.exec(["sh", "-c", "i=0; while [ $i -le 10000 ]; do i=$((i + 1)); : > $i; done"])
+    assert many.outcome is Outcome.OK
+    result = await box.save(2**20)
+    assert isinstance(result, Result)
+    assert "more than 10000 files" in result.last_line
+
+
 async def test_a_program_that_does_not_exist_fails_by_name(box: Box) -> None:
     done = await box.exec(["no-such-program"])
     assert done.outcome is Outcome.FAILED
@@ -140,6 +155,77 @@ async def test_processor_time_of_children_and_output_are_limited(box: Box) -> No
     loud = await box.exec(["sh", "-c", "while :; do echo xxxxxxxxxx; done"], limits=Limits(output_bytes=1000))
     assert loud.outcome is Outcome.OUTPUT
     assert len(loud.stdout) == 1000
+
+
+CHILDREN = """
+import os, signal, sys, time
+ends = os.pipe()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN if sys.argv[1] == "ignore" else signal.SIG_DFL)
+for _ in range(2):
+    if os.fork() == 0:
+        os.setsid()
+        while time.process_time() < 1.5:
+            pass
+        os._exit(0)
+os.close(ends[1])
+os.read(ends[0], 1)
+"""
+
+
+@pytest.mark.parametrize("how", ["ignore", "leave"])
+async def test_children_count_while_nobody_waits_for_them(box: Box, how: str) -> None:
+    tight = LIMITS._replace(cpu_seconds=0.5)
+    result = await box.exec([SCRIPT_PYTHON, "-c", CHILDREN, how], limits=tight)
+    assert result.outcome is Outcome.TIMEOUT
+    assert 0.5 < result.cpu_seconds < 3
+
+
+OPEN = """
+import ctypes, os, time
+files = []
+def fill(count=6):
+    for _ in range(count):
+        files.append(os.open("x", os.O_CREAT | os.O_RDWR))
+        os.remove("x")
+        os.write(files[-1], bytes(2**20))
+"""
+DISK = {
+    "files without a name": "fill()",
+    "of a child": "if os.fork() == 0:\n os.setsid(); fill(); time.sleep(60)",
+    "mapped only": "fill()\nfor f in files: ctypes.CDLL(None).mmap(None, 4096, 1, 1, f, 0); os.close(f)",
+    "of a program that cannot be read": (
+        "fill(3)\nfor f in files: os.set_inheritable(f, True)\n"
+        "p = os.open('p', os.O_CREAT | os.O_WRONLY, 0o111); os.write(p, open('/bin/sleep', 'rb').read()); os.close(p)\n"
+        "os.execv('p', ['p', '60'])"
+    ),
+    "empty files": "for i in range(1100): open(str(i), 'w').close()",
+    "deep directories": "for _ in range(600): os.mkdir('d'); os.chdir('d')",
+    "more than is measured before it ends": "for i in range(6): open(str(i), 'wb').write(bytes(2**20))\nos._exit(0)",
+}
+
+
+@pytest.mark.skipif(not HAS_LANDLOCK, reason="no Landlock")
+async def test_all_that_fills_the_disk_is_measured(in_memory: None, interpreter: Interpreter) -> None:
+    """With bubblewrap the kernel bounds it."""
+    box = await Box(BackendName.LANDLOCK, interpreter, LIMITS, writes=True).start()
+    try:
+        for name, source in DISK.items():
+            program = f"{OPEN}{source}\ntime.sleep(60)"
+            result = await box.exec([SCRIPT_PYTHON, "-c", program], limits=LIMITS._replace(disk_mb=4))
+            assert result.outcome is Outcome.OUTPUT, (name, result)
+            if "name" not in name:
+                await box.exec(["sh", "-c", "rm -rf *"])
+        await box.exec([SCRIPT_PYTHON, "-c", f"{OPEN}{source}"], limits=LIMITS._replace(disk_mb=4))
+        assert await box.save(10_000) == {}, "what is too much is removed"
+        for refused in (
+            "os.posix_fallocate(1, 0, 9)",
+            "import socket; socket.send_fds(socket.socketpair()[0], [b'x'], [1])",
+        ):
+            assert (await box.exec([SCRIPT_PYTHON, "-c", f"import os; {refused}"])).last_line.startswith(
+                "PermissionError"
+            )
+    finally:
+        await box.close()
 
 
 async def test_a_cancelled_run_ends_and_the_box_with_it(box: Box) -> None:
@@ -309,17 +395,18 @@ def test_the_attacks_of_the_check_are_real(tmp_path: Path) -> None:
     """Without a box nearly all of them pass, so that a failure means that the box kept them."""
     for name in ("canary", "canary2"):
         (tmp_path / name).write_text("secret")
-    with probe._targets() as (_, port, _folder):
+    with probe._targets() as (_, port, _folder, shared):
         parent = subprocess.Popen(["sleep", "600"])
-        source = probe._ATTACKS.replace("SERVER", repr((parent.pid, port, str(tmp_path))))
+        source = probe._ATTACKS.replace("SERVER", repr((parent.pid, port, str(tmp_path), shared)))
         done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
         parent.kill()
         parent.wait()
+        made = [*map(os.path.exists, shared)]
     passed = json.loads(done.stdout)
-    for path in ("/tmp/grpo-attack", "/dev/shm/grpo-attack"):
-        Path(path).unlink(missing_ok=True)
-    names = probe._ATTACKS.count('": lambda: ') + 1
+    names = len(re.findall(r'":\s+lambda: ', probe._ATTACKS)) + 1
     assert len(passed) >= names - 2, passed  # A namespace, and this process as a parent that may be traced already.
+    assert "it watched a directory of this user" in passed
+    assert (made, [*map(os.path.exists, shared)]) == ([True, True], [False, False]), "the check leaves nothing"
 
 
 HOLES = {
