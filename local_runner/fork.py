@@ -6,6 +6,7 @@ docs/guides/forking.md has examples.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sqlite3

@@ -53,8 +53,7 @@ def fake_service(routes: dict[str, Route]) -> Iterator[FakeService]:
             route = service.routes.get(name)
             reply = 404 if route is None else route(request)
             if not isinstance(reply, tuple):
-                if not isinstance(reply, tuple):
-                    reply = (reply, {"detail": "as the test says"}) if isinstance(reply, int) else (200, reply)
+                reply = (reply, {"detail": "as the test says"}) if isinstance(reply, int) else (200, reply)
             status, content, *headers = reply
             encoded = content.encode() if isinstance(content, str) else json.dumps(content).encode()
             self.send_response(status)
