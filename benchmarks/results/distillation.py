@@ -169,8 +169,13 @@ def variants(teacher: Settings) -> dict[str, tuple[Settings, Train]]:
         f"{ONE}, constant penalty": (WITHOUT_REWARDS | {"GROUP_SIZE": "1"}, constant_penalty),
         f"{ONE}, shuffled teacher": (WITHOUT_REWARDS | {"GROUP_SIZE": "1"}, shuffled),
     }
-    named = {name: (own, partial(train, teacher=teacher, control=control)) for name, (own, control) in ways.items()}
-    return named | {WITHOUT: (ways[ONE][0], partial(train, teacher=teacher, has_baseline=False))}
+    return {name: (own, partial(train, teacher=teacher, control=control)) for name, (own, control) in ways.items()}
+
+
+def baselined(teacher: Settings) -> dict[str, tuple[Settings, Train]]:
+    """Return distillation at the sampled tokens of a completion a prompt, with the baseline and without."""
+    with_it = variants(teacher)[ONE]
+    return {ONE: with_it, WITHOUT: (with_it[0], partial(train, teacher=teacher, has_baseline=False))}
 
 
 def by_tokens(results: Results, task: str) -> str:
