@@ -209,7 +209,7 @@ def _gradients(learner: Learner, groups: Sequence[TrainingGroup]) -> Gradients:
         total: list[Tensor | None] = [None] * len(whole)
         own = [group for group in known if group.source == source]
         for group in own:
-            learner.add_gradients([group], sizes[id(group)])
+            learner.add_gradients([group], sizes.get(id(group), StepSize(0, 0)))
             gradient = _taken_gradients(learner)
             of_groups[id(group)] = _norm_and_share(gradient, whole)
             total = [b if a is None else a if b is None else a + b for a, b in zip(total, gradient, strict=True)]

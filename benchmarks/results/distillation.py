@@ -19,10 +19,12 @@ from benchmarks.results.comparisons import spread, table
 from benchmarks.results.in_process import InProcess
 from benchmarks.results.runs import Result, Results, Run, Settings, Train, by_variant, result_of
 from benchmarks.results.tasks import REWARDS, with_model
-from services.protocol.groups import TEACHER, Group
+from services.protocol.groups import TEACHER, Group, TokenSequence
+from trainer.algorithm.packing import BASELINE, TrainingGroup
 from trainer.algorithm.teachers import gaps, taught
-from trainer.algorithm.training_groups import Array
+from trainer.algorithm.training_groups import Array, PerToken
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.model.learner import Learner
 from trainer.model.ranks import join_ranks
 from trainer.model.saving import save_pretrained
@@ -33,6 +35,7 @@ ONE = "distillation, 8 x 1"
 WITHOUT_REWARDS: Settings = {"REWARD_WEIGHT": "0", "TEACHER_MODEL": "made for the run"}
 ENOUGH = 0.9
 """The share of the teacher's accuracy at which a student has learned the task."""
+WITHOUT = f"{ONE}, no baseline"
 EVERY = 2
 """Steps between two evaluations."""
 UNLIKELY, PENALTY = -3.0, 5.0
@@ -51,6 +54,26 @@ def shuffled(random: np.random.Generator, policy: Array, teacher: Array) -> Arra
     """Give each token the distance from the teacher of another token of the step."""
     distances: Array = random.permutation(policy - teacher)
     return policy - distances
+
+
+class WithoutBaselines(Objective):
+    """The objective of a run whose distances from the teacher have no baseline."""
+
+    def with_advantages(
+        self,
+        groups: Sequence[TrainingGroup],
+        reference: Sequence[PerToken] | None = None,
+        values: Sequence[PerToken] | None = None,
+    ) -> list[TrainingGroup]:
+        """Return the groups of a step with their advantages."""
+        computed = super().with_advantages(groups, reference, values)
+        return [replace(group, sequences=[without_baseline(s) for s in group.sequences]) for group in computed]
+
+
+def without_baseline(sequence: TokenSequence) -> TokenSequence:
+    """Return a sequence without the baseline of its distances."""
+    arrays = {name: numbers for name, numbers in sequence.arrays.items() if name != BASELINE}
+    return sequence.model_copy(update={"arrays": arrays})
 
 
 class Student(InProcess):
@@ -89,13 +112,14 @@ class Student(InProcess):
         result.figures[f"tokens_{step}"] = sum(result.tokens)
 
 
-def train(run: Run, *, teacher: Settings, control: Control | None = None) -> Result:
+def train(run: Run, *, teacher: Settings, control: Control | None = None, has_baseline: bool = True) -> Result:
     """Make a run that is measured by a teacher, and learns from it if the run's settings have one.
 
     Args:
         run: the run.
         teacher: the settings of the run that makes the teacher.
         control: changes what the teacher says.
+        has_baseline: the gradient subtracts the mean distance of other completions.
     """
     directory, accuracy = made_teacher(tuple(sorted(teacher.items())))
     name = {"TEACHER_MODEL": str(directory)}
@@ -106,6 +130,8 @@ def train(run: Run, *, teacher: Settings, control: Control | None = None) -> Res
         learns_from_it = "TEACHER_MODEL" in settings
         student = Student(settings | (name if learns_from_it else {}), REWARDS[settings["REWARD_FN"]], ranks)
         student.control, student.teacher = control, student.learner
+        if not has_baseline:
+            student.objective = WithoutBaselines(student.settings)
         if not learns_from_it:
             with_teacher = TrainerSettings.load(**{key.lower(): value for key, value in (settings | name).items()})
             teachers = load_teachers(with_teacher, student.policy, ranks)
@@ -144,6 +170,12 @@ def variants(teacher: Settings) -> dict[str, tuple[Settings, Train]]:
         f"{ONE}, shuffled teacher": (WITHOUT_REWARDS | {"GROUP_SIZE": "1"}, shuffled),
     }
     return {name: (own, partial(train, teacher=teacher, control=control)) for name, (own, control) in ways.items()}
+
+
+def baselined(teacher: Settings) -> dict[str, tuple[Settings, Train]]:
+    """Return distillation at the sampled tokens of a completion a prompt, with the baseline and without."""
+    with_it = variants(teacher)[ONE]
+    return {ONE: with_it, WITHOUT: (with_it[0], partial(train, teacher=teacher, has_baseline=False))}
 
 
 def by_tokens(results: Results, task: str) -> str:

@@ -193,6 +193,7 @@ def _of_variant(results: Results, task: str, variant: str) -> list[Result]:
 TAUGHT = TINY | {"LEARNING_RATE": "1e-3"}
 UNSEEN = {"SEED": "1001", "DATA_SEED": "1001"}
 """The seeds of a teacher, which no student has."""
+TEACHER = TINY | UNSEEN | {"LEARNING_RATE": "2e-3", "MAX_STEPS": "60"}
 BY_TEACHER = {"by_tokens": distillation.by_tokens, "teacher_accuracy": distillation.teacher_accuracy}
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -339,12 +340,10 @@ PARTS = (
     ),
     Part(
         "distillation",
-        runs_of(
-            "tiny",
-            TAUGHT,
-            range(5),
-            distillation.variants(TINY | UNSEEN | {"LEARNING_RATE": "2e-3", "MAX_STEPS": "60"}),
-        ),
+        [
+            *runs_of("tiny", TAUGHT, range(5), distillation.variants(TEACHER) | distillation.baselined(TEACHER)),
+            *runs_of("tiny", TAUGHT, range(5, 10), distillation.baselined(TEACHER)),
+        ],
         BY_TEACHER,
     ),
     Part(

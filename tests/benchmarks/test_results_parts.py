@@ -111,7 +111,8 @@ def test_controls_of_distillation_keep_the_sizes_of_distances_or_only_their_plac
 
 
 def test_students_are_measured_by_their_teacher_and_learn_from_it_only_if_told() -> None:
-    ways = distillation.variants(SHORT | {"MAX_STEPS": "2", "EVAL_PROMPTS": "4"})
+    teacher = SHORT | {"MAX_STEPS": "2", "EVAL_PROMPTS": "4"}
+    ways = distillation.variants(teacher) | distillation.baselined(teacher)
     runs = {
         name: train(Run("tiny", name, 0, SHORT | {"MAX_STEPS": "4"} | own, train))
         for name, (own, train) in ways.items()

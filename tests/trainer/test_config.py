@@ -174,7 +174,15 @@ def test_steps_to_record_are_read(value: str, kept: Any, monkeypatch: pytest.Mon
 
 CAUTIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"clip_high": 0.3}, "CLIP_HIGH"),
-    ({"loss": "gspo", "clip_low": 0.1, "clip_high": 0.3}, "CLIP_LOW, CLIP_HIGH"),
+    ({"loss": "gspo", "clip_low": 0.1, "clip_high": 0.3, "importance_correction": "sequence"}, "CLIP_LOW, CLIP_HIGH"),
+    ({"loss": "gspo"}, "LOSS=gspo"),
+    ({"loss": "gspo", "importance_correction": "icepop", "updates_per_batch": 2}, "LOSS=gspo"),
+    ({"loss": "gspo", "importance_correction": "none"}, None),
+    ({"drop_equal_groups": True, "kl_coef": 0.1}, "DROP_EQUAL_GROUPS"),
+    ({"drop_equal_groups": True, "entropy_coef": 0.1}, "DROP_EQUAL_GROUPS"),
+    ({"drop_equal_groups": True, "advantage": "gae", "critic": "shared"}, "DROP_EQUAL_GROUPS"),
+    ({"drop_equal_groups": True, "advantage": "gae"}, None),
+    ({"drop_equal_groups": True, **KL_IN_REWARD}, None),
     ({"dual_clip": 3, "mode": "async"}, "DUAL_CLIP"),
     ({"clip_high": 0.3, "updates_per_batch": 2}, None),
     ({"clip_high": 0.3, "epochs_per_batch": 2}, None),
@@ -187,6 +195,18 @@ CAUTIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"teacher_coef": 2}, "TEACHER_COEF"),
     ({}, None),
 ]
+
+
+def test_the_weight_of_a_token_has_the_bound_of_its_loss() -> None:
+    for given, cap in (
+        ({"loss": "dppo_tv"}, 20),
+        ({"loss": "dppo_kl"}, 20),
+        ({"loss": "dppo_tv", "importance_cap": 3}, 3),
+        ({"loss": "dppo_kl", "importance_correction": "sequence"}, None),
+        ({"loss": "my:loss"}, None),
+        ({}, None),
+    ):
+        assert TrainerSettings.load(**given).loss_importance_cap == cap, given
 
 
 def test_a_setting_that_is_hardly_meant_is_named() -> None:

@@ -24,6 +24,7 @@ from tests.trainer.tiny import FAMILIES, plain_forward, plain_logprobs, plain_mo
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import scatter
 from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.model.ranks import Ranks
 from trainer.model.teachers import check_teachers
 
@@ -46,17 +47,28 @@ def teach_and_update(ranks: Ranks, model: Path, settings: dict[str, Any], groups
     """Have the teachers score groups, and make an update; return the scores and what the update did."""
     numbers = make_learner(ranks, model, **settings).teacher_logprobs(groups)
     with_scores = [g if n is None else scored([g], [n])[0] for g, n in zip(groups, numbers, strict=True)]
-    return numbers, rank_jobs.update(ranks, model, settings, with_scores)
+    objective = Objective(TrainerSettings.load(model_name=str(model), **UNCLIPPED | settings))
+    return numbers, rank_jobs.update(ranks, model, settings, objective.with_advantages(with_scores))
 
 
 def options(teacher: Path, beta: float | None, **others: Any) -> dict[str, Any]:
     return {"teacher_model": str(teacher), "teacher_coef": 0.7, "teacher_jsd_beta": beta, "temperature": 0.8} | others
 
 
-def distance_by_hand(model: Path, teacher: Path, groups: list[TrainingGroup], beta: float | None) -> dict[str, Tensor]:
-    """Return the gradients of the distance from the teacher, by one forward pass a completion and autograd."""
+def distance_by_hand(
+    model: Path, teacher: Path, groups: list[TrainingGroup], beta: float | None, numbers: Any
+) -> dict[str, Tensor]:
+    """Return the gradients of the distance from the teacher, by one forward pass a completion and autograd.
+
+    ``numbers`` are the teacher's log-probabilities, for the baseline of each completion's sampled tokens.
+    """
     student, frozen = plain_model(model), plain_model(teacher)
     losses, count = [], 0
+    gaps_of = {
+        id(s): np.clip(s.logprobs[s.mask] - x, -10, 10)
+        for group, of_group in zip(groups, numbers, strict=True)
+        for s, x in zip(group.sequences, of_group, strict=True)
+    }
     for group in groups:
         for sequence in group.sequences:
             one = replace(group, sequences=[sequence])
@@ -71,7 +83,8 @@ def distance_by_hand(model: Path, teacher: Path, groups: list[TrainingGroup], be
                 behaviour = torch.tensor(sequence.logprobs)[mask].float()
                 w = (logprobs.detach() - behaviour).exp().clamp(max=2)
                 d = (logprobs - logprobs_t).detach().clamp(-10, 10)
-                losses.append((w * d * logprobs).sum())
+                others = np.concatenate([x for key, x in gaps_of.items() if key != id(sequence)])
+                losses.append((w * (d - others.mean()) * logprobs).sum())
             else:
                 log_m = ((1 - beta) * log_p.exp() + beta * log_t.exp()).log()
                 kls = beta * log_t.exp() * (log_t - log_m) + (1 - beta) * log_p.exp() * (log_p - log_m)
@@ -92,7 +105,7 @@ def test_an_update_is_the_distance_computed_by_hand(
     for group, of_group in zip(groups, numbers, strict=True):
         for s, given, wanted in zip(group.sequences, of_group, plain_logprobs(plain, group, 0.8), strict=True):
             np.testing.assert_allclose(given, wanted.detach().numpy()[s.mask], atol=2e-5)
-    for name, gradient in distance_by_hand(model, teacher, groups, beta).items():
+    for name, gradient in distance_by_hand(model, teacher, groups, beta, numbers).items():
         difference = np.linalg.norm(trained.gradients[name] - gradient.numpy()) / gradient.norm()
         assert difference < 1e-4, name
     assert trained.result.metrics["teacher_loss"] > 0

@@ -2,7 +2,8 @@
 
 Sources: KL estimators (Schulman 2020, "Approximating KL divergence"), their gradients (Liu et al. 2025,
 arXiv:2510.01555; DeepSeek-AI 2025, arXiv:2512.02556, section 3.1), GRPO (Shao et al. 2024, arXiv:2402.03300), Dr. GRPO
-(Liu et al. 2025, arXiv:2503.20783), DAPO (Yu et al. 2025, arXiv:2503.14476).
+(Liu et al. 2025, arXiv:2503.20783), DAPO (Yu et al. 2025, arXiv:2503.14476), ScaleRL (Khatri et al. 2025,
+arXiv:2510.13786).
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     return d.expm1() - d
 
 
-def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor) -> Tensor:
+def kl_penalty(
+    logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, baselines: Tensor | float = 0.0
+) -> Tensor:
     """Return the penalty for the distance from the reference: k3 in value, with the gradient of KL(theta || reference).
 
     With d = log pi_ref - log pi_theta and w = pi_theta / pi_behaviour, the gradient of E_behaviour[w k3(d)], taken
@@ -60,13 +63,14 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor) ->
         logprobs: [N] log pi_theta; the gradient flows through these only.
         reference_logprobs: [N] log pi_reference.
         weights: [N] importance weights w, without gradient. Truncate them, so that no stale token outweighs the others.
+        baselines: [N] numbers that the gradient subtracts from -d; they must not depend on the token.
 
     Returns:
         [N] in nats.
     """
     d = (reference_logprobs - logprobs).detach().clamp(-KL_LIMIT, KL_LIMIT)
     value = k3(logprobs.detach(), reference_logprobs.detach()).clamp(max=KL_LIMIT)
-    return weights * (value - d * (logprobs - logprobs.detach()))
+    return weights * (value - (d + baselines) * (logprobs - logprobs.detach()))
 
 
 def aggregate(
@@ -75,15 +79,16 @@ def aggregate(
     n_sequences: int,
     method: Aggregation,
     *,
-    step_tokens: int,
-    step_sequences: int,
+    group_tokens: Tensor,
+    step: StepSize,
     constant_length: int,
 ) -> Tensor:
     """Return this micro-batch's share of the step's loss.
 
-    - ``token_mean``: sum over tokens / step_tokens (DAPO, arXiv:2503.14476, eq. 8)
-    - ``sequence_mean``: sum over completions of the mean over tokens / step_sequences (GRPO, arXiv:2402.03300, eq. 3)
-    - ``constant_length``: sum over tokens / (step_sequences * constant_length) (Dr. GRPO, arXiv:2503.20783, appendix)
+    - ``token_mean``: sum over tokens / tokens of the step (DAPO, arXiv:2503.14476, eq. 8)
+    - ``prompt_mean``: sum over groups of the mean over their tokens / groups (ScaleRL, arXiv:2510.13786, section 3.2)
+    - ``sequence_mean``: sum over completions of the mean over tokens / completions (GRPO, arXiv:2402.03300, eq. 3)
+    - ``constant_length``: sum over tokens / (completions * constant_length) (Dr. GRPO, arXiv:2503.20783, appendix)
 
     The denominators count the whole step, over all ranks and micro-batches. So the shares of the micro-batches add up
     to the same loss, however the step is cut. The constant length is MAX_NEW_TOKENS, or AGENT_MAX_TOKENS with
@@ -95,8 +100,8 @@ def aggregate(
         sequence_ids: [N] int64, 0 to n_sequences - 1. A completion is never split over micro-batches.
         n_sequences: S, the completions in this micro-batch.
         method: the mean to take.
-        step_tokens: trained tokens in the whole step.
-        step_sequences: completions with trained tokens in the whole step.
+        group_tokens: [N], the trained tokens of each token's whole group, which may lie in several micro-batches.
+        step: the denominators.
         constant_length: the largest possible completion length in tokens.
 
     Returns:
@@ -104,11 +109,13 @@ def aggregate(
     """
     match method:
         case Aggregation.TOKEN_MEAN:
-            return token_losses.sum() / max(step_tokens, 1)
+            return token_losses.sum() / max(step.tokens, 1)
+        case Aggregation.PROMPT_MEAN:
+            return (token_losses / group_tokens).sum() / max(step.groups, 1)
         case Aggregation.SEQUENCE_MEAN:
-            return sequence_means(token_losses, sequence_ids, n_sequences).sum() / max(step_sequences, 1)
+            return sequence_means(token_losses, sequence_ids, n_sequences).sum() / max(step.sequences, 1)
         case Aggregation.CONSTANT_LENGTH:
-            return token_losses.sum() / (max(step_sequences, 1) * constant_length)
+            return token_losses.sum() / (max(step.sequences, 1) * constant_length)
 
 
 REPLAY_PREFIX = "replay_"
@@ -133,6 +140,8 @@ class StepSize:
     """Completions with trained tokens."""
     taught: int = 0
     """Trained tokens that a teacher has scored."""
+    groups: int = 0
+    """Groups with trained tokens."""
 
 
 @dataclass
@@ -287,8 +296,8 @@ class PolicyLoss:
             batch.sequence_ids,
             batch.n_sequences,
             self.aggregation,
-            step_tokens=step.tokens,
-            step_sequences=step.sequences,
+            group_tokens=batch.group_tokens,
+            step=step,
             constant_length=self.constant_length,
         )
 
@@ -310,8 +319,9 @@ class CrossEntropy:
 def teacher_loss(batch: MicroBatch, logprobs: Tensor, step: StepSize) -> Tensor:
     """Return a micro-batch's share of the distance from the teacher: the mean of ``kl_penalty`` over the taught tokens.
 
-    Each token has the gradient of its own KL(theta || teacher), the reverse KL. The mean has a denominator of its own,
-    so that tokens without a teacher do not weaken it, and its tokens do not weaken the policy loss.
+    Each token has the gradient of its own KL(theta || teacher), the reverse KL, less the baseline of its sequence. The
+    mean has a denominator of its own, so that tokens without a teacher do not weaken it, and its tokens do not weaken
+    the policy loss.
 
     Args:
         batch: the micro-batch, with N trained tokens, of which a teacher has scored some or all.
@@ -323,7 +333,8 @@ def teacher_loss(batch: MicroBatch, logprobs: Tensor, step: StepSize) -> Tensor:
     """
     theta = logprobs.detach()
     teacher = torch.where(batch.teacher_logprobs.isnan(), theta, batch.teacher_logprobs)
-    penalties = kl_penalty(logprobs, teacher, _stale_weights(theta, batch.behaviour_logprobs))
+    weights = _stale_weights(theta, batch.behaviour_logprobs)
+    penalties = kl_penalty(logprobs, teacher, weights, batch.teacher_baselines)
     return (penalties * batch.weights).sum() / max(step.taught, 1)
 
 

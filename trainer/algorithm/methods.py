@@ -37,6 +37,7 @@ class Aggregation(StrEnum):
     """The mean that turns token losses into one number."""
 
     TOKEN_MEAN = "token_mean"
+    PROMPT_MEAN = "prompt_mean"
     SEQUENCE_MEAN = "sequence_mean"
     CONSTANT_LENGTH = "constant_length"
 
@@ -59,6 +60,8 @@ class LossMethod:
     """True when it truncates the weight rho of a token itself."""
     bounds_behaviour: bool = False
     """True when its bounds are around the policy that sampled, so that they act with one update a batch, too."""
+    importance_cap: float | None = None
+    """The largest weight of ``truncated``, if the loss needs another than CAPS in policy_losses.py."""
 
 
 LOSSES: Mapping[str, LossMethod] = {
@@ -67,8 +70,9 @@ LOSSES: Mapping[str, LossMethod] = {
     "cispo": LossMethod(("clip_low", "clip_high"), truncates=True),
     "clip_cov": LossMethod(("clip_low", "clip_high")),
     "sapo": LossMethod((), Aggregation.SEQUENCE_MEAN),
-    "dppo_tv": LossMethod(("clip_low", "clip_high"), bounds_behaviour=True),
-    "dppo_kl": LossMethod(("clip_low", "clip_high"), bounds_behaviour=True),
+    # Rare tokens, which may move by a large ratio, must keep their weight (arXiv:2602.04879, section 5.4).
+    "dppo_tv": LossMethod(("clip_low", "clip_high"), bounds_behaviour=True, importance_cap=20.0),
+    "dppo_kl": LossMethod(("clip_low", "clip_high"), bounds_behaviour=True, importance_cap=20.0),
 }
 """The policy losses: the functions of these names in trainer/algorithm/policy_losses.py."""
 

@@ -28,6 +28,8 @@ Rows = NDArray[np.int64]
 """Packed indices."""
 Ids = NDArray[np.int32]
 
+BASELINE = "teacher_baseline"
+"""The array of a sequence with what the gradient subtracts from the distances from the teacher; see teachers.py."""
 VALUES, RETURNS = "values", "returns"
 """The arrays of a sequence, besides its own, with the values that the critic gave before the step, and the returns that
 the critic is fitted to."""
@@ -66,6 +68,8 @@ class TrainingGroup:
     epoch: int = 0
     position: int = 0
     """With the epoch, the prompt's place in the data: an order of groups whenever they arrived."""
+    cut_from: int = 0
+    """The trained tokens of the whole group, if this is a piece of one."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -172,6 +176,10 @@ class MicroBatch:
     """[N] float32: the critic's targets, 0 without a critic."""
     teacher_logprobs: Tensor
     """[N] float32: a frozen teacher's log-probabilities, NaN where no teacher has scored the token."""
+    teacher_baselines: Tensor
+    """[N] float32: the baselines of the distances from the teacher, 0 where there is none."""
+    group_tokens: Tensor
+    """[N] int64: the trained tokens of the token's whole group."""
     weights: Tensor
     """[N] float32: the importance weight of the group at each token."""
     is_replayed: Tensor
@@ -259,6 +267,8 @@ def pack(
         old_values=_per_token(sequences, VALUES),
         returns=_per_token(sequences, RETURNS),
         teacher_logprobs=_per_token(sequences, TEACHER, missing=np.nan),
+        teacher_baselines=_per_token(sequences, BASELINE),
+        group_tokens=torch.tensor([g.cut_from or g.trained_tokens for g in groups]).repeat_interleave(lengths),
         weights=torch.tensor([group.weight for group in groups]).repeat_interleave(lengths),
         is_replayed=torch.tensor([group.is_replayed for group in groups]).repeat_interleave(lengths),
         n_replayed=sum(s.trained_tokens for s, group in zip(sequences, groups, strict=True) if group.is_replayed),

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from services.protocol.groups import TEACHER, Group, TokenSequence
-from trainer.algorithm.loss import k3
-from trainer.algorithm.packing import TrainingGroup
+from services.protocol.groups import TEACHER, Group, TokenSequence, by_episode
+from trainer.algorithm.loss import KL_LIMIT, k3
+from trainer.algorithm.packing import BASELINE, TrainingGroup
 from trainer.algorithm.training_groups import Array, PerToken, scatter
 
 
@@ -76,6 +77,33 @@ def mean_absolute_gap(group: TrainingGroup) -> float:
     of_sequences = [np.abs(gaps(s)) for s in group.sequences if is_taught(s)]
     numbers = np.concatenate([np.empty(0), *of_sequences])
     return float(numbers.mean()) if len(numbers) else 0.0
+
+
+def with_baselines(groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
+    """Return the groups of one source with the baseline of each taught sequence: the mean gap of all other episodes.
+
+    The mean is over taught tokens, each gap bounded as in ``kl_penalty``; without others it is 0. No token changes the
+    baseline of its own episode, so the expected gradient stays that of the distance. Where several seats are trained,
+    a group counts as one episode, because the seats of a game read each other's tokens.
+
+    Args:
+        groups: all groups of the step, fresh and replayed, of a source, which has one teacher.
+    """
+    episodes = []
+    for group in groups:
+        several = len({s.seat for s in group.sequences}) > 1
+        episodes += [group.sequences] if several else by_episode(group.sequences)
+    taught_sequences = [[s for s in sequences if is_taught(s)] for sequences in episodes]
+    numbers = [np.concatenate([np.empty(0), *map(gaps, of)]).clip(-KL_LIMIT, KL_LIMIT) for of in taught_sequences]
+    sums = [float(of.sum()) for of in numbers]
+    total, count = math.fsum(sums), sum(map(len, numbers))
+    changed: dict[int, TokenSequence] = {}
+    for sequences, own, of in zip(taught_sequences, sums, numbers, strict=True):
+        mean = (total - own) / (count - len(of)) if count > len(of) else 0.0
+        for s in sequences:
+            arrays = {**s.arrays, BASELINE: np.full(s.tokens, mean)}
+            changed[id(s)] = s.model_copy(update={"arrays": arrays})
+    return [replace(group, sequences=[changed.get(id(s), s) for s in group.sequences]) for group in groups]
 
 
 POSITIONS = (0, 16, 64, 256, 1024, 4096)

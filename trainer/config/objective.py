@@ -28,7 +28,7 @@ from trainer.algorithm.loss import CrossEntropy, PolicyLoss
 from trainer.algorithm.methods import GROUP_ADVANTAGES, LOSS_OPTIONS, NORMALISED_ADVANTAGES, is_own_function
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, LossFunction, LossTokens, TokenLosses
-from trainer.algorithm.teachers import mean_absolute_gap
+from trainer.algorithm.teachers import mean_absolute_gap, with_baselines
 from trainer.algorithm.training_groups import PerToken
 from trainer.config.settings import TrainerSettings
 
@@ -96,6 +96,8 @@ class Objective:
     ) -> list[TrainingGroup]:
         """Return the groups of a step with their advantages, by the formula that ADVANTAGE names, source by source.
 
+        With a teacher they also have the baselines of their distances from it; see ``with_baselines``.
+
         Args:
             groups: all groups of the step.
             reference: the reference's log-probabilities of the trained tokens, for KL in the reward.
@@ -106,7 +108,8 @@ class Objective:
 
         With REWARD_WEIGHT=0 and METHOD=sft the groups have none.
         """
-        return training_groups.by_source(groups, self._of_source, reference, values)
+        computed = training_groups.by_source(groups, self._of_source, reference, values)
+        return training_groups.by_source(computed, with_baselines) if any(self._teachers.values()) else computed
 
     def _of_source(
         self, groups: Sequence[TrainingGroup], reference: Sequence[PerToken] | None, values: Sequence[PerToken] | None
@@ -194,7 +197,7 @@ def step_loss(settings: TrainerSettings) -> PolicyLoss | CrossEntropy:
         settings.importance_correction,
         settings.loss_aggregation,
         settings.longest_answer,
-        importance_cap=settings.importance_cap,
+        importance_cap=settings.loss_importance_cap,
         truncates_alone=settings.loss_truncates and settings.updates_per_step == 1,
         may_clip_at_once=settings.loss_bounds_behaviour or is_own_function(settings.loss),
         off_policy_max_kl=settings.off_policy_max_kl,

@@ -219,19 +219,20 @@ class AlgorithmSection(Settings):
     dual_clip: float | None = Field(None, gt=1)
     """Bound of dual clip (`clipped`); unset: off. [advanced]"""
     aggregation: Aggregation | None = None
-    """`token_mean`, `sequence_mean` or `constant_length`. Unset: `sequence_mean` for `gspo` and `sapo`, else
-    `token_mean`."""
+    """`token_mean`, `prompt_mean` (each prompt weighs the same), `sequence_mean` or `constant_length`. Unset:
+    `sequence_mean` for `gspo` and `sapo`, else `token_mean`."""
     drop_equal_groups: bool = False
-    """Leave groups whose advantages are all 0 out of the loss, its mean included, so that a step is not the shorter the
-    more groups have equal rewards. prime-rl and tinker do so. Off: their tokens count in the mean."""
+    """Leave groups whose advantages are all 0 out of the batch before UPDATES_PER_BATCH divides it, so that a step is
+    not the shorter the more groups have equal rewards. prime-rl and tinker do so. Off, or with a KL loss, ENTROPY_COEF
+    or CRITIC=shared: their tokens count in the mean."""
     importance_correction: ImportanceCorrection = ImportanceCorrection.TRUNCATED
     """Weight of tokens that an older policy, or an engine that rounds otherwise, sampled: `truncated`, `icepop`,
     `sequence`, `geometric` or `none`. The clip is around the policy at the start of the step (decoupled objective), so
     it acts with several updates a batch only; but that of `cispo` bounds the weight. With `none` it is around the
     policy that sampled."""
     importance_cap: float | None = Field(None, gt=0)
-    """Largest importance weight or ratio. Unset: 2 (`truncated`, `sequence`), 5 (`icepop`), 1.001 (`geometric`).
-    [advanced]"""
+    """Largest importance weight or ratio. Unset: 2 (`truncated`, `sequence`), 5 (`icepop`), 1.001 (`geometric`); 20 for
+    `truncated` with `dppo_tv` and `dppo_kl`. [advanced]"""
     off_policy_max_kl: float | None = Field(None, gt=0)
     """Leave out completions with negative advantage whose mean log(behaviour / policy) per token exceeds this; unset:
     off. [advanced]"""

@@ -29,6 +29,7 @@ from trainer.algorithm.methods import (
 )
 from trainer.config.sections import (
     AlgorithmSection,
+    CriticModel,
     CriticSection,
     DistillationSection,
     EvaluationSection,
@@ -114,6 +115,17 @@ class TrainerSettings(
                 f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the "
                 "ratio of the policy to that at the start of the step is 1; IMPORTANCE_CAP bounds the weight of stale "
                 "tokens"
+            )
+        by_token = self.importance_correction not in (ImportanceCorrection.NONE, ImportanceCorrection.SEQUENCE)
+        if self.loss == "gspo" and by_token:
+            sentences.append(
+                f"LOSS=gspo has one ratio a completion, but IMPORTANCE_CORRECTION={self.importance_correction} weighs "
+                "each token by its own; set IMPORTANCE_CORRECTION=sequence or none"
+            )
+        if self.drop_equal_groups and self.learns_beyond_advantages:
+            sentences.append(
+                "DROP_EQUAL_GROUPS has no effect with a KL loss (KL_COEF), ENTROPY_COEF or CRITIC=shared, which learn "
+                "from groups of equal rewards, too"
             )
         if self.lora_rank and "learning_rate" not in self.model_fields_set:
             sentences.append(
@@ -215,11 +227,26 @@ class TrainerSettings(
         return self.kl_coef != 0 and not self.kl_in_reward
 
     @property
+    def learns_beyond_advantages(self) -> bool:
+        """True when groups whose advantages are all 0 add to the policy's loss: by KL, entropy, values or a teacher."""
+        has_values = self.has_critic and self.critic is CriticModel.SHARED
+        terms = (self.has_kl_loss, self.entropy_coef != 0, has_values, any(self.teachers.values()))
+        return self.method is Method.SFT or any(terms)
+
+    @property
     def loss_aggregation(self) -> Aggregation:
         """The mean over token losses: AGGREGATION, or that of the loss's paper."""
         if self.aggregation is not None:
             return self.aggregation
         return LOSSES[self.loss].aggregation if self.loss in LOSSES else Aggregation.TOKEN_MEAN
+
+    @property
+    def loss_importance_cap(self) -> float | None:
+        """The largest importance weight: IMPORTANCE_CAP, or what LOSS needs; None: that of the correction's paper."""
+        is_truncated = self.importance_correction is ImportanceCorrection.TRUNCATED
+        if self.importance_cap is None and is_truncated and self.loss in LOSSES:
+            return LOSSES[self.loss].importance_cap
+        return self.importance_cap
 
     @property
     def loss_truncates(self) -> bool:

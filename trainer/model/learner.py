@@ -273,19 +273,20 @@ class Learner:
         return not len(unknown)
 
     def shares(self, known: Sequence[TrainingGroup]) -> list[Sequence[TrainingGroup]]:
-        """Return the share of the groups that each of UPDATES_PER_BATCH optimizer steps trains on."""
-        n_parts = self.settings.updates_per_batch
+        """Return the share of the groups that each of UPDATES_PER_BATCH optimizer steps trains on.
+
+        With DROP_EQUAL_GROUPS groups without advantages are in none, unless another term of the loss needs them.
+        """
+        settings, n_parts = self.settings, self.settings.updates_per_batch
+        if settings.drop_equal_groups and not settings.learns_beyond_advantages:
+            known = [g for g in known if g.mean_absolute_advantage]
         return [known[i::n_parts] for i in range(n_parts)]
 
     def part(self, groups: Sequence[TrainingGroup]) -> Part:
         """Return this rank's part of the optimizer step on a share of the groups."""
-        settings = self.settings
-        needs_all = settings.entropy_coef != 0 or settings.has_kl_loss or self.policy.value_head is not None
-        needs_all = needs_all or self.loss.teacher_coef != 0 or settings.method is Method.SFT
-        if settings.drop_equal_groups:
-            groups = [g for g in groups if g.mean_absolute_advantage]
+        needs_all = self.settings.learns_beyond_advantages
         trainable = [g for g in groups if needs_all or g.mean_absolute_advantage]
-        return make_part(groups, trainable, settings.micro_batch_tokens, self.ranks)
+        return make_part(groups, trainable, self.settings.micro_batch_tokens, self.ranks)
 
     def _rates(self, step: int, position: float | None) -> list[float]:
         """Return the learning rate of each of the optimizer's parameter groups."""

@@ -142,7 +142,8 @@ def _halve(group: TrainingGroup) -> list[TrainingGroup]:
 
 
 def _piece(group: TrainingGroup, branches: Sequence[Branch]) -> TrainingGroup:
-    return replace(group, sequences=[branch.sequence for branch in branches])
+    whole = group.cut_from or group.trained_tokens
+    return replace(group, sequences=[branch.sequence for branch in branches], cut_from=whole)
 
 
 def _balance(pieces: list[TrainingGroup], n_ranks: int) -> list[list[TrainingGroup]]:
@@ -203,6 +204,7 @@ def make_part(
             tokens=sum(g.trained_tokens for g in groups),
             sequences=sum(s.trained_tokens > 0 for g in groups for s in g.sequences),
             taught=sum(s.trained_tokens for g in groups for s in g.sequences if is_taught(s)),
+            groups=sum(g.trained_tokens > 0 for g in groups),
         ),
         tokens=sum(piece.tokens for batches in shares for pieces in batches for piece in pieces),
     )

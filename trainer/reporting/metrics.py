@@ -47,7 +47,8 @@ def _token_measures() -> Iterator[Measure]:
         for column, (name, text) in described.items():
             yield Measure(prefix + column, name, text, {"groups": groups})
         for bound in ("low", "high", "covariance"):
-            text = "Share of tokens that a bound of the loss leaves without gradient, or whose weight it cuts (cispo)."
+            text = "Share of tokens that a bound of the loss leaves without gradient, or whose weight it cuts (cispo). "
+            text += "Updates in which no bound can act are left out."
             labels = {"groups": groups, "bound": bound}
             yield Measure(f"{prefix}clip_fraction_{bound}", "trainer_clipped_tokens_ratio", text, labels)
 

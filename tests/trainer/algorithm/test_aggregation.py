@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.trainer.algorithm.formulas import gradient_of, losses_by_formula
 from tests.trainer.ragged import Ragged, random_ragged
-from trainer.algorithm.loss import KL_LIMIT, aggregate, k3, kl_penalty
+from trainer.algorithm.loss import KL_LIMIT, StepSize, aggregate, k3, kl_penalty
 from trainer.algorithm.methods import Aggregation
 
 SEEDS = range(5)
@@ -72,15 +72,23 @@ def test_no_gradient_flows_through_the_reference() -> None:
     assert theta.grad is not None
 
 
-def aggregated(losses: Tensor, batch: Ragged, method: Aggregation) -> Tensor:
-    """Aggregate losses of a step that consists of this batch alone."""
+G = 3
+"""Completions of a group."""
+
+
+def aggregated(losses: Tensor, batch: Ragged, method: Aggregation, start: int = 0, end: int | None = None) -> Tensor:
+    """Aggregate the losses of the completions from ``start`` to ``end`` of a step that is the batch."""
+    end = batch.n_sequences if end is None else end
+    ids = batch.sequence_ids
+    own = (ids >= start) & (ids < end)
+    of_groups = torch.tensor([sum(batch.lengths[i : i + G]) for i in range(0, batch.n_sequences, G)])
     return aggregate(
-        losses,
-        batch.sequence_ids,
-        batch.n_sequences,
+        losses[own],
+        ids[own] - start,
+        end - start,
         method,
-        step_tokens=sum(batch.lengths),
-        step_sequences=batch.n_sequences,
+        group_tokens=of_groups[ids[own] // G],
+        step=StepSize(sum(batch.lengths), batch.n_sequences, groups=int((of_groups > 0).sum())),
         constant_length=17,
     )
 
@@ -91,8 +99,10 @@ def test_aggregations_are_the_formulas(seed: int, method: Aggregation) -> None:
     batch = random_ragged(seed)
     rows = batch.rows["theta"]
     total = math.fsum(x for row in rows for x in row)
+    groups = [[x for row in rows[i : i + G] for x in row] for i in range(0, len(rows), G)]
     expected = {
         Aggregation.TOKEN_MEAN: total / sum(batch.lengths),
+        Aggregation.PROMPT_MEAN: statistics.fmean(statistics.fmean(group) for group in groups if group),
         Aggregation.SEQUENCE_MEAN: math.fsum(statistics.fmean(row) for row in rows if row) / len(rows),
         Aggregation.CONSTANT_LENGTH: total / (len(rows) * 17),
     }[method]
@@ -106,28 +116,15 @@ def test_a_step_cut_into_micro_batches_adds_up_to_the_same_loss(
     method: Aggregation, seed: int, cuts: list[int]
 ) -> None:
     batch = random_ragged(seed)
-    losses, ids = batch.packed("theta"), batch.sequence_ids
-    bounds = [0, *sorted(cuts), batch.n_sequences]
-    parts = []
-    for start, end in itertools.pairwise(bounds):
-        own = (ids >= start) & (ids < end)
-        parts.append(
-            aggregate(
-                losses[own],
-                ids[own] - start,
-                end - start,
-                method,
-                step_tokens=sum(batch.lengths),
-                step_sequences=batch.n_sequences,
-                constant_length=17,
-            )
-        )
+    losses = batch.packed("theta")
+    bounds = itertools.pairwise([0, *sorted(cuts), batch.n_sequences])
+    parts = [aggregated(losses, batch, method, start, end) for start, end in bounds]
     torch.testing.assert_close(sum(parts), aggregated(losses, batch, method), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", list(Aggregation))
 def test_the_loss_of_no_tokens_is_0_and_can_be_differentiated(method: Aggregation) -> None:
-    losses = torch.tensor([], requires_grad=True)
-    result = aggregate(losses, torch.tensor([]).long(), 0, method, step_tokens=0, step_sequences=0, constant_length=1)
+    losses, none = torch.tensor([], requires_grad=True), torch.tensor([]).long()
+    result = aggregate(losses, none, 0, method, group_tokens=none, step=StepSize(0, 0), constant_length=1)
     result.backward()
     assert result.item() == 0

@@ -64,9 +64,9 @@ def clip(ratio: float, low: float = 0.2, high: float = 0.2) -> float:
     return min(max(ratio, 1 - low), 1 + high)
 
 
-def correction_weight(name: str, log_ratio: float) -> float:
+def correction_weight(name: str, log_ratio: float, cap: float = 2.0) -> float:
     ratio = math.exp(log_ratio)
-    return {"none": 1.0, "truncated": min(ratio, 2.0), "icepop": ratio if 0.5 <= ratio <= 5 else 0.0}[name]
+    return {"none": 1.0, "truncated": min(ratio, cap), "icepop": ratio if 0.5 <= ratio <= 5 else 0.0}[name]
 
 
 def test_without_a_correction_the_clip_is_around_the_behaviour_policy(batch: MicroBatch) -> None:
@@ -117,7 +117,7 @@ def test_the_decoupled_objective_clips_against_the_proximal_policy_and_weights_b
 def test_dppo_masks_by_the_rollout_and_weighs_by_the_correction_in_every_update(
     batch: MicroBatch, correction: str, later: bool
 ) -> None:
-    theta, other = logprobs_near(batch, 1, spread=1.0), logprobs_near(batch, 2, spread=1.0)
+    theta, other = logprobs_near(batch, 1, spread=2.0), logprobs_near(batch, 2, spread=2.0)
     settings = {"loss": "dppo_tv", "clip_low": 0.05, "clip_high": 0.1, "importance_correction": correction}
     options = {"proximal_logprobs": other} if later else {}
     loss, gradient = loss_of(batch, theta, settings, **options)
@@ -129,7 +129,7 @@ def test_dppo_masks_by_the_rollout_and_weighs_by_the_correction_in_every_update(
 
     def token_loss(new: float, proximal: float, behaviour: float, advantage: float, weight: float) -> float:
         ratio = math.exp(new - (behaviour if correction == "none" else proximal))
-        corrected = correction_weight(correction, proximal - behaviour)
+        corrected = correction_weight(correction, proximal - behaviour, cap=20.0)
         return -corrected * ratio * advantage * weight * kept(new, behaviour, advantage)
 
     expected = by_hand(batch, theta, other if later else theta, token_loss=token_loss) / STEP.tokens

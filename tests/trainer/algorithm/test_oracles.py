@@ -67,8 +67,8 @@ def aggregated(losses: Tensor, batch: Ragged, method: Aggregation, constant_leng
         batch.sequence_ids,
         batch.n_sequences,
         method,
-        step_tokens=sum(batch.lengths),
-        step_sequences=batch.n_sequences,
+        group_tokens=torch.ones_like(losses),
+        step=StepSize(sum(batch.lengths), batch.n_sequences),
         constant_length=constant_length,
     )
 

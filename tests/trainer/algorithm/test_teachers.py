@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +18,15 @@ from services.protocol.groups import TEACHER, TokenSequence, pack_sequences, unp
 from tests.sequences import changed, make_group, trained_sequence
 from tests.trainer.algorithm.formulas import gradient_of
 from tests.trainer.tiny import random_trees
-from trainer.algorithm.loss import PolicyLoss, StepSize, teacher_loss
+from trainer.algorithm.loss import KL_LIMIT, PolicyLoss, StepSize, teacher_loss
 from trainer.algorithm.methods import Aggregation, ImportanceCorrection
-from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
+from trainer.algorithm.packing import BASELINE, MicroBatch, TrainingGroup, pack, pack_group, unpack_group
 from trainer.algorithm.policy_losses import clipped
-from trainer.algorithm.teachers import gaps, jensen_shannon, teacher_metrics, with_teacher
+from trainer.algorithm.teachers import gaps, jensen_shannon, teacher_metrics, with_baselines, with_teacher
+from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
 from trainer.model.logprobs import Lesson, divergence, top_overlap
+from trainer.model.micro_batching import share_out
 
 V = 30
 
@@ -126,6 +133,117 @@ def test_the_values_stay_at_their_tokens_through_masks_packing_and_the_wire() ->
     np.testing.assert_allclose(batch.teacher_logprobs.numpy(), expected, rtol=1e-6)
     assert ((batch.teacher_logprobs - batch.targets) * 100).round().min() >= 0
     assert header == {}
+
+
+# --- the baseline ---------------------------------------------------------------------------------------------------
+
+
+def step_gradients(
+    older: Tensor, teacher: Tensor, theta: Tensor, baselined: Callable[..., Any]
+) -> tuple[Tensor, float]:
+    """Return the mean gradient, and its mean square, over all steps of three completions of one token each."""
+    total, square = torch.zeros_like(theta), 0.0
+    for sampled in itertools.product(range(len(theta)), repeat=3):
+        tokens = [
+            changed(trained_sequence([v], [older[v].item()], [1.0]), **{TEACHER: [teacher[v].item()]}) for v in sampled
+        ]
+        # The second and third are of one prompt.
+        groups = baselined([TrainingGroup([1], tokens[:1]), TrainingGroup([1], tokens[1:])])
+        batch = pack(groups)
+        doubles = {"behaviour_logprobs": older[[*sampled]], "teacher_logprobs": teacher[[*sampled]]}
+        baselines = [s.arrays.get(BASELINE, np.zeros(1))[0] for group in groups for s in group.sequences]
+        batch = replace(batch, **doubles, teacher_baselines=torch.tensor(baselines, dtype=torch.float64))
+
+        def term(x: Tensor, batch: MicroBatch = batch, sampled: tuple[int, ...] = sampled) -> Tensor:
+            return teacher_loss(batch, x.log_softmax(0)[[*sampled]], StepSize(3, 3, taught=3))
+
+        gradient, chance = gradient_of(term, theta), older[[*sampled]].sum().exp().item()
+        total, square = total + chance * gradient, square + chance * float(gradient @ gradient)
+    return total, square
+
+
+@pytest.mark.parametrize("is_on_policy", [True, False])
+def test_the_baseline_keeps_the_expected_gradient_and_lowers_its_variance(is_on_policy: bool) -> None:
+    """Exactly, over all steps of three completions, where the teacher wants the token that the policy samples least."""
+    logits = torch.tensor([[1.0, 1.2, 0.9, 0], [0.0, 0.3, 0.1, 4], [1.1, 0.9, 1.0, 0.2]], dtype=torch.float64)
+    theta, teacher, other = logits.log_softmax(1)
+    older = theta if is_on_policy else other
+    plain, plain_square = step_gradients(older, teacher, theta, list)
+    mean, square = step_gradients(older, teacher, theta, with_baselines)
+    torch.testing.assert_close(mean, plain, rtol=1e-9, atol=1e-12)
+    assert square < 0.9 * plain_square
+
+
+def taught_sequence(*gaps_: float, **fields: Any) -> TokenSequence:
+    """Return a sequence that is as far from the teacher as told, token by token."""
+    sequence = trained_sequence([2] * len(gaps_), [-20.0] * len(gaps_), **fields)
+    return changed(sequence, **{TEACHER: [-20.0 - gap for gap in gaps_]})
+
+
+def baselines(groups: list[TrainingGroup]) -> list[list[float]]:
+    return [[set(s.arrays[BASELINE]).pop() if BASELINE in s.arrays else math.nan for s in g.sequences] for g in groups]
+
+
+UNTAUGHT = trained_sequence([2], [-1.0])
+BASELINES: dict[str, tuple[list[list[TokenSequence]], list[list[float]]]] = {
+    "tokens of all groups": ([[taught_sequence(1, 2), taught_sequence(6)], [taught_sequence(3)]], [[4.5, 2], [3]]),
+    "one completion": ([[taught_sequence(1, 2)]], [[0]]),
+    "an untaught one": ([[taught_sequence(1), UNTAUGHT], [taught_sequence(5)]], [[5, math.nan], [1]]),
+    "masked tokens": (
+        [[taught_sequence(1, 7, loss_mask=[True, False]), taught_sequence(2)], [taught_sequence(9, loss_mask=[False])]],
+        [[2, 1], [1.5]],
+    ),
+    "the sequences of an episode": (
+        [[taught_sequence(1, episode=0), taught_sequence(2, episode=0), taught_sequence(6, episode=1)]],
+        [[6, 6, 1.5]],
+    ),
+    "the seats of a game": (
+        [[taught_sequence(1, episode=0, seat=0), taught_sequence(2, episode=1, seat=1)], [taught_sequence(4, seat=0)]],
+        [[4, 4], [1.5]],
+    ),
+    "games of one seat": ([[taught_sequence(1, episode=0, seat=1), taught_sequence(2, episode=1, seat=1)]], [[2, 1]]),
+    "an unbounded distance": ([[taught_sequence(1), taught_sequence(400)]], [[KL_LIMIT, 1]]),
+}
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_the_baseline_is_the_mean_distance_of_all_other_episodes(name: str) -> None:
+    sequences, expected = BASELINES[name]
+    groups = with_baselines([TrainingGroup([1], of_group) for of_group in sequences])
+    for found, wanted in zip(baselines(groups), expected, strict=True):
+        assert found == pytest.approx(wanted, nan_ok=True)
+
+
+def test_each_source_with_its_teacher_has_its_own_baseline(tmp_path: Path) -> None:
+    file = tmp_path / "sources.yaml"
+    file.write_text("- {name: a, teacher_model: org/a}\n- {name: b, teacher_model: org/b}\n- name: c\n")
+    objective = Objective(TrainerSettings.load(sources=str(file), max_steps=1))
+    distances = [("a", 1), ("b", 3), ("a", 2), ("b", 5)]
+    groups = [TrainingGroup([1], [taught_sequence(distance)], source=name) for name, distance in distances]
+    *of_taught, of_other = baselines(objective.with_advantages([*groups, TrainingGroup([1], [UNTAUGHT], source="c")]))
+    assert of_taught == [[2], [5], [1], [3]]
+    assert math.isnan(of_other[0])
+
+
+def test_the_gradient_with_baselines_does_not_depend_on_ranks_and_micro_batches() -> None:
+    groups = with_baselines(taught_groups())
+    size = StepSize(1, 1, taught=50)
+
+    def gradients(pieces: list[TrainingGroup]) -> dict[tuple[int, ...], list[float]]:
+        flat = iter(loss_of(pieces, size, teacher_coef=1.0, reward_weight=0.0).tolist())
+        sequences = [s for piece in pieces for s in piece.sequences]
+        return {tuple(s.completion_ids): list(itertools.islice(flat, s.trained_tokens)) for s in sequences}
+
+    whole = gradients(groups)
+    plain = gradients(taught_groups())
+    assert whole.keys() == plain.keys()
+    assert whole != plain
+    shares = share_out([unpack_group(pack_group(group)) for group in groups], 2, 40)
+    parts = [gradients(pieces) for batches in shares for pieces in batches if pieces]
+    assert len(parts) > 4
+    for part in parts:
+        for key, gradient in part.items():
+            assert gradient == pytest.approx(whole[key], rel=1e-5, abs=1e-9)
 
 
 # --- the whole vocabulary --------------------------------------------------------------------------------------------

@@ -172,25 +172,31 @@ WAYS: list[dict[str, Any]] = [{"shard_parameters": False}, {"activation_checkpoi
 
 
 @pytest.fixture(scope="module")
-def whole(model: Path) -> Trained:
-    """The gradient on one rank as one micro-batch."""
+def whole(model: Path) -> dict[str, Trained]:
+    """The gradient on one rank as one micro-batch, by aggregation."""
     with join_ranks() as ranks:
-        return rank_jobs.update(ranks, model, {"micro_batch_tokens": 10_000}, CUT)
+        return {
+            name: rank_jobs.update(ranks, model, {"micro_batch_tokens": 10_000, "aggregation": name}, CUT)
+            for name in ("token_mean", "prompt_mean")
+        }
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_gradient_does_not_depend_on_ranks_and_micro_batches(model: Path, whole: Trained, n_ranks: int) -> None:
+def test_the_gradient_does_not_depend_on_ranks_and_micro_batches(
+    model: Path, whole: dict[str, Trained], n_ranks: int
+) -> None:
     cuts: list[dict[str, Any]] = [{"micro_batch_tokens": budget} for budget in budgets(CUT, n_ranks)]
-    cases = cuts + [cuts[1] | way for way in WAYS]
+    cases = cuts + [cuts[1] | way for way in WAYS] + [cuts[2] | {"aggregation": "prompt_mean"}]
     if n_ranks == 1:
         with join_ranks() as ranks:
             by_rank = [rank_jobs.updates_of_many_shapes(ranks, model, cases, CUT)]
     else:
         by_rank = run_on_ranks(n_ranks, rank_jobs.updates_of_many_shapes, model, cases, CUT)
     for results in by_rank:
-        for trained in results:
-            assert_same_gradients(trained.gradients, whole.gradients, 1e-5)
-            assert trained.result.metrics == pytest.approx(whole.result.metrics, rel=1e-4)
+        for case, trained in zip(cases, results, strict=True):
+            expected = whole[case.get("aggregation", "token_mean")]
+            assert_same_gradients(trained.gradients, expected.gradients, 1e-5)
+            assert trained.result.metrics == pytest.approx(expected.result.metrics, rel=1e-4)
     first, *others = by_rank
     for other in others:
         for ours, theirs in zip(first, other, strict=True):
@@ -342,17 +348,41 @@ def test_groups_without_advantage_count_in_the_mean_and_cost_nothing(alone: Rank
     assert_same_gradients(mixed.gradients, halved, 1e-5)
 
 
-@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1, "entropy_coef": 0.1}], ids=str)
+@pytest.mark.parametrize("updates", [1, 2])
 def test_groups_without_advantage_leave_no_trace_where_they_are_dropped(
-    alone: Ranks, model: Path, settings: dict[str, Any]
+    alone: Ranks, model: Path, updates: int
 ) -> None:
+    """They are dropped before a batch is divided: else the first of two updates would have all groups that teach."""
     groups = random_groups(5)
     flat = [without_advantage(g) for g in groups]
-    options = settings | {"drop_equal_groups": True}
-    trained, mixed = (rank_jobs.update(alone, model, options, given) for given in (groups, [*groups, *flat]))
-    assert mixed.result.tokens == trained.result.tokens
+    options = {"drop_equal_groups": True, "updates_per_batch": updates}
+    interleaved = [g for pair in zip(groups, flat, strict=True) for g in pair]
+    trained, mixed = (rank_jobs.update(alone, model, options, given) for given in (groups, interleaved))
+    assert (mixed.result.tokens, mixed.result.steps) == (trained.result.tokens, updates)
     assert_same_gradients(mixed.gradients, trained.gradients, 1e-7)
     assert make_learner(alone, model, **options).update(flat, 0).steps == 0
+
+
+@pytest.mark.parametrize("settings", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}], ids=str)
+def test_groups_without_advantage_are_kept_where_another_term_learns_from_them(
+    alone: Ranks, model: Path, settings: dict[str, Any]
+) -> None:
+    groups = [*random_groups(5), *(without_advantage(g) for g in random_groups(5))]
+    kept, dropped = (
+        rank_jobs.update(alone, model, settings | {"drop_equal_groups": drops}, groups) for drops in (False, True)
+    )
+    assert_same_gradients(dropped.gradients, kept.gradients, 1e-7)
+
+
+def test_the_prompt_mean_weighs_each_group_the_same(alone: Ranks, model: Path) -> None:
+    """Also where a group lies in several micro-batches, and where one has no trained token."""
+    groups = [*random_groups(5, n_groups=2), *random_trees(5, n_groups=1)]
+    masked = replace(groups[0], sequences=[changed(s, loss_mask=[False] * s.tokens) for s in groups[0].sequences])
+    settings = {"aggregation": "prompt_mean", "micro_batch_tokens": 30}
+    trained = rank_jobs.update(alone, model, settings, [*groups, masked])
+    each = [rank_jobs.update(alone, model, {}, [group]).gradients for group in groups]
+    expected: Arrays = {name: np.mean([g[name] for g in each], axis=0) for name in each[0]}
+    assert_same_gradients(trained.gradients, expected, 1e-5)
 
 
 @pytest.mark.parametrize("settings", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}], ids=str)
@@ -363,7 +393,7 @@ def test_groups_without_advantage_do_count_where_the_loss_has_more_than_advantag
     assert learner.update([without_advantage(g) for g in random_groups(5)], 0).steps == 1
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean", "sequence_mean", "constant_length"])
 def test_completions_that_are_masked_whole_do_not_count_in_the_mean(
     alone: Ranks, model: Path, aggregation: str
 ) -> None:

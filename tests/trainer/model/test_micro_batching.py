@@ -49,6 +49,8 @@ def test_every_completion_goes_with_its_prompt_to_one_micro_batch_of_one_rank(
     assert len({len(batches) for batches in shares}) == 1, "every rank takes part in as many collectives"
     everything = [piece for batches in shares for pieces in batches for piece in pieces]
     assert completions(everything) == completions(groups)
+    whole = {group.group_id: group.trained_tokens for group in groups}
+    assert all((piece.cut_from or piece.trained_tokens) == whole[piece.group_id] for piece in everything)
 
 
 @fast
