@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from services.chat.messages import content_text
 from services.core.errors import ConfigurationError
 from services.core.settings import Method
 from services.data_server import generators
 from services.data_server.json_lines import read_json_lines
 from services.data_server.settings import GROUPS, DataSettings, GroundTruthFormat, check_file, generator_of, named_files
 from services.data_server.tables import ROW, ReadTable, check_columns, load_from_hub, read_groups, read_parquet
+from services.http.problems import ProblemError
 from services.protocol.ground_truths import REASONING_GYM, last_boxed
 
 INSTRUCTIONS = {
@@ -32,8 +35,7 @@ INSTRUCTIONS = {
 """The instruction asks for the form of the dataset's ground truths; every verifier reads it."""
 
 _AFTER_HASHES = r"(?s)^.*####[ \t]*(?P<truth>[^\n]*)"
-_DIGESTED_ROWS = 10_000
-_GROUPED_NUMBER = r"^[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?$"
+_ROWS_AT_ONCE = 10_000
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Rows:
     """The rows of ``table`` that these rows are."""
     content: str
     """Digest of the questions and ground truths of ``table``."""
+    questions: np.ndarray[Any, np.dtype[np.uint64]]
+    """A hash of DATA_SEED and the question of each row of ``table``; equal questions have the same."""
     has_demonstrations: bool = False
     """True if each row is learned as it is; its JSON is the question."""
 
@@ -135,6 +139,8 @@ class DatasetRows:
 
 TOO_LONG = "too long"
 """The reason of rows with too many tokens."""
+HELD_OUT = "also held out"
+"""The reason of training rows whose question is held out."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +194,9 @@ def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = 
             "and `completion`; rename its columns, or set METHOD=rl"
         )
     form = _format(train, settings)
-    instruction = generators.REASONING_INSTRUCTION if generator == REASONING_GYM else INSTRUCTIONS.get(form)
-    train_rows = _rows(train, form, refused, settings)
+    default = generators.REASONING_INSTRUCTION if generator == REASONING_GYM else INSTRUCTIONS.get(form)
+    instruction = instruction_of(settings, default)
+    train_rows = _rows(train, form, refused, settings, instruction)
     if test is None and eval_only:
         train_rows, test_rows = train_rows.select(slice(0)), train_rows
     elif test is None and settings.method is Method.SFT and "dataset_held_out" not in settings.model_fields_set:
@@ -197,7 +204,8 @@ def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = 
     elif test is None:
         train_rows, test_rows = _hold_out(train_rows, settings)
     else:
-        test_rows = _rows(test, form, refused, settings)
+        test_rows = _rows(test, form, refused, settings, instruction)
+        train_rows = _without_held_out(train_rows, test_rows, refused)
     for rows, split in ((train_rows, "training"), (test_rows, "held-out")):
         if len(rows) == 0 and not (eval_only if rows is train_rows else rows.has_demonstrations):
             left_out = ", ".join(f"{count} with {reason}" for reason, count in (+refused).items()) or "it has no rows"
@@ -211,6 +219,12 @@ def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = 
     )
 
 
+def instruction_of(settings: DataSettings, default: str | None) -> str | None:
+    """Return what is appended to each question: INSTRUCTION, else the dataset's ``default``."""
+    instruction = default if settings.instruction is None else settings.instruction
+    return None if instruction is None or instruction.lower() == "none" else instruction
+
+
 def _load_file(variable: str, path: Path, settings: DataSettings) -> ReadTable:
     check_file(variable, path)
     read = {".jsonl": read_json_lines, GROUPS: read_groups}.get(path.suffix, read_parquet)
@@ -221,7 +235,9 @@ def _in_memory(table: pa.Table) -> ReadTable:
     return ReadTable(lambda: table)
 
 
-def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Refused, settings: DataSettings) -> Rows:
+def _rows(
+    read_table: ReadTable, form: GroundTruthFormat, refused: Refused, settings: DataSettings, instruction: str | None
+) -> Rows:
     table = read_table()
     truths, texts = _truths(table, form), pc.cast(table["question"], pa.string())
     largest = pc.max_element_wise(pc.binary_length(texts), pc.binary_length(truths)).to_numpy()
@@ -240,6 +256,7 @@ def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Refused, sett
     if read_table.has_demonstrations:  # A row that is too large has no question.
         del reasons["no question"]
     content = _digest(texts, truths)
+    questions = _questions(texts, settings, instruction, are_rows=read_table.has_demonstrations)
     del table, texts
     left = np.ones(len(largest), bool)
     for reason, rows in reasons.items():
@@ -250,7 +267,13 @@ def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Refused, sett
     row_texts = table[ROW] if has_rows else None
     columns = [name for name in table.column_names if name != ROW]
     rows = Rows(
-        table.select(columns), row_texts, truths.combine_chunks(), numbers, content, read_table.has_demonstrations
+        table.select(columns),
+        row_texts,
+        truths.combine_chunks(),
+        numbers,
+        content,
+        questions,
+        read_table.has_demonstrations,
     )
     pa.default_memory_pool().release_unused()
     return rows
@@ -269,10 +292,49 @@ def _digest(*columns: pa.ChunkedArray) -> str:
     """Return a digest of the texts of columns, however these are cut into chunks."""
     digest = hashlib.blake2b(digest_size=16)
     for column in columns:
-        for start in range(0, len(column), _DIGESTED_ROWS):
-            texts = column.slice(start, _DIGESTED_ROWS).to_pylist()
-            digest.update("".join(f"{len(text or '')} {text or ''}\n" for text in texts).encode())
+        for text in _each(column):
+            digest.update(f"{len(text)} {text}\n".encode())
     return digest.hexdigest()
+
+
+def _each(column: pa.ChunkedArray) -> Iterator[str]:
+    """Yield the texts of a column, "" for null."""
+    for start in range(0, len(column), _ROWS_AT_ONCE):
+        yield from (text or "" for text in column.slice(start, _ROWS_AT_ONCE).to_pylist())
+
+
+def _questions(
+    texts: pa.ChunkedArray, settings: DataSettings, instruction: str | None, *, are_rows: bool
+) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Return a hash of DATA_SEED and each question [rows], in which white space and the instruction do not count.
+
+    ``are_rows`` if the texts are the JSON of rows to learn as they are.
+    """
+    end = " " + " ".join((instruction or "").split())
+
+    def hashed(text: str) -> int:
+        question = _asked(text, settings.prompt_column or "prompt") if are_rows and text else text
+        content = f"{settings.data_seed} {' '.join(question.split()).removesuffix(end)}"
+        return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big")
+
+    return np.fromiter(map(hashed, _each(texts)), np.uint64, len(texts))
+
+
+def _asked(text: str, prompt: str) -> str:
+    """Return the question of a row to learn as it is: what precedes its first answer, without the system's turn."""
+    row = orjson.loads(text)
+    is_whole = "messages" in row and "demonstrations" not in row
+    asked = row["messages"] if is_whole else row.get(prompt)
+    parts: list[str] = []
+    try:
+        for place, message in enumerate(asked if isinstance(asked, list) else [{"role": "user", "content": asked}]):
+            if is_whole and place and message["role"] == "assistant":
+                break
+            if message["role"] not in ("system", "developer"):
+                parts.append(content_text(message["content"]))
+    except (KeyError, TypeError, ProblemError):  # It is refused where it is rendered.
+        return text
+    return "\n".join(parts)
 
 
 def _format(read_table: ReadTable, settings: DataSettings) -> GroundTruthFormat:
@@ -290,32 +352,42 @@ def _format(read_table: ReadTable, settings: DataSettings) -> GroundTruthFormat:
 
 
 def _ground_truths(answers: pa.ChunkedArray, form: GroundTruthFormat) -> pa.ChunkedArray:
-    """Return a trimmed ground truth a row, null or empty if the row has none; numbers lose thousands separators."""
+    """Return the trimmed ground truth of each row, null or empty if the row has none."""
     if form is GroundTruthFormat.HASH:
         truths = pc.struct_field(pc.extract_regex(answers, _AFTER_HASHES), "truth")
     elif form is GroundTruthFormat.BOXED:
         truths = pa.chunked_array([pa.array([last_boxed(text or "") for text in answers.to_pylist()], pa.string())])
     else:
         truths = answers
-    trimmed = pc.utf8_trim_whitespace(truths)
-    grouped = pc.match_substring_regex(trimmed, _GROUPED_NUMBER)
-    return pc.if_else(grouped, pc.replace_substring(trimmed, ",", ""), trimmed)
+    return pc.utf8_trim_whitespace(truths)
 
 
 def _hold_out(rows: Rows, settings: DataSettings) -> tuple[Rows, Rows]:
     """Return training and held-out rows of a dataset without a held-out split: DATA_SEED draws the held-out share.
 
+    The share is of the questions, each of which is on one side with all of its rows.
+
     Raises:
-        ConfigurationError: the dataset has a single row.
+        ConfigurationError: the dataset has a single question.
     """
-    if len(rows) == 1:
+    questions = rows.questions[rows.numbers]
+    in_random_order = np.unique(questions)
+    if len(in_random_order) == 1:
         raise ConfigurationError(
-            f"DATASET {settings.dataset!r} has a single row with a question and a ground truth, and at least one is "
-            "held out of training; give more rows, or a file of held-out ones as DATASET_TEST"
+            f"DATASET {settings.dataset!r} has a single question with a ground truth, and at least one is held out of "
+            "training; give more questions, or a file of held-out ones as DATASET_TEST"
         )
-    order = np.random.default_rng([settings.data_seed, len(rows)]).permutation(len(rows))
-    cut = min(len(rows) - 1, max(1, round(settings.dataset_held_out * len(rows))))
-    return rows.select(np.sort(order[cut:])), rows.select(np.sort(order[:cut]))
+    cut = min(len(in_random_order) - 1, max(1, round(settings.dataset_held_out * len(in_random_order))))
+    is_held_out = np.isin(questions, in_random_order[:cut])
+    return rows.select(~is_held_out), rows.select(is_held_out)
+
+
+def _without_held_out(train: Rows, test: Rows, refused: Refused) -> Rows:
+    """Return the training rows whose question is not held out; count the others."""
+    left_out = np.zeros(len(train.questions), bool)
+    left_out[train.numbers] = np.isin(train.questions[train.numbers], test.questions[test.numbers])
+    refused.add(HELD_OUT, left_out)
+    return train.select(~left_out[train.numbers])
 
 
 def _text(value: Any) -> str | None:
