@@ -22,7 +22,7 @@ from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
 from services.core.files import write_json
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import UNDECIDED, FinishReason
+from services.protocol.rewards import UNDECIDED, FinishReason, is_judged
 
 RESULTS = "results.json"
 CURVE = "curve.json"
@@ -167,7 +167,7 @@ def results_of(
     drawn = [_drawn(prompt, samples, n) for prompt in prompts]
     everything = [sample for of_prompt in drawn for sample in of_prompt]
     by_kind = {kind.value: chosen for kind in Kind if (chosen := [s for s in everything if s.kind is kind])}
-    unscored = sum(not sample.is_judged for sample in everything)
+    unscored = sum(not is_judged(sample.result) for sample in everything)
     sources = _by(lambda prompt: prompt.source or None, prompts, drawn, settings)
     return Results(
         model=checkpoint.model,

@@ -86,11 +86,6 @@ class Sample(BaseModel):
         return None if self.result is None else is_correct(self.result)
 
     @property
-    def is_judged(self) -> bool:
-        """Return whether the sample was scored, or is over a limit."""
-        return self.result is not None and is_judged(self.result)
-
-    @property
     def answer(self) -> str | None:
         """Return the answer that the verifier read from the completion; None if it found none."""
         return None if self.result is None else self.result.extracted
@@ -98,7 +93,7 @@ class Sample(BaseModel):
     @property
     def needs_score(self) -> bool:
         """Return whether the sample is a single completion that is not judged; an agent scores its own episodes."""
-        return not self.is_judged and self.messages is None
+        return not is_judged(self.result) and self.messages is None
 
     @property
     def is_over_limit(self) -> bool:

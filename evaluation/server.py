@@ -32,13 +32,7 @@ ADMISSION_SECONDS = 30.0
 """Longest time of a server's first prompt, during which the other servers are not probed; it is tried again."""
 LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of a completion's length limit in OpenAI's API: of most servers, and of OpenAI's newer models."""
-NEUTRAL: Mapping[str, float] = {
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+NEUTRAL = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 """Sampling fields at values without an effect, so that a server does not take those of the model's
 generation_config.json; OpenAI's own servers refuse the first three."""
 ADMISSION_TRIES = 3 + len(NEUTRAL)
@@ -253,7 +247,6 @@ class OpenAIServer(Server):
         self.limit_name = LIMITS[0]
         self.takes_seeds = True
         self.neutral = dict(NEUTRAL)
-        """The fields of NEUTRAL that the server takes."""
         self.counts_tokens = True
         self.template_args: Mapping[str, Any] = {}
         """Arguments of the chat template for conversations."""

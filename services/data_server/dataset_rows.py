@@ -10,6 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ INSTRUCTIONS = {
 
 _AFTER_HASHES = r"(?s)^.*####[ \t]*(?P<truth>[^\n]*)"
 _ROWS_AT_ONCE = 10_000
+Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,6 @@ class Rows:
     """The rows of ``table`` that these rows are."""
     content: str
     """Digest of the questions and ground truths of ``table``."""
-    questions: np.ndarray[Any, np.dtype[np.uint64]]
-    """A hash of DATA_SEED and the question of each row of ``table``; equal questions have the same."""
     has_demonstrations: bool = False
     """True if each row is learned as it is; its JSON is the question."""
 
@@ -139,8 +139,6 @@ class DatasetRows:
 
 TOO_LONG = "too long"
 """The reason of rows with too many tokens."""
-HELD_OUT = "also held out"
-"""The reason of training rows whose question is held out."""
 
 
 @dataclass(frozen=True)
@@ -194,18 +192,18 @@ def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = 
             "and `completion`; rename its columns, or set METHOD=rl"
         )
     form = _format(train, settings)
-    default = generators.REASONING_INSTRUCTION if generator == REASONING_GYM else INSTRUCTIONS.get(form)
-    instruction = instruction_of(settings, default)
-    train_rows = _rows(train, form, refused, settings, instruction)
+    instruction = generators.REASONING_INSTRUCTION if generator == REASONING_GYM else INSTRUCTIONS.get(form)
+    train_rows = _rows(train, form, refused, settings)
     if test is None and eval_only:
         train_rows, test_rows = train_rows.select(slice(0)), train_rows
     elif test is None and settings.method is Method.SFT and "dataset_held_out" not in settings.model_fields_set:
         test_rows = train_rows.select(slice(0))
     elif test is None:
-        train_rows, test_rows = _hold_out(train_rows, settings)
+        train_rows, test_rows = _hold_out(train_rows, _questions(train, settings, instruction), settings)
     else:
-        test_rows = _rows(test, form, refused, settings, instruction)
-        train_rows = _without_held_out(train_rows, test_rows, refused)
+        test_rows = _rows(test, form, refused, settings)
+        questions, held_out = (_questions(split, settings, instruction) for split in (train, test))
+        train_rows = _not_held_out(train_rows, questions, held_out[test_rows.numbers], refused)
     for rows, split in ((train_rows, "training"), (test_rows, "held-out")):
         if len(rows) == 0 and not (eval_only if rows is train_rows else rows.has_demonstrations):
             left_out = ", ".join(f"{count} with {reason}" for reason, count in (+refused).items()) or "it has no rows"
@@ -235,9 +233,7 @@ def _in_memory(table: pa.Table) -> ReadTable:
     return ReadTable(lambda: table)
 
 
-def _rows(
-    read_table: ReadTable, form: GroundTruthFormat, refused: Refused, settings: DataSettings, instruction: str | None
-) -> Rows:
+def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Refused, settings: DataSettings) -> Rows:
     table = read_table()
     truths, texts = _truths(table, form), pc.cast(table["question"], pa.string())
     largest = pc.max_element_wise(pc.binary_length(texts), pc.binary_length(truths)).to_numpy()
@@ -256,7 +252,6 @@ def _rows(
     if read_table.has_demonstrations:  # A row that is too large has no question.
         del reasons["no question"]
     content = _digest(texts, truths)
-    questions = _questions(texts, settings, instruction, are_rows=read_table.has_demonstrations)
     del table, texts
     left = np.ones(len(largest), bool)
     for reason, rows in reasons.items():
@@ -267,13 +262,7 @@ def _rows(
     row_texts = table[ROW] if has_rows else None
     columns = [name for name in table.column_names if name != ROW]
     rows = Rows(
-        table.select(columns),
-        row_texts,
-        truths.combine_chunks(),
-        numbers,
-        content,
-        questions,
-        read_table.has_demonstrations,
+        table.select(columns), row_texts, truths.combine_chunks(), numbers, content, read_table.has_demonstrations
     )
     pa.default_memory_pool().release_unused()
     return rows
@@ -303,17 +292,13 @@ def _each(column: pa.ChunkedArray) -> Iterator[str]:
         yield from (text or "" for text in column.slice(start, _ROWS_AT_ONCE).to_pylist())
 
 
-def _questions(
-    texts: pa.ChunkedArray, settings: DataSettings, instruction: str | None, *, are_rows: bool
-) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return a hash of DATA_SEED and each question [rows], in which white space and the instruction do not count.
-
-    ``are_rows`` if the texts are the JSON of rows to learn as they are.
-    """
-    end = " " + " ".join((instruction or "").split())
+def _questions(read_table: ReadTable, settings: DataSettings, instruction: str | None) -> Hashes:
+    """Return a hash of DATA_SEED and each question [rows], in which white space and the instruction do not count."""
+    texts = pc.cast(read_table()["question"], pa.string())
+    end = " " + " ".join((instruction_of(settings, instruction) or "").split())
 
     def hashed(text: str) -> int:
-        question = _asked(text, settings.prompt_column or "prompt") if are_rows and text else text
+        question = _asked(text, settings.prompt_column or "prompt") if read_table.has_demonstrations and text else text
         content = f"{settings.data_seed} {' '.join(question.split()).removesuffix(end)}"
         return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big")
 
@@ -324,17 +309,14 @@ def _asked(text: str, prompt: str) -> str:
     """Return the question of a row to learn as it is: what precedes its first answer, without the system's turn."""
     row = orjson.loads(text)
     is_whole = "messages" in row and "demonstrations" not in row
-    asked = row["messages"] if is_whole else row.get(prompt)
-    parts: list[str] = []
+    asked = row["messages"] if is_whole else row.get(prompt, row.get("prompt"))
+    if not isinstance(asked, list):
+        return str(asked)
     try:
-        for place, message in enumerate(asked if isinstance(asked, list) else [{"role": "user", "content": asked}]):
-            if is_whole and place and message["role"] == "assistant":
-                break
-            if message["role"] not in ("system", "developer"):
-                parts.append(content_text(message["content"]))
+        before = takewhile(lambda m: not is_whole or m is asked[0] or m["role"] != "assistant", asked)
+        return "\n".join(content_text(m["content"]) for m in before if m["role"] not in ("system", "developer"))
     except (KeyError, TypeError, ProblemError):  # It is refused where it is rendered.
         return text
-    return "\n".join(parts)
 
 
 def _format(read_table: ReadTable, settings: DataSettings) -> GroundTruthFormat:
@@ -362,15 +344,15 @@ def _ground_truths(answers: pa.ChunkedArray, form: GroundTruthFormat) -> pa.Chun
     return pc.utf8_trim_whitespace(truths)
 
 
-def _hold_out(rows: Rows, settings: DataSettings) -> tuple[Rows, Rows]:
-    """Return training and held-out rows of a dataset without a held-out split: DATA_SEED draws the held-out share.
+def _hold_out(rows: Rows, questions: Hashes, settings: DataSettings) -> tuple[Rows, Rows]:
+    """Return training and held-out rows of a dataset without a held-out split.
 
-    The share is of the questions, each of which is on one side with all of its rows.
+    The share that DATA_SEED draws is of the questions, each of which is on one side with all of its rows.
 
     Raises:
         ConfigurationError: the dataset has a single question.
     """
-    questions = rows.questions[rows.numbers]
+    questions = questions[rows.numbers]
     in_random_order = np.unique(questions)
     if len(in_random_order) == 1:
         raise ConfigurationError(
@@ -382,11 +364,10 @@ def _hold_out(rows: Rows, settings: DataSettings) -> tuple[Rows, Rows]:
     return rows.select(~is_held_out), rows.select(is_held_out)
 
 
-def _without_held_out(train: Rows, test: Rows, refused: Refused) -> Rows:
+def _not_held_out(train: Rows, questions: Hashes, held_out: Hashes, refused: Refused) -> Rows:
     """Return the training rows whose question is not held out; count the others."""
-    left_out = np.zeros(len(train.questions), bool)
-    left_out[train.numbers] = np.isin(train.questions[train.numbers], test.questions[test.numbers])
-    refused.add(HELD_OUT, left_out)
+    left_out = np.isin(questions, held_out) & np.isin(np.arange(len(questions)), train.numbers)
+    refused.add("also held out", left_out)
     return train.select(~left_out[train.numbers])
 
 

@@ -32,7 +32,7 @@ class PromptMaker:
         """Make the renderer; ``instruction`` is the dataset's, which INSTRUCTION replaces.
 
         Raises:
-            ConfigurationError: the style needs a chat template and the tokenizer has none, or the template raises.
+            ConfigurationError: the style needs a chat template and the tokenizer has none.
         """
         self._tokenizer = tokenizer
         self._system = settings.system_prompt
@@ -51,7 +51,6 @@ class PromptMaker:
             has_template or (tokenizer is None and self._style is PromptStyle.CHAT)
         )
         self._ends = 0 if tokenizer is None or self._uses_chat else _tokens_behind(tokenizer)
-        self.text(_PROBE)
 
     def user_turn(self, question: str) -> str:
         """Return the question with the instruction."""
@@ -81,9 +80,9 @@ class PromptMaker:
                     self.messages(question), add_generation_prompt=True, tokenize=False, **self._template_args
                 )
             except Exception as error:  # A template can raise anything.
-                remedy = "write SYSTEM_PROMPT as INSTRUCTION" if self._system else "set PROMPT_STYLE=plain"
+                remedy = "write SYSTEM_PROMPT as INSTRUCTION, or give" if self._system else "give"
                 raise ConfigurationError(
-                    f"the chat template of MODEL_NAME does not take the prompt: {first_line(error)}; {remedy}, or give "
+                    f"MODEL_NAME's chat template refuses the prompt: {first_line(error)}; {remedy} PROMPT_STYLE=plain, "
                     "CHAT_TEMPLATE_ARGS or another model"
                 ) from error
             return rendered

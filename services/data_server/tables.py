@@ -158,14 +158,13 @@ def read_parquet(path: Path, where: str, settings: DataSettings) -> ReadTable:
         ConfigurationError: the file cannot be read, or a column is missing or has values that cannot be used.
     """
     try:
-        has_rows = pq.read_metadata(path).num_rows > 0
-        files = {"rows": str(path.resolve())}
-        loaded = _datasets().load_dataset("parquet", data_files=files, split="rows") if has_rows else None
+        size = pq.read_metadata(path).num_rows
+        loaded = size and _datasets().load_dataset("parquet", data_files={"rows": str(path.resolve())}, split="rows")
     # datasets lets through a dozen kinds of errors of its readers; any of them means that the file cannot be used.
     except Exception as error:
         reason = first_line(error.__cause__ or error)
         raise ConfigurationError(f"{where} cannot be read as {path.suffix}: {reason}; correct the file") from error
-    if loaded is None:
+    if not size:
         raise ConfigurationError(f"{where} has no rows; give a file with a question and an answer in each row")
     return open_table(loaded, where, settings)
 

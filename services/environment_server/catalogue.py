@@ -80,17 +80,10 @@ class GymnasiumEnvironment:
             )
 
     def reset(self, seed: int) -> State:
-        """Begin the episode and return its first state. The same seed begins the same episode.
-
-        Raises:
-            EnvironmentBrokenError: it begins with something else than an observation of its space and a dictionary.
-            Exception: any error of the environment.
-        """
+        """Begin the episode and return its first state. The same seed begins the same episode."""
         first = self._environment.reset(seed=seed)
         if not (isinstance(first, tuple) and len(first) == 2 and isinstance(first[1], dict)):
-            raise EnvironmentBrokenError(
-                f"reset() returned {first!r:.60}; return an observation and a dictionary, as gymnasium's do"
-            )
+            raise EnvironmentBrokenError(f"reset() returned {first!r:.60}; return an observation and a dictionary")
         return self._state_of(first[0])
 
     def step(self, action: Action) -> Transition:
@@ -148,14 +141,10 @@ def _refusal(action: Action, space: gymnasium.Space[Any]) -> ActionRefusedError:
 
 def _encoded(observation: Any, space: gymnasium.Space[Any]) -> State:
     """Return an observation of a Box as nested lists of numbers; whole numbers fit into a Box of fractions."""
-    try:
-        array = np.asarray(observation)
-    except ValueError as error:  # lists of different lengths
-        raise EnvironmentBrokenError(f"the observation is {observation!r:.60}; its space is {space}") from error
+    array = np.asarray(observation)
     kinds = "biuf" if space.dtype is not None and space.dtype.kind == "f" else "biu"
     if array.shape != space.shape or array.dtype.kind not in kinds:
-        what = f"has shape {array.shape} and type {array.dtype}"
-        raise EnvironmentBrokenError(f"the observation {what}; its space is {space}")
+        raise EnvironmentBrokenError(f"the observation has the form {array.dtype}{array.shape}; its space is {space}")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise EnvironmentBrokenError("the environment gave an observation that is not finite")
     encoded: State = array.tolist()

@@ -165,9 +165,9 @@ UNDECIDED = (
 )
 
 
-def is_judged(result: RewardResult) -> bool:
+def is_judged(result: RewardResult | None) -> bool:
     """Return whether the answer was judged: no service and no agent failed."""
-    return result.status in (RewardStatus.SCORED, RewardStatus.OVER_LIMIT)
+    return result is not None and result.status in (RewardStatus.SCORED, RewardStatus.OVER_LIMIT)
 
 
 def is_correct(result: RewardResult) -> bool | None:

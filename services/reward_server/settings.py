@@ -84,10 +84,9 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     """The reward-server's environment variables."""
 
     accuracy_fn: str | None = None
-    """The part of REWARD_FN that says whether an answer is right: it is where the part's value, before its weight, is
-    at least 1. Unset: `math` if it is there, else the first part that gives the answer a value and is neither a judge
-    nor `reward_model`, nor `format` beside others; a part with a negative weight is passed over. Without such a part
-    there is no accuracy."""
+    """The part of REWARD_FN that decides whether an answer is right: whether its value, before its weight, is at least 1.
+    Unset: `math`, else the first part that has a value, except judges, `reward_model`, `format` beside others, and parts
+    of negative weight. Without such a part there is no accuracy."""
     reward_workers: int = Field(2, ge=1, le=64)
     """Processes that verify the answers that exact arithmetic on plain numbers cannot decide, and run functions of your
     own; for the reward `code`, boxes that run programs. Give as many as there are cores."""
@@ -139,9 +138,8 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
         """The parts of the reward of which the first that has a value says whether an answer is right."""
         if self.accuracy_fn is not None:
             return [self.accuracy_fn]
-        names = [f.name for f in self.functions if f.weight >= 0 and f.name not in _SCORES]
-        if len(self.functions) > 1:
-            names = [name for name in names if name != "format"]
+        others = _SCORES if len(self.functions) == 1 else (*_SCORES, "format")
+        names = [f.name for f in self.functions if f.weight >= 0 and f.name not in others]
         return sorted(names, key=lambda name: name != "math")
 
     @property
@@ -192,9 +190,7 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     @model_validator(mode="after")
     def _accuracy_fn_is_a_part(self) -> Self:
         if self.accuracy_fn is not None and self.accuracy_fn not in (names := [f.name for f in self.functions]):
-            raise ValueError(
-                f"ACCURACY_FN is {self.accuracy_fn}, which REWARD_FN lacks; give one of {', '.join(names)}"
-            )
+            raise ValueError(f"ACCURACY_FN is {self.accuracy_fn}; name a part of REWARD_FN: {', '.join(names)}")
         return self
 
     @model_validator(mode="after")

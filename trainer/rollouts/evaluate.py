@@ -87,25 +87,26 @@ class Evaluator:
         greedy = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=0.0)
         groups = await self._played(maker, prompts, greedy, 1)
         self.samples += _samples(prompts, groups)
-        results = [result for group in groups for result in _graded_results(group)]
-        reasons = [answer.scoring.reason for group in groups for answer in _answers(group)]
+        results = [answer.scoring for group in groups for answer in _answers(group)]
+        rights, judged = verdicts(results), sum(map(is_judged, results))
         if not prompts:
             self.failure = "the data hold out no prompt; set DATASET_TEST or DATASET_HELD_OUT"
-        elif not results:
-            self.failure = str(reasons[0] if reasons else maker.last_failure)
-        elif not verdicts(results):
+        elif not judged:
+            self.failure = str(results[0].reason if results else maker.last_failure)
+        elif not rights:
             self.failure = UNDECIDED
         figures = environment_figures([group for group in groups if group is not None])
         metrics = greedy_metrics(results) | {f"eval_{name}": value for name, value in figures.items()}
         metrics |= {
             "eval_prompts": float(len(prompts)),
-            "eval_left_out": float(len(prompts) - (len(verdicts(results)) or len(results))),
+            "eval_left_out": float(len(prompts) - (len(rights) or judged)),
         }
         k = settings.eval_samples
         if k:
             sampling = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
-            samples = [_graded_results(group) for group in await self._played(maker, prompts, sampling, k)]
-            metrics |= sample_metrics(samples, k) if self.failure is not UNDECIDED else {}
+            sampled = await self._played(maker, prompts, sampling, k)
+            samples = [[answer.scoring for answer in _answers(group)] for group in sampled]
+            metrics |= sample_metrics(samples, k) if rights or not judged else {}
         return metrics
 
     async def _prompts(self, source: str) -> list[Prompt]:
@@ -154,11 +155,6 @@ def _samples(prompts: Sequence[Prompt], groups: Sequence[Group | None]) -> list[
     ]
 
 
-def _graded_results(group: Group | None) -> list[RewardResult]:
-    """Return the results of the answers that were judged."""
-    return [answer.scoring for answer in _answers(group) if is_judged(answer.scoring)]
-
-
 def _answers(group: Group | None) -> list[TokenSequence]:
     """Return the whole completions of a group, or the last sequence of each of its episodes."""
     last = [sequences[-1] for sequences in group.episodes] if group else []
@@ -166,7 +162,7 @@ def _answers(group: Group | None) -> list[TokenSequence]:
 
 
 def greedy_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
-    """Return accuracy and mean reward over prompts, from the one judged completion of each."""
+    """Return accuracy and mean reward over prompts, from the one completion of each."""
     metrics = {"eval_over_limit": float(sum(result.status is RewardStatus.OVER_LIMIT for result in results))}
     metrics |= _estimate("accuracy", verdicts(results))
     if rewards := [result.reward for result in results if result.reward is not None]:
@@ -212,12 +208,10 @@ def _judged_prompts(metrics: Mapping[str, float]) -> int:
 
 
 def sample_metrics(samples: Sequence[Sequence[RewardResult]], k: int) -> dict[str, float]:
-    """Return avg@k and pass@k over prompts, with their standard errors and intervals.
-
-    A prompt with fewer than ``k`` judged samples counts in avg@k alone.
+    """Return avg@k over prompts, and pass@k over those with ``k`` judged samples, with standard errors and intervals.
 
     Args:
-        samples: each prompt's judged samples, ``k`` of them or fewer.
+        samples: each prompt's samples, ``k`` of them or fewer.
         k: samples asked for.
     """
     rights = [rights for of_prompt in samples if (rights := verdicts(of_prompt))]

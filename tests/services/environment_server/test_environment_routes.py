@@ -221,7 +221,7 @@ async def test_an_observation_of_another_form_than_declared_loses_the_episode(
         for observation, begin_ in zip(bad, await begin(client, episodes=len(bad)), strict=True):
             odd_environments.Misshapen.given = observation
             [result] = await take(client, (begin_["episode"], 0, action))
-            assert (result["status"], "its space is" in result["detail"]) == ("lost", True), observation
+            assert (result["status"], result["detail"] != "") == ("lost", True), observation
 
 
 HOLDING = ODD.removesuffix("Odd/") + "Holding"
