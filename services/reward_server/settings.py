@@ -84,9 +84,9 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     """The reward-server's environment variables."""
 
     accuracy_fn: str | None = None
-    """The part of REWARD_FN that decides whether an answer is right: whether its value, before its weight, is at least 1.
-    Unset: `math`, else the first part that has a value, except judges, `reward_model`, `format` beside others, and parts
-    of negative weight. Without such a part there is no accuracy."""
+    """The part of REWARD_FN by which an answer is right: where its value, before its weight, is at least 1. Unset:
+    `math`, else the first part that has a value, except judges, `reward_model`, `format` beside others, and parts of
+    negative weight. Without such a part there is no accuracy."""
     reward_workers: int = Field(2, ge=1, le=64)
     """Processes that verify the answers that exact arithmetic on plain numbers cannot decide, and run functions of your
     own; for the reward `code`, boxes that run programs. Give as many as there are cores."""

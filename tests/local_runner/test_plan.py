@@ -158,7 +158,7 @@ def test_processes_of_their_own_read_the_rows_and_estimate_the_memory(tmp_path: 
     [
         ({"DATASET": "three.jsonl", "MAX_STEPS": 2}, "3 rows, 1 held out: 1 step of MAX_STEPS=2"),
         ({"DATASET": "three.jsonl"}, "BATCH_SIZE is 4, but 2 rows are trained on"),
-        ({"DATASET": "arithmetic", "REWARD_FN": "math=0.5,format=0.4"}, "the weights of REWARD_FN sum to 0.9"),
+        ({"DATASET": "arithmetic", "REWARD_FN": "math=-1"}, "no part of REWARD_FN says whether an answer is right"),
     ],
 )
 def test_what_is_hardly_meant_is_said(here: Path, terminal: Terminal, env: dict[str, object], told: str) -> None:
