@@ -172,27 +172,15 @@ def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = 
         ConfigurationError: the dataset cannot be loaded, lacks a column, or has no row that qualifies.
     """
     refused: Refused = Refused()
-    generator, files = generator_of(settings.dataset), named_files(settings)
-    train: ReadTable
-    test: ReadTable | None
-    if generator is not None:
-        check_columns((), f"DATASET {settings.dataset!r}", settings)
-        train, test = (_in_memory(table) for table in generators.TABLES[generator](settings, refused))
-        name = generator.removesuffix(":")
-    elif files:
-        splits = [_load_file(variable, path, settings) for variable, path in files.items()]
-        train, test = splits[0], splits[1] if len(splits) > 1 else None
-        name = Path(settings.dataset).stem
-    else:
-        train, test = load_from_hub(settings, first)
-        name = settings.dataset.rpartition("/")[2]
+    name, train, test = _tables(settings, first, refused)
     if settings.method is Method.SFT and not train.has_demonstrations and not eval_only:
         raise ConfigurationError(
             f"METHOD is sft, but DATASET {settings.dataset!r} has neither a column `messages` nor the columns `prompt` "
             "and `completion`; rename its columns, or set METHOD=rl"
         )
     form = _format(train, settings)
-    instruction = generators.REASONING_INSTRUCTION if generator == REASONING_GYM else INSTRUCTIONS.get(form)
+    is_gym = generator_of(settings.dataset) == REASONING_GYM
+    instruction = generators.REASONING_INSTRUCTION if is_gym else INSTRUCTIONS.get(form)
     train_rows = _rows(train, form, refused, settings)
     if test is None and eval_only:
         train_rows, test_rows = train_rows.select(slice(0)), train_rows
@@ -215,6 +203,19 @@ def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = 
     return DatasetRows(
         name, instruction, train_rows, test_rows, dict(+refused), refused.first, train.columns, train.shadowed
     )
+
+
+def _tables(settings: DataSettings, first: int | None, refused: Refused) -> tuple[str, ReadTable, ReadTable | None]:
+    """Return a dataset's name and its tables: the training rows, and the held-out ones if it has a split of them."""
+    generator, files = generator_of(settings.dataset), named_files(settings)
+    if generator is not None:
+        check_columns((), f"DATASET {settings.dataset!r}", settings)
+        train, test = (_in_memory(table) for table in generators.TABLES[generator](settings, refused))
+        return generator.removesuffix(":"), train, test
+    if files:
+        tables = [_load_file(variable, path, settings) for variable, path in files.items()]
+        return Path(settings.dataset).stem, tables[0], tables[1] if len(tables) > 1 else None
+    return settings.dataset.rpartition("/")[2], *load_from_hub(settings, first)
 
 
 def instruction_of(settings: DataSettings, default: str | None) -> str | None:
