@@ -7,10 +7,12 @@ numbers of the rows that qualify are held in memory.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from functools import partial
+from itertools import repeat, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +165,13 @@ class Refused(Counter[str]):
             self.first.setdefault(reason, int(rows.argmax()))
 
 
-def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = False) -> DatasetRows:
+def load(
+    settings: DataSettings, first: int | None = None, *, eval_only: bool = False, seen: Sequence[str] = ()
+) -> DatasetRows:
     """Load the dataset that DATASET names; only the ``first`` rows of each split of a dataset on the hub, if given.
 
-    If it is ``eval_only`` and has no held-out split, all of its rows are held out.
+    If it is ``eval_only`` and has no held-out split, all of its rows are held out. Rows whose columns ``seen`` or
+    AGENT_COLUMNS differ ask different questions.
 
     Raises:
         ConfigurationError: the dataset cannot be loaded, lacks a column, or has no row that qualifies.
@@ -181,17 +186,18 @@ def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = 
     form = _format(train, settings)
     is_gym = generator_of(settings.dataset) == REASONING_GYM
     instruction = generators.REASONING_INSTRUCTION if is_gym else INSTRUCTIONS.get(form)
+    questions_of = partial(_questions, settings, instruction, (*settings.visible_columns, *seen))
     train_rows = _rows(train, form, refused, settings)
     if test is None and eval_only:
         train_rows, test_rows = train_rows.select(slice(0)), train_rows
     elif test is None and settings.method is Method.SFT and "dataset_held_out" not in settings.model_fields_set:
         test_rows = train_rows.select(slice(0))
     elif test is None:
-        train_rows, test_rows = _hold_out(train_rows, _questions(train, settings, instruction), settings)
+        train_rows, test_rows = _hold_out(train_rows, questions_of(train), settings)
     else:
         test_rows = _rows(test, form, refused, settings)
-        questions, held_out = (_questions(split, settings, instruction) for split in (train, test))
-        train_rows = _not_held_out(train_rows, questions, held_out[test_rows.numbers], refused)
+        held_out = questions_of(test)[test_rows.numbers]
+        train_rows = _not_held_out(train_rows, questions_of(train), held_out, refused)
     for rows, split in ((train_rows, "training"), (test_rows, "held-out")):
         if len(rows) == 0 and not (eval_only if rows is train_rows else rows.has_demonstrations):
             left_out = ", ".join(f"{count} with {reason}" for reason, count in (+refused).items()) or "it has no rows"
@@ -293,17 +299,21 @@ def _each(column: pa.ChunkedArray) -> Iterator[str]:
         yield from (text or "" for text in column.slice(start, _ROWS_AT_ONCE).to_pylist())
 
 
-def _questions(read_table: ReadTable, settings: DataSettings, instruction: str | None) -> Hashes:
+def _questions(settings: DataSettings, instruction: str | None, seen: Sequence[str], read_table: ReadTable) -> Hashes:
     """Return a hash of DATA_SEED and each question [rows], in which white space and the instruction do not count."""
-    texts = pc.cast(read_table()["question"], pa.string())
+    table = read_table()
+    rows = _each(table[ROW]) if seen and ROW in table.column_names else repeat("")
     end = " " + " ".join((instruction_of(settings, instruction) or "").split())
 
-    def hashed(text: str) -> int:
+    def hashed(text: str, row: str) -> int:
         question = _asked(text, settings.prompt_column or "prompt") if read_table.has_demonstrations and text else text
-        content = f"{settings.data_seed} {' '.join(question.split()).removesuffix(end)}"
+        columns = json.loads(row) if row else {}
+        others = [columns.get(name) for name in seen] or ""
+        content = f"{settings.data_seed} {' '.join(question.split()).removesuffix(end)}{others}"
         return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big")
 
-    return np.fromiter(map(hashed, _each(texts)), np.uint64, len(texts))
+    texts = _each(pc.cast(table["question"], pa.string()))
+    return np.fromiter(map(hashed, texts, rows), np.uint64, len(table))
 
 
 def _asked(text: str, prompt: str) -> str:

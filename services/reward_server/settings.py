@@ -188,13 +188,9 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
         return text
 
     @model_validator(mode="after")
-    def _accuracy_fn_is_a_part(self) -> Self:
+    def _check_parts(self) -> Self:
         if self.accuracy_fn is not None and self.accuracy_fn not in (names := [f.name for f in self.functions]):
             raise ValueError(f"ACCURACY_FN is {self.accuracy_fn}; name a part of REWARD_FN: {', '.join(names)}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_judge(self) -> Self:
         judges = self.judges
         needed: dict[str, object] = {"JUDGE_URL": self.judge_url, "JUDGE_MODEL": self.judge_model}
         if judges and judges != list(RELATIVE):

@@ -87,8 +87,10 @@ class Evaluator:
         greedy = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=0.0)
         groups = await self._played(maker, prompts, greedy, 1)
         self.samples += _samples(prompts, groups)
-        results = [answer.scoring for group in groups for answer in _answers(group)]
-        rights, judged = verdicts(results), sum(map(is_judged, results))
+        by_prompt = [[answer.scoring for answer in _answers(group)] for group in groups]
+        results = [result for of_prompt in by_prompt for result in of_prompt]
+        rights = verdicts(results)
+        judged = sum(bool(verdicts(of_prompt) if rights else any(map(is_judged, of_prompt))) for of_prompt in by_prompt)
         if not prompts:
             self.failure = "the data hold out no prompt; set DATASET_TEST or DATASET_HELD_OUT"
         elif not judged:
@@ -99,7 +101,7 @@ class Evaluator:
         metrics = greedy_metrics(results) | {f"eval_{name}": value for name, value in figures.items()}
         metrics |= {
             "eval_prompts": float(len(prompts)),
-            "eval_left_out": float(len(prompts) - (len(rights) or judged)),
+            "eval_left_out": float(len(prompts) - judged),
         }
         k = settings.eval_samples
         if k:

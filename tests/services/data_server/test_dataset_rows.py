@@ -112,6 +112,18 @@ def test_training_rows_whose_question_a_given_split_holds_out_are_left_out_and_c
         load(rows, dataset_test=write_rows(tmp_path / "same.jsonl", rows))
 
 
+def test_rows_whose_visible_columns_differ_ask_different_questions(load: Any, tmp_path: Path) -> None:
+    rows = [{"question": "Mend it.", "answer": f"{i}", "repository": f"r{i % 4}", "more": i} for i in range(8)]
+    test = write_rows(tmp_path / "test.jsonl", [rows[1] | {"more": 9}])
+    seen = load(rows, dataset_test=test, agent_columns="repository")
+    assert truths(seen.train) == ["0", "2", "3", "4", "6", "7"]
+    halves = load(rows, dataset_held_out=0.5, agent_columns="repository")
+    assert len(halves.test) == 4
+    assert {int(truth) % 4 for truth in truths(halves.train)}.isdisjoint(int(t) % 4 for t in truths(halves.test))
+    with pytest.raises(ConfigurationError, match="8 with also held out"):
+        load(rows, dataset_test=test)
+
+
 def test_a_dataset_that_cannot_be_had_is_named_in_one_line(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
