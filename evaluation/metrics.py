@@ -83,13 +83,16 @@ def normalised(text: str) -> str | Fraction:
 def accuracy(prompts: Sequence[Sequence[Sample]], n: int, ks: Sequence[int]) -> Metrics:
     """Return greedy pass@1 (``GREEDY``), then ``avg@n``, and ``pass@k`` and ``maj@k`` for each k.
 
-    Each metric is over the prompts that have enough judged samples for it; a metric without such a prompt is left out.
+    Each metric is over the prompts that have enough judged samples for it; a metric without such a prompt is left out,
+    and so are all of them if no part of REWARD_FN says whether an answer is right.
 
     Args:
         prompts: the samples of each prompt.
         n: samples of each prompt in addition to the greedy one.
         ks: each at most ``n``.
     """
+    if any(s.result and s.result.decided_by == "" for samples in prompts for s in samples):
+        return {}
     greedy = [s for samples in prompts for s in samples if s.kind is Kind.GREEDY and s.is_correct is not None]
     judged = [[s for s in samples if s.kind is Kind.SAMPLED and s.is_correct is not None] for samples in prompts]
     sampled = [(drawn, sum(s.is_correct is True for s in drawn)) for drawn in judged if drawn]

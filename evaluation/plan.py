@@ -11,6 +11,7 @@ from typing import Any
 from evaluation import checkpoints
 from evaluation.checkpoints import Checkpoint
 from evaluation.node import Allocation, require_vllm
+from evaluation.server import NEUTRAL
 from evaluation.settings import Api, Backend, EvaluationSettings, SchedulerName, WorkflowName
 from services.agents import Agent, load_agent
 from services.core import machine
@@ -228,7 +229,7 @@ class Plan:
             "eval_workflow": settings.workflow.value,
             # Samples of agents that were not played through a gateway have other seeds.
             **({"forced_tool_calls": GatewaySettings.load().forced_tool_calls} if is_agent else {}),
-            **({"api": self.servers.openai_api.value} if self.servers.is_foreign else {}),
+            **({"api": self.servers.openai_api.value, "neutral": NEUTRAL} if self.servers.is_foreign else {}),
             **({"eval_stop": settings.eval_stop} if settings.eval_stop else {}),
             **({"agent": settings.agent} if settings.agent else {}),
             **({"agent_command": settings.agent_command} if settings.agent_command else {}),
@@ -236,6 +237,7 @@ class Plan:
             **examples.recipe,
             # A reward-server elsewhere has its own reward functions.
             **({"reward_fn": rewards.reward_fn} if self.servers.reward_url is None else {}),
+            **({"accuracy_fn": rewards.accuracy_fn} if rewards.accuracy_fn is not None else {}),
         }
 
 

@@ -22,7 +22,7 @@ from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
 from services.core.files import write_json
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import FinishReason
+from services.protocol.rewards import UNDECIDED, FinishReason, is_judged
 
 RESULTS = "results.json"
 CURVE = "curve.json"
@@ -167,7 +167,7 @@ def results_of(
     drawn = [_drawn(prompt, samples, n) for prompt in prompts]
     everything = [sample for of_prompt in drawn for sample in of_prompt]
     by_kind = {kind.value: chosen for kind in Kind if (chosen := [s for s in everything if s.kind is kind])}
-    unscored = sum(sample.is_correct is None for sample in everything)
+    unscored = sum(not is_judged(sample.result) for sample in everything)
     sources = _by(lambda prompt: prompt.source or None, prompts, drawn, settings)
     return Results(
         model=checkpoint.model,
@@ -250,6 +250,8 @@ def show(console: Console, everything: Sequence[Results]) -> None:
     if reasons := sorted({reason for results in everything for reason in results.left_out}):
         counts = ", ".join(f"{sum(r.left_out.get(reason, 0) for r in everything)} {reason}" for reason in reasons)
         console.print(f"left out: {counts}", style="yellow")
+    if not all(results.metrics for results in everything):
+        console.print(f"no accuracy: {UNDECIDED}", style="yellow")
     if first.not_given:
         console.print(f"the servers do not give: {', '.join(first.not_given)}", style="yellow")
     if over_limit := sum(results.over_limit for results in everything):

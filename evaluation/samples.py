@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from evaluation.identity import check_identity, locked_file, whole_lines
 from services.core.errors import ConfigurationError
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import FinishReason, RewardResult, RewardStatus, is_correct
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus, is_correct, is_judged
 
 SAMPLES = "samples.jsonl"
 IDENTITY = "evaluation.json"
@@ -82,7 +82,7 @@ class Sample(BaseModel):
 
     @property
     def is_correct(self) -> bool | None:
-        """Return whether the answer is right; None while it is not judged."""
+        """Return whether the answer is right; None while it is not judged, or where REWARD_FN does not say."""
         return None if self.result is None else is_correct(self.result)
 
     @property
@@ -93,7 +93,7 @@ class Sample(BaseModel):
     @property
     def needs_score(self) -> bool:
         """Return whether the sample is a single completion that is not judged; an agent scores its own episodes."""
-        return self.is_correct is None and self.messages is None
+        return not is_judged(self.result) and self.messages is None
 
     @property
     def is_over_limit(self) -> bool:

@@ -32,8 +32,11 @@ ADMISSION_SECONDS = 30.0
 """Longest time of a server's first prompt, during which the other servers are not probed; it is tried again."""
 LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of a completion's length limit in OpenAI's API: of most servers, and of OpenAI's newer models."""
-ADMISSION_TRIES = 3
-"""Requests that show whether a server needs another name of the limit, and refuses seeds."""
+NEUTRAL = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+"""Sampling fields at values without an effect, so that a server does not take those of the model's
+generation_config.json; OpenAI's own servers refuse the first three."""
+ADMISSION_TRIES = 3 + len(NEUTRAL)
+"""Requests that show whether a server needs another name of the limit, and refuses seeds or fields of NEUTRAL."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,7 @@ class OpenAIServer(Server):
         self.api = api
         self.limit_name = LIMITS[0]
         self.takes_seeds = True
+        self.neutral = dict(NEUTRAL)
         self.counts_tokens = True
         self.template_args: Mapping[str, Any] = {}
         """Arguments of the chat template for conversations."""
@@ -251,7 +255,8 @@ class OpenAIServer(Server):
     def shortcomings(self) -> list[str]:
         """See Server."""
         seeds = "whether seeds are used" if self.takes_seeds else "samples by seed (it refuses them)"
-        return ["token ids", seeds, *([] if self.counts_tokens else ["numbers of tokens"])]
+        refused = [f"a neutral {name} (it refuses the field)" for name in NEUTRAL if name not in self.neutral]
+        return ["token ids", seeds, *([] if self.counts_tokens else ["numbers of tokens"]), *refused]
 
     def is_good(self, response: httpx.Response) -> bool:
         """See Server: any answer but those of a proxy without a server, because a server need not have the route."""
@@ -319,6 +324,7 @@ class OpenAIServer(Server):
             self.limit_name: params.max_new_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
+            **self.neutral,
             **({"stop": list(params.stop)} if params.stop else {}),
             **({"seed": seed} if self.takes_seeds else {}),
             **({"chat_template_kwargs": self.template_args} if self.template_args and self.api is Api.CHAT else {}),
@@ -348,6 +354,8 @@ class OpenAIServer(Server):
             self.limit_name = LIMITS[1]
         elif "seed" in refusal.detail and self.takes_seeds:
             self.takes_seeds = False
+        elif refused := [name for name in self.neutral if name in refusal.detail]:
+            self.neutral = {name: value for name, value in self.neutral.items() if name not in refused}
         else:
             return False
         return True

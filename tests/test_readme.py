@@ -13,6 +13,7 @@ import pytest
 from scripts.launch import skypilot
 from scripts.reference import demo
 from tests.pages import ROOT, blocks, commands, grpo_command
+from tests.rows import write_rows
 
 PAGE = ROOT / "README.md"
 README = PAGE.read_text()
@@ -45,8 +46,9 @@ def test_the_runner_accepts_its_jobs(
     model.parent.mkdir(parents=True)
     model.symlink_to(tiny_model)
     (tmp_path / "my").mkdir()
-    for name in ("questions", "held-out"):
-        (tmp_path / f"my/{name}.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n' * 100)
+    for name, first in (("questions", 0), ("held-out", 100)):
+        rows = [{"question": f"{n} + 1 =", "answer": str(n + 1)} for n in range(first, first + 100)]
+        write_rows(tmp_path / f"my/{name}.jsonl", rows)
     (tmp_path / "my_rewards.py").write_text("def close(response): return 0.0\n")
     monkeypatch.chdir(tmp_path)
     grpo_command("run").main([*arguments, "--dry-run"], standalone_mode=False)

@@ -15,7 +15,7 @@ from services.protocol.rewards import (
     RewardItem,
     RewardResult,
     RewardStats,
-    is_correct,
+    is_judged,
 )
 
 REWARDS_A_REQUEST = 1024
@@ -46,7 +46,7 @@ class RewardClient(ServiceClient):
         """Return one result an item, in order; ``reward`` is None where an answer could not be scored in all tries."""
         results = await self._score_once(items)
         for _ in range(tries - 1):
-            unscored = [i for i, result in enumerate(results) if is_correct(result) is None]
+            unscored = [i for i, result in enumerate(results) if not is_judged(result)]
             if not unscored:
                 break
             await asyncio.sleep(pause_seconds)
@@ -64,10 +64,10 @@ class RewardClient(ServiceClient):
         """
         results = await self._score(list(items), is_group=True, own_rewards=own_rewards)
         for _ in range(tries - 1):
-            if all(is_correct(result) is not None for result in results):
+            if all(map(is_judged, results)):
                 break
             again = await self._score(list(items), is_group=True, own_rewards=own_rewards)
-            results = [old if is_correct(old) is not None else new for old, new in zip(results, again, strict=True)]
+            results = [old if is_judged(old) else new for old, new in zip(results, again, strict=True)]
         return results
 
     async def _score_once(self, items: Sequence[RewardItem]) -> list[RewardResult]:

@@ -34,7 +34,7 @@ OWN = frozenset(
         *("dataset", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_test", "dataset_held_out"),
         *("prompt_column", "ground_truth_column", "ground_truth_format", "prompt_style", "system_prompt"),
         *("instruction", "curriculum", "arithmetic_digits", "arithmetic_operations", "arithmetic_template"),
-        *("reward_fn", "judge_rubric", "rollout", "group_size", "max_new_tokens"),
+        *("reward_fn", "accuracy_fn", "judge_rubric", "rollout", "group_size", "max_new_tokens"),
         *("agent", "agent_command", "agent_max_turns", "agent_max_tokens", "agent_seconds", "agent_columns"),
         *("environment", "opponent"),
         *("teacher_model", "teacher_url"),

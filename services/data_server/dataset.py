@@ -211,17 +211,16 @@ def _catalogues(
     tokenizer: PreTrainedTokenizerBase | None,
     source: Source | None,
 ) -> dict[Split, Catalogue]:
-    """Return the catalogue of each split; with METHOD=sft no prompt of the first is in the second.
+    """Return the catalogue of each split.
 
     Raises:
         ConfigurationError: no row of a split makes a prompt.
     """
     catalogues: dict[Split, Catalogue] = {}
-    held_out: frozenset[str] = frozenset()
     for split, rows in splits.items():
         of_rows: PromptMaker | DemonstrationMaker = maker
         if rows.has_demonstrations and tokenizer is not None:
-            of_rows = DemonstrationMaker(settings, maker, tokenizer, held_out)
+            of_rows = DemonstrationMaker(settings, maker, tokenizer)
         catalogue = catalogues[split] = Catalogue(name, split, rows, of_rows, source)
         catalogue.render_all_if_few()
         if 0 < len(catalogue) == len(catalogue.refusals):
@@ -229,9 +228,6 @@ def _catalogues(
                 f"no {'row' if rows.has_demonstrations else 'prompt'} of DATASET {settings.dataset!r} can be used: "
                 f"{next(iter(catalogue.refusals.values())).sentence}"
             )
-        if settings.method is Method.SFT and split is Split.TEST:
-            records = map(catalogue.record, range(len(catalogue)))
-            held_out = frozenset(record["prompt"] for record in records if record is not None)
     return catalogues
 
 

@@ -7,22 +7,28 @@ numbers of the rows that qualify are held in memory.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import repeat, takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from services.chat.messages import content_text
 from services.core.errors import ConfigurationError
 from services.core.settings import Method
 from services.data_server import generators
 from services.data_server.json_lines import read_json_lines
 from services.data_server.settings import GROUPS, DataSettings, GroundTruthFormat, check_file, generator_of, named_files
 from services.data_server.tables import ROW, ReadTable, check_columns, load_from_hub, read_groups, read_parquet
+from services.http.problems import ProblemError
 from services.protocol.ground_truths import REASONING_GYM, last_boxed
 
 INSTRUCTIONS = {
@@ -32,8 +38,8 @@ INSTRUCTIONS = {
 """The instruction asks for the form of the dataset's ground truths; every verifier reads it."""
 
 _AFTER_HASHES = r"(?s)^.*####[ \t]*(?P<truth>[^\n]*)"
-_DIGESTED_ROWS = 10_000
-_GROUPED_NUMBER = r"^[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?$"
+_ROWS_AT_ONCE = 10_000
+Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True)
@@ -159,45 +165,39 @@ class Refused(Counter[str]):
             self.first.setdefault(reason, int(rows.argmax()))
 
 
-def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = False) -> DatasetRows:
+def load(
+    settings: DataSettings, first: int | None = None, *, eval_only: bool = False, seen: Sequence[str] = ()
+) -> DatasetRows:
     """Load the dataset that DATASET names; only the ``first`` rows of each split of a dataset on the hub, if given.
 
-    If it is ``eval_only`` and has no held-out split, all of its rows are held out.
+    If it is ``eval_only`` and has no held-out split, all of its rows are held out. Rows whose columns ``seen`` or
+    AGENT_COLUMNS differ ask different questions.
 
     Raises:
         ConfigurationError: the dataset cannot be loaded, lacks a column, or has no row that qualifies.
     """
     refused: Refused = Refused()
-    generator, files = generator_of(settings.dataset), named_files(settings)
-    train: ReadTable
-    test: ReadTable | None
-    if generator is not None:
-        check_columns((), f"DATASET {settings.dataset!r}", settings)
-        train, test = (_in_memory(table) for table in generators.TABLES[generator](settings, refused))
-        name = generator.removesuffix(":")
-    elif files:
-        splits = [_load_file(variable, path, settings) for variable, path in files.items()]
-        train, test = splits[0], splits[1] if len(splits) > 1 else None
-        name = Path(settings.dataset).stem
-    else:
-        train, test = load_from_hub(settings, first)
-        name = settings.dataset.rpartition("/")[2]
+    name, train, test = _tables(settings, first, refused)
     if settings.method is Method.SFT and not train.has_demonstrations and not eval_only:
         raise ConfigurationError(
             f"METHOD is sft, but DATASET {settings.dataset!r} has neither a column `messages` nor the columns `prompt` "
             "and `completion`; rename its columns, or set METHOD=rl"
         )
     form = _format(train, settings)
-    instruction = generators.REASONING_INSTRUCTION if generator == REASONING_GYM else INSTRUCTIONS.get(form)
+    is_gym = generator_of(settings.dataset) == REASONING_GYM
+    instruction = generators.REASONING_INSTRUCTION if is_gym else INSTRUCTIONS.get(form)
+    questions_of = partial(_questions, settings, instruction, (*settings.visible_columns, *seen))
     train_rows = _rows(train, form, refused, settings)
     if test is None and eval_only:
         train_rows, test_rows = train_rows.select(slice(0)), train_rows
     elif test is None and settings.method is Method.SFT and "dataset_held_out" not in settings.model_fields_set:
         test_rows = train_rows.select(slice(0))
     elif test is None:
-        train_rows, test_rows = _hold_out(train_rows, settings)
+        train_rows, test_rows = _hold_out(train_rows, questions_of(train), settings)
     else:
         test_rows = _rows(test, form, refused, settings)
+        held_out = questions_of(test)[test_rows.numbers]
+        train_rows = _not_held_out(train_rows, questions_of(train), held_out, refused)
     for rows, split in ((train_rows, "training"), (test_rows, "held-out")):
         if len(rows) == 0 and not (eval_only if rows is train_rows else rows.has_demonstrations):
             left_out = ", ".join(f"{count} with {reason}" for reason, count in (+refused).items()) or "it has no rows"
@@ -209,6 +209,25 @@ def load(settings: DataSettings, first: int | None = None, *, eval_only: bool = 
     return DatasetRows(
         name, instruction, train_rows, test_rows, dict(+refused), refused.first, train.columns, train.shadowed
     )
+
+
+def _tables(settings: DataSettings, first: int | None, refused: Refused) -> tuple[str, ReadTable, ReadTable | None]:
+    """Return a dataset's name and its tables: the training rows, and the held-out ones if it has a split of them."""
+    generator, files = generator_of(settings.dataset), named_files(settings)
+    if generator is not None:
+        check_columns((), f"DATASET {settings.dataset!r}", settings)
+        train, test = (_in_memory(table) for table in generators.TABLES[generator](settings, refused))
+        return generator.removesuffix(":"), train, test
+    if files:
+        tables = [_load_file(variable, path, settings) for variable, path in files.items()]
+        return Path(settings.dataset).stem, tables[0], tables[1] if len(tables) > 1 else None
+    return settings.dataset.rpartition("/")[2], *load_from_hub(settings, first)
+
+
+def instruction_of(settings: DataSettings, default: str | None) -> str | None:
+    """Return what is appended to each question: INSTRUCTION, else the dataset's ``default``."""
+    instruction = default if settings.instruction is None else settings.instruction
+    return None if instruction is None or instruction.lower() == "none" else instruction
 
 
 def _load_file(variable: str, path: Path, settings: DataSettings) -> ReadTable:
@@ -269,10 +288,46 @@ def _digest(*columns: pa.ChunkedArray) -> str:
     """Return a digest of the texts of columns, however these are cut into chunks."""
     digest = hashlib.blake2b(digest_size=16)
     for column in columns:
-        for start in range(0, len(column), _DIGESTED_ROWS):
-            texts = column.slice(start, _DIGESTED_ROWS).to_pylist()
-            digest.update("".join(f"{len(text or '')} {text or ''}\n" for text in texts).encode())
+        for text in _each(column):
+            digest.update(f"{len(text)} {text}\n".encode())
     return digest.hexdigest()
+
+
+def _each(column: pa.ChunkedArray) -> Iterator[str]:
+    """Yield the texts of a column, "" for null."""
+    for start in range(0, len(column), _ROWS_AT_ONCE):
+        yield from (text or "" for text in column.slice(start, _ROWS_AT_ONCE).to_pylist())
+
+
+def _questions(settings: DataSettings, instruction: str | None, seen: Sequence[str], read_table: ReadTable) -> Hashes:
+    """Return a hash of DATA_SEED and each question [rows], in which white space and the instruction do not count."""
+    table = read_table()
+    rows = _each(table[ROW]) if seen and ROW in table.column_names else repeat("")
+    end = " " + " ".join((instruction_of(settings, instruction) or "").split())
+
+    def hashed(text: str, row: str) -> int:
+        question = _asked(text, settings.prompt_column or "prompt") if read_table.has_demonstrations and text else text
+        columns = json.loads(row) if row else {}
+        others = [columns.get(name) for name in seen] or ""
+        content = f"{settings.data_seed} {' '.join(question.split()).removesuffix(end)}{others}"
+        return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big")
+
+    texts = _each(pc.cast(table["question"], pa.string()))
+    return np.fromiter(map(hashed, texts, rows), np.uint64, len(table))
+
+
+def _asked(text: str, prompt: str) -> str:
+    """Return the question of a row to learn as it is: what precedes its first answer, without the system's turn."""
+    row = orjson.loads(text)
+    is_whole = "messages" in row and "demonstrations" not in row
+    asked = row["messages"] if is_whole else row.get(prompt, row.get("prompt"))
+    if not isinstance(asked, list):
+        return str(asked)
+    try:
+        before = takewhile(lambda m: not is_whole or m is asked[0] or m["role"] != "assistant", asked)
+        return "\n".join(content_text(m["content"]) for m in before if m["role"] not in ("system", "developer"))
+    except (KeyError, TypeError, ProblemError):  # It is refused where it is rendered.
+        return text
 
 
 def _format(read_table: ReadTable, settings: DataSettings) -> GroundTruthFormat:
@@ -290,32 +345,41 @@ def _format(read_table: ReadTable, settings: DataSettings) -> GroundTruthFormat:
 
 
 def _ground_truths(answers: pa.ChunkedArray, form: GroundTruthFormat) -> pa.ChunkedArray:
-    """Return a trimmed ground truth a row, null or empty if the row has none; numbers lose thousands separators."""
+    """Return the trimmed ground truth of each row, null or empty if the row has none."""
     if form is GroundTruthFormat.HASH:
         truths = pc.struct_field(pc.extract_regex(answers, _AFTER_HASHES), "truth")
     elif form is GroundTruthFormat.BOXED:
         truths = pa.chunked_array([pa.array([last_boxed(text or "") for text in answers.to_pylist()], pa.string())])
     else:
         truths = answers
-    trimmed = pc.utf8_trim_whitespace(truths)
-    grouped = pc.match_substring_regex(trimmed, _GROUPED_NUMBER)
-    return pc.if_else(grouped, pc.replace_substring(trimmed, ",", ""), trimmed)
+    return pc.utf8_trim_whitespace(truths)
 
 
-def _hold_out(rows: Rows, settings: DataSettings) -> tuple[Rows, Rows]:
-    """Return training and held-out rows of a dataset without a held-out split: DATA_SEED draws the held-out share.
+def _hold_out(rows: Rows, questions: Hashes, settings: DataSettings) -> tuple[Rows, Rows]:
+    """Return training and held-out rows of a dataset without a held-out split.
+
+    The share that DATA_SEED draws is of the questions, each of which is on one side with all of its rows.
 
     Raises:
-        ConfigurationError: the dataset has a single row.
+        ConfigurationError: the dataset has a single question.
     """
-    if len(rows) == 1:
+    questions = questions[rows.numbers]
+    in_random_order = np.unique(questions)
+    if len(in_random_order) == 1:
         raise ConfigurationError(
-            f"DATASET {settings.dataset!r} has a single row with a question and a ground truth, and at least one is "
-            "held out of training; give more rows, or a file of held-out ones as DATASET_TEST"
+            f"DATASET {settings.dataset!r} has a single question with a ground truth, and at least one is held out of "
+            "training; give more questions, or a file of held-out ones as DATASET_TEST"
         )
-    order = np.random.default_rng([settings.data_seed, len(rows)]).permutation(len(rows))
-    cut = min(len(rows) - 1, max(1, round(settings.dataset_held_out * len(rows))))
-    return rows.select(np.sort(order[cut:])), rows.select(np.sort(order[:cut]))
+    cut = min(len(in_random_order) - 1, max(1, round(settings.dataset_held_out * len(in_random_order))))
+    is_held_out = np.isin(questions, in_random_order[:cut])
+    return rows.select(~is_held_out), rows.select(is_held_out)
+
+
+def _not_held_out(train: Rows, questions: Hashes, held_out: Hashes, refused: Refused) -> Rows:
+    """Return the training rows whose question is not held out; count the others."""
+    left_out = np.isin(questions, held_out) & np.isin(np.arange(len(questions)), train.numbers)
+    refused.add("also held out", left_out)
+    return train.select(~left_out[train.numbers])
 
 
 def _text(value: Any) -> str | None:

@@ -127,24 +127,16 @@ class Demonstrator:
 class DemonstrationMaker:
     """A renderer of rows to learn as they are, by the settings."""
 
-    def __init__(
-        self,
-        settings: DataSettings,
-        maker: PromptMaker,
-        tokenizer: PreTrainedTokenizerBase,
-        held_out: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, settings: DataSettings, maker: PromptMaker, tokenizer: PreTrainedTokenizerBase) -> None:
         """Make the renderer.
 
         Args:
             settings: of the data-server; MODEL_NAME is set.
             maker: renders the prompts of rows whose prompt is a text.
             tokenizer: the model's.
-            held_out: prompts that no row may have.
         """
         self._maker = maker
         self._tokenizer = tokenizer
-        self._held_out = held_out
         self._is_plain = settings.prompt_style is PromptStyle.PLAIN
         self._prompt = settings.prompt_column or "prompt"
         self._most = settings.max_prompt_tokens
@@ -175,9 +167,6 @@ class DemonstrationMaker:
                 raise UnfitConversationError(
                     f"{longest} tokens; shorten the row, or raise MAX_PROMPT_TOKENS={self._most}"
                 )
-            if made["prompt"] in self._held_out:
-                reason = "also held out"
-                raise UnfitConversationError("its prompt is held out; leave it out of one of the files")
         except (UnfitConversationError, ProblemError) as error:
             detail = error.detail if isinstance(error, ProblemError) else error
             return Refusal(reason, f"row {number}, column {columns}: {detail}")
@@ -235,7 +224,8 @@ class DemonstrationMaker:
                 "template"
             )
         branch = Branch(self._maker.token_ids([prompt])[0])
-        branch.add([*self._prompts.encode(completion), self._tokenizer.eos_token_id], is_trained=True)
+        end, answer = self._tokenizer.eos_token_id, self._prompts.encode(completion)
+        branch.add(answer if answer[-1:] == [end] else [*answer, end], is_trained=True)
         return branch
 
 

@@ -54,6 +54,8 @@ def read_json_lines(path: Path, where: str, settings: DataSettings) -> ReadTable
     names: dict[str, None] = {}
     for line in json_rows(path, where):
         names.update(dict.fromkeys(line.row))
+    if not names:
+        raise ConfigurationError(f"{where} has no rows; write a JSON object a line, with a question and an answer")
     chosen = choose_columns(list(names), where, settings)
     of_rows = row_columns(list(names), chosen, settings)
     schema = pa.schema([(name, pa.string()) for name in [*chosen, *([ROW] if of_rows else [])]])

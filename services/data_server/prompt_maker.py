@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from services.core.errors import ConfigurationError
-from services.data_server.dataset_rows import TOO_LONG, Refusal, Row
+from services.core.errors import ConfigurationError, first_line
+from services.data_server.dataset_rows import TOO_LONG, Refusal, Row, instruction_of
 from services.data_server.settings import DataSettings, PromptStyle
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ class PromptMaker:
         self._template_args = settings.chat_template_args
         self._examples = examples
         self._most = settings.max_prompt_tokens
-        self._instruction = instruction if settings.instruction is None else settings.instruction
-        if self._instruction is not None and self._instruction.lower() == "none":
-            self._instruction = None
+        self._instruction = instruction_of(settings, instruction)
         has_template = tokenizer is not None and bool(tokenizer.chat_template)
         if self._style is PromptStyle.CHAT and tokenizer is not None and not has_template:
             raise ConfigurationError(
@@ -52,6 +50,7 @@ class PromptMaker:
         self._uses_chat = self._style is not PromptStyle.PLAIN and (
             has_template or (tokenizer is None and self._style is PromptStyle.CHAT)
         )
+        self._ends = 0 if tokenizer is None or self._uses_chat else _tokens_behind(tokenizer)
 
     def user_turn(self, question: str) -> str:
         """Return the question with the instruction."""
@@ -70,11 +69,22 @@ class PromptMaker:
         return turns
 
     def text(self, question: str) -> str:
-        """Return the whole prompt as text, before tokenisation."""
+        """Return the whole prompt as text, before tokenisation.
+
+        Raises:
+            ConfigurationError: the chat template raises.
+        """
         if self._uses_chat and self._tokenizer is not None:
-            rendered: str = self._tokenizer.apply_chat_template(
-                self.messages(question), add_generation_prompt=True, tokenize=False, **self._template_args
-            )
+            try:
+                rendered: str = self._tokenizer.apply_chat_template(
+                    self.messages(question), add_generation_prompt=True, tokenize=False, **self._template_args
+                )
+            except Exception as error:  # A template can raise anything.
+                remedy = "write SYSTEM_PROMPT as INSTRUCTION, or give" if self._system else "give"
+                raise ConfigurationError(
+                    f"MODEL_NAME's chat template refuses the prompt: {first_line(error)}; {remedy} PROMPT_STYLE=plain, "
+                    "CHAT_TEMPLATE_ARGS or another model"
+                ) from error
             return rendered
         parts = [self._system] if self._system else []
         if self._style is PromptStyle.FEW_SHOT:
@@ -85,16 +95,18 @@ class PromptMaker:
         return "\n\n".join(parts)
 
     def token_ids(self, questions: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of whole prompts; empty lists without a tokenizer."""
+        """Return the token ids of whole prompts, without an end token; empty lists without a tokenizer."""
         if self._tokenizer is None:
             return [[] for _ in questions]
         texts = [self.text(question) for question in questions]
         # A chat template writes its own special tokens.
         options = {"add_special_tokens": not self._uses_chat}
+        ids: list[list[int]]
         if len(texts) >= _WORTH_THREADS:
-            ids: list[list[int]] = self._tokenizer(texts, **options)["input_ids"]
-            return ids
-        return [self._tokenizer(text, **options)["input_ids"] for text in texts]
+            ids = self._tokenizer(texts, **options)["input_ids"]
+        else:
+            ids = [self._tokenizer(text, **options)["input_ids"] for text in texts]
+        return [of_text[: len(of_text) - self._ends] for of_text in ids]
 
     def fields(self, rows: Sequence[Row]) -> list[dict[str, Any] | Refusal]:
         """Return the fields of each row's prompt that a tokenizer and a template make, or why there are none."""
@@ -117,6 +129,14 @@ class PromptMaker:
             [(row.question, row.answer) for row in self._examples],
             None if tokenizer is None else tokenizer.chat_template if self._uses_chat else "",
             None if tokenizer is None else tokenizer(_PROBE, add_special_tokens=not self._uses_chat)["input_ids"],
+            *([f"{self._ends} tokens less"] if self._ends else []),
             *([json.dumps(self._template_args, sort_keys=True)] if self._template_args else []),
         )
         return hashlib.blake2b(ascii(content).encode(), digest_size=8).hexdigest()
+
+
+def _tokens_behind(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of tokens that a tokenizer appends to a text, such as an end token."""
+    bare, whole = (tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (False, True))
+    more = len(whole) - len(bare)
+    return next((more - start for start in range(more) if whole[start : start + len(bare)] == bare), 0)

@@ -77,8 +77,8 @@ class DataSettings(TemplateSettings, AgentColumns, MethodSettings, RewardFunctio
     dataset_test: Path | None = None
     """A .jsonl or .parquet file of held-out prompts, for a DATASET that is a file."""
     dataset_held_out: float = Field(0.05, gt=0, lt=1)
-    """Share of the rows held out of training, for a dataset that has no held-out split of its own. With METHOD=sft
-    unset means none."""
+    """Share of the questions held out of training, each with all of its rows, for a dataset that has no held-out split
+    of its own. With METHOD=sft unset means none."""
     prompt_column: str | None = None
     """Column of the question; default the first of question, prompt, problem."""
     ground_truth_column: str | None = None

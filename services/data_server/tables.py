@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from services import reward_columns
 from services.core.errors import ConfigurationError, first_line
@@ -157,11 +158,14 @@ def read_parquet(path: Path, where: str, settings: DataSettings) -> ReadTable:
         ConfigurationError: the file cannot be read, or a column is missing or has values that cannot be used.
     """
     try:
-        loaded = _datasets().load_dataset("parquet", data_files={"rows": str(path.resolve())}, split="rows")
+        size = pq.read_metadata(path).num_rows
+        loaded = size and _datasets().load_dataset("parquet", data_files={"rows": str(path.resolve())}, split="rows")
     # datasets lets through a dozen kinds of errors of its readers; any of them means that the file cannot be used.
     except Exception as error:
         reason = first_line(error.__cause__ or error)
         raise ConfigurationError(f"{where} cannot be read as {path.suffix}: {reason}; correct the file") from error
+    if not size:
+        raise ConfigurationError(f"{where} has no rows; give a file with a question and an answer in each row")
     return open_table(loaded, where, settings)
 
 
@@ -276,8 +280,9 @@ def _as_json(value: Any) -> str:
 
 
 def _check_type(column: pa.ChunkedArray, which: str, setting: str) -> None:
-    allowed = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)
-    if not any(fits(column.type) for fits in allowed):
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    numbers = (pa.types.is_integer, pa.types.is_decimal, pa.types.is_floating)
+    if not any(fits(column.type) for fits in (*texts, *numbers)):
         raise ConfigurationError(f"{which} holds {column.type}; set {setting} to a column of text or numbers")
     if not pa.types.is_floating(column.type):
         return

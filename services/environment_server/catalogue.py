@@ -59,7 +59,7 @@ class GymnasiumEnvironment:
             self._environment = FlattenObservation(self._environment)
         # Kept, because a wrapped environment asks every wrapper for its space.
         observations, actions = self._environment.observation_space, self._environment.action_space
-        self._actions = actions
+        self._observations, self._actions = observations, actions
         self.deterministic = bool(getattr(self._environment.unwrapped, "deterministic", False))
         self.version = str(getattr(self._environment.unwrapped, "version", ""))
         if self._messages is not None:
@@ -81,15 +81,17 @@ class GymnasiumEnvironment:
 
     def reset(self, seed: int) -> State:
         """Begin the episode and return its first state. The same seed begins the same episode."""
-        observation, _ = self._environment.reset(seed=seed)
-        return self._state_of(observation)
+        first = self._environment.reset(seed=seed)
+        if not (isinstance(first, tuple) and len(first) == 2 and isinstance(first[1], dict)):
+            raise EnvironmentBrokenError(f"reset() returned {first!r:.60}; return an observation and a dictionary")
+        return self._state_of(first[0])
 
     def step(self, action: Action) -> Transition:
         """Take an action. Numbers beyond a Box's bounds are clipped to them.
 
         Raises:
             ActionRefusedError: it does not fit.
-            EnvironmentBrokenError: the observation or the reward is not finite.
+            EnvironmentBrokenError: the observation is not of its space, or the reward is not finite.
             Exception: any error of the environment.
         """
         observation, reward, terminated, truncated, _ = self._environment.step(self._decoded(action))
@@ -107,7 +109,9 @@ class GymnasiumEnvironment:
     def _state_of(self, observation: Any) -> State:
         """Return an observation as a value of JSON; of text, all messages with the observation as the last one."""
         if self._messages is None:
-            return _encoded(observation)
+            return _encoded(observation, self._observations)
+        if not isinstance(observation, str):
+            raise EnvironmentBrokenError(f"the observation is {observation!r:.60}; its space is {self._observations}")
         self._messages.append({"role": "user", "content": str(observation)})
         return list(self._messages)
 
@@ -135,9 +139,12 @@ def _refusal(action: Action, space: gymnasium.Space[Any]) -> ActionRefusedError:
     return ActionRefusedError(f"the action is {repr(action)[:60]}; the environment takes {space}")
 
 
-def _encoded(observation: Any) -> State:
-    """Return an observation as nested lists of numbers."""
+def _encoded(observation: Any, space: gymnasium.Space[Any]) -> State:
+    """Return an observation of a Box as nested lists of numbers; whole numbers fit into a Box of fractions."""
     array = np.asarray(observation)
+    kinds = "biuf" if space.dtype is not None and space.dtype.kind == "f" else "biu"
+    if array.shape != space.shape or array.dtype.kind not in kinds:
+        raise EnvironmentBrokenError(f"the observation has the form {array.dtype}{array.shape}; its space is {space}")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise EnvironmentBrokenError("the environment gave an observation that is not finite")
     encoded: State = array.tolist()

@@ -93,7 +93,7 @@ async def open_questions(turns: int) -> AsyncIterator[Questions]:
     Raises:
         ConfigurationError: DATASET cannot be loaded, or a setting of the reward is not allowed.
     """
-    data, rewards = DataSettings.load(), RewardSettings.load().without_sources(reward_fn="math")
+    data, rewards = DataSettings.load(), RewardSettings.load().without_sources(reward_fn="math", accuracy_fn=None)
     dataset = await in_background(lambda: dataset_rows.load(data))
     pool = WorkerPool(rewards)
     await pool.start()

@@ -264,8 +264,8 @@ async def open_sandboxes(settings: EnvironmentSettings) -> AsyncIterator[Sandbox
         ConfigurationError: DATASET cannot be loaded, no sandbox holds on this machine, or a tool does not run in one.
     """
     data = DataSettings.load().model_copy(update={"reward_fn": "code"})
-    rewards = RewardSettings.load().without_sources(reward_fn="code")
-    dataset = await in_background(lambda: dataset_rows.load(data))
+    rewards = RewardSettings.load().without_sources(reward_fn="code", accuracy_fn=None)
+    dataset = await in_background(lambda: dataset_rows.load(data, seen=("files", "file")))
     backend = await choose(rewards.sandbox, rewards.interpreter, writes=True)
     tasks = Sandboxes({"test": dataset.test, "train": dataset.train}, settings, rewards, backend)
     box = await tasks.box().start()

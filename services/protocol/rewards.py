@@ -48,13 +48,15 @@ class RewardResult(WireModel):
     An answer over a limit gets a reward from the trainer, which knows the rewards of its group.
 
     ``components`` has the value of each reward function by name: None if it does not apply to the row, or failed.
-    ``failed`` has the status of those that failed, by name, so that the two differ. ``extracted`` is the answer that
-    was read from the response. ``reason`` says why the answer could not be scored, or how it was judged.
+    ``failed`` has the status of those that failed, by name, so that the two differ. ``decided_by`` names the component
+    that says whether the answer is right: "" if none does, None if the reward itself does. ``extracted`` is the answer
+    that was read from the response. ``reason`` says why the answer could not be scored, or how it was judged.
     """
 
     reward: Finite | None
     status: RewardStatus = RewardStatus.SCORED
     components: dict[str, Finite | None] = Field(default_factory=dict)
+    decided_by: str | None = Field(default=None, exclude_if=lambda name: name is None)
     failed: dict[str, RewardStatus] = Field(default_factory=dict, exclude_if=lambda failed: not failed)
     extracted: str | None = None
     reason: str | None = None
@@ -152,21 +154,39 @@ class RewardStats(BaseModel):
 
 
 CORRECT = 1.0 - 1e-9
-"""The lowest reward of a right answer."""
+"""The lowest reward of a right answer, or the lowest value, before its weight, of the component that decides."""
 
 Z = 1.959964
 """The quantile of the normal distribution for an interval of 95%."""
 
+UNDECIDED = (
+    "no part of REWARD_FN says whether an answer is right, so there is no accuracy, no best checkpoint and no "
+    "curriculum, and TARGET_ACCURACY is never reached; name the part that does with ACCURACY_FN"
+)
+
+
+def is_judged(result: RewardResult | None) -> bool:
+    """Return whether the answer was judged: no service and no agent failed."""
+    return result is not None and result.status in (RewardStatus.SCORED, RewardStatus.OVER_LIMIT)
+
 
 def is_correct(result: RewardResult) -> bool | None:
-    """Return whether the answer is right, or None if it was not judged because a service or an agent failed.
+    """Return whether the answer is right, or None if it was not judged, or if no component says so.
 
     An answer over a limit is wrong for any reward that training gives it: if it were excluded, a model could raise its
     accuracy by writing answers that cannot be verified.
     """
     if result.status is RewardStatus.OVER_LIMIT:
         return False
-    return None if result.reward is None else result.reward >= CORRECT
+    value = result.reward if result.decided_by is None else result.components.get(result.decided_by)
+    return None if result.reward is None or value is None else value >= CORRECT
+
+
+def verdicts(results: Sequence[RewardResult]) -> list[bool]:
+    """Return ``is_correct`` of the answers that have it; none where no part of REWARD_FN decides."""
+    if any(result.decided_by == "" for result in results):
+        return []
+    return [right for result in results if (right := is_correct(result)) is not None]
 
 
 def standard_error(scores: Sequence[float]) -> float:

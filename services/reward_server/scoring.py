@@ -59,6 +59,7 @@ class Scorer:
         self._rubric = find_rubric(settings)
         self._alone = [function for function in settings.functions if function.name not in RELATIVE]
         self._relative = [function for function in settings.functions if function.name in RELATIVE]
+        self._deciders = settings.deciders
         self._pool = pool
         self.neural: NeuralReward | None = None
         self._judge, self._code = judge, code
@@ -106,8 +107,11 @@ class Scorer:
     def _combine(self, parts: Sequence[Part]) -> RewardResult:
         extracted = next((part.extracted for _, part in parts if part.extracted is not None), None)
         failed = {f.name: part for f, part in parts if part.status is not RewardStatus.SCORED}
+        values = {f.name: part.value for f, part in parts}
+        deciders = [_OWN.name] if _OWN.name in values else self._deciders
         details: dict[str, Any] = {
-            "components": {f.name: part.value for f, part in parts},
+            "components": values,
+            "decided_by": next((name for name in deciders if values[name] is not None), "".join(deciders[:1])),
             "failed": {name: part.status for name, part in failed.items()},
             "extracted": None if extracted is None else extracted[:_MAX_EXTRACTED],
         }

@@ -13,13 +13,15 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from services.core.settings import JsonObject, RewardFunctionSettings, Settings, SourcesSettings
-from services.protocol.rewards import CORRECT
+from services.protocol.rewards import UNDECIDED
 from services.reward_columns import JUDGES
 from services.sandbox.backends import BackendName, Interpreter
 
 RELATIVE = ("judge_group",)
 """The rewards of answers relative to the others of their group, which an answer alone does not have."""
 BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model", "code", *JUDGES)
+_SCORES = ("reward_model", *JUDGES)
+"""The rewards whose values are scores on a scale of their own, not verdicts."""
 _IN_PROCESS = ("exact_match", "format", "reward_model", "code", *JUDGES)
 """The rewards that need no worker: they are safe on any text, or run it in boxes."""
 
@@ -81,6 +83,10 @@ class JudgeSettings(Settings):
 class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     """The reward-server's environment variables."""
 
+    accuracy_fn: str | None = None
+    """The part of REWARD_FN by which an answer is right: where its value, before its weight, is at least 1. Unset:
+    `math`, else the first part that has a value, except judges, `reward_model`, `format` beside others, and parts of
+    negative weight. Without such a part there is no accuracy."""
     reward_workers: int = Field(2, ge=1, le=64)
     """Processes that verify the answers that exact arithmetic on plain numbers cannot decide, and run functions of your
     own; for the reward `code`, boxes that run programs. Give as many as there are cores."""
@@ -130,16 +136,18 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
         return parse_functions(self.reward_fn)
 
     @property
+    def deciders(self) -> list[str]:
+        """The parts of the reward of which the first that has a value says whether an answer is right."""
+        if self.accuracy_fn is not None:
+            return [self.accuracy_fn]
+        others = _SCORES if len(self.functions) == 1 else (*_SCORES, "format")
+        names = [f.name for f in self.functions if f.weight >= 0 and f.name not in others]
+        return sorted(names, key=lambda name: name != "math")
+
+    @property
     def caution(self) -> str | None:
-        """A sentence about weights with which no answer may ever count as right; None for others."""
-        # Held-out answers are scored alone.
-        total = sum(max(function.weight, 0.0) for function in self.functions if function.name not in RELATIVE)
-        if total >= CORRECT:
-            return None
-        return (
-            f"the weights of REWARD_FN sum to {total:g}, but an answer counts as right from a reward of 1 on: accuracy "
-            "stays 0 unless a function returns more than 1"
-        )
+        """A sentence about a reward that never says whether an answer is right; None for others."""
+        return None if self.deciders else UNDECIDED
 
     @property
     def own_functions(self) -> dict[str, str]:
@@ -182,7 +190,9 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
         return text
 
     @model_validator(mode="after")
-    def _check_judge(self) -> Self:
+    def _check_parts(self) -> Self:
+        if self.accuracy_fn is not None and self.accuracy_fn not in (names := [f.name for f in self.functions]):
+            raise ValueError(f"ACCURACY_FN is {self.accuracy_fn}; name a part of REWARD_FN: {', '.join(names)}")
         judges = self.judges
         needed: dict[str, object] = {"JUDGE_URL": self.judge_url, "JUDGE_MODEL": self.judge_model}
         if judges and judges != list(RELATIVE):

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.system import System, one_each
+from tests.rows import write_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -82,7 +83,10 @@ def test_a_run_beside_engines_is_evaluated_as_it_goes_and_its_model_is_trained_f
     assert all(0 <= line["accuracy"] <= 1 for line in lines if "accuracy" in line)
     assert has_learned(lines)
     assert system.summary()["accuracy_before"] is not None, "it was evaluated before the first step, too"
-    further = evaluated | {"METHOD": "rl", "DATASET": str(questions), "DATASET_TEST": str(questions), "MAX_STEPS": "2"}
+    swapped = write_rows(
+        tmp_path / "swapped.jsonl", [{**row, "question": f"{row['question'][2]}+{row['question'][0]}="} for row in sums]
+    )
+    further = evaluated | {"METHOD": "rl", "DATASET": str(swapped), "DATASET_TEST": str(questions), "MAX_STEPS": "2"}
     rewarded = System(tmp_path, system.run_dir / "model", *nodes, **further)
     assert rewarded.wait() == 0, rewarded.text
     assert rewarded.summary()["accuracy_before"] == system.summary()["accuracy_after"]

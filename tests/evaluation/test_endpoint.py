@@ -98,6 +98,11 @@ async def test_a_conversation_is_asked_for_by_the_chat_route() -> None:
         "max_tokens": 8,
         "temperature": 0.5,
         "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "stop": ["Q:"],
         "seed": 3,
         "chat_template_kwargs": {"enable_thinking": False},
@@ -131,6 +136,28 @@ async def test_a_server_that_needs_other_parameters_gets_them() -> None:
     assert "seed" not in fake.asked[-1]
     assert fake.asked[-1]["max_completion_tokens"] == 8
     assert server.shortcomings == ["token ids", "samples by seed (it refuses them)", "numbers of tokens"]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_sampling_fields_that_a_server_refuses_are_left_out_and_told(at_once: bool) -> None:
+    unknown = ["top_k", "min_p", "repetition_penalty", "seed"]
+
+    def answer(body: dict[str, Any]) -> Any:
+        if "max_tokens" in body:
+            return JSONResponse({"error": {"message": "use 'max_completion_tokens'"}}, 400)
+        refused = [name for name in unknown if name in body]
+        named = ", ".join(refused if at_once else refused[:1])
+        return JSONResponse({"error": {"message": f"Unrecognized: {named}"}}, 400) if named else said()
+
+    fake = Fake(answer)
+    with served(fake.app) as url:
+        async with endpoint(url) as server:
+            await server.admit()
+            await server.complete(PROMPT, Kind.GREEDY, [0], GREEDY, seed=3)
+    assert not {*unknown, "max_tokens"}.intersection(fake.asked[-1])
+    assert (fake.asked[-1]["presence_penalty"], fake.asked[-1]["frequency_penalty"]) == (0, 0)
+    told = [fact for fact in server.shortcomings if "neutral" in fact]
+    assert [name in fact for name, fact in zip(unknown, told, strict=False)] == [True] * 3
 
 
 NO_ROUTE = JSONResponse({"detail": "Not Found"}, 404)

@@ -163,6 +163,17 @@ def test_each_metric_is_over_the_prompts_with_enough_answers():
     }
 
 
+def test_without_a_component_that_decides_there_is_no_metric():
+    scored = RewardResult(reward=1.5, components={"judge": 1.5}, decided_by="")
+    over_limit = RewardResult(reward=None, status="over_limit")
+    prompts = [
+        [sample.model_copy(update={"result": result})]
+        for sample in (GREEDY_RIGHT, RIGHT)
+        for result in (scored, over_limit)
+    ]
+    assert accuracy(prompts, 1, [1]) == {}
+
+
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=50))
 def test_lengths(tokens):
     told = lengths(tokens)

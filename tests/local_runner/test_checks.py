@@ -95,9 +95,10 @@ class Doors(Conversation):
     "fine.yaml": "criteria:\n- name: b\n  text: x\n- name: a\n  text: y\n",
     "twice.yaml": "criteria:\n- name: a\n  text: x\n- name: a\n  text: y\n",
     "column.yaml": "criteria:\n- name: a\n  text: It passes {tests}\n",
-    "questions.jsonl": '{"question": "1+1=", "answer": "2"}\n' * 8,
-    "late.jsonl": '{"question": "1+1="}\n\n' + '{"question": "1+2=", "answer": 3}\n' * 8,
-    "sums.jsonl": '{"sum": "1+1=", "total": "2"}\n' * 8,
+    "questions.jsonl": "".join(f'{{"question": "{a}+1=", "answer": "{a + 1}"}}\n' for a in range(8)),
+    "late.jsonl": '{"question": "1+1="}\n\n'
+    + 4 * '{"question": "1+2=", "answer": 3}\n{"question": "2+2=", "answer": 4}\n',
+    "sums.jsonl": "".join(f'{{"sum": "{a}+1=", "total": "{a + 1}"}}\n' for a in range(8)),
     "list.json": '[{"sum": "1+1=", "total": "2"}]\n',
     "group.yaml": DECLARED,
 }

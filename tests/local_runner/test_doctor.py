@@ -44,7 +44,7 @@ def test_a_job_group_that_could_not_run_is_refused_with_all_reasons(
     table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "_of_sandboxes", lambda: ())  # the other test tries them
-    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n' * 9)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "q{i}", "answer": "a"}}\n' for i in range(9)))
     settings = {"MODEL_NAME": str(tmp_path), "DATASET": str(tmp_path / "rows.jsonl"), "REWARD_FN": "no_such_module:f"}
     words = [word for name, value in settings.items() for word in ("--env", f"{name}={value}")]
     code, rows = table("--job-group", "jobgroup.yaml", *words)

@@ -161,7 +161,7 @@ def test_processes_of_their_own_read_the_rows_and_estimate_the_memory(tmp_path: 
         ({"DATASET": "three.jsonl", "EVAL_PROMPTS": 2}, "EVAL_PROMPTS is 2, but 1 rows are held out"),
         ({"DATASET": "arithmetic", "LEARNING_RATE": 20}, "LEARNING_RATE=20 is far above"),
         ({"DATASET": "three.jsonl"}, "BATCH_SIZE is 4, but 2 rows are trained on"),
-        ({"DATASET": "arithmetic", "REWARD_FN": "math=0.5,format=0.4"}, "the weights of REWARD_FN sum to 0.9"),
+        ({"DATASET": "arithmetic", "REWARD_FN": "math=-1"}, "no part of REWARD_FN says whether an answer is right"),
     ],
 )
 def test_what_is_hardly_meant_is_said(here: Path, terminal: Terminal, env: dict[str, object], told: str) -> None:

@@ -33,7 +33,7 @@ function = load_function("REWARD_FN", os.environ["REWARD_FN"])
 rows = [json.loads(line) for line in open(os.environ["DATASET"])]
 print(os.environ["REWARD_FN"], [function(response=row["question"]) for row in rows])
 """
-SUMS = [{"question": "1+1=", "answer": "2"}] * 3
+SUMS = [{"question": f"{a}+1=", "answer": f"{a + 1}"} for a in (1, 2, 3)]
 
 
 @pytest.fixture

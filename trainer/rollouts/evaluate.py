@@ -14,7 +14,16 @@ from services.core.logs import get_logger
 from services.protocol.base import derive_seed
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Cursor, Prompt, Split
-from services.protocol.rewards import FinishReason, RewardResult, RewardStatus, estimate, is_correct, pass_at_k
+from services.protocol.rewards import (
+    UNDECIDED,
+    FinishReason,
+    RewardResult,
+    RewardStatus,
+    estimate,
+    is_judged,
+    pass_at_k,
+    verdicts,
+)
 from services.run_page.activity import Activity
 from services.run_page.directory import of_sources
 from trainer.checkpoints.checkpoint import RunState
@@ -78,24 +87,28 @@ class Evaluator:
         greedy = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=0.0)
         groups = await self._played(maker, prompts, greedy, 1)
         self.samples += _samples(prompts, groups)
-        judged = [_graded_results(group) for group in groups]
-        results = [result for of_prompt in judged for result in of_prompt]
-        reasons = [answer.scoring.reason for group in groups for answer in _answers(group)]
+        by_prompt = [[answer.scoring for answer in _answers(group)] for group in groups]
+        results = [result for of_prompt in by_prompt for result in of_prompt]
+        rights = verdicts(results)
+        judged = sum(bool(verdicts(of_prompt) if rights else any(map(is_judged, of_prompt))) for of_prompt in by_prompt)
         if not prompts:
             self.failure = "the data hold out no prompt; set DATASET_TEST or DATASET_HELD_OUT"
-        elif not results:
-            self.failure = str(reasons[0] if reasons else maker.last_failure)
+        elif not judged:
+            self.failure = str(results[0].reason if results else maker.last_failure)
+        elif not rights:
+            self.failure = UNDECIDED
         figures = environment_figures([group for group in groups if group is not None])
         metrics = greedy_metrics(results) | {f"eval_{name}": value for name, value in figures.items()}
         metrics |= {
             "eval_prompts": float(len(prompts)),
-            "eval_left_out": float(sum(not of_prompt for of_prompt in judged)),
+            "eval_left_out": float(len(prompts) - judged),
         }
         k = settings.eval_samples
         if k:
             sampling = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
-            samples = [_graded_results(group) for group in await self._played(maker, prompts, sampling, k)]
-            metrics |= sample_metrics([of_prompt for of_prompt in samples if of_prompt], k)
+            sampled = await self._played(maker, prompts, sampling, k)
+            samples = [[answer.scoring for answer in _answers(group)] for group in sampled]
+            metrics |= sample_metrics(samples, k) if rights or not judged else {}
         return metrics
 
     async def _prompts(self, source: str) -> list[Prompt]:
@@ -144,11 +157,6 @@ def _samples(prompts: Sequence[Prompt], groups: Sequence[Group | None]) -> list[
     ]
 
 
-def _graded_results(group: Group | None) -> list[RewardResult]:
-    """Return the results of the answers that are right or wrong."""
-    return [answer.scoring for answer in _answers(group) if is_correct(answer.scoring) is not None]
-
-
 def _answers(group: Group | None) -> list[TokenSequence]:
     """Return the whole completions of a group, or the last sequence of each of its episodes."""
     last = [sequences[-1] for sequences in group.episodes] if group else []
@@ -156,11 +164,9 @@ def _answers(group: Group | None) -> list[TokenSequence]:
 
 
 def greedy_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
-    """Return accuracy and mean reward over prompts, from the one judged completion of each."""
+    """Return accuracy and mean reward over prompts, from the one completion of each."""
     metrics = {"eval_over_limit": float(sum(result.status is RewardStatus.OVER_LIMIT for result in results))}
-    if results:
-        verdicts = [float(is_correct(result) is True) for result in results]
-        metrics |= _estimate("accuracy", verdicts)
+    metrics |= _estimate("accuracy", verdicts(results))
     if rewards := [result.reward for result in results if result.reward is not None]:
         metrics["eval_reward"] = statistics.fmean(rewards)
     return metrics
@@ -204,24 +210,24 @@ def _judged_prompts(metrics: Mapping[str, float]) -> int:
 
 
 def sample_metrics(samples: Sequence[Sequence[RewardResult]], k: int) -> dict[str, float]:
-    """Return avg@k and pass@k over prompts, with their standard errors and intervals.
+    """Return avg@k over prompts, and pass@k over those with ``k`` judged samples, with standard errors and intervals.
 
     Args:
-        samples: each prompt's judged samples, ``k`` of them or fewer.
+        samples: each prompt's samples, ``k`` of them or fewer.
         k: samples asked for.
     """
-    if not samples:
-        return {}
-    rights = [(len(of_prompt), sum(is_correct(result) is True for result in of_prompt)) for of_prompt in samples]
+    rights = [rights for of_prompt in samples if (rights := verdicts(of_prompt))]
     by_prompt = {
-        f"avg_at_{k}": [right / n for n, right in rights],
-        f"pass_at_{k}": [pass_at_k(n, right, min(k, n)) for n, right in rights],
+        f"avg_at_{k}": [statistics.fmean(of_prompt) for of_prompt in rights],
+        f"pass_at_{k}": [pass_at_k(len(of_prompt), sum(of_prompt), k) for of_prompt in rights if len(of_prompt) >= k],
     }
     return {column: value for name, scores in by_prompt.items() for column, value in _estimate(name, scores).items()}
 
 
 def _estimate(name: str, scores: Sequence[float]) -> dict[str, float]:
-    """Return the mean of ``scores``, one a prompt, with its standard error and the ends of its interval."""
+    """Return the mean of ``scores``, one a prompt, with its standard error and interval; nothing without scores."""
+    if not scores:
+        return {}
     mean = estimate(scores)
     return {name: mean.value, f"{name}_stderr": mean.stderr, f"{name}_low": mean.low, f"{name}_high": mean.high}
 

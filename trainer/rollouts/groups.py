@@ -31,7 +31,7 @@ from services.protocol.base import derive_seed
 from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import UNASKED, FinishReason, RewardItem, RewardResult, RewardStatus, is_correct
+from services.protocol.rewards import UNASKED, FinishReason, RewardItem, RewardResult, RewardStatus, is_judged
 from services.run_page.activity import Activity
 from services.run_page.directory import FIRST_FAILURE
 from trainer.config import TrainerSettings
@@ -154,7 +154,7 @@ class Sampler(ABC):
     def _noted(self, results: list[RewardResult]) -> list[RewardResult]:
         """Return the results; count and report the answers that could not be scored."""
         for result in results:
-            if is_correct(result) is None:
+            if not is_judged(result):
                 UNSCORABLE.labels(result.status.value).inc()
             if result.status is RewardStatus.ERROR:
                 self.report("reward_error", result.reason or "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import statistics
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.http.client import RequestRefusedError
 from services.protocol.groups import Group
-from services.protocol.rewards import CORRECT
+from services.protocol.rewards import verdicts
 
 log = get_logger(__name__)
 
@@ -49,6 +48,6 @@ class SuccessRates:
 
 
 def success_rate(group: Group) -> float | None:
-    """Return the share of right completions among a group's scored ones; None if none was scored."""
-    rewards = [reward for reward in group.rewards if not math.isnan(reward)]
-    return statistics.fmean(reward >= CORRECT for reward in rewards) if rewards else None
+    """Return the share of right completions among a group's judged ones; None if none was judged."""
+    rights = verdicts([first.result for first, *_ in group.episodes if first.result is not None])
+    return statistics.fmean(rights) if rights else None

@@ -12,6 +12,7 @@ from services.data_server.dataset_rows import INSTRUCTIONS, Row
 from services.data_server.prompt_maker import PromptMaker
 from services.data_server.settings import DataSettings, GroundTruthFormat
 from tests.rows import write_rows
+from tests.services.data_server.conftest import save_ending_tokenizer
 
 EXAMPLES = [Row(0, "1 + 1?", "It is #### 2", "2", None), Row(1, "2 + 2?", "It is #### 4", "4", None)]
 
@@ -55,6 +56,45 @@ def test_plain_prompts_are_the_text_with_the_tokenizers_begin_token(base_model: 
     assert renderer.text("3 + 4?") == "Sums.\n\n3 + 4?"
     tokenizer: Any = load_tokenizer(base_model)
     assert tokenizer.decode(renderer.token_ids(["3 + 4?"])[0]) == "<s>Sums.\n\n3 + 4?"
+
+
+@pytest.mark.parametrize("style", ["plain", "few_shot"])
+def test_no_end_token_stands_behind_a_prompt(tmp_path: Path, base_model: str, style: str) -> None:
+    (Path(base_model) / "config.json").write_text("{}")
+    options: dict[str, Any] = {"prompt_style": style, "examples": EXAMPLES if style == "few_shot" else None}
+    questions = [f"{i} + 4?" for i in range(200)] + ["ends </s>"]
+    ending = maker(save_ending_tokenizer(tmp_path / "ending", base_model), **options)
+    plain = maker(base_model, **options)
+    assert ending.token_ids(questions) == plain.token_ids(questions)
+    assert [ending.token_ids([question]) for question in questions] == [plain.token_ids([q]) for q in questions]
+    assert ending.digest() != plain.digest()
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "said"),
+    [
+        (
+            "{{ raise_exception('System role not supported') }}",
+            "Be brief.",
+            ["System role not supported", "INSTRUCTION"],
+        ),
+        ("{{ raise_exception('Roles must\nalternate') }}", None, ["Roles must", "PROMPT_STYLE=plain"]),
+        ("{{ messages[5].content.text }}", None, ["no element 5"]),
+        ("{{ 1 // 0 }}", None, ["by zero"]),
+        ("{% for %}", None, ["MODEL_NAME"]),
+    ],
+)
+def test_a_template_that_raises_is_an_error_of_configuration_in_one_line(
+    tmp_path: Path, chat_model: str, template: str, system: str | None, said: list[str]
+) -> None:
+    tokenizer: Any = load_tokenizer(chat_model)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "model")
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(ConfigurationError) as error:
+        load(DataSettings(dataset=str(path), model_name=str(tmp_path / "model"), system_prompt=system))
+    assert all(part in str(error.value) for part in said), str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_few_shot_examples_are_turns_with_a_chat_template_and_text_without(chat_model: str, base_model: str) -> None:

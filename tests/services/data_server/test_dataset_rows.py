@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ def truths(rows: dataset_rows.Rows) -> list[str]:
     return [row.ground_truth for row in rows.take(list(range(len(rows))))]
 
 
-def test_gsm8k_ground_truths_stand_behind_the_last_hashes_without_separators(load: Any, tmp_path: Path) -> None:
+def test_gsm8k_ground_truths_stand_behind_the_last_hashes(load: Any, tmp_path: Path) -> None:
     answers = ["It is 2.\n#### 2", "#### 1\nno\n#### 70,000", "####-3 ", "a\n#### $18.50"]
     test = write_rows(tmp_path / "test.jsonl", [{"question": "q", "answer": "#### 5"}])
     source = load([{"question": f"q{i}", "answer": a} for i, a in enumerate(answers)], dataset_test=test)
     assert source.instruction == dataset_rows.INSTRUCTIONS[GroundTruthFormat.HASH]
-    assert truths(source.train) == ["2", "70000", "-3", "$18.50"]
+    assert truths(source.train) == ["2", "70,000", "-3", "$18.50"]
     assert truths(source.test) == ["5"]
 
 
@@ -61,6 +62,13 @@ def test_boxed_and_plain_ground_truths(load: Any) -> None:
     assert sorted(truths(numbers.train) + truths(numbers.test)) == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("form", ["#### {}", r"\boxed{{{}}}", "{}"])
+@pytest.mark.parametrize("truth", ["1,234", "-1,234,567.80", "1,2", "12,345", "(1,000)"])
+def test_a_ground_truth_keeps_its_text(load: Any, form: str, truth: str) -> None:
+    source = load([{"question": f"q{i}", "answer": form.format(truth)} for i in range(3)])
+    assert truths(source.train) + truths(source.test) == [truth] * 3
+
+
 def test_columns_are_taken_by_name(load: Any) -> None:
     rows = [{"q": f"q{i}", "a": f"{i}", "category": "easy", "question": "wrong", "answer": "wrong"} for i in range(4)]
     source = load(rows, prompt_column="q", ground_truth_column="a")
@@ -74,6 +82,53 @@ def test_a_source_without_a_held_out_split_holds_rows_out_by_seed(load: Any) -> 
     assert (len(first.train), len(first.test)) == (80, 20)
     assert set(truths(first.train)).isdisjoint(truths(first.test))
     assert truths(first.test) == truths(again.test) != truths(other.test)
+
+
+def test_a_question_is_on_one_side_with_all_of_its_rows(load: Any) -> None:
+    breaks = (" ", "  ", "\n", "\t ")
+    rows = [{"question": f"What is{gap}{i} + 1?{gap}", "answer": f"{i}"} for gap in breaks for i in range(50)]
+    sources = [load(rows, dataset_held_out=0.1, data_seed=seed) for seed in (1, 1, 2)]
+    for source in sources:
+        train, test = (Counter(truths(split)) for split in (source.train, source.test))
+        assert set(train).isdisjoint(test)
+        assert (len(train), len(test)) == (45, 5)
+        assert {*train.values(), *test.values()} == {4}
+    held_out = [truths(source.test) for source in sources]
+    assert held_out[0] == held_out[1] != held_out[2]
+    with pytest.raises(ConfigurationError, match="single question"):
+        load(rows[:1] * 8)
+
+
+def test_training_rows_whose_question_a_given_split_holds_out_are_left_out_and_counted(
+    load: Any, tmp_path: Path
+) -> None:
+    rows = [{"question": f"q {i % 5}", "answer": f"{i}"} for i in range(10)] + [{"question": " ", "answer": "10"}]
+    test = write_rows(tmp_path / "test.jsonl", [{"question": f" q\n{i}", "answer": "0"} for i in (1, 3, 9)])
+    source = load(rows, dataset_test=test)
+    assert truths(source.train) == ["0", "2", "4", "5", "7", "9"]
+    assert (source.rows, source.refused) == (14, {"no question": 1, "also held out": 4})
+    assert source.first_refused["also held out"] == 1
+    with pytest.raises(ConfigurationError, match="10 with also held out"):
+        load(rows, dataset_test=write_rows(tmp_path / "same.jsonl", rows))
+
+
+def test_examples_and_rewards_hold_out_the_same_questions(load: Any) -> None:
+    rows = [{"prompt": f"{i} + 1?", "completion": f"It is {i + 1}.", "answer": f"{i + 1}"} for i in range(40)]
+    learned, rewarded = (load(rows, dataset_held_out=0.25, method=method) for method in ("sft", "rl"))
+    assert learned.test.numbers.tolist() == rewarded.test.numbers.tolist()
+    assert (len(learned.train), len(learned.test)) == (30, 10)
+
+
+def test_rows_whose_visible_columns_differ_ask_different_questions(load: Any, tmp_path: Path) -> None:
+    rows = [{"question": "Mend it.", "answer": f"{i}", "repository": f"r{i % 4}", "more": i} for i in range(8)]
+    test = write_rows(tmp_path / "test.jsonl", [rows[1] | {"more": 9}])
+    seen = load(rows, dataset_test=test, agent_columns="repository")
+    assert truths(seen.train) == ["0", "2", "3", "4", "6", "7"]
+    halves = load(rows, dataset_held_out=0.5, agent_columns="repository")
+    assert len(halves.test) == 4
+    assert {int(truth) % 4 for truth in truths(halves.train)}.isdisjoint(int(t) % 4 for t in truths(halves.test))
+    with pytest.raises(ConfigurationError, match="8 with also held out"):
+        load(rows, dataset_test=test)
 
 
 def test_a_dataset_that_cannot_be_had_is_named_in_one_line(
@@ -96,7 +151,7 @@ def test_a_dataset_that_cannot_be_had_is_named_in_one_line(
         ("broken.jsonl", {}, "line 3, column 19"),
         ("empty.jsonl", {}, "'empty.jsonl' is empty"),
         ("nothing.jsonl", {}, "2 with no question"),
-        ("one.jsonl", {}, "'one.jsonl' has a single row"),
+        ("one.jsonl", {}, "'one.jsonl' has a single question"),
         ("good.jsonl", {"prompt_column": "text"}, "PROMPT_COLUMN is 'text'"),
         ("good.jsonl", {"ground_truth_column": "list"}, "line 1: column 'list'"),
         ("good.jsonl", {"dataset_test": Path("no.jsonl")}, "DATASET_TEST 'no.jsonl'"),
@@ -151,9 +206,9 @@ def test_a_hub_dataset_is_taken_by_splits_and_configuration(load: Any, monkeypat
 
     def hub(name: str, config: str | None, **_: Any) -> Any:
         requested.append((name, config))
-        rows = {"question": ["a", "b"], "answer": ["1", "2"]}
+        rows, others = ({"question": questions, "answer": ["1", "2"]} for questions in (["a", "b"], ["c", "d"]))
         return datasets.DatasetDict(
-            {"train": datasets.Dataset.from_dict(rows), "validation": datasets.Dataset.from_dict(rows)}
+            {"train": datasets.Dataset.from_dict(rows), "validation": datasets.Dataset.from_dict(others)}
         )
 
     monkeypatch.setattr(datasets, "load_dataset", hub)

@@ -17,6 +17,7 @@ from services.data_server.settings import DataSettings
 from services.protocol import group_file
 from services.protocol.prompts import Demonstration, Split
 from tests.sequences import make_group, trained_sequence
+from tests.services.data_server.conftest import save_ending_tokenizer
 
 END = "</s>"
 QUESTION = {"role": "user", "content": "one?"}
@@ -96,6 +97,28 @@ def test_a_base_model_learns_texts_and_refuses_conversations(tmp_path: Path, bas
         loaded(tmp_path, base, rows)
 
 
+def test_a_conversation_is_on_one_side_with_all_of_its_answers(tmp_path: Path, model: str) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": answer}]}
+        for answer in ("a", "b", "c")
+        for n in range(10)
+    ]
+    dataset = loaded(tmp_path, model, rows, dataset_held_out=0.3)
+    train, test = (
+        {record["prompt"] for place in range(len(split)) if (record := split.record(place)) is not None}
+        for split in (dataset.catalogues[Split.TRAIN], dataset.catalogues[Split.TEST])
+    )
+    assert (len(train), len(test), train & test) == (7, 3, set())
+    assert len(dataset.catalogues[Split.TEST]) == 9
+
+
+def test_a_tokenizer_that_ends_texts_ends_only_the_answer(tmp_path: Path, base: str) -> None:
+    ending = save_ending_tokenizer(tmp_path / "ending", base)
+    rows = [{"prompt": "one?", "completion": "two"}, {"prompt": "one?", "completion": f"two{END}"}]
+    dataset = loaded(tmp_path, ending, rows, prompt_style="plain")
+    assert learned(dataset, ending) == [(f"<s>one?two{END}", f"two{END}")] * 2
+
+
 def test_a_row_that_cannot_be_learned_is_left_out_counted_and_named(tmp_path: Path, model: str) -> None:
     for row, column in (
         ({"messages": [QUESTION]}, "messages"),
@@ -124,12 +147,26 @@ def test_rows_without_the_columns_are_an_error(tmp_path: Path, model: str) -> No
         DataSettings.load(method="sft", prompt_style="few_shot")
 
 
-def test_no_held_out_prompt_is_learned(tmp_path: Path, model: str) -> None:
+def test_no_held_out_question_is_learned(tmp_path: Path, model: str) -> None:
     held_out = tmp_path / "test.jsonl"
     held_out.write_text(json.dumps({"question": "one?", "answer": "two"}) + "\n")
-    other = {"messages": [{"role": "user", "content": "three?"}, ANSWER]}
-    dataset = loaded(tmp_path, model, [ROW, other], dataset_test=held_out, instruction="none")
-    assert [text is None for text in learned(dataset, model)] == [True, False]
+    system, parts = {"role": "system", "content": "Count."}, [{"type": "text", "text": " one?"}]
+    same = [
+        ROW,
+        {"messages": [system, {"role": "user", "content": parts}, ANSWER, QUESTION, ANSWER]},
+        {"messages": [{"role": "user", "content": "one?\n  Be\nbrief."}, ANSWER]},
+        {"prompt": "one? ", "completion": "three"},
+        {"prompt": [system, QUESTION], "completion": [ANSWER]},
+        {"prompt": [QUESTION], "completion": "three"},
+    ]
+    others = [
+        {"messages": [{"role": "user", "content": "three?"}, ANSWER]},
+        {"prompt": [QUESTION, ANSWER, QUESTION], "completion": "three"},
+        {"prompt": "o ne?", "completion": "three"},
+    ]
+    dataset = loaded(tmp_path, model, [*same, *others], dataset_test=held_out, instruction="Be brief.")
+    assert len(learned(dataset, model)) == len(others)
+    assert dataset.left_out == {"too long": 0, "also held out": len(same)}
     record = dataset.catalogues[Split.TEST].record(0)
     assert record is not None
     assert (record["ground_truth"], "demonstrations" in record) == ("two", False)

@@ -82,6 +82,32 @@ class Composed(Plain):
         return {"a": int(action), "b": np.zeros(2, np.float32)}, float(action), True, False, {}
 
 
+class Misshapen(Plain):
+    """An environment of two fractions that begins and goes on with what the test puts into ``given``."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    given: ClassVar = None
+
+    def reset(self, *, seed=None, options=None):
+        return Misshapen.given
+
+    def step(self, action):
+        return Misshapen.given, 1.0, False, False, {}
+
+
+class WholeNumbers(Misshapen):
+    """The same of two whole numbers."""
+
+    observation_space = spaces.Box(0, 9, (2,), np.uint8)
+
+
+class Wordless(Misshapen):
+    """The same of texts."""
+
+    observation_space = spaces.Text(100)
+    action_space = spaces.Text(5)
+
+
 class Several(Plain):
     """An environment that takes several indices at once."""
 
@@ -265,7 +291,8 @@ class Exiting(Plain):
         sys.exit("closed")
 
 
-for kind in (Plain, Broken, Sleepy, Unborn, Unshaped, Composed, Several, HostileFunctions, Exiting, Parrot, Mute):
+PLAIN = (Plain, Broken, Sleepy, Unborn, Unshaped, Composed, Several, HostileFunctions, Exiting, Parrot, Mute)
+for kind in (*PLAIN, Misshapen, WholeNumbers, Wordless):
     gymnasium.register(f"Odd/{kind.__name__}-v0", entry_point=kind)
 
 

@@ -190,6 +190,40 @@ async def test_a_broken_environment_loses_its_own_episode_only(serving: Any, app
             assert (stats["active"], stats["episodes"]["lost"]) == (2 * action, action)
 
 
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        (
+            "Misshapen",
+            [np.zeros(2), [0, 1], (0.5, 0.5), np.array([True, False])],
+            [0.0, np.zeros(3), np.zeros((1, 2)), [[0.0], [1.0, 2.0]], ["a", "b"], [None, 1.0], {"a": 1, "b": 2}],
+        ),
+        ("WholeNumbers", [[0, 1], np.ones(2, np.int64)], [[0.5, 1.0], np.zeros(2), [1]]),
+        ("Wordless", ["Hello."], [5, b"Hello.", None, ["Hello."]]),
+    ],
+)
+async def test_an_observation_of_another_form_than_declared_loses_the_episode(
+    serving: Any, app: Any, name: str, good: list[Any], bad: list[Any]
+) -> None:
+    action = "go" if name == "Wordless" else 0
+    async with serving(app(environment=f"{ODD}{name}-v0")) as client:
+
+        async def begun(first: Any) -> int:
+            odd_environments.Misshapen.given = first
+            return (await client.post("/reset", json={})).status_code
+
+        for observation in good:
+            assert await begun((observation, {})) == 200, observation
+        # As an environment of gym before 0.26 begins: without a dictionary.
+        firsts = [good[0], (good[0], None), (good[0],), *((observation, {}) for observation in bad)]
+        assert {repr(first): await begun(first) for first in firsts} == dict.fromkeys(map(repr, firsts), 422)
+        odd_environments.Misshapen.given = (good[0], {})
+        for observation, begin_ in zip(bad, await begin(client, episodes=len(bad)), strict=True):
+            odd_environments.Misshapen.given = observation
+            [result] = await take(client, (begin_["episode"], 0, action))
+            assert (result["status"], result["detail"] != "") == ("lost", True), observation
+
+
 HOLDING = ODD.removesuffix("Odd/") + "Holding"
 
 

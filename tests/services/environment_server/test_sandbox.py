@@ -15,8 +15,10 @@ import pytest
 
 from services.environment_server.sandbox import SHOWN_CHARACTERS, program_of
 from services.sandbox.box import Box
+from tests.rows import write_rows
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the backends for Linux")
+
 SYSTEM_PYTHON = shutil.which("python3", path="/usr/bin")
 SECRET = "918273645"
 """An expected value, which no box may have."""
@@ -54,9 +56,10 @@ def sandbox(app: Any, serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """``async with sandbox(...) as client``: an environment-server for the rows, in the backend that holds here."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    others = write_rows(tmp_path / "others.jsonl", [row | {"files": '{"other.py": ""}'} for row in ROWS])
     # Programs run by a Python that every user may read.
     own = {"SANDBOX_PYTHON": SYSTEM_PYTHON} if SYSTEM_PYTHON else {}
-    own |= {"DATASET": str(rows), "DATASET_TEST": str(rows), "GROUND_TRUTH_COLUMN": "tests", "REWARD_WORKERS": "2"}
+    own |= {"DATASET": str(others), "DATASET_TEST": str(rows), "GROUND_TRUTH_COLUMN": "tests", "REWARD_WORKERS": "2"}
 
     def make(cpu_seconds: float = 5.0, **options: Any) -> Any:
         for name, value in (own | {"CODE_CPU_SECONDS": str(cpu_seconds)}).items():

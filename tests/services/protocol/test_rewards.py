@@ -9,7 +9,15 @@ import statistics
 import pytest
 from pydantic import ValidationError
 
-from services.protocol.rewards import RewardResult, RewardStatus, interval, is_correct, standard_error
+from services.protocol.rewards import (
+    RewardResult,
+    RewardStatus,
+    interval,
+    is_correct,
+    is_judged,
+    standard_error,
+    verdicts,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +36,29 @@ from services.protocol.rewards import RewardResult, RewardStatus, interval, is_c
 )
 def test_an_answer_is_not_judged_only_where_the_service_failed(reward, status, verdict):
     assert is_correct(RewardResult.model_validate({"reward": reward, "status": status})) is verdict
+
+
+@pytest.mark.parametrize(
+    ("decided_by", "parts", "right"),
+    [
+        ("math", {"math": 0.0, "format": 1.0}, False),
+        ("math", {"math": 1.0, "f:short": -1.0}, True),
+        ("f:share", {"f:share": 0.99, "f:percent": 40.0}, False),
+        ("f:share", {"f:share": None, "f:percent": 40.0}, None),
+        ("", {"judge_soft": 3.0}, None),
+        (None, {"f:share": 0.5, "f:percent": 40.0}, True),
+    ],
+)
+def test_one_component_says_whether_an_answer_is_right(decided_by, parts, right):
+    results = [
+        RewardResult(reward=sum(value or 0 for value in parts.values()), components=parts, decided_by=decided_by),
+        RewardResult(reward=None, status="over_limit", components=parts, decided_by=decided_by),
+        RewardResult(reward=None, status="error", components=parts, decided_by=decided_by),
+    ]
+    assert [is_correct(result) for result in results] == [right, False, None]
+    assert [is_judged(result) for result in results] == [True, True, False]
+    assert verdicts(results) == ([] if decided_by == "" else [right, False] if right is not None else [False])
+    assert all(RewardResult.model_validate_json(result.model_dump_json()) == result for result in results)
 
 
 @pytest.mark.parametrize("status", [status for status in RewardStatus if status is not RewardStatus.SCORED])

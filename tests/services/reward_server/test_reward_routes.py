@@ -25,16 +25,30 @@ def test_rewards_are_read_with_their_weights() -> None:
     ]
 
 
-def test_weights_with_which_no_answer_is_right_are_told_at_the_start() -> None:
-    for text, total in (
-        ("math=0.5", "0.5"),
-        ("math=0.5,format=0.4,my_rewards:f=-1", "0.9"),
-        ("math", None),
-        ("math=0.7,format=0.3", None),
+JUDGED = {"judge_url": "http://127.0.0.1:1", "judge_model": "m", "judge_rubric": Path("rubric.yaml")}
+
+
+def test_the_part_that_says_whether_an_answer_is_right_is_chosen_and_its_absence_told_at_the_start() -> None:
+    for text, named, deciders in (
+        ("math=0.5", None, ["math"]),
+        ("format=1,my_rewards:f=-1,math=0", None, ["math"]),
+        ("my_rewards:f,math,exact_match", None, ["math", "my_rewards:f", "exact_match"]),
+        ("my_rewards:short=-1,format,my_rewards:f", None, ["my_rewards:f"]),
+        ("format", None, ["format"]),
+        ("reward_model", None, []),
+        ("judge_soft,format=0.2", None, []),
+        ("judge_group,judge", None, []),
+        ("judge,format=0.2", "judge", ["judge"]),
+        ("math,my_rewards:f", "my_rewards:f", ["my_rewards:f"]),
     ):
-        with capture_logs() as logs:
-            create_app(RewardSettings(reward_fn=text))
-        assert [f"sum to {total}" in log["event"] for log in logs] == [True] * (total is not None), (text, logs)
+        settings = RewardSettings(reward_fn=text, accuracy_fn=named, reward_model="m", **JUDGED)
+        assert settings.deciders == deciders, text
+        assert (settings.caution is None) == bool(deciders), text
+    with capture_logs() as logs:
+        create_app(RewardSettings(reward_fn="my_rewards:f=-1"))
+    assert ["ACCURACY_FN" in log["event"] for log in logs] == [True]
+    with pytest.raises(ConfigurationError, match=r"ACCURACY_FN is format.*math"):
+        RewardSettings.load(accuracy_fn="format")
 
 
 def test_rewards_that_do_not_exist_or_lack_a_setting_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +70,14 @@ async def test_one_answer_and_many(serving: Any) -> None:
     async with serving(create_app(RewardSettings(reward_workers=1, reward_timeout_seconds=600))) as client:
         right = {"prompt": "q", "response": "#### 5", "ground_truth": "5"}
         one = (await client.post("/reward", json=right)).json()
-        assert one == {"reward": 1.0, "status": "scored", "components": {"math": 1.0}, "extracted": "5", "reason": None}
+        assert one == {
+            "reward": 1.0,
+            "status": "scored",
+            "components": {"math": 1.0},
+            "decided_by": "math",
+            "extracted": "5",
+            "reason": None,
+        }
         hostile = {**right, "response": r"\boxed{9^{9^{9}}}"}
         many = (await client.post("/batch_reward", json={"items": [right, hostile]})).json()["rewards"]
         assert [reward["reward"] for reward in many] == [1.0, None]

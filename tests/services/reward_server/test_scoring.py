@@ -12,7 +12,7 @@ import pytest
 from local_runner import spec
 from services.core import machine
 from services.core.errors import ConfigurationError
-from services.protocol.rewards import RewardItem, RewardStatus
+from services.protocol.rewards import RewardItem, RewardStatus, is_correct
 from services.reward_server import pool, worker
 from tests.waiting import IDLE_SECONDS, eventually
 
@@ -160,6 +160,21 @@ async def test_a_function_that_does_not_apply_is_another_thing_than_one_that_fai
             {tested: None, moody: None},
         ]
         assert [result.failed for result in results] == [{}, {}, {}, {moody: RewardStatus.ERROR}]
+        assert [result.decided_by for result in results[:3]] == [tested, moody, tested]
+        [own] = await scorer.score([item("fine")], is_group=True, own_rewards=[0.5])
+        assert (own.decided_by, is_correct(own)) == ("agent", False)
+
+
+async def test_an_answer_is_right_by_one_part_before_its_weight(scoring: Any, plugin: str) -> None:
+    for functions, named, right, wrong in (
+        ("math=0.1,format=2", None, True, False),
+        (f"{plugin}:half=-3,math", None, True, False),
+        ("math,format", "format", True, True),
+        (f"{plugin}:length,math", f"{plugin}:length", True, True),
+    ):
+        async with scoring(reward_fn=functions, accuracy_fn=named) as scorer:
+            results = await scorer.score([item("#### 5", completion_tokens=9), item("#### 6", completion_tokens=9)])
+            assert [is_correct(result) for result in results] == [right, wrong], functions
 
 
 async def test_without_one_part_there_is_no_reward_but_the_other_parts_are_told(scoring: Any, plugin: str) -> None:
