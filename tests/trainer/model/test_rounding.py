@@ -1,23 +1,29 @@
-"""Weights on their way to bfloat16: right on average, the same bytes from every rank, and a measure of what arrives."""
+"""Weights rounded to bfloat16: right on average, the same bytes on every rank, and those that the passes have."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from services.weights.policy_store import PolicyStore
+from tests.tolerance import logprob_tolerance
 from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks
-from tests.trainer.tiny import FAMILIES, save_model
+from tests.trainer.rank_jobs import Arrays, make_learner
+from tests.trainer.tiny import FAMILIES, plain_logprobs, plain_model, random_groups, save_model
 from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
-from trainer.model.rounding import MeasuredRounding, Rounding, UnbiasedRounding, random_bits
+from trainer.model.rounding import BLOCK, Masters, NearestRounding, Rounding, UnbiasedRounding, random_bits
 
 N = 400_000
 
@@ -49,9 +55,35 @@ def test_numbers_of_the_grid_and_no_numbers_stay_as_they_are() -> None:
     special = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40]
     given = torch.cat([on_grid(1), torch.tensor(special).bfloat16().float()])
     assert torch.equal(UnbiasedRounding()("weight", given).view(torch.int16), given.bfloat16().view(torch.int16))
-    # The NaN of CUDA has every bit set, and a carry would make it 0.
-    nan = torch.full((N,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-    assert UnbiasedRounding()("weight", nan).isnan().all()
+    # The NaN of CUDA has every bit set, and a carry would make it 0. The other's upper half is that of infinity.
+    for pattern in (0x7FFFFFFF, 0x7F800001):
+        nan = torch.full((N,), pattern, dtype=torch.int32).view(torch.float32)
+        assert UnbiasedRounding()("weight", nan).isnan().all()
+
+
+@pytest.mark.parametrize("rounding", [UnbiasedRounding(), NearestRounding()], ids=["unbiased", "nearest"])
+def test_masters_return_to_the_bit(rounding: UnbiasedRounding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BLOCK, "cpu", 1000)
+    halves = (on_grid(0).view(torch.int32) + (1 << 15)).view(torch.float32)
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 3.4e38, -3.4e38])
+    start = torch.cat([torch.randn(3001), halves, special])
+    weights = start.clone()
+    masters = Masters([("a", weights)], rounding)
+    rounded = weights.clone()
+    lower, upper = as_bits(rounded).view(-1, 2).T
+    assert torch.equal(upper, as_bits(rounding("a", start)))
+    assert not lower.any()
+    with masters.in_place(), masters.in_place():
+        assert torch.equal(as_bits(weights), as_bits(start))
+        weights[:3000] += 1
+    with masters.in_place():
+        assert torch.equal(as_bits(weights), as_bits(torch.cat([start[:3000] + 1, start[3000:]])))
+        weights[:3000] = start[:3000]
+    assert torch.equal(as_bits(weights), as_bits(rounded))
+
+
+def as_bits(values: Tensor) -> Tensor:
+    return values.view(torch.int16)
 
 
 def test_the_bits_of_a_weight_are_those_of_its_name_and_index_alone() -> None:
@@ -97,20 +129,86 @@ def test_one_rank_and_several_publish_the_same_bytes(model: Path) -> None:
 
 def test_a_small_change_arrives_that_rounding_to_the_nearest_takes_back(alone: Ranks, model: Path) -> None:
     policy = load_policy(TrainerSettings.load(model_name=str(model), compute_type="float32"), alone)
-    start = {name: x.clone() for name, x in policy.full_parameters(Rounding(torch.float32))}
-    measured = MeasuredRounding(policy.model.named_parameters())
-    dict(policy.full_parameters(measured))
+
+    def parameters() -> Tensor:
+        return torch.cat([x.flatten() for _, x in policy.full_parameters(Rounding(torch.float32))])
+
+    start = parameters()
+    measured = rank_jobs.measured(policy)
     assert measured.share(alone) is None, "nothing is trained"
     rank_jobs.change(policy, 1e-5)
+    with policy.masters.in_place():
+        change = parameters() - start
 
-    def share(rounding: Rounding) -> float:
-        trained = dict(policy.full_parameters(Rounding(torch.float32)))
-        published = {name: x.float() for name, x in policy.full_parameters(rounding)}
-        change = torch.cat([(trained[name] - start[name]).flatten() for name in start])
-        arrived = torch.cat([(published[name] - start[name]).flatten() for name in start])
-        return (torch.dot(arrived, change) / torch.dot(change, change)).item()
+    def share(published: Tensor) -> float:
+        return (torch.dot(published - start, change) / torch.dot(change, change)).item()
 
-    expected = share(measured)
+    expected = share(parameters())
     assert measured.share(alone) == pytest.approx(expected, rel=1e-4)
     assert expected == pytest.approx(1, abs=0.3), "of 12,000 weights, by chance"
-    assert share(Rounding(torch.bfloat16)) < 0.2
+    assert share((start + change).bfloat16().float()) < 0.2
+
+
+TYPES = [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32")]
+"""COMPUTE_TYPE with PUBLISH_TYPE."""
+GROUPS = random_groups(3)
+
+
+@pytest.mark.parametrize(("compute_type", "publish_type"), TYPES)
+def test_passes_have_the_bytes_that_are_published(
+    alone: Ranks, model: Path, tmp_path: Path, compute_type: str, publish_type: str
+) -> None:
+    settings = {"compute_type": compute_type, "publish_type": publish_type, "learning_rate": 1e-3}
+    for transport in ("disk", "broadcast", "local"):
+        directory, way = tmp_path / transport, settings | {"publish_transport": transport}
+        check_published(rank_jobs.computed_and_published(alone, model, directory, way, GROUPS), directory, settings)
+    directory = tmp_path / "two ranks"
+    for computed in run_on_ranks(2, rank_jobs.computed_and_published, model, directory, settings, GROUPS):
+        check_published(computed, directory, settings)
+
+
+def check_published(computed: tuple[Arrays, Any], directory: Path, settings: dict[str, str]) -> None:
+    """Check that a forward pass has the weights of a published version, and what a model that loads these computes."""
+    weights, logprobs = computed
+    path = PolicyStore(TrainerSettings.load(shared_dir=directory, run_id="r").policy_dir).path(1)
+    published = load_file(path / "model.safetensors")
+    assert {x.dtype for x in published.values()} == {getattr(torch, settings["publish_type"])}
+    assert published.keys() == weights.keys()
+    assert [name for name, x in published.items() if not np.array_equal(x.float().numpy(), weights[name])] == []
+    tolerance, plain = logprob_tolerance(settings["compute_type"]), plain_model(path)
+    for group, of_group in zip(GROUPS, logprobs, strict=True):
+        for given, wanted in zip(of_group, plain_logprobs(plain, group), strict=True):
+            assert given == pytest.approx(wanted.tolist(), abs=tolerance)
+
+
+@pytest.mark.both_types
+@pytest.mark.parametrize(("compute_type", "most"), [("float32", 1e-5), ("bfloat16", 5e-3)])
+def test_small_updates_leave_trainer_and_engines_one_policy(
+    alone: Ranks, model: Path, compute_type: str, most: float
+) -> None:
+    """By the mean distance of log-probabilities, 0.012 if passes had weights rounded to the nearest."""
+    settings = {"compute_type": compute_type, "publish_type": "bfloat16", "learning_rate": 2e-5}
+    learner = make_learner(alone, model, **settings)
+    before = learner.logprobs(GROUPS, temperature=1.0)
+    for step in range(12):
+        learner.update(GROUPS, step)
+    after, engine = learner.logprobs(GROUPS, temperature=1.0), plain_model(model)
+    engine.load_state_dict(dict(learner.policy.full_parameters(Rounding(torch.bfloat16))), strict=False)
+    assert mean_distance(after, before) > 0.015
+    assert mean_distance(after, [plain_logprobs(engine, group) for group in GROUPS]) < most
+
+
+def mean_distance(first: Sequence[Any], second: Sequence[Any]) -> float:
+    a, b = (torch.cat([torch.as_tensor(x) for group in all_ for x in group]) for all_ in (first, second))
+    return float((a - b).abs().mean().detach())
+
+
+def test_adapters_are_computed_with_as_they_are_published(alone: Ranks, model: Path) -> None:
+    learner = make_learner(alone, model, lora_rank=4, publish_type="bfloat16", learning_rate=1e-3)
+    learner.update(GROUPS, 0)
+    adapters = {name: p for name, p in learner.policy.named_parameters() if p.requires_grad}
+    rounded = {name: rank_jobs.array(p) for name, p in adapters.items()}
+    with learner.policy.masters.in_place():
+        for name, p in adapters.items():
+            assert np.array_equal(rank_jobs.array(p.bfloat16().float()), rounded[name])
+            assert "lora_A" not in name or not np.array_equal(rank_jobs.array(p), rounded[name])
