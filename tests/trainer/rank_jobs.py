@@ -171,12 +171,8 @@ def computed_and_published(
     computed: Arrays = {}
 
     def remember(module: nn.Module, *_: Any) -> None:
-        computed.update(
-            {
-                names[module] + name: array(p.detach().clone().float())
-                for name, p in module.named_parameters(recurse=False)
-            }
-        )
+        for name, parameter in module.named_parameters(recurse=False):
+            computed[names[module] + name] = array(parameter.detach().clone().float())
 
     decoder = learner.policy.causal_lm().base_model
     names = {part: f"{name}." for name, part in learner.policy.causal_lm().named_modules()}

@@ -147,7 +147,7 @@ OTHERS = r", or with CPU_OFFLOAD=true and 2\d\d.\d GiB of host memory on each no
     [
         ("8B", 1, 1, replace(ROOM, host=128 * GIB), {}, r"GPU memory .*It fits with 1 node of \d GPUs .*" + OTHERS),
         ("8B", 1, 1, ROOM, {"cpu_offload": False}, r"GPU memory .*It fits with 1 node of \d GPUs .*" + OTHERS),
-        ("0.5B", 1, 1, replace(ROOM, device=15 * 10**9, host=16 * GIB), {}, r"GPU .*It fits with MICRO_BATCH_TOKENS="),
+        ("0.5B", 1, 1, replace(ROOM, device=16 * 10**9, host=16 * GIB), {}, r"GPU .*It fits with MICRO_BATCH_TOKENS="),
         ("8B", 1, 8, ROOM, {"activation_checkpointing": False}, "It fits with ACTIVATION_CHECKPOINTING=auto"),
         ("8B", 2, 8, replace(ROOM, host=64 * GIB), {}, r"host memory .*`memory: \d+\+`"),
         ("8B", 2, 8, replace(ROOM, shm=64 << 20), {}, "Mount a memory volume of 1Gi at /dev/shm"),

@@ -406,7 +406,8 @@ def test_the_saved_model_is_the_last_published_version_byte_for_byte(
     alone: tuple[Ranks, ServiceThread], tmp_path: Path, save_type: str | None
 ) -> None:
     model = save_model(tmp_path / "model", FAMILIES["qwen2"])
-    learner = make_learner(alone[0], model, shared_dir=tmp_path, run_id="r", save_type=save_type)
+    settings = {"publish_type": "bfloat16", "save_type": save_type}
+    learner = make_learner(alone[0], model, shared_dir=tmp_path, run_id="r", **settings)
     writer = VersionWriter(learner.settings, learner.policy, alone[0])
     change(learner.policy, 1e-4)
     writer.write(1)
@@ -415,8 +416,9 @@ def test_the_saved_model_is_the_last_published_version_byte_for_byte(
     saved = (learner.settings.run_dir / "model" / "model.safetensors").read_bytes()
     assert (saved == (writer.store.path(1) / "model.safetensors").read_bytes()) is (save_type is None)
     if save_type is not None:
-        trained = dict(learner.policy.full_parameters(Rounding(torch.float32)))
-        assert all(torch.equal(value, trained[name]) for name, value in safetensors.torch.load(saved).items())
+        with learner.policy.masters.in_place():
+            masters = dict(learner.policy.full_parameters(Rounding(torch.float32)))
+            assert all(torch.equal(value, masters[name]) for name, value in safetensors.torch.load(saved).items())
 
 
 def test_the_share_of_the_change_that_is_published_is_a_metric(
