@@ -213,10 +213,12 @@ class RankCalls:
         self._send_call("save_model")
         is_short = self.settings.saved_type is PublishedType.BFLOAT16
         rounding = UnbiasedRounding() if is_short else Rounding(torch.float32)
-        with nullcontext() if is_short else self.learner.policy.masters.in_place():
-            save_pretrained(self.learner.policy, self.ranks, self.settings.run_dir / "model", rounding)
+        policy = self.learner.policy
+        with nullcontext() if is_short else policy.masters.in_place():
+            save_pretrained(policy, self.ranks, self.settings.run_dir / "model", rounding)
         if self.critic is not None:
-            self.critic.save(self.settings.run_dir / "critic")
+            with policy.masters.in_place():
+                self.critic.save(self.settings.run_dir / "critic")
 
     def _send_call(self, name: str, *, groups: Sequence[TrainingGroup] | None = None, **arguments: Any) -> None:
         if not self.ranks.is_main or self.ranks.world_size == 1:

@@ -19,7 +19,7 @@ from trainer.model.rounding import MeasuredRounding, NearestRounding
 class Nearest(MeasuredRounding):
     """The rounding to the nearest, measured alike."""
 
-    bits = NearestRounding.bits
+    offsets = NearestRounding.offsets
 
 
 def to_nearest(policy: Policy) -> None:

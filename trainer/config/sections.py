@@ -354,7 +354,7 @@ class MemorySection(MemorySettings):
     cpu_offload: bool | Literal["auto"] = "auto"
     """`true`: on GPUs, keep the state (master weights, gradients, AdamW's moments, frozen models) in host memory, take
     optimizer steps there, and copy each layer to the GPU when it computes. `auto`: only if nothing else fits, and never
-    with LORA_RANK, whose state is small. It needs 18 bytes of host memory a parameter, and copies 12 of them in each
+    with LORA_RANK, whose state is small. It needs 16 bytes of host memory a parameter, and copies 12 of them in each
     micro-batch."""
     context_parallel_size: int = Field(1, ge=1)
     """Ranks that compute each micro-batch together, an equal part of its tokens each, so that a sequence may be longer
@@ -372,8 +372,8 @@ class PublishingSection(Settings):
     """`bfloat16` or `float32`, of whole weights or of LoRA adapters. Whole weights are rounded to bfloat16 up or down,
     with the chance that makes their mean exact. The trainer computes with the rounded weights, too."""
     save_type: PublishedType | None = None
-    """The same for the trained model in the run directory. Unset: PUBLISH_TYPE, so that it is the last published
-    version byte for byte; with LORA_RANK float32. [advanced]"""
+    """The same for the trained model in the run directory; `float32` saves the master weights. Unset: PUBLISH_TYPE, so
+    that it is the last published version byte for byte; with LORA_RANK float32. [advanced]"""
     publish_in_place: bool | None = None
     """Change weights under generations in flight, which continue with the new ones; each token's version is recorded.
     Off: they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`.

@@ -34,7 +34,7 @@ from transformers.utils import (
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from services.core.machine import Compute
+from services.core.machine import Compute, ComputeType
 from trainer.algorithm.packing import Context, MicroBatch
 from trainer.config import CriticModel, PublishedType, TrainerSettings
 from trainer.model.attention import SharedLayout
@@ -99,7 +99,8 @@ def load_policy(
     if trainable and settings.publish_type is PublishedType.BFLOAT16:
         trained = ((plain_name(name), p) for name, p in policy.model.named_parameters() if p.requires_grad)
         # Adapters change much compared with their size.
-        policy.masters = Masters(trained, NearestRounding() if policy.has_adapters else UnbiasedRounding())
+        rounding = NearestRounding() if policy.has_adapters else UnbiasedRounding()
+        policy.masters = Masters(trained, rounding, are_cast=chosen.compute_type is ComputeType.BFLOAT16)
     return policy
 
 
@@ -119,7 +120,7 @@ class PolicyOutputs(NamedTuple):
 class Policy(nn.Module):
     """A causal language model, sharded by FSDP2 over all ranks, whose trained weights are in float32.
 
-    With PUBLISH_TYPE=bfloat16 they are rounded to bfloat16, except while their ``masters`` are in place.
+    With PUBLISH_TYPE=bfloat16 their nearest bfloat16 numbers are the policy, except while ``masters`` are in place.
 
     A forward pass is a collective: every rank must call the policy equally often.
     """

@@ -30,8 +30,8 @@ _PER_WORD = 4
 """16-bit numbers in a 64-bit word of the hash."""
 _STRIDE, _FACTORS, _SHIFTS = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15), (30, 27, 31)
 """Constants of the SplitMix64 generator (Steele et al. 2014, doi:10.1145/2714064.2660195) as signed numbers."""
-_QUIET = 1 << 22
-"""The bit of a float32 that makes a quiet NaN of any NaN."""
+_SIGN, _INFINITY = -(1 << 31), 0x7F800000
+"""The bits of -0 and of infinity in float32, as signed numbers."""
 
 
 class Rounding:
@@ -63,26 +63,28 @@ class UnbiasedRounding(Rounding):
         rounded = torch.empty_like(flat, dtype=torch.bfloat16)
         start = 0
         for block in flat.split(BLOCK[flat.device.type]):
-            rounded[start : start + len(block)] = round_up_or_down(block, self.bits(name, first + start, block))
-            self.look(name, start, block, rounded[start : start + len(block)])
+            rounded[start : start + len(block)] = shifted(block, self.offsets(name, first + start, block))
             start += len(block)
         return rounded.view(values.shape)
 
-    def bits(self, name: str, first: int, like: Tensor) -> Tensor:
-        """Return the 16 bits of the dither of weights from ``first`` on, [N] int32, on the device of ``like`` [N]."""
+    def offsets(self, name: str, first: int, like: Tensor) -> Tensor:
+        """Return the dither of weights from ``first`` on, [N] int16, on the device of ``like`` [N].
+
+        A weight that is moved by its offset goes to its nearest bfloat16 number.
+        """
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
-        return random_bits(seed, first, like)
+        return random_offsets(seed, first, like)
 
     def look(self, name: str, start: int, values: Tensor, rounded: Tensor) -> None:
-        """Do nothing; a subclass measures a block's weights, which begin at ``start`` of this rank's."""
+        """Do nothing; a subclass measures a block that ``Masters`` has rounded, from ``start`` of this rank's on."""
 
 
 class NearestRounding(UnbiasedRounding):
-    """A cast to bfloat16, to the nearest number, and of two equally near ones away from 0."""
+    """A cast to bfloat16 without a dither."""
 
-    def bits(self, name: str, first: int, like: Tensor) -> Tensor:
-        """Return half of the distance between two numbers, which carries from the middle on."""
-        return torch.full_like(like, 1 << 15, dtype=torch.int32)
+    def offsets(self, name: str, first: int, like: Tensor) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(like, dtype=torch.int16)
 
 
 class MeasuredRounding(UnbiasedRounding):
@@ -103,7 +105,7 @@ class MeasuredRounding(UnbiasedRounding):
         """Measure a block."""
         before = self._start[name][start : start + len(values)].to(values.device, torch.float32, non_blocking=True)
         trained = values - before
-        along, squared = torch.dot(rounded.float() - before, trained), torch.dot(trained, trained)
+        along, squared = torch.dot(rounded.bfloat16().float() - before, trained), torch.dot(trained, trained)
         self._sums[name, start] = torch.stack((along, squared))
 
     def share(self, ranks: Ranks) -> float | None:
@@ -115,18 +117,32 @@ class MeasuredRounding(UnbiasedRounding):
 
 
 class Masters:
-    """The float32 masters of parameters that are rounded in place.
+    """The float32 masters of parameters that hold the policy: their nearest bfloat16 numbers are the rounded masters.
 
-    The upper half of a master is in its parameter, rounded up or not; the lower half, 2 bytes, is kept here. The bits
-    of the rounding tell whether the upper half was rounded up, so that masters return to the bit.
+    A parameter has its master with the offset of the dither, and whoever casts it to bfloat16, to the nearest, gets the
+    rounded weight. Taking the offset off returns the master to the bit, so that no memory is needed. Passes in float32
+    cast nothing: for these the parameter has the rounded weight itself, and the lower half, 2 bytes, is kept here.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]] = (), rounding: UnbiasedRounding | None = None) -> None:
-        """Round the parameters: float32, whole or shards of rows, each with its name."""
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]] = (),
+        rounding: UnbiasedRounding | None = None,
+        *,
+        are_cast: bool = True,
+    ) -> None:
+        """Round the parameters.
+
+        Args:
+            parameters: float32, whole or shards of rows, each with its name.
+            rounding: the rounding; by default the unbiased one.
+            are_cast: forward passes cast the parameters to bfloat16.
+        """
         self.parameters = dict(parameters)
         self.rounding = rounding or UnbiasedRounding()
         """Changes only while the masters are in place."""
-        self._lower = {name: torch.empty_like(_local(p), dtype=torch.int16) for name, p in self.parameters.items()}
+        kept = {} if are_cast else self.parameters
+        self._lower = {name: torch.empty_like(_local(p), dtype=torch.int16) for name, p in kept.items()}
         self._are_in_place = True
         self.round()
 
@@ -144,9 +160,12 @@ class Masters:
     @torch.no_grad()
     def round(self) -> None:
         """Round the parameters, if they have their masters."""
-        for name, start, weights, lower, bits in self._blocks() if self._are_in_place else ():
-            lower.copy_(weights.view(torch.int16)[::2])
-            rounded = round_up_or_down(weights, bits)
+        for name, start, weights, lower, offsets in self._blocks() if self._are_in_place else ():
+            rounded = shifted(weights, offsets)
+            if lower is not None:
+                # As a signed number it is the distance from the nearest number whose lower half is 0.
+                lower.copy_(rounded.view(torch.int16)[::2])
+                rounded.view(torch.int32).sub_(lower)
             self.rounding.look(name, start, weights, rounded)
             weights.copy_(rounded)
         self._are_in_place = False
@@ -154,42 +173,47 @@ class Masters:
     @torch.no_grad()
     def restore(self) -> None:
         """Give the parameters their masters, if they are rounded."""
-        for _, _, weights, lower, bits in () if self._are_in_place else self._blocks():
-            half = lower.to(torch.int32).bitwise_and_(0xFFFF)
-            carried = bits.add_(half).bitwise_and_(1 << 16).masked_fill_(weights.isnan(), 0)
-            weights.view(torch.int32).add_(half.sub_(carried))
+        for _, _, weights, lower, offsets in () if self._are_in_place else self._blocks():
+            if lower is not None:
+                weights.view(torch.int32).add_(lower)
+            weights.copy_(shifted(weights, offsets.neg_()))
         self._are_in_place = True
 
-    def _blocks(self) -> Iterator[tuple[str, int, Tensor, Tensor, Tensor]]:
-        """Yield each block's name, first index on this rank, weights, lower halves and bits of the rounding."""
+    def _blocks(self) -> Iterator[tuple[str, int, Tensor, Tensor | None, Tensor]]:
+        """Yield each block's name, first index on this rank, weights, lower halves if kept, and offsets."""
         for name, parameter in self.parameters.items():
             weights, first, start = _local(parameter), _first_index(parameter), 0
-            size = BLOCK[weights.device.type]
-            for block, lower in zip(weights.split(size), self._lower[name].split(size), strict=True):
-                yield name, start, block, lower, self.rounding.bits(name, first + start, block)
-                start += len(block)
+            for block in weights.split(BLOCK[weights.device.type]):
+                end, lower = start + len(block), self._lower.get(name)
+                part = None if lower is None else lower[start:end]
+                yield name, start, block, part, self.rounding.offsets(name, first + start, block)
+                start = end
 
 
-def random_bits(seed: int, first: int, like: Tensor) -> Tensor:
-    """Return 16 random bits for each of the weights from index ``first`` on, [N] int32, on the device of ``like`` [N].
+def random_offsets(seed: int, first: int, like: Tensor) -> Tensor:
+    """Return a random offset for each of the weights from index ``first`` on, [N] int16, on the device of ``like`` [N].
 
-    The bits of a weight depend on the seed and its index alone: they are a quarter of the word of a counter-based
-    generator, SplitMix64.
+    Offsets are odd and less than half of the distance between two bfloat16 numbers, in float32's steps. The offset of a
+    weight depends on the seed and its index alone: it is a quarter of a word of a counter-based generator, SplitMix64.
     """
     skipped = first % _PER_WORD
     begin, end = first // _PER_WORD, -(-(first + len(like)) // _PER_WORD)
     word = torch.arange(begin, end, device=like.device).mul_(_STRIDE).add_(seed)
     for factor, shift in zip((*_FACTORS, 1), _SHIFTS, strict=True):
         word.bitwise_xor_((word >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
-    return word.view(torch.int16)[skipped : skipped + len(like)].to(torch.int32).bitwise_and_(0xFFFF)
+    return word.view(torch.int16)[skipped : skipped + len(like)].bitwise_or_(1)
 
 
-def round_up_or_down(values: Tensor, bits: Tensor) -> Tensor:
-    """Return float32 values [N] as bfloat16, away from 0 where ``bits`` [N], 16 each, carry into the upper half."""
+def shifted(values: Tensor, offsets: Tensor) -> Tensor:
+    """Return float32 values [N], each moved by ``offsets`` [N] int16 numbers of float32; infinity and NaN stay.
+
+    The opposite offsets undo that, except for numbers above bfloat16's largest, 3.4e38.
+    """
     pattern = values.view(torch.int32)
-    # A carry would turn some NaN into a number, and a NaN whose upper half is that of infinity would become infinite.
-    carried = torch.where(values.isnan(), pattern | _QUIET, pattern + bits)
-    return (carried >> 16).to(torch.int16).view(torch.bfloat16)
+    # Numbers in their order, with 0 once in the middle, instead of sign and size.
+    line = torch.where(pattern < 0, _SIGN - pattern, pattern)
+    line.add_(offsets.masked_fill(line.abs() >= _INFINITY, 0))
+    return torch.where(line < 0, _SIGN - line, line).view(torch.float32)
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -244,7 +244,7 @@ def _state(shape: ModelShape, work: Work) -> dict[str, int]:
     critic = 4 * (2 + MOMENTS) * shape.parameters * work.has_critic
     return {
         "weights": _weight_bytes(shape, work) // work.shards,
-        "lower halves of masters": 2 * trained // work.shards if work.published_bytes == 2 else 0,
+        "lower halves of masters": 2 * trained // work.shards if work.compute_bytes > work.published_bytes else 0,
         "gradients": 4 * trained // work.shards if work.frees_parameters else 4 * trained,
         "moments": 4 * MOMENTS * trained // work.shards,
         "reference": frozen // work.shards,
