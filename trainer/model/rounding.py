@@ -30,8 +30,8 @@ _PER_WORD = 4
 """16-bit numbers in a 64-bit word of the hash."""
 _STRIDE, _FACTORS, _SHIFTS = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15), (30, 27, 31)
 """Constants of the SplitMix64 generator (Steele et al. 2014, doi:10.1145/2714064.2660195) as signed numbers."""
-_SIGN, _INFINITY = -(1 << 31), 0x7F800000
-"""The bits of -0 and of infinity in float32, as signed numbers."""
+_SIZE, _INFINITY = 0x7FFFFFFF, 0x7F800000
+"""All bits of a float32 but its sign, and those of infinity."""
 
 
 class Rounding:
@@ -209,11 +209,16 @@ def shifted(values: Tensor, offsets: Tensor) -> Tensor:
 
     The opposite offsets undo that, except for numbers above bfloat16's largest, 3.4e38.
     """
+    # In bits, because torch.where takes ten times as long.
     pattern = values.view(torch.int32)
-    # Numbers in their order, with 0 once in the middle, instead of sign and size.
-    line = torch.where(pattern < 0, _SIGN - pattern, pattern)
-    line.add_(offsets.masked_fill(line.abs() >= _INFINITY, 0))
-    return torch.where(line < 0, _SIGN - line, line).view(torch.float32)
+    is_number = (pattern & _SIZE).sub_(_INFINITY).bitwise_right_shift_(31)  # -1 or 0
+    line = _in_order(pattern).add_(is_number.bitwise_and_(offsets))
+    return _in_order(line).view(torch.float32)
+
+
+def _in_order(pattern: Tensor) -> Tensor:
+    """Return integers in the order of the float32 numbers whose bits are ``pattern``, or the bits of such integers."""
+    return (pattern >> 31).bitwise_and_(_SIZE).bitwise_xor_(pattern)
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def test_numbers_of_the_grid_and_no_numbers_stay_as_they_are() -> None:
 def test_masters_return_to_the_bit(rounding: UnbiasedRounding, are_cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BLOCK, "cpu", 1000)
     halves = (on_grid(0).view(torch.int32) + (1 << 15)).view(torch.float32)
-    special = torch.tensor([0.0, math.inf, -math.inf, 1e-40, -1e-40, 1e-45, -1e-45, 3.3e38, -3.3e38])
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, 1e-40, -1e-40, 1e-45, -1e-45, 3.3e38, -3.3e38])
     start = torch.cat([torch.randn(3001), torch.zeros(500), halves, special])
     weights = start.clone()
     masters = Masters([("a", weights)], rounding, are_cast=are_cast)
