@@ -48,9 +48,9 @@ class Trained:
     weights: Arrays
 
 
-def options(settings: Mapping[str, Any]) -> dict[str, Any]:
+def options(settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings with those of UNCLIPPED, and with weights that are published in the type that is computed in."""
-    chosen = UNCLIPPED | settings
+    chosen: dict[str, Any] = UNCLIPPED | settings
     return {"publish_type": chosen["compute_type"]} | chosen
 
 
@@ -132,8 +132,9 @@ def train_and_write_adapter(
     return learner.logprobs(groups, temperature=1.0)
 
 
-def published(ranks: Ranks, model: Path, size: float) -> tuple[dict[str, bytes], float | None]:
+def published(ranks: Ranks, model: Path, size: float, replicas: int = 1) -> tuple[dict[str, bytes], float | None]:
     """Change a policy; return its weights in bfloat16, on rank 0, and the share of the change that they have."""
+    ranks = ranks.replicated(replicas)
     learner = make_learner(ranks, model, publish_type="bfloat16")
     rounding = measured(learner.policy)
     change(learner.policy, size)
