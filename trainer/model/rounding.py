@@ -117,11 +117,12 @@ class MeasuredRounding(UnbiasedRounding):
 
 
 class Masters:
-    """The float32 masters of parameters that hold the policy: their nearest bfloat16 numbers are the rounded masters.
+    """The float32 masters of trained parameters, which are rounded between optimizer steps.
 
-    A parameter has its master with the offset of the dither, and whoever casts it to bfloat16, to the nearest, gets the
-    rounded weight. Taking the offset off returns the master to the bit, so that no memory is needed. Passes in float32
-    cast nothing: for these the parameter has the rounded weight itself, and the lower half, 2 bytes, is kept here.
+    A rounded parameter is its master, moved by the offset of the dither. Its nearest bfloat16 number is the policy's
+    weight, which passes, publications and files get by a cast. Moved back, it is the master to the bit, so that no
+    memory is needed. Passes in float32 cast nothing: for them the parameter is the policy's weight itself, and the
+    lower half of the moved master, 2 bytes, is kept here.
     """
 
     def __init__(
