@@ -8,7 +8,7 @@ services and run files.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,14 +208,19 @@ class RankCalls:
     def save_model(self) -> None:
         """Write the trained model, and the critic, to the run directory, where transformers loads them from.
 
-        In the published type the model is the last published version, byte for byte.
+        In the published type the model is the last published version, byte for byte. Float32 keeps the masters.
         """
         self._send_call("save_model")
-        is_short = self.settings.saved_type is PublishedType.BFLOAT16
-        rounding = UnbiasedRounding() if is_short else Rounding(torch.float32)
-        save_pretrained(self.learner.policy, self.ranks, self.settings.run_dir / "model", rounding)
+        settings, policy = self.settings, self.learner.policy
+        is_short = settings.saved_type is PublishedType.BFLOAT16
+        rounding = Rounding(getattr(torch, settings.saved_type))
+        if is_short and (settings.lora_rank or settings.publish_type is PublishedType.FLOAT32):
+            rounding = UnbiasedRounding()  # of weights that are not rounded yet
+        with nullcontext() if is_short else policy.masters.in_place():
+            save_pretrained(policy, self.ranks, settings.run_dir / "model", rounding)
         if self.critic is not None:
-            self.critic.save(self.settings.run_dir / "critic")
+            with policy.masters.in_place():
+                self.critic.save(settings.run_dir / "critic")
 
     def _send_call(self, name: str, *, groups: Sequence[TrainingGroup] | None = None, **arguments: Any) -> None:
         if not self.ranks.is_main or self.ranks.world_size == 1:

@@ -152,10 +152,11 @@ class Recomputation:
 
     def compare(self) -> tuple[list[Difference], int]:
         """Return the tensors that differ from the checkpoint of the step so far, which is loaded, and their number."""
-        mine = {name: _local(tensor).clone() for name, tensor in self._tensors()}
-        self.load(self.step)
-        theirs = {name: _local(tensor) for name, tensor in self._tensors()}
-        unlike = [found for name, tensor in theirs.items() if (found := _difference(name, tensor, mine[name]))]
+        with self.learner.policy.masters.in_place():
+            mine = {name: _local(tensor).clone() for name, tensor in self._tensors()}
+            self.load(self.step)
+            theirs = {name: _local(tensor) for name, tensor in self._tensors()}
+            unlike = [found for name, tensor in theirs.items() if (found := _difference(name, tensor, mine[name]))]
         of_ranks = self.ranks.gather_json([one.model_dump() for one in unlike])
         first = {one["name"]: Difference(**one) for found in reversed(of_ranks) for one in found}
         return [first[name] for name in theirs if name in first], len(theirs)

@@ -33,7 +33,7 @@ from trainer.model.gathering import gather_state
 from trainer.model.learner import Learner
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks, join_ranks
-from trainer.model.rounding import MeasuredRounding, Rounding
+from trainer.model.rounding import MeasuredRounding
 from trainer.model.teachers import load_teachers
 from trainer.publishing.publisher import VersionWriter
 from trainer.rollouts.batch import Batch, within_kl
@@ -43,12 +43,12 @@ STEP_SECONDS = "step_processor_seconds"
 """The figure with the processor time of all steps, without that of loading and of the evaluation."""
 
 
-def train(run: Run, rounding: Callable[[Policy], Rounding] | None = None, *, lag: int = 0) -> Result:
+def train(run: Run, rounding: Callable[[Policy], None] | None = None, *, lag: int = 0) -> Result:
     """Train in this process by the run's settings, evaluate the trained policy, and return the measurements.
 
     Args:
         run: the run.
-        rounding: makes the rounding of published weights; without it, that of PUBLISH_TYPE.
+        rounding: replaces the rounding of a policy's weights; without it, that of PUBLISH_TYPE.
         lag: the engine serves the weights of ``lag`` steps ago, as in an asynchronous run with that staleness.
     """
     started = time.process_time()
@@ -82,7 +82,7 @@ class InProcess:
         settings: Settings,
         reward: Reward,
         ranks: Ranks,
-        rounding: Callable[[Policy], Rounding] | None = None,
+        rounding: Callable[[Policy], None] | None = None,
         lag: int = 0,
     ) -> None:
         """Load everything by ``settings``, which are environment variables of the trainer, the data and the engine."""
@@ -98,8 +98,9 @@ class InProcess:
         teachers = load_teachers(self.settings, self.policy, ranks)
         self.learner = Learner(self.settings, self.policy, ranks, reference, self.settings.max_steps, teachers)
         self.critic = CriticLearner(self.learner) if self.settings.has_critic else None
-        of_settings = VersionWriter(self.settings, self.policy, ranks).rounding
-        self.rounding = of_settings if rounding is None else rounding(self.policy)
+        self.rounding = VersionWriter(self.settings, self.policy, ranks).rounding
+        if rounding is not None:
+            rounding(self.policy)
         self.loaded = load(EngineSettings.load(**lowered))
         self.engine = Engine(self.loaded, on_failure=print)
         self.index = PriorityIndex()
@@ -158,7 +159,8 @@ class InProcess:
         for group in groups:
             self.index.set_priority(self.position[group.group_id], self.objective.priority(group))
         self.end_step(step, batch.scored, started, result)
-        if isinstance(self.rounding, MeasuredRounding) and (share := self.rounding.share(self.ranks)) is not None:
+        measured = self.policy.masters.rounding
+        if isinstance(measured, MeasuredRounding) and (share := measured.share(self.ranks)) is not None:
             result.figures["publish_share"] = share
         for name, count in (("replayed", len(kept)), ("left_out", len(replayed) - len(kept))):
             result.figures[name] = result.figures.get(name, 0) + count

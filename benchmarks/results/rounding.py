@@ -1,4 +1,4 @@
-"""Runs whose weights reach the engine rounded to bfloat16, without bias or to the nearest."""
+"""Runs whose weights are rounded to bfloat16, without bias or to the nearest."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
 
 from benchmarks.results import in_process
 from benchmarks.results.runs import Result, Run
 from trainer.model.policy import Policy
-from trainer.model.rounding import MeasuredRounding
+from trainer.model.rounding import MeasuredRounding, NearestRounding
 
 
 class Nearest(MeasuredRounding):
     """The rounding to the nearest, measured alike."""
 
-    def bits(self, name: str, first: int, like: Tensor) -> Tensor:
-        """Return half of the distance between two numbers, which carries from the middle on."""
-        return torch.full_like(like, 1 << 15, dtype=torch.int32)
+    offsets = NearestRounding.offsets
 
 
-def to_nearest(policy: Policy) -> MeasuredRounding:
-    """Return a rounding to the nearest, measured against the policy as it is now."""
-    return Nearest(policy.model.named_parameters())
+def to_nearest(policy: Policy) -> None:
+    """Round a policy's weights to the nearest, measured against its masters as they are."""
+    with policy.masters.in_place():
+        policy.masters.rounding = Nearest(policy.masters.parameters.items())
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import DiskFullError, save_pretrained, write_adapter
 from trainer.model.teachers import load_teachers
+from trainer.publishing.publisher import VersionWriter
 from trainer.rank_calls import RankCalls
 
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
@@ -47,9 +48,15 @@ class Trained:
     weights: Arrays
 
 
+def options(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with those of UNCLIPPED, and with weights that are published in the type that is computed in."""
+    chosen: dict[str, Any] = UNCLIPPED | settings
+    return {"publish_type": chosen["compute_type"]} | chosen
+
+
 def make_learner(ranks: Ranks, model: Path, total_steps: int = 10, **settings: Any) -> Learner:
     """Return a learner of the model in a directory."""
-    chosen = TrainerSettings.load(model_name=str(model), **(UNCLIPPED | settings))
+    chosen = TrainerSettings.load(model_name=str(model), **options(settings))
     policy = load_policy(chosen, ranks)
     needs_reference = chosen.kl_coef > 0 and not policy.has_adapters
     reference = load_policy(chosen, ranks, trainable=False) if needs_reference else None
@@ -125,24 +132,59 @@ def train_and_write_adapter(
     return learner.logprobs(groups, temperature=1.0)
 
 
-def published(ranks: Ranks, model: Path, size: float) -> tuple[dict[str, bytes], float | None]:
+def published(ranks: Ranks, model: Path, size: float, replicas: int = 1) -> tuple[dict[str, bytes], float | None]:
     """Change a policy; return its weights in bfloat16, on rank 0, and the share of the change that they have."""
-    learner = make_learner(ranks, model)
-    rounding = MeasuredRounding(learner.policy.model.named_parameters())
+    ranks = ranks.replicated(replicas)
+    learner = make_learner(ranks, model, publish_type="bfloat16")
+    rounding = measured(learner.policy)
     change(learner.policy, size)
-    weights = gather_state(learner.policy.full_parameters(rounding), ranks, copy=True)
+    weights = gather_state(learner.policy.full_parameters(Rounding(torch.bfloat16)), ranks, copy=True)
     return {name: x.view(torch.int16).numpy().tobytes() for name, x in weights.items()}, rounding.share(ranks)
 
 
+def measured(policy: Policy) -> MeasuredRounding:
+    """Return the rounding of a policy's weights, which measures from here on."""
+    with policy.masters.in_place():
+        rounding = policy.masters.rounding = MeasuredRounding(policy.masters.parameters.items())
+    return rounding
+
+
 def change(policy: Policy, size: float) -> None:
-    """Move every weight by ``size`` up or down, alike on any number of ranks."""
+    """Move every master weight by ``size`` up or down, alike on any number of ranks."""
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
+    with torch.no_grad(), policy.masters.in_place():
         for parameter in policy.parameters():
             moves = size * torch.randn(parameter.shape, generator=generator).sign()
             if isinstance(parameter, DTensor):
                 moves = distribute_tensor(moves, parameter.device_mesh, parameter.placements)
             parameter.add_(moves)
+
+
+def computed_and_published(
+    ranks: Ranks, model: Path, directory: Path, settings: dict[str, Any], groups: Sequence[TrainingGroup]
+) -> tuple[Arrays, list[PerToken]]:
+    """Make an update of two optimizer steps and publish the policy as version 1 of the run ``r`` in ``directory``.
+
+    Return the weights of the next forward pass and its log-probabilities.
+    """
+    learner = make_learner(ranks, model, shared_dir=directory, run_id="r", updates_per_batch=2, **settings)
+    learner.update(groups, 0)
+    computed: Arrays = {}
+
+    def remember(module: nn.Module, *_: Any) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            computed[names[module] + name] = array(parameter.detach().clone().float())
+
+    decoder = learner.policy.causal_lm().base_model
+    names = {part: f"{name}." for name, part in learner.policy.causal_lm().named_modules()}
+    hooks = [part.register_forward_pre_hook(remember) for part in decoder.modules()]
+    logprobs = learner.logprobs(groups, temperature=1.0)
+    for hook in hooks:
+        hook.remove()
+    writer = VersionWriter(learner.settings, learner.policy, ranks)
+    writer.write(1)
+    writer.close()
+    return computed, logprobs
 
 
 def update_and_save_model(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError
+from tests.tolerance import BOTH_TYPES
 from trainer.config import TrainerSettings
 
 
@@ -63,6 +64,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine_sleeps": True, "mode": "async"}, "MODE=sync"),
     ({"engine_sleeps": True, "publish_transport": "broadcast"}, "PUBLISH_TRANSPORT=disk"),
     ({"publish_transport": "local", "lora_rank": 4}, "LORA_RANK is 4.*PUBLISH_TRANSPORT=broadcast"),
+    ({"compute_type": "bfloat16", "publish_type": "float32"}, "PUBLISH_TYPE is float32.*COMPUTE_TYPE=float32"),
     # Settings that could have no effect
     ({"target_accuracy": 0.9}, "EVAL_EVERY.*TARGET_ACCURACY"),
     ({"target_accuracy": 0.9, "eval_every": 5, "eval_prompts": 0}, "EVAL_PROMPTS.*TARGET_ACCURACY"),
@@ -128,6 +130,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"engine_sleeps": True},
     {"engine_sleeps": True, "publish_transport": "broadcast", "lora_rank": 4},
     {"engine_sleeps": True, "publish_transport": "local"},
+    *({"compute_type": "float32", "publish_type": kind} for kind in BOTH_TYPES),
+    {"compute_type": "bfloat16", "save_type": "float32"},
     {"target_accuracy": 0.9, "eval_every": 5},
     {"importance_cap": 3},
     {"importance_cap": 3, "loss": "cispo", "updates_per_batch": 2},
@@ -146,6 +150,11 @@ def test_settings_that_do_not_fit_each_other_are_refused_by_name() -> None:
     for settings, named in REFUSED:
         with pytest.raises(ConfigurationError, match=named):
             pytest.fail(f"{TrainerSettings.load(**settings).run_id} has {settings}, {named}")
+
+
+@pytest.mark.parametrize(("publish_type", "wanted"), [("float32", "float32"), ("bfloat16", "auto")])
+def test_a_policy_that_is_published_in_float32_is_computed_in_float32(publish_type: str, wanted: str) -> None:
+    assert TrainerSettings.load(compute_type="auto", publish_type=publish_type).wanted_compute == wanted
 
 
 def test_settings_that_fit_are_accepted() -> None:

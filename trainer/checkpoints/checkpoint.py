@@ -256,18 +256,20 @@ class CheckpointStore:
         if self.ranks.is_main:
             shutil.rmtree(hidden, ignore_errors=True)
         self.ranks.barrier()
-        tensors, writer = tensors_of(policy, optimizer, critic), FileSystemWriter(hidden, thread_count=FILES)
-        if wait:
-            written: Future[Any] = self._sealer.submit(save, tensors, storage_writer=writer, process_group=self._group)
-        else:
-            future = async_save(tensors, storage_writer=writer, process_group=self._group)
-            written = cast("Future[Any]", future)
-        # Rank 0's future is done when every rank has written its part.
-        sealed = self._sealer.submit(_seal, written, hidden, state) if self.ranks.is_main else written
-        self._pending = _Pending(sealed, hidden, self._path(state.step), state)
-        self.saved_step = state.step
-        if wait:
-            self.finish()
+        writer = FileSystemWriter(hidden, thread_count=FILES)
+        with policy.masters.in_place():
+            tensors, group = tensors_of(policy, optimizer, critic), self._group
+            if wait:
+                written: Future[Any] = self._sealer.submit(save, tensors, storage_writer=writer, process_group=group)
+            else:
+                future = async_save(tensors, storage_writer=writer, process_group=group)
+                written = cast("Future[Any]", future)
+            # Rank 0's future is done when every rank has written its part.
+            sealed = self._sealer.submit(_seal, written, hidden, state) if self.ranks.is_main else written
+            self._pending = _Pending(sealed, hidden, self._path(state.step), state)
+            self.saved_step = state.step
+            if wait:
+                self.finish()
 
     def poll(self) -> RunState | None:
         """Put a finished checkpoint in place and return its state, once, on every rank; never wait. A collective."""
@@ -371,19 +373,20 @@ def load_checkpoint(
 
     The optimizers keep this run's parameter groups with their hyperparameters.
     """
-    tensors = tensors_of(policy, optimizer, critic)
-    state = {name: {"state": x["state"]} if name.endswith("optimizer") else x for name, x in tensors.items()}
-    load(state, storage_reader=CheckpointReader(path))
-    for name, value in state.items():
-        tensors[name] = tensors[name] | value
-    set_state_dict(policy, optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
+    with policy.masters.in_place():
+        tensors = tensors_of(policy, optimizer, critic)
+        state = {name: {"state": x["state"]} if name.endswith("optimizer") else x for name, x in tensors.items()}
+        load(state, storage_reader=CheckpointReader(path))
+        for name, value in state.items():
+            tensors[name] = tensors[name] | value
+        set_state_dict(policy, optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
     if critic is not None and not critic.is_shared:
         model, moments = tensors["critic_model"], tensors["critic_optimizer"]
         set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)
 
 
 def tensors_of(policy: Policy, optimizer: torch.optim.Optimizer, critic: SavedCritic | None) -> dict[str, Any]:
-    """Return the state of the models and their optimizers by its name in a checkpoint."""
+    """Return the state of the models, which have their masters, and of their optimizers by its name in a checkpoint."""
     state: dict[str, Any] = {}
     _begin(optimizer)
     state["model"], state["optimizer"] = get_state_dict(policy, optimizer)

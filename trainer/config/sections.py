@@ -339,7 +339,8 @@ class MemorySection(MemorySettings):
     compute_type: ComputeType = ComputeType.AUTO
     """The type of numbers of forward and backward passes: `float32`, `bfloat16` or `auto`. `auto` is bfloat16 on a GPU
     and on processors with bfloat16 instructions (AVX512-BF16 or AMX), float32 on other processors, which emulate
-    bfloat16 many times more slowly; all ranks take the same type. Master weights are always float32."""
+    bfloat16 many times more slowly; all ranks take the same type. With PUBLISH_TYPE=float32 `auto` is float32, and
+    `bfloat16` is refused, because engines would have another policy. Master weights are always float32."""
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Tokens in one forward and backward pass of a rank, which also bound the padding inside attention. Unset on GPUs:
     half of them, if that saves `ACTIVATION_CHECKPOINTING=auto` from recomputing whole layers."""
@@ -370,10 +371,10 @@ class PublishingSection(Settings):
     `local`: in memory that the trainer shares with engines on its host; whole weights only."""
     publish_type: PublishedType = PublishedType.BFLOAT16
     """`bfloat16` or `float32`, of whole weights or of LoRA adapters. Whole weights are rounded to bfloat16 up or down,
-    with the chance that makes their mean exact."""
+    with the chance that makes their mean exact. The trainer computes with the rounded weights, too."""
     save_type: PublishedType | None = None
-    """The same for the trained model in the run directory. Unset: PUBLISH_TYPE, so that it is the last published
-    version byte for byte; with LORA_RANK float32. [advanced]"""
+    """The same for the trained model in the run directory; `float32` saves the master weights. Unset: PUBLISH_TYPE, so
+    that it is the last published version byte for byte; with LORA_RANK float32. [advanced]"""
     publish_in_place: bool | None = None
     """Change weights under generations in flight, which continue with the new ones; each token's version is recorded.
     Off: they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`.

@@ -16,6 +16,7 @@ from pydantic import model_validator
 
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
+from services.core.machine import ComputeType
 from services.core.settings import EnginesSection, Method, SourcesSettings
 from trainer.algorithm.methods import (
     ADVANTAGES,
@@ -266,6 +267,12 @@ class TrainerSettings(
         return PublishedType.FLOAT32 if self.lora_rank else self.publish_type
 
     @property
+    def wanted_compute(self) -> ComputeType:
+        """COMPUTE_TYPE; `auto` is float32 with PUBLISH_TYPE=float32, because the policy has one number format."""
+        is_exact = self.publish_type is PublishedType.FLOAT32 and self.compute_type is ComputeType.AUTO
+        return ComputeType.FLOAT32 if is_exact else self.compute_type
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps of a training step."""
         return self.updates_per_batch * self.epochs_per_batch
@@ -387,6 +394,15 @@ def versions_can_be_shared(settings: TrainerSettings) -> None:
         raise ValueError(
             f"PUBLISH_TRANSPORT is local, but LORA_RANK is {settings.lora_rank}, and only whole weights are shared in "
             "memory; set PUBLISH_TRANSPORT=broadcast, which sends adapters over HTTP"
+        )
+
+
+def computes_what_it_publishes(settings: TrainerSettings) -> None:
+    """Check that the policy of forward passes is the one that is published."""
+    if settings.compute_type is ComputeType.BFLOAT16 and settings.publish_type is PublishedType.FLOAT32:
+        raise ValueError(
+            "PUBLISH_TYPE is float32, but COMPUTE_TYPE=bfloat16 computes with rounded weights, which are another "
+            "policy; set PUBLISH_TYPE=bfloat16, or COMPUTE_TYPE=float32"
         )
 
 
@@ -587,6 +603,7 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     engines_can_sleep,
     state_can_be_offloaded,
     versions_can_be_shared,
+    computes_what_it_publishes,
     deltas_can_be_written,
     check_way,
     episodes_fit,

@@ -108,6 +108,9 @@ class Learner:
         self.total_steps = total_steps
         self.loss = step_loss(settings)
         self.optimizer = make_optimizer(settings, policy)
+        # Each step changes the masters, and the next pass computes with them rounded anew.
+        self.optimizer.register_step_pre_hook(lambda *_: policy.masters.restore())
+        self.optimizer.register_step_post_hook(lambda *_: policy.masters.round())
 
     def change_settings(self, settings: TrainerSettings, total_steps: int) -> None:
         """Give this learner, and all that shares its settings, the values of others that may change between steps."""

@@ -50,7 +50,7 @@ def choose_compute(settings: TrainerSettings, ranks: Ranks) -> Compute:
     lacks_bfloat16 = not machine.multiplies_bfloat16(torch.cpu.get_capabilities())
     return machine.decide_compute(
         "COMPUTE_TYPE",
-        settings.compute_type,
+        settings.wanted_compute,
         device=ranks.device.type,
         multiplies_bfloat16=not ranks.any(lacks_bfloat16),
         threads=torch.get_num_threads(),

@@ -34,9 +34,9 @@ from transformers.utils import (
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from services.core.machine import Compute
+from services.core.machine import Compute, ComputeType
 from trainer.algorithm.packing import Context, MicroBatch
-from trainer.config import CriticModel, TrainerSettings
+from trainer.config import CriticModel, PublishedType, TrainerSettings
 from trainer.model.attention import SharedLayout
 from trainer.model.gathering import by_layer, gather, plain_name
 from trainer.model.loading import (
@@ -51,7 +51,7 @@ from trainer.model.loading import (
 )
 from trainer.model.logprobs import Lesson, divergence, token_logprobs, top_overlap
 from trainer.model.ranks import Ranks
-from trainer.model.rounding import Rounding
+from trainer.model.rounding import Masters, NearestRounding, Rounding, UnbiasedRounding
 from trainer.model.sharding import reshard, shard
 
 log = get_logger(__name__)
@@ -96,6 +96,11 @@ def load_policy(
     shard(policy, decoder, settings, ranks, chosen, has_checkpointing=has_checkpointing)
     for method in ("values", "lesson", "overlap"):
         register_fsdp_forward_method(policy, method)
+    if trainable and settings.publish_type is PublishedType.BFLOAT16:
+        trained = ((plain_name(name), p) for name, p in policy.model.named_parameters() if p.requires_grad)
+        # Adapters change much compared with their size.
+        rounding = NearestRounding() if policy.has_adapters else UnbiasedRounding()
+        policy.masters = Masters(trained, rounding, are_cast=chosen.compute_type is ComputeType.BFLOAT16)
     return policy
 
 
@@ -115,6 +120,8 @@ class PolicyOutputs(NamedTuple):
 class Policy(nn.Module):
     """A causal language model, sharded by FSDP2 over all ranks, whose trained weights are in float32.
 
+    With PUBLISH_TYPE=bfloat16 their nearest bfloat16 numbers are the policy, except while ``masters`` are in place.
+
     A forward pass is a collective: every rank must call the policy equally often.
     """
 
@@ -128,6 +135,8 @@ class Policy(nn.Module):
         """The files to save with the weights; set on rank 0's policy in training and on its teachers only."""
         self.value_head: ValueHead | None = None
         """The critic's head on the policy's model; ``load_policy`` sets it for CRITIC=shared."""
+        self.masters = Masters()
+        """Those of the trained weights; ``load_policy`` sets them if the weights are rounded."""
 
     def forward(
         self, batch: MicroBatch, temperature: float | None = None, lessons: Sequence[Lesson] = ()

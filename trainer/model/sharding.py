@@ -207,7 +207,8 @@ def _check_kernels(config: PretrainedConfig, chosen: Compute) -> None:
         )
     if chosen.compute_type == "float32" and getattr(config, "num_experts", None):
         raise ConfigurationError(
-            "COMPUTE_TYPE=float32: on a GPU a mixture of experts computes in bfloat16 only; set COMPUTE_TYPE=bfloat16"
+            "COMPUTE_TYPE=float32: on a GPU a mixture of experts computes in bfloat16 only; set COMPUTE_TYPE and "
+            "PUBLISH_TYPE to bfloat16"
         )
 
 

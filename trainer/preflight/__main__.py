@@ -36,7 +36,7 @@ def main() -> None:
     device = torch.device("cuda" if machine.promised_gpus() else "cpu")
     has_bfloat16 = machine.multiplies_bfloat16(torch.cpu.get_capabilities())
     kind = machine.decide_compute(
-        "COMPUTE_TYPE", settings.compute_type, device=device.type, multiplies_bfloat16=has_bfloat16, threads=1
+        "COMPUTE_TYPE", settings.wanted_compute, device=device.type, multiplies_bfloat16=has_bfloat16, threads=1
     ).compute_type
     limits = find_limits(device, settings.run_dir, is_shared=settings.engine_sleeps)
     shape, gpus = shape_of(settings), machine.promised_gpus() or 1

@@ -3,9 +3,10 @@
 ``needed`` is a pure function of the model and of the work on it. ``work_of`` reads the work from the settings, and
 ``choose`` decides what ACTIVATION_CHECKPOINTING, SHARD_PARAMETERS and an unset MICRO_BATCH_TOKENS leave open.
 
-The terms follow what FSDP2, autograd and AdamW allocate: float32 shards of weights, gradients and two moments; the
-layers that are gathered at the time; the tensors that the backward pass reads again; the logits of one chunk. Tests
-compare the sum with the allocations counted under FakeTensorMode, and with the resident memory of the trainer on a CPU.
+The terms follow what FSDP2, autograd and AdamW allocate: float32 shards of weights, gradients and two moments, and the
+lower halves of rounded weights; the layers that are gathered at the time; the tensors that the backward pass reads
+again; the logits of one chunk. Tests compare the sum with the allocations counted under FakeTensorMode, and with the
+resident memory of the trainer on a CPU.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ def needed(shape: ModelShape, work: Work) -> Need:
     )
 
 
-BETWEEN_STEPS = ("weights", "moments", "reference", "teachers", "critic", "CUDA")
+BETWEEN_STEPS = ("weights", "lower halves of masters", "moments", "reference", "teachers", "critic", "CUDA")
 """The parts that the trainer keeps on a GPU while an engine generates."""
 ENGINE_ASLEEP = 3 * 2**29
 """Assumed bytes of a GPU that a sleeping SGLang keeps: CUDA's context, CUDA graphs, attention's workspace, adapters."""
@@ -243,6 +244,7 @@ def _state(shape: ModelShape, work: Work) -> dict[str, int]:
     critic = 4 * (2 + MOMENTS) * shape.parameters * work.has_critic
     return {
         "weights": _weight_bytes(shape, work) // work.shards,
+        "lower halves of masters": 2 * trained // work.shards if work.compute_bytes > work.published_bytes else 0,
         "gradients": 4 * trained // work.shards if work.frees_parameters else 4 * trained,
         "moments": 4 * MOMENTS * trained // work.shards,
         "reference": frozen // work.shards,

@@ -34,8 +34,8 @@ from trainer.publishing.publisher import Publisher
 log = get_logger(__name__)
 
 TOLERANCE = 0.1
-"""Largest mean difference of a worker's logprobs in nats. bfloat16 on both sides makes 0.05, stale weights more: the
-trainer computes with weights rounded to the nearest, and the worker with those that are rounded without bias."""
+"""Largest mean difference of a worker's logprobs in nats. With the same weights, other kernels in bfloat16 make
+0.05, stale weights more."""
 PROBE_TEXT = (
     "Tom has 12 apples and buys 7 more, so he has 12 + 7 = 19 apples. He gives 4 apples to each of his 3 friends, "
     "4 * 3 = 12 apples in all. Now 19 - 12 = 7 apples are left."

@@ -40,7 +40,7 @@ from services.engines.versions import Directory, Form, serve
 from services.weights.policy_store import PolicyStore
 from services.weights.shared_tensors import FilePart, SharedMemory, pack_bucket
 from trainer.config import PublishedType, TrainerSettings, Transport
-from trainer.model.gathering import gather_state, plain_name
+from trainer.model.gathering import gather_state
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
@@ -84,7 +84,11 @@ class VersionWriter:
         self.policy = policy
         self.ranks = ranks
         self.store = PolicyStore(settings.policy_dir)
-        self.rounding = _rounding(settings, policy)
+        self.rounding = Rounding(getattr(torch, settings.publish_type))
+        """The cast to PUBLISH_TYPE, in which nothing is lost: the policy has the weights that are published."""
+        if settings.publish_type is PublishedType.BFLOAT16 and not settings.lora_rank:
+            with policy.masters.in_place():
+                policy.masters.rounding = MeasuredRounding(policy.masters.parameters.items())
         self.written: int | None = None
         """The version that was written last."""
         self.metrics: dict[str, float] = {}
@@ -147,8 +151,8 @@ class VersionWriter:
 
         self.ranks.on_main(write, DiskFullError, DependencyLostError)
         self.written = version
-        if isinstance(rounding, MeasuredRounding):
-            share = rounding.share(self.ranks)
+        if isinstance(measured := self.policy.masters.rounding, MeasuredRounding):
+            share = measured.share(self.ranks)
             self.metrics = {} if share is None else {"publish_share": share}
             self.metrics |= self.deltas.metrics if self.deltas else {}
         # The version was gathered in memory that workers on the same machine and GPUs need for the new weights.
@@ -252,15 +256,6 @@ class VersionWriter:
                     "the volume is too slow or does not answer"
                 )
             self._writes.pop(0).result()
-
-
-def _rounding(settings: TrainerSettings, policy: Policy) -> Rounding:
-    """Return the rounding to PUBLISH_TYPE; that of whole weights compares them with those that the policy has now."""
-    if settings.lora_rank:  # Adapters keep nearly all of their change.
-        return Rounding(getattr(torch, settings.publish_type))
-    if settings.publish_type is PublishedType.FLOAT32:
-        return Rounding(torch.float32)
-    return MeasuredRounding((plain_name(name), value) for name, value in policy.model.named_parameters())
 
 
 def write_version(store: PolicyStore, version: int, save: Callable[[Path], None]) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from services.core.errors import ConfigurationError
+from tests.tolerance import both_types
 from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays, make_learner, resume_and_train, run_state, train_and_save
@@ -26,6 +27,7 @@ from tests.waiting import IDLE_SECONDS
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CheckpointStore, write_manifest
 from trainer.model.ranks import Ranks, join_ranks
+from trainer.model.rounding import UnbiasedRounding
 
 GROUPS = random_groups(seed=1)
 SAVED, LAST = 3, 5
@@ -61,6 +63,24 @@ def test_a_state_in_host_memory_is_saved_and_resumed_to_the_bit(
     step, weights = resume_and_train(alone, model, tmp_path, GROUPS, LAST)
     assert step == SAVED
     assert greatest_difference(weights, undisturbed) == 0, "by a run without it"
+
+
+@both_types
+def test_rounded_weights_and_their_masters_are_resumed_to_the_bit(
+    alone: Ranks, model: Path, tmp_path: Path, compute_type: str
+) -> None:
+    rounded = {"compute_type": compute_type, "publish_type": "bfloat16", "learning_rate": 1e-3}
+    undisturbed = train_and_save(alone, model, tmp_path, GROUPS, SAVED, LAST, rounded)
+    for offload in (False, True):
+        _, weights = resume_and_train(alone, model, tmp_path, GROUPS, LAST, rounded | {"cpu_offload": offload})
+        assert greatest_difference(weights, undisturbed) == 0
+    _, weights = resume_and_train(alone, model, tmp_path, GROUPS, SAVED, rounded)
+    _, masters = resume_and_train(alone, model, tmp_path, GROUPS, SAVED)
+    assert greatest_difference(masters, weights) > 0, "a checkpoint has the masters"
+    for name, master in masters.items():
+        assert torch.equal(
+            UnbiasedRounding()(name, torch.from_numpy(master)), torch.from_numpy(weights[name]).bfloat16()
+        )
 
 
 @pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -20,7 +20,7 @@ from tests.sequences import changed, trained_sequence
 from tests.tolerance import both_types, logprob_tolerance
 from tests.trainer import by_hand, rank_jobs
 from tests.trainer.processes import run_on_ranks
-from tests.trainer.rank_jobs import UNCLIPPED, Arrays, Trained, make_learner, weights_of
+from tests.trainer.rank_jobs import Arrays, Trained, make_learner, weights_of
 from tests.trainer.tiny import (
     VOCABULARY,
     plain_forward,
@@ -37,7 +37,7 @@ from trainer.model.ranks import Ranks, join_ranks
 
 
 def settings_of(model: Path, **options: Any) -> TrainerSettings:
-    return TrainerSettings.load(model_name=str(model), **(UNCLIPPED | options))
+    return TrainerSettings.load(model_name=str(model), **rank_jobs.options(options))
 
 
 def near(groups: Sequence[TrainingGroup], learner: Any, spread: float = 0.3) -> list[TrainingGroup]:

@@ -38,7 +38,8 @@ def model(tmp_path: Path) -> Path:
 def test_versions_are_saved_without_asking_for_the_model_again(alone: Ranks, model: Path, tmp_path: Path) -> None:
     before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    policy = load_policy(TrainerSettings.load(model_name=str(model)), alone)
+    exact = TrainerSettings.load(model_name=str(model), compute_type="float32", publish_type="float32")
+    policy = load_policy(exact, alone)
     shutil.rmtree(model)
     for dtype in (torch.bfloat16, torch.float32):
         saved = tmp_path / str(dtype)
@@ -138,7 +139,7 @@ def test_adapters_in_bfloat16_keep_a_small_change_that_merged_weights_in_bfloat1
 ) -> None:
     """By weights, whose change is known exactly. The model's own are bfloat16, as those of most models are."""
     AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)
-    settings = {"lora_rank": 1, "learning_rate": 1e-5}
+    settings = {"lora_rank": 1, "learning_rate": 1e-5, "publish_type": "bfloat16"}
     with join_ranks() as ranks:
         rank_jobs.train_and_write_adapter(ranks, model, tmp_path, random_groups(1), settings, 4)
     base = {name: weight.float() for name, weight in load_file(model / "model.safetensors").items()}

@@ -119,6 +119,13 @@ def test_a_state_that_no_gpu_holds_is_kept_in_host_memory() -> None:
     assert not chosen("8B", 1, 8).has_offload, "a state that fits stays on the GPUs"
 
 
+@pytest.mark.parametrize(("compute", "publish", "kept"), [(2, 2, 0), (4, 2, 2), (4, 4, 0)])
+def test_passes_in_float32_keep_half_of_the_masters_of_rounded_weights(compute: int, publish: int, kept: int) -> None:
+    work = replace(chosen("0.5B", 1, 8), compute_bytes=compute, published_bytes=publish)
+    of_rank = needed(SHAPES["0.5B"], work).device
+    assert of_rank.get("lower halves of masters", 0) == kept * SHAPES["0.5B"].parameters // 8
+
+
 def test_what_the_user_said_is_done() -> None:
     work = chosen("0.5B", 1, 8, activation_checkpointing=True, shard_parameters=True)
     assert (work.checkpointing, work.frees_parameters) == (True, True)

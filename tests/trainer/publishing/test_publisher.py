@@ -28,6 +28,7 @@ from services.engines.router import ENGINE_LABEL, Worker
 from services.weights.policy_store import PolicyStore
 from services.weights.shared_tensors import SharedMemory, pack_bucket, unpack_bucket
 from tests.fake_service import fake_service
+from tests.tolerance import both_types
 from tests.trainer.rank_jobs import change, make_learner
 from tests.trainer.tiny import FAMILIES, save_model
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
@@ -401,12 +402,14 @@ def test_everything_that_a_run_writes_of_its_model_follows_the_umask(
     assert {oct(stat.S_IMODE(file.stat().st_mode)) for file in files} == {oct(0o666 & ~umask)}
 
 
+@both_types
 @pytest.mark.parametrize("save_type", [None, "float32"])
 def test_the_saved_model_is_the_last_published_version_byte_for_byte(
-    alone: tuple[Ranks, ServiceThread], tmp_path: Path, save_type: str | None
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, save_type: str | None, compute_type: str
 ) -> None:
     model = save_model(tmp_path / "model", FAMILIES["qwen2"])
-    learner = make_learner(alone[0], model, shared_dir=tmp_path, run_id="r", save_type=save_type)
+    settings = {"compute_type": compute_type, "publish_type": "bfloat16", "save_type": save_type}
+    learner = make_learner(alone[0], model, shared_dir=tmp_path, run_id="r", **settings)
     writer = VersionWriter(learner.settings, learner.policy, alone[0])
     change(learner.policy, 1e-4)
     writer.write(1)
@@ -415,8 +418,9 @@ def test_the_saved_model_is_the_last_published_version_byte_for_byte(
     saved = (learner.settings.run_dir / "model" / "model.safetensors").read_bytes()
     assert (saved == (writer.store.path(1) / "model.safetensors").read_bytes()) is (save_type is None)
     if save_type is not None:
-        trained = dict(learner.policy.full_parameters(Rounding(torch.float32)))
-        assert all(torch.equal(value, trained[name]) for name, value in safetensors.torch.load(saved).items())
+        with learner.policy.masters.in_place():
+            masters = dict(learner.policy.full_parameters(Rounding(torch.float32)))
+            assert all(torch.equal(value, masters[name]) for name, value in safetensors.torch.load(saved).items())
 
 
 def test_the_share_of_the_change_that_is_published_is_a_metric(
