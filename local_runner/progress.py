@@ -158,16 +158,13 @@ def _nothing_learned(steps: Sequence[Step]) -> str | None:
 
 def _lost(steps: Sequence[Step]) -> str | None:
     """Return a sentence on a mean reward that has been nearly 0 for LOST_STEPS, and was well above 0 before."""
-    scored = [step for step in steps if step.reward is not None]
-    before, last = scored[:-LOST_STEPS], [step.reward or 0.0 for step in scored[-LOST_STEPS:]]
-    best = max(before, key=lambda step: step.reward or 0.0, default=None)
-    if best is None or (best.reward or 0.0) < LEAST_BEST or not max(last) < LOST_SHARE * best.reward:
+    scored = [(step.step, step.reward) for step in steps if step.reward is not None]
+    best_step, best = max(scored[:-LOST_STEPS], key=lambda one: one[1], default=(0, 0.0))
+    lost = [step for step, reward in scored if step > best_step and reward < LOST_SHARE * best]
+    if best < LEAST_BEST or len(lost) < LOST_STEPS or [step for step, _ in scored[-LOST_STEPS:]] != lost[-LOST_STEPS:]:
         return None
-    since = next(
-        step.step for step in scored if step.step > best.step and (step.reward or 0) < LOST_SHARE * best.reward
-    )
     return (
-        f"The mean reward fell from {best.reward:.3f} in step {best.step} to {last[-1]:.3f}, since step {since}. "
+        f"The mean reward fell from {best:.3f} in step {best_step} to {scored[-1][1]:.3f}, since step {lost[0]}. "
         f"{LOOK}; a smaller LEARNING_RATE is the first thing to try, from a checkpoint before that step."
     )
 

@@ -78,9 +78,9 @@ def _object(content: bytes, where: str) -> dict[str, Any]:
     try:
         value = orjson.loads(content)
     except ValueError as error:
-        raise DamagedFileError(f"{where} is damaged: {error}; restore the file, or take another run") from error
+        raise DamagedFileError(f"{where} is damaged: {error}") from error
     if not isinstance(value, dict):
-        raise DamagedFileError(f"{where} is damaged: it has no JSON object; restore the file, or take another run")
+        raise DamagedFileError(f"{where} is damaged: it has no JSON object")
     return value
 
 
@@ -93,8 +93,7 @@ def read_from(path: Path) -> Iterator[None]:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, sqlite3.DatabaseError) as error:
         raise DamagedFileError(
-            f"{path} is damaged, or another version of this program wrote it ({type(error).__name__}: {error}); "
-            "restore the file, or take another run"
+            f"{path} is damaged, or another version of this program wrote it ({type(error).__name__}: {error})"
         ) from error
 
 

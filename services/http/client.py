@@ -378,7 +378,9 @@ def problem_detail(response: httpx.Response) -> str:
 
 def text_of(response: httpx.Response) -> str:
     """Return the text of a reply for messages, without the key that the request had and that some servers repeat."""
-    key = response.request.headers.get("Authorization", "").removeprefix("Bearer ")
+    key = ""
+    with contextlib.suppress(RuntimeError):  # the response has no request
+        key = response.request.headers.get("Authorization", "").removeprefix("Bearer ")
     return response.text.replace(key, "***") if key else response.text
 
 

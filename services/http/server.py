@@ -13,7 +13,6 @@ import signal
 import socket
 import types
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
-from ipaddress import ip_address
 from types import FrameType
 from typing import Any, TypeVar, get_args
 
@@ -129,7 +128,7 @@ def run_service(
         listener = listen(host, default.port if arguments.port is None else arguments.port)
         app = app_factory(settings)
         log.info("listening", host=host, port=listener.getsockname()[1])
-        if settings.token is None and ip_address(listener.getsockname()[0]).is_unspecified:
+        if settings.token is None and host in ("0.0.0.0", "::"):
             log.warning("whoever reaches this port may use the service; set JOBGROUP_TOKEN to ask for a token")
         serve(app, listener)
         log.info("drained")

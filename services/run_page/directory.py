@@ -89,7 +89,7 @@ class RunDirectory:
             try:
                 return read_object(self.path / name)
             except (ValueError, OSError) as error:
-                damaged.append(f"{name} cannot be read: {error}")
+                damaged.append(f"{name} cannot be read: {str(error).removeprefix(f'{self.path / name} ')}")
                 return {}
 
         components = read("config.json").get("components")

@@ -107,7 +107,7 @@ MakeServer = Callable[[], FakeServer]
 @pytest.fixture(autouse=True)
 def make_server(monkeypatch: pytest.MonkeyPatch) -> MakeServer:
     network, ports = Network(), itertools.count(1)
-    monkeypatch.setattr("services.http.client._pool", lambda _: network)
+    monkeypatch.setattr("services.http.client.pool_for", lambda *_: network)
     monkeypatch.setattr(pool_module, "WATCH_SECONDS", 0.02)
 
     def make() -> FakeServer:

@@ -84,8 +84,10 @@ def test_a_step_with_the_tiny_model(name: str, tiny_model: Path, tmp_path: Path)
         "gsm8k": lambda n: {"question": f"What is {n} + 2?", "answer": f"It is the sum.\n#### {n + 2}"},
         "PrimeIntellect/Reverse-Text-RL": lambda n: {"prompt": f"{n} - 2 = {n - 2}"},
     }
-    rows.write_text("".join(json.dumps(kinds[recipe["DATASET"]](n)) + "\n" for n in range(9)))
-    small = {"DATASET": str(rows), "DATASET_TEST": str(rows), "MODEL_NAME": str(tiny_model), "MAX_STEPS": "1"}
+    held_out = tmp_path / "held_out.jsonl"
+    for file, numbers in ((rows, range(9)), (held_out, range(9, 18))):
+        file.write_text("".join(json.dumps(kinds[recipe["DATASET"]](n)) + "\n" for n in numbers))
+    small = {"DATASET": str(rows), "DATASET_TEST": str(held_out), "MODEL_NAME": str(tiny_model), "MAX_STEPS": "1"}
     settings = recipe | small | {"BATCH_SIZE": "4", "MAX_NEW_TOKENS": "8", "COMPUTE_TYPE": "float32"}
     seen: list[tuple[str, str]] = []
 

@@ -308,8 +308,12 @@ def test_shapes_of_common_models_need_no_network() -> None:
         assert find_model(name).parameters / 1e9 == pytest.approx(billions, abs=5e-4)
 
 
+SHORT = ("--env", "MAX_NEW_TOKENS=64")
+"""Answers for which the tiny model has room."""
+
+
 def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model: Path) -> None:
-    _, text = launch(tmp_path, "--model", str(tiny_model), "--gpus", "h100:2,A100-80GB:4")
+    _, text = launch(tmp_path, "--model", str(tiny_model), "--gpus", "h100:2,A100-80GB:4", *SHORT)
     values = job_group_text.values(text)
     assert values["ppo-trainer", "resources.accelerators"] == "[H100:2, A100-80GB:4]"
     assert values["ppo-trainer", "envs.MODEL_NAME"] == str(tiny_model)
@@ -369,9 +373,9 @@ def test_a_file_that_nodes_do_not_get_is_said(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tiny_model.parent)
-    output, _ = launch(tmp_path, "--model", tiny_model.name, "--gpus", "L4:1")
+    output, _ = launch(tmp_path, "--model", tiny_model.name, "--gpus", "L4:1", *SHORT)
     assert f"caution: nodes do not get MODEL_NAME={tiny_model.name}: SkyPilot uploads what is below {ROOT}" in output
-    output, _ = launch(tmp_path, "--model", str(tiny_model), "--gpus", "L4:1")
+    output, _ = launch(tmp_path, "--model", str(tiny_model), "--gpus", "L4:1", *SHORT)
     assert "caution" not in output
 
 

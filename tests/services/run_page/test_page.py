@@ -20,6 +20,7 @@ from services.run_page.routes import PUBLIC, add_run_page
 from tests.browser import PHONE, chromium, contrast, hidden_focus, is_wider_than_window, violations_of
 from tests.services.run_page.runs import append, episodes, group, metrics, write_run
 from tests.services.run_page.serving import served, view
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here; install it or name it in CHROMIUM")
 
@@ -536,7 +537,7 @@ def test_a_run_is_followed_from_its_wait_to_the_end_of_its_server(open_page, tmp
         now |= {"phase": "publish", "components": []}
         expect(page.locator("#progress-text")).to_contain_text("step 5 of 100")
         expect(page.locator("#state")).to_have_text("publish")
-        says(page, "reward", "step 5")
+        wait_until(lambda: "step 5" in move_cursor(page, "reward", "End"), "the plots have the last step")
     expect(page.locator("#trouble")).to_contain_text(f"grpo view {run}")
     expect(page.locator("#plot-reward")).to_be_visible()
 
