@@ -178,12 +178,12 @@ def page() -> str:
             parts.append(f"Not measured here; {how}{with_what}.")
             continue
         for path in kept:
-            measured = Measured(**json.loads(path.read_text()))
+            measured = Measured(**json.loads(path.read_text("utf-8")))
             parts.append(f"`{measured.command}`, {measured.date}, {measured.machine}:")
             parts.append(f"```text\n{measured.output}\n```")
         remark = KEPT / f"{section.name}.md"
         if remark.exists():
-            parts.append(remark.read_text().strip())
+            parts.append(remark.read_text("utf-8").strip())
     parts.append(
         "## What was tried\n\n"
         "[The laboratory notebook](benchmarks/record.md) has the measurements behind\n"
@@ -217,7 +217,7 @@ def measure_page(arguments: Sequence[str] | None) -> None:
         kept = kept_files(name)[harness.has_bfloat16()]
         kept.write_text(json.dumps(asdict(measured), indent=2) + "\n")
         print(measured.output)
-    PAGE.write_text(page())
+    PAGE.write_text(page(), "utf-8")
 
 
 def main(arguments: Sequence[str]) -> int:

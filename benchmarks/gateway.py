@@ -158,7 +158,7 @@ def write_model(source: Path, model: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source)
-    tokenizer.chat_template = TEMPLATE.read_text()
+    tokenizer.chat_template = TEMPLATE.read_text("utf-8")
     tokenizer.response_template = None  # The replies have their calls in the form of the chat template.
     tokenizer.save_pretrained(model)
     AutoConfig.from_pretrained(source).save_pretrained(model)

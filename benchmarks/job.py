@@ -90,7 +90,7 @@ class Job:
                 return
             if code is not None or time.monotonic() > end:
                 why = f"not enough after {seconds:g} s" if code is None else f"the run ended with {code}"
-                raise SystemExit(f"{self.messages.read_text()[-3000:]}\nerror: {why}; its messages are above")
+                raise SystemExit(f"{self.messages.read_text('utf-8')[-3000:]}\nerror: {why}; its messages are above")
             time.sleep(POLL_SECONDS)
 
 
@@ -122,7 +122,7 @@ def write_job_group(
 
     With ``only`` the copy has no other tasks, and its first task is its primary. ``gpus`` gives a task's GPUs a node.
     """
-    header, *tasks = yaml.safe_load_all((ROOT / job_group).read_text())
+    header, *tasks = yaml.safe_load_all((ROOT / job_group).read_text("utf-8"))
     if only:
         tasks = [task for task in tasks if task["name"] in only]
         header = {"name": "benchmark", "execution": "parallel", "primary_tasks": [tasks[0]["name"]]}

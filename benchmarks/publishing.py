@@ -82,7 +82,7 @@ def measure(size: str, rounds: int) -> list[dict[str, Any]]:
         )
         with running(directory, path, settings, {"rollout-server": WORKERS, "ppo-trainer": 1}) as job:
             job.wait(file.exists, CASE_SECONDS)
-        publications = [{"size": size, **publication} for publication in json.loads(file.read_text())]
+        publications = [{"size": size, **publication} for publication in json.loads(file.read_text("utf-8"))]
     return sorted(publications, key=itemgetter("transport"))
 
 

@@ -136,7 +136,7 @@ def data_figures(args: Args) -> Iterator[Figure]:
 def write_rows(path: Path, count: int, further: Mapping[str, str] | None = None) -> Path:
     """Write questions of about the length and form of GSM8K's, and further columns."""
     filler = "Natalia sold clips to her friends, and then she sold half as many clips in the month after it. " * 2
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for i in range(count):
             answer = f"She sold {i}/2 = {i // 2} clips in May.\nAltogether she sold {i + i // 2}.\n#### {i + i // 2}"
             row = {"question": f"{filler}She began with {i}. How many?", "answer": answer, **(further or {})}

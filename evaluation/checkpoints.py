@@ -168,7 +168,7 @@ def _step(path: Path) -> int | None:
         return int(match[1])
     summary = path.parent / "summary.json"
     if path.name == "model" and summary.is_file():
-        steps = json.loads(summary.read_text()).get("steps")
+        steps = json.loads(summary.read_text("utf-8")).get("steps")
         return steps if isinstance(steps, int) else None
     return None
 

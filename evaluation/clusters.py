@@ -123,7 +123,7 @@ async def _watch_job(job: str, output: Path) -> None:
             if state.strip() not in WAITING:
                 break
         await asyncio.sleep(POLL_SECONDS)
-    lines = await asyncio.to_thread(lambda: output.read_text().splitlines() if output.exists() else [])
+    lines = await asyncio.to_thread(lambda: output.read_text(encoding="utf-8").splitlines() if output.exists() else [])
     raise DependencyLostError(f"Slurm's job {job} has ended: {' | '.join(lines[-LOG_LINES:])}; see {output}")
 
 

@@ -75,7 +75,7 @@ def check_identity(path: Path, identity: Mapping[str, Any], *, is_used: bool, re
     content = json.dumps(identity, indent=2) + "\n"
     # Through JSON, so that tuples compare equal to the lists that were written.
     now: dict[str, Any] = json.loads(content)
-    before = json.loads(path.read_text()) if is_used and path.exists() else now
+    before = json.loads(path.read_text(encoding="utf-8")) if is_used and path.exists() else now
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
             raise ConfigurationError(

@@ -301,5 +301,5 @@ def _task(plan: Plan, name: Task, module: str, num_nodes: int = 1, gpus: int = 0
 
 def _ends_of_logs(run: Run) -> str:
     logs = sorted(path for task in run.group.tasks for path in (run.run_dir / "logs").glob(f"{task.name}-*.log"))
-    ends = {log.name: log.read_text(errors="replace").splitlines()[-LOG_LINES:] for log in logs}
+    ends = {log.name: log.read_text("utf-8", errors="replace").splitlines()[-LOG_LINES:] for log in logs}
     return "\n".join(f"{name}: {line}" for name, lines in ends.items() for line in lines)

@@ -157,7 +157,7 @@ def own_address() -> str:
 
 def registered(directory: Path) -> Sequence[str]:
     """Return the URLs of the nodes that have been started with ``directory``."""
-    return [path.read_text() for path in sorted(directory.glob(f"*{SUFFIX}"))]
+    return [path.read_text("utf-8") for path in sorted(directory.glob(f"*{SUFFIX}"))]
 
 
 def main(directory: Path, environment: Mapping[str, str]) -> None:

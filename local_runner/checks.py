@@ -454,7 +454,7 @@ def ask(run: Run, task: TaskSpec, module: str, *arguments: str, seconds: float =
     environment = node_environment(run, task, 0)
     try:
         done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", timeout=seconds
         )
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"{module} takes more than {seconds:.0f} s") from error

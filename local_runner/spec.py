@@ -229,7 +229,9 @@ def documents(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".env":
         raise ConfigurationError(f"{path} is a file of variables; give it as --env-file {path}")
     try:
-        documents = list(yaml.load_all(path.read_text(), Loader=_UniqueKeyLoader))  # a subclass of SafeLoader
+        documents = list(
+            yaml.load_all(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+        )  # a subclass of SafeLoader
     except OSError as error:
         raise ConfigurationError(f"cannot read the job group: {error}") from error
     except yaml.YAMLError as error:

@@ -54,7 +54,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """The content of summary.json: steps, rewards, accuracy on held-out prompts before and after."""
-        content: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        content: dict[str, Any] = json.loads((self.directory / "summary.json").read_text("utf-8"))
         return content
 
     @property
@@ -65,7 +65,7 @@ class Run:
         """
         import pandas
 
-        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        lines = (self.directory / "metrics.jsonl").read_text("utf-8").splitlines()
         return pandas.DataFrame([json.loads(line) for line in lines]).set_index("step")
 
     @property
@@ -121,7 +121,7 @@ class Run:
         values = [str(value) for name in options for value in _listed(options[name])]
         pairs = [word for pair in zip(words, values, strict=True) for word in pair]
         self._answer("evaluate", "--model", str(self.model), "--output", str(directory), *pairs)
-        results: dict[str, Any] = json.loads((directory / "results.json").read_text())
+        results: dict[str, Any] = json.loads((directory / "results.json").read_text("utf-8"))
         return results
 
     def compare(self, other: Run) -> pandas.DataFrame:
@@ -329,7 +329,7 @@ def _write_rows(setting: str, rows: Iterable[Any], inputs: Path) -> Path:
     name = getattr(getattr(rows, "info", None), "dataset_name", None) or "rows"
     path = inputs / setting / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise TypeError(f"row {number} of {setting} is {row!r}; give rows as dicts")
@@ -373,7 +373,7 @@ def _write_function(setting: str, function: Callable[..., Any], inputs: Path) ->
     name = name if name.isidentifier() else "function"
     module = f"given_{setting}"
     text = f"import pickle\n\n{_stub(name, function)}\n\n{name} = pickle.loads({pickled!r})\n"
-    (inputs / f"{module}.py").write_text(text)
+    (inputs / f"{module}.py").write_text(text, "utf-8")
     return f"{module}:{name}"
 
 
@@ -411,7 +411,8 @@ def _execute(command: list[str], environment: Mapping[str, str]) -> tuple[int, s
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         start_new_session=True,
     ) as runner:
         assert runner.stdout is not None
@@ -435,12 +436,14 @@ def _execute(command: list[str], environment: Mapping[str, str]) -> tuple[int, s
 def _failure(directory: Path, exit_code: int, last_line: str) -> RunError:
     """Return the error of a failed run, by the record that the runner has left of it."""
     path = directory / RECORD
-    record = json.loads(path.read_text()) if path.exists() else {"reason": f"the local runner failed: {last_line}"}
+    record = (
+        json.loads(path.read_text("utf-8")) if path.exists() else {"reason": f"the local runner failed: {last_line}"}
+    )
     component = record.get("failed")
     if component is None:
         return RunError(f"run {directory}: {record['reason']}", exit_code)
     log = directory / "logs" / f"{component}.log"
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []
     cause = next((line for line in reversed(lines) if line.startswith("error: ")), "")
     message = "; ".join(filter(None, [f"{component} failed with exit code {exit_code}", cause, f"see {log}"]))
     return RunError(message, exit_code, component, log)

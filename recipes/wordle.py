@@ -17,7 +17,7 @@ RULES = (
     "<guess>[crane]</guess>. For each letter I answer G if it is in its place, Y if it belongs to another place, and X "
     "if the word has no such letter."
 )
-WORDS = Path(__file__).with_name("wordle_words.txt").read_text().split()
+WORDS = Path(__file__).with_name("wordle_words.txt").read_text("utf-8").split()
 _GUESS = re.compile(r"<guess>\s*\[?\s*([a-z]*)\s*\]?\s*</guess>", re.IGNORECASE)
 
 

@@ -47,7 +47,7 @@ def main(
     else:
         show(Console(), explained, SHOWN_GROUPS)
     if page is not None:
-        with Path(os.devnull).open("w") as nowhere:
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
             recorded = Console(record=True, width=160, file=nowhere)
             show(recorded, explained, len(explained.groups))
             recorded.save_html(str(page))

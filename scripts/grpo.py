@@ -34,7 +34,7 @@ class Program:
     @property
     def summary(self) -> str:
         """The first line of the docstring of ``main``, read from the file so that nothing is imported for it."""
-        tree = ast.parse((ROOT / f"{self.module.replace('.', '/')}.py").read_text())
+        tree = ast.parse((ROOT / f"{self.module.replace('.', '/')}.py").read_text("utf-8"))
         [main] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
         return (ast.get_docstring(main) or "").splitlines()[0]
 

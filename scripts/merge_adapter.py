@@ -16,7 +16,7 @@ def merge(adapter: Path, directory: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    name = json.loads((adapter / CONFIG_FILE).read_text())["base_model_name_or_path"]
+    name = json.loads((adapter / CONFIG_FILE).read_text("utf-8"))["base_model_name_or_path"]
     base = AutoModelForCausalLM.from_pretrained(name, dtype="float32")
     PeftModel.from_pretrained(base, str(adapter)).merge_and_unload().save_pretrained(directory)
     AutoTokenizer.from_pretrained(name).save_pretrained(directory)

@@ -58,8 +58,8 @@ def convert(gguf: Path, directory: Path) -> None:
     model.load_state_dict(loaded.state_dict())
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    tokenizer.chat_template = CHAT_TEMPLATE.read_text()
-    tokenizer.response_template = json.loads(RESPONSE_TEMPLATE.read_text())
+    tokenizer.chat_template = CHAT_TEMPLATE.read_text("utf-8")
+    tokenizer.response_template = json.loads(RESPONSE_TEMPLATE.read_text("utf-8"))
 
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as temporary:
@@ -78,9 +78,9 @@ def prepare(directory: Path) -> bool:
         ConfigurationError: the package is missing.
     """
     if (directory / "config.json").is_file():
-        atomic_write(directory / "chat_template.jinja", CHAT_TEMPLATE.read_text())
-        settings = json.loads((directory / "tokenizer_config.json").read_text())
-        settings["response_template"] = json.loads(RESPONSE_TEMPLATE.read_text())
+        atomic_write(directory / "chat_template.jinja", CHAT_TEMPLATE.read_text("utf-8"))
+        settings = json.loads((directory / "tokenizer_config.json").read_text("utf-8"))
+        settings["response_template"] = json.loads(RESPONSE_TEMPLATE.read_text("utf-8"))
         atomic_write(directory / "tokenizer_config.json", json.dumps(settings, indent=2))
         return False
     convert(find_gguf(), directory)

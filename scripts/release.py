@@ -32,8 +32,8 @@ def main(
 
     def work() -> None:
         changelog, project = root / "CHANGELOG.md", root / "pyproject.toml"
-        version, section = unreleased(changelog.read_text())
-        text = project.read_text()
+        version, section = unreleased(changelog.read_text("utf-8"))
+        text = project.read_text("utf-8")
         if any(PLACEHOLDER in url for url in tomllib.loads(text)["project"]["urls"].values()):
             raise ConfigurationError(f"{project} has {PLACEHOLDER} in its URLs; give the repository's address")
         if _git(root, "status", "--porcelain"):
@@ -44,7 +44,9 @@ def main(
         if dry_run:
             return
         today = time.strftime("%Y-%m-%d")
-        changelog.write_text(changelog.read_text().replace(f"## {version} ({UNRELEASED})", f"## {version} ({today})"))
+        changelog.write_text(
+            changelog.read_text("utf-8").replace(f"## {version} ({UNRELEASED})", f"## {version} ({today})")
+        )
         project.write_text(re.sub(r'^version = ".*"$', f'version = "{version}"', text, count=1, flags=re.MULTILINE))
         _git(root, "commit", "--quiet", "--message", f"Version {version}", "CHANGELOG.md", "pyproject.toml")
         _git(root, "tag", "--annotate", f"v{version}", "--cleanup=verbatim", "--message", f"{version}\n\n{section}")

@@ -156,7 +156,7 @@ def run_rank(name: str, run_dir: str, step: str, result: str) -> int:
             if ranks.is_main:
                 plain = [one.model_dump() for one in value] if isinstance(value, list) else value.model_dump()
                 # Not orjson, which has no NaN: a step that was not finite is one to explain.
-                Path(result).write_text(json.dumps(plain))
+                Path(result).write_text(json.dumps(plain), encoding="utf-8")
 
     return exit_code_of(body)
 

@@ -54,7 +54,7 @@ def page(parts: Sequence[Part] = PARTS) -> str:
     by_name = {part.name: part for part in parts}
     blocks: list[str] = []
     summary: list[str] = []
-    for section in re.split(r"(?m)^(?=## )", TEXT.read_text()):
+    for section in re.split(r"(?m)^(?=## )", TEXT.read_text("utf-8")):
         heading, *texts = section.strip().split("\n\n")
         titled = _HEADING.fullmatch(heading)
         if titled is None:
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.again:
         print(report(parts, args.again))
     else:
-        PAGE.write_text(page())
+        PAGE.write_text(page(), "utf-8")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from services.run_page.directory import of_sources
 
 TASK = MIX = "mix"
 MIX_SETTINGS = env_file(ROOT / "examples/demo-mix.env") | {"MAX_STEPS": "12"}
-ENTRIES = {entry["name"]: entry for entry in yaml.safe_load((ROOT / MIX_SETTINGS["SOURCES"]).read_text())}
+ENTRIES = {entry["name"]: entry for entry in yaml.safe_load((ROOT / MIX_SETTINGS["SOURCES"]).read_text("utf-8"))}
 """The sources of the mix by name, as in the file of SOURCES."""
 RATIOS = {source: entry["ratio"] for source, entry in ENTRIES.items()}
 MEAN = "mean"

@@ -82,5 +82,5 @@ def _saved(figure: Figure, name: str, title: str) -> str:
     path = KEPT / f"{name}.svg"
     figure.savefig(path, metadata={"Date": None})
     # matplotlib leaves spaces at the ends of lines.
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+    path.write_text("\n".join(line.rstrip() for line in path.read_text("utf-8").splitlines()) + "\n")
     return f"![{title}]({Path('results') / path.name})"

@@ -182,7 +182,7 @@ def commonest_processor(results: Results) -> str:
 def processor() -> str:
     """Return the name of this machine's processor and the number of cores."""
     try:
-        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         names = []
     return f"{names[0] if names else platform.processor() or platform.machine()}, {cores()} cores"

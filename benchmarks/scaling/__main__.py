@@ -58,7 +58,7 @@ def plan(args: argparse.Namespace) -> str:
 def docs(args: argparse.Namespace) -> str:
     """Write the output of the commands in docs/scaling.md and docs/gpus.md below them."""
     for path in (DOCS, GPU_DOCS):
-        path.write_text(with_output(path.read_text()))
+        path.write_text(with_output(path.read_text("utf-8")))
     return f"{DOCS.name} and {GPU_DOCS.name} written"
 
 

@@ -113,7 +113,7 @@ class Counted:
     @classmethod
     def of(cls, label: str) -> Counted:
         """Return what was counted of a model in CONFIGS."""
-        record = json.loads(COUNTED.read_text())[label]
+        record = json.loads(COUNTED.read_text("utf-8"))[label]
         lists = {name: [Launches(**one) for one in part] for name, part in record.items() if isinstance(part, list)}
         return cls(**(record | lists))
 

@@ -74,7 +74,7 @@ class Measured:
 
 def read(path: Path) -> list[Measured]:
     """Read the steps of a metrics.jsonl, without the first one, which warms up."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [Measured.of_metrics(line) for line in lines if line["step"] > 1 and "seconds_step" in line]
 
 

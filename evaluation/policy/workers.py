@@ -251,5 +251,5 @@ async def _read(process: Process, worker: Worker, log: Path | None) -> dict[str,
 
 
 def _last_line(log: Path | None) -> str:
-    lines = [] if log is None else log.read_text(errors="replace").strip().splitlines()
+    lines = [] if log is None else log.read_text("utf-8", errors="replace").strip().splitlines()
     return lines[-1][:500].removeprefix("error: ") if lines else ""

@@ -78,13 +78,13 @@ def _write(plan: Plan, text: str, file: Path, directory: Path) -> tuple[Path, Pa
     """Write a job group and its volume, print how the job group differs from its file, and return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     files = directory / (file.name if file == CHECK else "jobgroup.yaml"), directory / VOLUME.name
-    files[0].write_text(text)
-    lines = VOLUME.read_text().splitlines()
+    files[0].write_text(text, "utf-8")
+    lines = VOLUME.read_text("utf-8").splitlines()
     size = f"size: {plan.volume}Gi"
-    files[1].write_text("\n".join(size if line.startswith("size:") else line for line in lines) + "\n")
+    files[1].write_text("\n".join(size if line.startswith("size:") else line for line in lines) + "\n", "utf-8")
     # Refuses what SkyPilot would ignore, such as a key that is there twice.
     spec.load(files[0])
-    _print_changes(file.read_text(), text, plan)
+    _print_changes(file.read_text(encoding="utf-8"), text, plan)
     if file != CHECK:
         _advise(plan)
     print(f"\nwritten: {files[0]} and {files[1]}", flush=True)
@@ -103,7 +103,7 @@ def _print_changes(before: str, after: str, plan: Plan) -> None:
             rows.setdefault(
                 (key.removeprefix(f"{job_group_text.ENVS}."), old.get((task, key), "-"), value, origin), []
             ).append(task)
-    size = str(yaml.safe_load(VOLUME.read_text())["size"])
+    size = str(yaml.safe_load(VOLUME.read_text("utf-8"))["size"])
     if gibibytes(size) != plan.volume:
         rows["size", size, f"{plan.volume}Gi", "derived"] = [VOLUME.name]
     lines = [[", ".join(tasks), *(cell.strip("'") or "''" for cell in row)] for row, tasks in rows.items()]
@@ -146,7 +146,7 @@ def _footprint(text: str) -> list[list[str]]:
 
 def _check_group(plan: Plan, options: Mapping[str, str]) -> str:
     """Return the job group that tries the cluster for a plan."""
-    before, written = CHECK.read_text(), job_group_text.values(plan.text)
+    before, written = CHECK.read_text("utf-8"), job_group_text.values(plan.text)
     images = " ".join({value.strip("'"): None for (_, key), value in written.items() if key == "resources.image_id"})
     changes = variables_of(spec.load(CHECK), {**options, "MODEL_NAME": plan.model.name, "CHECK_IMAGES": images})
     for name, task in CHECKS.items():

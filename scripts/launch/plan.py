@@ -98,7 +98,7 @@ def plan_of(
         preset: the settings that those of the options replace; with them go one trainer node, and as many rollout nodes
             as keep both tiers busy. None: the file's.
     """
-    before = file.read_text()
+    before = file.read_text(encoding="utf-8")
     written = job_group_text.values(before).get((Task.TRAINER, "envs.MODEL_NAME"), "")
     model = find_model(size.model or options.get("MODEL_NAME") or written)
     settings = {**(preset or {}), **options, "MODEL_NAME": model.name}
@@ -124,7 +124,7 @@ def plan_of(
         rollout=rollout,
         need=sizes.need,
         cautions=[*_left_behind(loaded)],
-        volume=max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text())["size"]))),
+        volume=max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text("utf-8"))["size"]))),
         text=job_group_text.edited(before, changes),
     )
 
@@ -278,7 +278,7 @@ def _loaded(group: spec.JobGroup, given: Mapping[str, str]) -> list[checks.Loade
 
 def _left_behind(loaded: Sequence[checks.Loaded]) -> Iterator[str]:
     """Yield a sentence for each model and file of this machine that SkyPilot does not upload."""
-    ignored = [line[1:] for line in (ROOT / ".skyignore").read_text().splitlines() if line.startswith("/")]
+    ignored = [line[1:] for line in (ROOT / ".skyignore").read_text("utf-8").splitlines() if line.startswith("/")]
     named: dict[str, str] = {}
     for _, _, settings in loaded:
         named |= {path: "MODEL_NAME" for path in [getattr(settings, "model_name", None)] if path}

@@ -87,7 +87,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             dag_utils.fill_default_config_in_dag_for_job_launch(group)
             group.validate()
         if request["launch"]:
-            claim = volumes.Volume.from_yaml_config(yaml.safe_load(Path(volume).read_text()))
+            claim = volumes.Volume.from_yaml_config(yaml.safe_load(Path(volume).read_text(encoding="utf-8")))
             claim.validate(skip_cloud_compatibility=True)
             sky.stream_and_get(volumes.apply(claim))
             job_ids, _ = sky.stream_and_get(jobs.launch(group, name=group.name))

@@ -19,9 +19,9 @@ def write_or_check(target: Path, text: str, module: str, arguments: Sequence[str
         arguments: the program's command line.
     """
     if "--check" not in arguments:
-        target.write_text(text)
+        target.write_text(text, encoding="utf-8")
         return 0
-    if target.exists() and target.read_text() == text:
+    if target.exists() and target.read_text(encoding="utf-8") == text:
         return 0
     sys.stderr.write(f"{target} is out of date; run: python -m {module}\n")
     return 1

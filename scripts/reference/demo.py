@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
     record = orjson.loads(RECORD.read_bytes())
     if "--check" not in arguments:
         draw(record)
-    return write_or_check(README, page(record, README.read_text()), "scripts.reference.demo", arguments)
+    return write_or_check(README, page(record, README.read_text("utf-8")), "scripts.reference.demo", arguments)
 
 
 if __name__ == "__main__":

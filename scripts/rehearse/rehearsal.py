@@ -153,7 +153,7 @@ class Rehearsal:
                 with self.refusals(stop_run=True):
                     has_all_rows = self._show_rows(Plan(run, loaded, is_dry_run=True, items_file=items))
                 if items.exists():
-                    prompts = [json.loads(line) for line in items.open()]
+                    prompts = [json.loads(line) for line in items.open(encoding="utf-8")]
                     self._check_lengths(settings, prompts)
                     tried = None
                     with self.refusals():
@@ -333,7 +333,7 @@ class Rehearsal:
         if error := directory.error_of(self.run_dir):
             self.change(f"the run failed: {error}")
         elif process.returncode and not self.changes:
-            lines = (self.folder / "output.txt").read_text().splitlines() or ["nothing"]
+            lines = (self.folder / "output.txt").read_text("utf-8").splitlines() or ["nothing"]
             self.change(f"the run ended with exit code {process.returncode}; it printed last: {lines[-1]}")
         self._read()
 
@@ -419,4 +419,4 @@ def _of(source: str) -> str:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines() if path.exists() else []
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []

@@ -83,7 +83,7 @@ def gpu_memory() -> int | None:
 def driver_version() -> str | None:
     """Return the version of NVIDIA's kernel driver, such as ``580.65.06``; None without a driver."""
     try:
-        match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", DRIVER_FILE.read_text())
+        match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", DRIVER_FILE.read_text(encoding="utf-8"))
     except OSError:
         match = None
     return match[1] if match else next(iter(_query("driver_version")), None)
@@ -212,7 +212,7 @@ four large processes: two ranks and two engines."""
 def host_memory() -> int:
     """Return the bytes of memory of this machine or, where it is less, of this container or of the pod's request."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    texts = [file.read_text().strip() for file in CGROUP_FILES if file.exists()]
+    texts = [file.read_text("utf-8").strip() for file in CGROUP_FILES if file.exists()]
     limits = [int(text) for text in (*texts, os.environ.get(POD_MEMORY_VARIABLE, "")) if text.isdecimal()]
     return min([whole, *filter(None, limits)])
 

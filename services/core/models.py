@@ -220,7 +220,7 @@ def model_file(model: str, name: str) -> Path:
 
 def _configured(model: str, named_by: str, field: str) -> int:
     try:
-        config: dict[str, Any] = json.loads(model_file(model, "config.json").read_text())
+        config: dict[str, Any] = json.loads(model_file(model, "config.json").read_text("utf-8"))
         # Multimodal models have a configuration for each modality.
         return int((config | (config.get("text_config") or {}))[field])
     except KeyError:

@@ -222,7 +222,7 @@ def _ancestors() -> Iterator[int]:
     pid = os.getppid()
     while pid > 0:
         yield pid
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             # The name in parentheses may have spaces; state and parent follow it.
             pid = int(file.read().rpartition(")")[2].split()[1])
 

@@ -33,9 +33,9 @@ def code_for_skypilot(code: int, counter: Path) -> int:
     """
     if code in _PASSED:
         return code
-    crashes = 1 + (int(counter.read_text()) if counter.exists() else 0)
+    crashes = 1 + (int(counter.read_text(encoding="utf-8")) if counter.exists() else 0)
     counter.parent.mkdir(parents=True, exist_ok=True)
-    counter.write_text(str(crashes))
+    counter.write_text(str(crashes), encoding="utf-8")
     if crashes <= CRASHES:
         print(f"crashed with exit code {code}: restart {crashes} of {CRASHES}", file=sys.stderr)
         return EXIT_RECOVERABLE

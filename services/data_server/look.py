@@ -60,7 +60,7 @@ def _look(settings: DataSettings, source: Source | None) -> dict[str, Any]:
 def _write_items(dataset: Dataset, path: Path) -> None:
     """Write a line for each prompt: its id, what a reward gets of the ground truth as its answer, and its tokens."""
     catalogue = dataset.catalogues[Split.TRAIN]
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         for place in range(len(catalogue)):
             if (prompt := catalogue.record(place)) is not None:
                 truth, row = prompt["ground_truth"], catalogue.row(place).get("row")

@@ -270,7 +270,7 @@ def _read_json(model: str, name: str) -> Config | None:
     path = Path(model) / name if Path(model).is_dir() else _fetch(model, name)
     if path is None or not path.is_file():
         return None
-    content: Config = json.loads(path.read_text())
+    content: Config = json.loads(path.read_text("utf-8"))
     return content
 
 

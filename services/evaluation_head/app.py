@@ -106,7 +106,7 @@ def create_app(settings: HeadSettings) -> FastAPI:
 def add_dashboard(app: FastAPI, head: Head) -> None:
     """Add the page and ``/ws`` to an application made with ``public=PUBLIC``."""
     token = head.settings.token
-    page = (STATIC / "dashboard.html").read_text()
+    page = (STATIC / "dashboard.html").read_text("utf-8")
     page = page.replace('data-asks-token="false"', f'data-asks-token="{str(token is not None).lower()}"')
 
     @app.get("/", include_in_schema=False)

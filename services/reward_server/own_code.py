@@ -83,7 +83,7 @@ def _load(settings: RewardSettings, source: str) -> None:
         raise pool.refusal(settings.reward_fn, worker.reason(error)) from error
     if len(sys.argv) == 1:
         return
-    with open(sys.argv[1]) as file:
+    with open(sys.argv[1], encoding="utf-8") as file:
         items = (entry for entry in map(json.loads, file) if entry[1].pop("source", "") == source)
         if any(function.name == "code" for function in settings.functions):
             _check_tests(items)
@@ -138,7 +138,7 @@ async def _try_answers(settings: RewardSettings, file: Path, form: str) -> dict[
     from services.reward_server.app import Rewards
 
     items: defaultdict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
-    with file.open() as lines:
+    with file.open(encoding="utf-8") as lines:
         for prompt_id, item, *_ in map(json.loads, lines):
             items[item.get("source", "")].append((prompt_id, item))
     rewards, sources = Rewards(settings, CHECK_SECONDS), settings.by_source()

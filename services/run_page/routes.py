@@ -129,7 +129,7 @@ def _add_steps(app: FastAPI, runs: Callable[[], list[RunDirectory]]) -> None:
 def _add_page(app: FastAPI, *, asks_token: bool) -> None:
     # A browser would otherwise find the modules one import after another.
     preloads = "".join(f'<link rel="modulepreload" href="static/{name}">' for name in FILES if name.endswith(".js"))
-    page = (STATIC / "page.html").read_text().replace("</head>", f"{preloads}</head>")
+    page = (STATIC / "page.html").read_text("utf-8").replace("</head>", f"{preloads}</head>")
     if asks_token:
         page = page.replace('data-asks-token="false"', 'data-asks-token="true"')
 

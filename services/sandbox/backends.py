@@ -146,7 +146,7 @@ class Interpreter:
             modules / "path.pth": "".join(f"{name}\n" for name in path),
         }
         for file, text in texts.items():
-            file.write_text(text)
+            file.write_text(text, "utf-8")
             file.chmod(0o644)
         # Whatever the umask of this process is.
         for below, _, _ in os.walk(made):

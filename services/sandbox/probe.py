@@ -166,7 +166,7 @@ def _targets() -> Iterator[tuple[int, int, str, list[str]]]:
     with tempfile.TemporaryDirectory(prefix="grpo-canary-") as folder, socket.create_server(("127.0.0.1", 0)) as server:
         shared = [f"{place}/{Path(folder).name}-new" for place in ("/tmp", "/dev/shm")]
         for name in ("canary", "canary2"):
-            Path(folder, name).write_text("secret")
+            Path(folder, name).write_text("secret", encoding="utf-8")
         os.chmod(folder, 0o777)  # so that file modes keep nothing from the attack
         yield os.getpid(), server.getsockname()[1], folder, shared
         for name in shared:

@@ -101,7 +101,9 @@ def _listed(path: str) -> list[str]:
 
 
 def _read(path: str) -> str:
-    with open(path, errors="replace", opener=lambda name, flags: os.open(name, flags, dir_fd=_PROC)) as file:
+    with open(
+        path, encoding="utf-8", errors="replace", opener=lambda name, flags: os.open(name, flags, dir_fd=_PROC)
+    ) as file:
         return file.read()
 
 

@@ -405,7 +405,7 @@ def _names_in_files(model_name: str) -> set[str] | None:
         if file == SAFE_WEIGHTS_NAME:
             with safe_open(path, framework="pt") as opened:
                 return set(opened.keys())
-        return set(json.loads(Path(path).read_text())["weight_map"])
+        return set(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"])
     return None
 
 

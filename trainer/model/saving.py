@@ -132,7 +132,7 @@ def write_adapter(policy: Policy, state: dict[str, Tensor], directory: Path) -> 
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         save_file(state, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-        (directory / CONFIG_FILE).write_text(json.dumps(policy.adapter_config(), indent=2))
+        (directory / CONFIG_FILE).write_text(json.dumps(policy.adapter_config(), indent=2), "utf-8")
         follow_umask(directory, CONFIG_FILE)
 
 

@@ -88,7 +88,7 @@ def read_adapter(directory: Path, architecture: Architecture, device: torch.devi
         WeightsError: the directory cannot be read, or its adapter does not fit the model.
     """
     try:
-        config = json.loads((directory / CONFIG_FILE).read_text())
+        config = json.loads((directory / CONFIG_FILE).read_text("utf-8"))
         tensors = load_file(directory / WEIGHTS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise WeightsError(f"{directory} has no LoRA adapter that can be read: {error}") from error

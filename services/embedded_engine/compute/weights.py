@@ -248,7 +248,7 @@ def _files(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise WeightsError(f"{index} is not an index of tensors: {error!r}") from error
         files = [directory / name for name in names]
