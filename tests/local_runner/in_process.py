@@ -14,6 +14,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,6 +64,7 @@ def _code(end: SystemExit) -> int:
 def _as_a_process(env: Mapping[str, str], arguments: list[str]) -> Iterator[None]:
     """Have the variables, arguments and import path of a process; leave no module of its directory and no logging."""
     here, before = Path.cwd(), set(sys.modules)
+    forkserver.ensure_running()  # which stays, and must not have the variables below
     root = logging.getLogger()
     handlers, level, events = root.handlers[:], root.level, structlog.get_config()
     changes = (

@@ -58,12 +58,11 @@ def run_on_ranks(world_size: int, job: Callable[..., Any], *arguments: Any) -> l
 
 def _started(world_size: int, gpus: str | None) -> Pool:
     variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    # The server has the environment of the first use.
     variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     pool: Pool = []
     for rank in range(world_size):
         here, there = _CONTEXT.Pipe()
-        own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        own = {**os.environ, **variables} | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         process = _CONTEXT.Process(target=_rank, args=(there, own), daemon=True)
         process.start()
         there.close()
@@ -83,7 +82,9 @@ def _receive(rank: int, pipe: Connection, deadline: float) -> dict[str, Any]:
 
 def _rank(pipe: Connection, variables: dict[str, str]) -> None:
     """Run jobs until one fails, or the other end of the pipe is closed."""
-    os.environ |= variables
+    # The server may have been started by a test that had variables of its own.
+    os.environ.clear()
+    os.environ.update(variables)
     try:
         with join_ranks() as ranks:
             before = _state()
