@@ -30,8 +30,8 @@ import signal, sys, time
 from pathlib import Path
 
 def stop(number, frame):
-    Path("asked").touch()
     signal.signal(number, lambda number, frame: sys.exit(Path("told again").touch()))
+    Path("asked").touch()
 
 signal.signal(signal.SIGINT, stop)
 Path("started").touch()
