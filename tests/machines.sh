@@ -36,7 +36,7 @@ room() {
     user)
       id grpo-tests > /dev/null 2>&1 || useradd --home-dir "$rooms/home" --shell /bin/bash grpo-tests
       chown -R grpo-tests "$rooms/home"
-      run=(runuser -u grpo-tests -- env HOME="$rooms/home" "${run[@]}")
+      run=(runuser -u grpo-tests -- env HOME="$rooms/home" PATH=/usr/local/bin:/usr/bin:/bin "${run[@]}")
       git config --global --get-all safe.directory | grep -qx "$folder" || git config --global --add safe.directory "$folder"
       clone "$folder" /usr/bin/python3
       chown -R grpo-tests "$rooms/home"

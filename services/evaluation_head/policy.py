@@ -164,9 +164,12 @@ class LanguagePolicy(Policy):
         try:
             async with asyncio.TaskGroup() as group:
                 answers = [group.create_task(self._answer(conversation, logprobs)) for conversation in conversations]
-        except* (PolicyFailedError, StatesRefusedError) as errors:
-            # The first error is the reason; the other conversations were cancelled with it.
-            raise errors.exceptions[0] from None
+        except ExceptionGroup as errors:
+            # The first error is the reason; the other conversations were cancelled with it. Not by except*, in which
+            # Python 3.11.2 wraps what is raised.
+            if isinstance(errors.exceptions[0], PolicyFailedError | StatesRefusedError):
+                raise errors.exceptions[0] from None
+            raise
         finally:
             self._waiting -= len(states)
         return [answer.result() for answer in answers]

@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol, cast
@@ -85,10 +86,19 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
 
+def _member(kind: type[Enum], name: str) -> Enum:
+    """Return the member of an enumeration, as which Python before 3.11.4 writes it: by ``getattr``."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"it has an attribute of {kind!r}, which no checkpoint has")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NAMES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has")
 
 

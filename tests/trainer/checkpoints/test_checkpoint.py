@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -9,13 +10,14 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import structlog
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata, MetadataIndex
 
 from services.core.errors import ConfigurationError
 from tests.tolerance import both_types
@@ -25,7 +27,7 @@ from tests.trainer.rank_jobs import Arrays, make_learner, resume_and_train, run_
 from tests.trainer.tiny import FAMILIES, random_groups, save_model
 from tests.waiting import IDLE_SECONDS
 from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import CheckpointStore, write_manifest
+from trainer.checkpoints.checkpoint import CheckpointStore, _Unpickler, write_manifest
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import UnbiasedRounding
 
@@ -373,3 +375,28 @@ def test_the_checksums_of_a_checkpoints_files_are_computed_at_the_same_time(
     saved, shards[:] = list(shards), []
     resume_and_train(alone, model, tmp_path, GROUPS, 1)
     assert len(set(saved)) == len(set(shards)) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "is_member"),
+    [
+        (_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT", True),
+        (_MEM_FORMAT_ENCODING, "mro", False),
+        (Metadata, "__init__", False),
+    ],
+)
+def test_metadata_name_members_of_enumerations_as_any_python_writes_them(
+    kind: type, name: str, is_member: bool
+) -> None:
+    """Python before 3.11.4 writes a member as a call of ``getattr``."""
+
+    class Named:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, (kind, name)
+
+    read = _Unpickler(io.BytesIO(pickle.dumps(Named()))).load
+    if is_member:
+        assert read() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    else:
+        with pytest.raises((pickle.UnpicklingError, KeyError)):
+            read()
