@@ -13,7 +13,7 @@ from services.http.problems import ProblemError
 
 _UNWRITTEN = ("function_call", "audio", "refusal")
 """Members of OpenAI's messages that no chat template writes."""
-_BILLING = re.compile(r"^x-anthropic-billing-header:(?:[^\S\n]*[\w.-]+=[^;\s]*(?:;|$))*+[^\S\n]*\n?", re.MULTILINE)
+_BILLING = re.compile(r"^x-anthropic-billing-header:(?:[^\S\n]*[\w.-]+=[^;\s]*(?:;|$))*[^\S\n]*\n?", re.MULTILINE)
 """The line of the system prompt in which Claude Code describes itself to Anthropic. It has another hash in every
 request, so that no request would continue the conversation before it."""
 

@@ -31,7 +31,7 @@ MAX_DEPTH = 48
 levels at most."""
 _MARKER = re.compile(r"</?think>|<tool_call>")
 _BEGINNING = re.compile(r"\s*+(?=\{)")
-_PART = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{}<\\]', re.DOTALL)
+_PART = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*"?|[{}<\\]', re.DOTALL)
 """Strings and braces of JSON, and two characters that JSON has in strings only."""
 _END = re.compile(r"\s*+(?:</tool_call>|\Z)")
 

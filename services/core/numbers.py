@@ -39,7 +39,7 @@ _PLAIN = {code - 0x20 + 0xFF00: chr(code) for code in map(ord, "0123456789.,/%+"
 _DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}|\d{1,3}(?: \d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
     rf"""
-    (?P<before>(?:[A-Za-z][A-Za-z']++[ ,]*+)*+:?)       # words such as "about", or "Answer:"
+    (?P<before>(?:[A-Za-z][A-Za-z']++[ ,]*+)*:?)       # words such as "about", or "Answer:"
     \s*(?P<sign>[-+]?)\s*\$?\s*(?P<inner_sign>[-+]?)
     (?:
         (?P<whole>\d{{1,3}}(?:,\d{{3}})+|\d+)\s+(?P<part>\d+)\s?/\s?(?P<parts>\d+)      # a mixed number
@@ -78,7 +78,7 @@ _OPERATOR_NAMES = (
 _OPERATORS = frozenset(_OPERATOR_NAMES.split())
 # The left side of an equation that only names the right side: f(2), \\angle ABC, the total; not 3x, x + y, \\sqrt{x}.
 _NAME = re.compile(
-    r"(?!\s*\\sqrt)(?:\s*+\\?[A-Za-z][A-Za-z']*+)++\s*+(?:_\w|_\{[^{}]{1,20}\}|\{[A-Za-z]+\}|\([^()]{0,20}\))*+\s*+:?"
+    r"(?!\s*\\sqrt)(?:\s*+\\?[A-Za-z][A-Za-z']*+)+\s*+(?:_\w|_\{[^{}]{1,20}\}|\{[A-Za-z]+\}|\([^()]{0,20}\))*\s*+:?"
 )
 _SOLUTIONS = re.compile(r"\b([A-Za-z])\s*=[^=]{1,50}(?:[,;]|\bor\b|\band\b)\s*\1\s*=")
 _TIME = re.compile(r"\s*(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*(?:([aApP])\.?\s*[mM]\.?)?[\s.]*")

@@ -20,7 +20,7 @@ MAX_DEPTH = 64
 """Our deepest record has about ten levels; orjson itself refuses to write more than 254."""
 
 # Possessive quantifiers make this linear on any input; an unterminated string takes the rest.
-_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*"?', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 

@@ -31,7 +31,7 @@ from services.reward_server.settings import RewardSettings
 Messages = list[dict[str, str]]
 
 YES_OR_NO = ("no", "yes")
-_MARKS = re.compile(r"</?judged_answer\b(?:[^<>]*+>)?+|<\|[^|\s]*\|>|<(?:start|end)_of_turn>|\[/?INST\]")
+_MARKS = re.compile(r"</?judged_answer\b(?:[^<>]*+>)?|<\|[^|\s]*\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 _REASONING_END = "</think>"
 MAX_CHARACTERS = 20_000
 """Longer answers are cut in the middle; a note in the text says so."""
