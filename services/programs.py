@@ -132,9 +132,10 @@ class Program:
                 await process.wait()
             finally:
                 await end_group(process, TERM_SECONDS, whole=True)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(ORPHANS_SECONDS):
-                        await asyncio.gather(*(output.ended.wait() for output in (answer, errors, reward)))
+                ends = [asyncio.create_task(output.ended.wait()) for output in (answer, errors, reward)]
+                # Not asyncio.timeout, which Python 3.11.2 takes for the cancellation that has led here.
+                for end in (await asyncio.wait(ends, timeout=ORPHANS_SECONDS))[1]:
+                    end.cancel()
                 example.output = _ending(f"{answer.text.rstrip()}\n{errors.text}")
         assert process.returncode is not None
         return process.returncode, answer.text, reward.text

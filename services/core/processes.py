@@ -85,15 +85,14 @@ async def end_group(process: asyncio.subprocess.Process, grace_seconds: float, *
     """
     try:
         if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, TimeoutError):
-                async with asyncio.timeout(grace_seconds):
-                    if whole:
-                        signal_group(process.pid, signal.SIGTERM)
-                        while signal_group(process.pid, 0):  # noqa: ASYNC110  # nothing tells of the end of a group
-                            await asyncio.sleep(POLL_SECONDS)
-                    else:
-                        process.terminate()
-                        await process.wait()
+            # Not asyncio.timeout, which Python 3.11.2 takes for a cancellation of this task that came before.
+            deadline = time.monotonic() + grace_seconds
+            with contextlib.suppress(ProcessLookupError):
+                signal_group(process.pid, signal.SIGTERM) if whole else process.terminate()
+            while signal_group(process.pid, 0) if whole else process.returncode is None:
+                if time.monotonic() >= deadline:
+                    break
+                await asyncio.sleep(POLL_SECONDS)
     finally:
         signal_group(process.pid, signal.SIGKILL)
 
