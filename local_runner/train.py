@@ -29,8 +29,8 @@ REFUSAL = "error: "
 """The beginning of the line in which the local runner refuses a setting."""
 GRPO = (sys.executable, "-P", str(ROOT / "scripts/grpo.py"))
 """The command line, which works wherever this module is installed."""
-SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
-"""The names of variables that are secrets on a cluster."""
+SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|AUTHORIZATION)$", re.IGNORECASE)
+"""The names of variables that are secrets; equal to that of services.core.settings, which this module cannot import."""
 RECORD = "runner.json"
 """The file of a run directory in which the local runner records how the run ended."""
 

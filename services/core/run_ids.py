@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
-"""What a run may be named: it is the name of a directory, and an argument of commands."""
+"""The pattern of a run's name, which is that of a directory and an argument of commands."""
 UNDER_WAY_SECONDS = 24 * 3600
 """A run that has written nothing for this long is over. A step, or a wait for nodes, may take hours."""
 ENDED = ("succeeded", "interrupted")

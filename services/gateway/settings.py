@@ -16,7 +16,7 @@ class GatewaySettings(ModelSettings, TemplateSettings, ContextSettings):
     """Where the sessions are kept, on a disk of this machine; default `gateway` in the run directory. Of several nodes,
     all but the first append their rank: `gateway-1`. [advanced]"""
     forced_tool_calls: Literal["refuse", "auto"] = "refuse"
-    """What happens to a request that forces a tool call (`tool_choice` is `required`, `any` or a tool) or bounds a turn
+    """Treatment of a request that forces a tool call (`tool_choice` is `required`, `any` or a tool) or bounds a turn
     to one (`parallel_tool_calls` is false), because engines cannot promise it: `refuse` answers 400; `auto` lets the
     model choose, for libraries that take any answer."""
 

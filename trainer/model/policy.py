@@ -136,7 +136,7 @@ class Policy(nn.Module):
         self.value_head: ValueHead | None = None
         """The critic's head on the policy's model; ``load_policy`` sets it for CRITIC=shared."""
         self.masters = Masters()
-        """Those of the trained weights; ``load_policy`` sets them if the weights are rounded."""
+        """The float32 masters of the trained weights; ``load_policy`` sets them if the weights are rounded."""
 
     def forward(
         self, batch: MicroBatch, temperature: float | None = None, lessons: Sequence[Lesson] = ()

@@ -1,4 +1,4 @@
-"""What agents that nobody here wrote send: it is obeyed, ignored and counted, or refused by the field's name."""
+"""Requests of agents from elsewhere: each field is obeyed, ignored and counted, or refused by its name."""
 
 from __future__ import annotations
 
