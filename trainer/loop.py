@@ -73,10 +73,12 @@ class TrainingLoop:
         self.objective = Objective(self.settings, self.state.role_baselines)
         self.schedule = self.settings.schedule
         thread, writer = self.services.thread, rank_calls.writer
+        on_all_ranks = self.on_all_ranks = rank_calls.on_all_ranks
+        self.learner = rank_calls.learner
         self.publisher = Publisher(
-            self.settings, thread, writer, rank_calls.write_policy, rank_calls.release_shared_version
+            self.settings, thread, writer, on_all_ranks(writer.write), on_all_ranks(writer.release)
         )
-        self.probe = Probe(self.publisher, rank_calls.learner.policy, rank_calls.logprobs)
+        self.probe = Probe(self.publisher, self.learner.policy, on_all_ranks(self.learner.logprobs))
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.rank_calls, self.state)
         self.profile = StepProfile(self.settings, rank_calls.ranks.device, self.services)
         self.computation = computation(rank_calls.learner.policy, rank_calls.ranks)
@@ -97,7 +99,7 @@ class TrainingLoop:
             if self.settings.needs_engines:
                 self.enter("publish", "writing the first policy version")
                 # The version is written before the wait for workers, because an engine that starts may wait for it.
-                self.rank_calls.write_policy(self.state.policy_version)
+                self.on_all_ranks(self.rank_calls.writer.write)(self.state.policy_version)
                 self.services.wait_for_workers()
                 self.publish(Batch(self.objective))
             if self.state.step == 0:
@@ -230,17 +232,18 @@ class TrainingLoop:
         if batch.replayed:
             make = self.objective.training_group
             replayed = [make(s.group, weight=s.weight, is_replayed=True) for s in batch.replayed]
-            kept = within_kl(replayed, self.rank_calls.logprobs(replayed), settings.replay_max_kl)
+            kept = within_kl(replayed, self.on_all_ranks(self.learner.logprobs)(replayed), settings.replay_max_kl)
             batch.counts |= {"replay_groups": len(kept), "replay_groups_left_out": len(replayed) - len(kept)}
             groups += kept
         self.enter("train", "computing advantages")
         reference = values = None
         if settings.kl_in_reward:
             self.enter("reference", "computing the reference's log-probabilities")
-            reference = self.rank_calls.reference_logprobs(groups)
+            reference = self.on_all_ranks(self.learner.reference_logprobs)(groups)
         if settings.has_critic:
             self.enter("values", "computing the critic's values")
-            values = self.rank_calls.values(groups)
+            assert self.rank_calls.critic is not None
+            values = self.on_all_ranks(self.rank_calls.critic.values)(groups)
         groups = self.objective.with_advantages(groups, reference, values)
         batch.counts |= critic_metrics(groups) if settings.has_critic else self.objective.metrics
         return groups
@@ -265,7 +268,7 @@ class TrainingLoop:
             return groups
         self.enter("teach", "computing the teachers' log-probabilities")
         whole = [TrainingGroup(g.prompt_ids, g.sequences, g.group_id, source=g.prompt.source) for g in new]
-        scores = zip(new, self.rank_calls.teacher_logprobs(whole), strict=True)
+        scores = zip(new, self.on_all_ranks(self.learner.teacher_logprobs)(whole), strict=True)
         scored = {id(group): with_teacher(group, numbers) for group, numbers in scores if numbers is not None}
         return [scored.get(id(group), group) for group in groups]
 
@@ -275,10 +278,10 @@ class TrainingLoop:
         The update skips some of the groups.
         """
         if self.state.step % ENTROPY_EVERY == 0 and self.settings.method is Method.RL:
-            entropy = self.rank_calls.mean_entropy(batch.prepared(batch.scored))
+            entropy = self.on_all_ranks(self.learner.mean_entropy)(batch.prepared(batch.scored))
             batch.counts |= {} if entropy is None else {"entropy_all": entropy}
             if self.settings.teacher_models:
-                overlap = self.rank_calls.teacher_overlap(batch.prepared(batch.groups), OVERLAP_K)
+                overlap = self.on_all_ranks(self.learner.teacher_overlap)(batch.prepared(batch.groups), OVERLAP_K)
                 batch.counts |= {} if overlap is None else {"teacher_overlap": overlap}
 
     @property
@@ -293,7 +296,7 @@ class TrainingLoop:
         Raises:
             TrainingDivergedError: no update of the step was finite, nor of the steps before it.
         """
-        result = self.rank_calls.update(groups, self.state.step, self.position)
+        result = self.on_all_ranks(self.rank_calls.update)(groups, self.state.step, self.position)
         if result.skipped:
             log.warning("update skipped: loss or gradient not finite", step=self.state.step + 1, **result.metrics)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.is_without_effect else 0
@@ -312,11 +315,18 @@ class TrainingLoop:
         way = f" over the shared volume, because no broadcast works: {self.publisher.refusal}"
         way = way if self.publisher.refusal else ""
         self.enter("publish", f"publishing policy version {version} to the rollout workers{way}")
-        self.rank_calls.leave_gpu()  # for engines that wake for the version and take their memory back
+        self.on_all_ranks(
+            self.rank_calls.leave_gpu
+        )()  # for engines that wake for the version and take their memory back
         metrics = self.publisher.publish(version) | self.probe.check(batch.prepared(batch.groups))
-        self.rank_calls.leave_gpu()  # the probe has gathered the parameters
+        self.leave_gpu()  # the probe has gathered the parameters
         self.status.policy_version = version
         return metrics
+
+    def leave_gpu(self) -> None:
+        """With ENGINE_SLEEPS, free GPU memory that the next step does not need; engines on the same GPUs take it."""
+        if self.settings.engine_sleeps:
+            self.on_all_ranks(self.rank_calls.leave_gpu)()
 
     def evaluate(self, *, is_last: bool = False) -> dict[str, float]:
         """Evaluate on held-out prompts, note the accuracy in the state, and return the metrics of it.

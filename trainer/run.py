@@ -154,7 +154,9 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         status.step, status.state, status.total_steps = state.step, state, learner.total_steps
         with rank_calls.leading():
             assert policy.description is not None, "rank 0 has it"
-            check_endpoints(services.teachers.values(), policy.description.tokenizer, rank_calls.logprobs)
+            check_endpoints(
+                services.teachers.values(), policy.description.tokenizer, rank_calls.on_all_ranks(learner.logprobs)
+            )
             _drive(settings, services, rank_calls, status, data, room)
 
 
@@ -235,7 +237,7 @@ def _drive(
                 settings, services, rank_calls, files, status, state, rank_calls.learner.total_steps, prompts
             ).run()
             status.begin("save", "saving the model")
-            rank_calls.save_model()
+            rank_calls.on_all_ranks(rank_calls.save_model)()
         except Exception as error:
             _write_summary(files, _summary(settings, rank_calls, state, data, error))
             raise

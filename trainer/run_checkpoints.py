@@ -50,6 +50,7 @@ class RunCheckpoints:
 
     def __post_init__(self) -> None:
         self.started = time.monotonic() - self.state.seconds
+        self.on_all_ranks = self.rank_calls.on_all_ranks
 
     def save(self, *, wait: bool = False, snapshot_seconds: float | None = None) -> None:
         """Start a checkpoint of the last completed step, together with the replay buffer's contents.
@@ -68,7 +69,7 @@ class RunCheckpoints:
             state.replay_snapshot = None
         self.note_seconds()
         state.random_state = torch.get_rng_state().tolist()
-        self.rank_calls.save_checkpoint(state.model_copy(deep=True), wait=wait)
+        self.on_all_ranks(self.rank_calls.save_checkpoint)(state.model_copy(deep=True), wait=wait)
         log.info("checkpoint", step=state.step, directory=str(self.settings.checkpoint_dir))
 
     def note_seconds(self) -> None:
@@ -77,7 +78,7 @@ class RunCheckpoints:
 
     def poll(self) -> None:
         """Put a checkpoint in place that has been written meanwhile, and delete the snapshots of removed ones."""
-        self.rank_calls.poll_checkpoint()
+        self.on_all_ranks(self.rank_calls.checkpoints.poll)()
         self._forget_snapshots()
 
     def _forget_snapshots(self, deadline: float | None = None) -> None:
@@ -100,7 +101,7 @@ class RunCheckpoints:
         is_full = isinstance(error, DiskFullError) or not is_recorded
         try:
             if is_full or self.rank_calls.checkpoints.saved_step == self.state.step:
-                self.rank_calls.finish_checkpoint()
+                self.on_all_ranks(self.rank_calls.checkpoints.finish)()
             elif self.state.step:
                 self.save(wait=True, snapshot_seconds=LEAVE_SNAPSHOT_SECONDS)
                 self._forget_snapshots(LEAVE_SNAPSHOT_SECONDS)

@@ -296,18 +296,17 @@ def hear_groups(ranks: Ranks, groups: list[TrainingGroup]) -> list[list[Training
     """Have rank 0 call ``values`` with groups and with none, and return what it is called with on this rank."""
     heard: list[list[TrainingGroup]] = []
 
-    class Hearing(RankCalls):
-        def values(self, groups: Sequence[TrainingGroup]) -> list[PerToken]:
-            self._send_call("values", groups=groups)
+    class Hearing:
+        def values(self, groups: Sequence[TrainingGroup]) -> None:
             heard.append(list(groups))
-            return []
 
     unused: Any = None
-    rank_calls = Hearing(unused, ranks, unused, unused, unused, unused)
+    hearing: Any = Hearing()
+    rank_calls = RankCalls(unused, ranks, hearing, unused, unused, unused)
     if ranks.is_main:
         with rank_calls.leading():
-            rank_calls.values(groups)
-            rank_calls.values([])
+            rank_calls.on_all_ranks(hearing.values)(groups)
+            rank_calls.on_all_ranks(hearing.values)([])
     else:
         rank_calls.follow()
     return heard

@@ -94,7 +94,8 @@ class Steps:
         rank_calls = MagicMock()
         rank_calls.ranks = MagicMock(world_size=1, device=torch.device("cpu"), **{"mesh.ndim": 1})
         rank_calls.update.return_value = UpdateResult()
-        rank_calls.mean_entropy.return_value = 1.5
+        rank_calls.on_all_ranks = lambda method: method
+        rank_calls.learner.mean_entropy.return_value = 1.5
         self.rank_calls = rank_calls
         self.files = MagicMock()
         fingerprint = Fingerprint(model="test", weights="1a", tokenizer="2b", dataset="test", data={})
@@ -263,12 +264,14 @@ def test_every_tenth_step_has_the_entropy_over_all_groups_made(services: Service
         steps.next()
         found.append(steps.metrics.get("entropy_all"))
     assert found == [1.5, *[None] * 9, 1.5]
-    first, _ = (call.args[0] for call in steps.rank_calls.mean_entropy.call_args_list)
+    first, _ = (call.args[0] for call in steps.rank_calls.learner.mean_entropy.call_args_list)
     assert [group.group_id.rsplit("-", 1)[1] for group in first] == ["0", "1", "2", "3", "4"]
     services.replay.routes["POST /queue/lease"] = leases(*([position] for position in range(8)))
     steps = services.steps(**QUEUE, dynamic_sampling_tries=1)
     assert steps.next() == [4, 5, 6, 7]
-    assert [group.group_id for group in steps.rank_calls.mean_entropy.call_args.args[0]] == [f"g{i}" for i in range(8)]
+    assert [group.group_id for group in steps.rank_calls.learner.mean_entropy.call_args.args[0]] == [
+        f"g{i}" for i in range(8)
+    ]
 
 
 # How old groups may be
