@@ -15,8 +15,7 @@ from local_runner import directory
 from local_runner.progress import GrowingFile, failed, new_steps
 from services.core.endpoints import Task
 from services.core.files import read_object, read_records
-from trainer.config.changes import NOT_SETTINGS
-from trainer.reporting.group_records import GroupRecords
+from trainer.reporting.group_records import NOT_SETTINGS, GroupRecords
 
 LIMITS = "links between components are not cut, because that needs root and network namespaces"
 

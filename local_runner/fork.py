@@ -33,7 +33,7 @@ from services.core.errors import ConfigurationError
 from services.core.files import read_from, read_object, read_records, remove_directory, saved_steps, write_json
 from services.core.run_ids import RUN_ID
 from services.core.settings import SECRET
-from services.run_page.directory import CHANGES, FORK
+from services.run_page.directory import FORK
 
 LAUNCH = "launch.json"
 """The file of a run directory with the command line that started the run."""
@@ -152,12 +152,7 @@ class Fork:
             return settings
 
     def parts(self) -> Iterator[Part]:
-        """Yield the files that the new run takes over: all that a run resumes from, and its records up to the start.
-
-        Settings that changed up to the fork's step hold in the steps that are run again, too.
-        """
-        if changes := _lines(self.parent / CHANGES, self.at):
-            yield _part(CHANGES, changes)
+        """Yield the files that the new run takes over: all that a run resumes from, and its records up to the start."""
         if not self.start:
             return
         steps = [step for step in saved_steps(self.parent / "groups") if step <= self.start]
@@ -210,16 +205,8 @@ class Fork:
             (hidden / part.path).parent.mkdir(parents=True, exist_ok=True)
             part.write(hidden / part.path)
         hidden.mkdir(exist_ok=True)
-        self._replace(hidden / CHANGES, {change.partition("=")[0].lower() for change in changes})
         write_json(hidden / FORK, {"parent": self.parent.name, "at": self.at, "changes": [*map(_recorded, changes)]})
         hidden.rename(self.new)
-
-    def _replace(self, record: Path, names: set[str]) -> None:
-        """Have the settings in ``names`` that had changed while the parent ran return to their values at the start."""
-        lines = _lines(record, self.at)
-        if resets := sorted(names.intersection(name for line in lines for name in line["values"])):
-            end = {"step": self.at + 1, "request": f"fork of {self.parent.name}", "values": {}, "launched": {}}
-            _part(CHANGES, [*lines, end | {"resets": resets}]).write(record)
 
     def train_up_to(self, command: list[str], where: Path) -> None:
         """Run the new run with the old settings until it has a checkpoint of the step, from which it is to go on.

@@ -25,7 +25,7 @@ from local_runner.summary import outcome_rows, reward_change
 from local_runner.supervisor import State
 from local_runner.view import STYLES, duration
 from services.core.files import read_object
-from services.run_page.directory import first_and_last, first_failure, read_changes
+from services.run_page.directory import first_and_last, first_failure
 
 RECENT_STEPS = 5
 NOT_ASKED = "without /health"
@@ -119,9 +119,6 @@ def _figures(run_dir: Path, trainer: TrainerStatus | None, *, is_running: bool) 
             mean = statistics.fmean(step.seconds.get("step", 0.0) for step in steps[-RECENT_STEPS:])
             left = f", {duration(mean * (total - last))} left" if total else ""
             rows.append(("a step", f"{duration(mean)}{left}"))
-    records = read_changes(run_dir)
-    if changes := [f"{n.upper()}={x} from step {line['step']}" for line in records for n, x in line["values"].items()]:
-        rows.append(("changed", ", ".join(changes)))
     if not is_running:
         rows += outcome_rows(read_object(run_dir / OUTCOME), read_object(run_dir / "summary.json"))
     if failure := first_failure(run_dir):

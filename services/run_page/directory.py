@@ -21,8 +21,6 @@ AVERAGED_STEPS = 3
 """Most steps at the start and at the end over which rewards are averaged."""
 FORK = "fork.json"
 """The file of a run directory with the run that it was forked from."""
-CHANGES = "changes.jsonl"
-"""The file of a run directory with the settings that changed while the run ran, and the steps from which they hold."""
 FIRST_FAILURE = "first_failure.txt"
 """The file of a run directory with the first failure of the user's own code: its reason, the error and its place."""
 
@@ -51,8 +49,7 @@ class RunOverview:
 
     ``written`` is the time of the last line of metrics.jsonl, in seconds since 1970; None before the first. ``damaged``
     says which files could not be read, and why; ``first_failure`` is the content of FIRST_FAILURE. ``fork`` is that of
-    FORK: the parent's name, the step and the changed settings; empty for a run that is no fork. ``changes`` are the
-    records of CHANGES.
+    FORK: the parent's name, the step and the changed settings; empty for a run that is no fork.
     """
 
     name: str
@@ -63,7 +60,6 @@ class RunOverview:
     damaged: list[str]
     first_failure: str
     fork: dict[str, Any]
-    changes: list[dict[str, Any]]
 
 
 @dataclass
@@ -104,7 +100,6 @@ class RunDirectory:
             damaged=damaged,
             first_failure=first_failure(self.path),
             fork=read(FORK),
-            changes=read_changes(self.path),
         )
 
     def _written(self) -> float | None:
@@ -164,12 +159,6 @@ def _shortest_name(path: Path, among: list[Path]) -> str:
 def is_run(path: Path) -> bool:
     """Return whether ``path`` is a run's directory, also of a run that failed before its first step."""
     return path.is_dir() and any((path / mark).exists() for mark in MARKS)
-
-
-def read_changes(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's changed settings: the first ``step`` for which the ``values`` hold, in order."""
-    lines = read_lines(run_dir / CHANGES, Position(), RECORDS_A_REPLY).lines
-    return [record for line in lines if (record := parse(line)) is not None]
 
 
 def first_failure(run_dir: Path, since: float = 0.0) -> str:
