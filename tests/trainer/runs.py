@@ -111,6 +111,9 @@ class Outside:
         if not self.steps:
             self.first.append(f"write {version}")
 
+    def release(self) -> None:
+        pass
+
     def is_on_volume(self, version: int) -> bool:
         return version == 0 or version in self.writes
 
