@@ -29,6 +29,7 @@ from services.core.endpoints import COLOCATE_VARIABLE, Task, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.files import check_model, check_model_directory, read_object
 from services.core.machine import VISIBLE_GPUS_VARIABLE
+from services.core.removed import removed_among
 from services.core.settings import Method, Settings
 from services.core.sources import Source
 from services.data_server.settings import DataSettings, check_file, named_files
@@ -124,6 +125,8 @@ def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str,
     Raises:
         ConfigurationError: no component reads a variable; the message has the nearest name.
     """
+    if sentences := removed_among((*options, *files)):
+        raise ConfigurationError("; ".join(sentences))
     readers = tasks_by_variable()
     tasks = {component for task in group.tasks for component in task.components}
     declared = {name for task in group.tasks for name in task.declared}

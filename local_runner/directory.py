@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from local_runner.nodes import Run
-from local_runner.supervisor import START_MARK, survived_kills
+from local_runner.supervisor import START_MARK
 from services.core.errors import ConfigurationError
 from services.core.files import read_from, read_object, write_json
 from services.core.run_ids import UNDER_WAY_SECONDS, last_modified
@@ -49,8 +49,6 @@ class Nodes:
     """The state of each node as the runner last knew it, by ``{task}-{rank}``."""
     mark: str = ""
     """The mark of the run's processes (``processes.MARK``)."""
-    kills: dict[str, int] = field(default_factory=dict)
-    """The number of kills that each node survives (``survived_kills``)."""
 
     @property
     def is_here(self) -> bool:
@@ -80,7 +78,6 @@ def record_nodes(run: Run) -> None:
         "machine": socket.gethostname(),
         "endpoints": run.addresses.endpoints,
         "mark": run.mark,
-        "kills": survived_kills(run.group),
     }
     with contextlib.suppress(OSError):  # such as a missing file; the run's end tells of one that cannot be written
         (run.run_dir / OUTCOME).unlink()

@@ -9,6 +9,7 @@ stops the program.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from enum import StrEnum
@@ -20,6 +21,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.core.errors import ConfigurationError
 from services.core.machine import KeepMemory
+from services.core.removed import removed_among
 from services.core.run_ids import RUN_ID, default_run_id
 from services.core.sources import Schedule, Source, Sources, load_sources
 
@@ -86,8 +88,11 @@ class Settings(BaseSettings):
         """Return the settings of the environment and of ``overrides``: command-line flags, None if not given.
 
         Raises:
-            ConfigurationError: a value is not allowed. The message has the name, the value and the allowed values.
+            ConfigurationError: a value is not allowed, or a variable is a removed one. The message has the name, the
+                value and the allowed values, or what does the variable's work now.
         """
+        if sentences := removed_among(name for name, value in os.environ.items() if value):
+            raise ConfigurationError("; ".join(sentences))
         try:
             return cls(**{name: value for name, value in overrides.items() if value is not None})
         except ValidationError as error:

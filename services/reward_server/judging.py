@@ -143,9 +143,7 @@ class Judge:
             scores, reason = await (self._soft if reward == "judge_soft" else self._by_criteria)(item, rubric)
         except NoVerdictError as error:
             return self._failed(error)
-        value = rubric.score(scores)
-        self.figures.watch(value, item.response)
-        return Evaluation(value, reason=reason)
+        return Evaluation(rubric.score(scores), reason=reason)
 
     async def compare(self, items: Sequence[RewardItem], rubric: Rubric | None) -> list[Evaluation]:
         """Return the scores of the answers to one prompt relative to each other, in order; equal answers share one.
@@ -155,21 +153,10 @@ class Judge:
         texts = rubrics.shuffled(items[0].prompt, (item.response for item in items))
         if len(texts) == 1:
             return [Evaluation(_TIE, reason="all answers are equal")] * len(items)
-        share = int(_digest(texts)[:8], 16) / 2**32
-        orders = [texts, texts[::-1]] if share < self.settings.judge_second_order else [texts]
-        first, *second = await asyncio.gather(
-            *(self._by_text(items[0], order, rubric) for order in orders), return_exceptions=True
-        )
-        if isinstance(first, NoVerdictError):
-            return [self._failed(first)] * len(items)
-        if isinstance(first, BaseException):
-            raise first
-        scores, reason = first
-        for other in second:
-            if not isinstance(other, BaseException):
-                self.figures.compare([scores[text] for text in texts], [other[0][text] for text in texts])
-        for text in texts:
-            self.figures.watch(scores[text], text)
+        try:
+            scores, reason = await self._by_text(items[0], texts, rubric)
+        except NoVerdictError as error:
+            return [self._failed(error)] * len(items)
         return [Evaluation(scores[item.response], reason=reason) for item in items]
 
     def _failed(self, error: NoVerdictError) -> Evaluation:

@@ -65,9 +65,6 @@ class JudgeSettings(Settings):
     takes longer has no reward. Must be less than SERVICE_DEADLINE_SECONDS."""
     judge_max_tokens: int = Field(2048, ge=1)
     """Most tokens of a judge's reply, with its reasoning. A reply that is cut off there has no verdict."""
-    judge_second_order: float = Field(0.1, ge=0, le=1)
-    """Share of the groups that `judge_group` judges a second time, in the opposite order. The agreement of the two is a
-    metric; the rewards are those of the first. [advanced]"""
     judge_args: JsonObject = Field(default_factory=dict)
     """Further fields of every request as a JSON object, such as `{"reasoning_effort": "low"}`; null removes a field,
     such as `{"temperature": null}` for a model that refuses it."""
@@ -118,9 +115,9 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     code_memory_mb: int = Field(512, ge=64)
     """Memory of a program, with about 40 MB for Python; one that takes more fails the test."""
     sandbox: BackendName = BackendName.AUTO
-    """The isolation of code from the machine: `bwrap` (bubblewrap), `landlock` (Landlock and seccomp, which default
-    containers allow too) or `seatbelt` (macOS). `auto` takes the first of bwrap and landlock that keeps every attack of
-    its check at the start; docs/security.md."""
+    """The isolation of code from the machine: `bwrap` (bubblewrap) or `landlock` (Landlock and seccomp, which default
+    containers allow too). `auto` takes the first of them that keeps every attack of its check at the start;
+    docs/security.md."""
     sandbox_python: str | None = None
     """The Python (3.11 or newer) that runs code, whose packages code can import; unset: the service's own.
     [advanced]"""

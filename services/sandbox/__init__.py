@@ -1,6 +1,6 @@
 """Runs untrusted code where it can harm nothing: boxes, what isolates them, and a pool of warm boxes.
 
-``box`` is the interface. ``backends`` isolates a box by bubblewrap, Landlock or macOS' seatbelt, and attacks each
+``box`` is the interface. ``backends`` isolates a box by bubblewrap or Landlock, and attacks each
 before it is used. ``zygote`` is the program inside a box, which forks a process for every piece of code; ``kernel``
 takes that process's rights away, and ``harness`` is what it does. These three use the standard library only.
 """

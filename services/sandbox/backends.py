@@ -1,4 +1,4 @@
-"""The isolation of a box from this machine: bubblewrap, Landlock with seccomp alone, or macOS' seatbelt.
+"""The isolation of a box from this machine: bubblewrap, or Landlock with seccomp alone.
 
 Inside each of them ``zygote`` runs, which takes the rights of every piece of code away by Landlock and seccomp, too,
 where the kernel has them. docs/security.md says what each isolates.
@@ -50,12 +50,10 @@ class BackendName(StrEnum):
     AUTO = "auto"
     BWRAP = "bwrap"
     LANDLOCK = "landlock"
-    SEATBELT = "seatbelt"
 
 
 AUTOMATIC = (BackendName.BWRAP, BackendName.LANDLOCK)
-"""The backends that ``auto`` tries, in this order. Seatbelt is not among them: nobody has run the hostile set on macOS
-yet."""
+"""The backends, in the order in which ``auto`` tries them."""
 
 
 @dataclass(frozen=True)
@@ -193,29 +191,25 @@ def _outermost(paths: list[str]) -> list[str]:
     return [str(path) for path in existing if not any(other in path.parents for other in existing)]
 
 
-def command(backend: BackendName, interpreter: Interpreter, *, disk_mb: int, directory: str | None) -> list[str]:
+def command(backend: BackendName, interpreter: Interpreter, *, disk_mb: int) -> list[str]:
     """Return the command of a box.
 
     Args:
         backend: what isolates it.
         interpreter: runs in it.
         disk_mb: the size of the directory that code may write to; 0: there is none.
-        directory: that directory, for a backend that shares this machine's file system.
 
     Raises:
         OSError: this machine does not have the backend; the message says why.
     """
     zygote = [interpreter.program, "-sPS", "-c", _START, str(ROOT / "services"), *interpreter.path]
-    match backend:
-        case BackendName.BWRAP:
-            return [*_bubblewrap(interpreter, disk_mb), *zygote]
-        case BackendName.LANDLOCK if sys.platform == "linux":
-            if not kernel.landlock_version():
-                raise OSError(f"the kernel ({platform.release()}) has no Landlock, or its `lsm=` leaves it out")
-            return zygote
-        case BackendName.SEATBELT if sys.platform == "darwin":
-            return ["/usr/bin/sandbox-exec", "-p", _profile(interpreter, directory), *zygote]
-    raise OSError(f"{backend} is not for {sys.platform}")
+    if sys.platform != "linux":
+        raise OSError(f"it needs Linux, and this is {sys.platform}")
+    if backend is BackendName.BWRAP:
+        return [*_bubblewrap(interpreter, disk_mb), *zygote]
+    if not kernel.landlock_version():
+        raise OSError(f"the kernel ({platform.release()}) has no Landlock, or its `lsm=` leaves it out")
+    return zygote
 
 
 def _bubblewrap(interpreter: Interpreter, disk_mb: int) -> list[str]:
@@ -237,13 +231,3 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int) -> list[str]:
     if disk_mb:
         arguments += ["--perms", "0777", "--size", str(disk_mb * 2**20), "--tmpfs", BOX]
     return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--new-session", "--chdir", "/"]
-
-
-def _profile(interpreter: Interpreter, directory: str | None) -> str:
-    reads = " ".join(f"(subpath {json.dumps(os.path.realpath(path))})" for path in interpreter.readable)
-    writes = f"(allow file* (subpath {json.dumps(os.path.realpath(directory))}))" if directory else ""
-    return (
-        "(version 1)(deny default)(allow process-fork process-exec sysctl-read)(allow signal (target same-sandbox))"
-        f'(allow file-read* {reads} (subpath "/System") (literal "/") (literal "/dev/null") (literal "/dev/urandom"))'
-        f'(allow file-write-data (literal "/dev/null")){writes}'
-    )

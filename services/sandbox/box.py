@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import struct
-import sys
 import tempfile
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
@@ -131,15 +130,15 @@ class Box:
             SandboxError: the backend does not work on this machine.
         """
         is_isolated = self.backend is BackendName.BWRAP
-        has_users = os.geteuid() == 0 and sys.platform == "linux"
+        has_users = os.geteuid() == 0
         try:
             if has_users and not is_isolated:
                 self._interpreter = await asyncio.to_thread(self._interpreter.for_every_user)
             if self._writes:
                 self._directory = BOX if is_isolated else _new_directory(has_users)
             disk_mb = self._limits.disk_mb if self._writes else 0
-            words = command(self.backend, self._interpreter, disk_mb=disk_mb, directory=self._directory)
-            words = ["/bin/sh", "-c", _FIRST_VICTIM, "sh", *words] if sys.platform == "linux" else words
+            words = command(self.backend, self._interpreter, disk_mb=disk_mb)
+            words = ["/bin/sh", "-c", _FIRST_VICTIM, "sh", *words]
             self._process = await asyncio.create_subprocess_exec(
                 *words, env=self._environment(), cwd="/", start_new_session=True, stdin=PIPE, stdout=PIPE, stderr=PIPE
             )

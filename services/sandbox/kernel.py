@@ -86,9 +86,8 @@ def adopt_orphans() -> None:
 
 def look_as(user: int) -> None:
     """Look into processes as ``user`` may from now on: root in a container may not look into those of others."""
-    if sys.platform == "linux":
-        _LIBRARY.setfsgid(user)
-        _LIBRARY.setfsuid(user)
+    _LIBRARY.setfsgid(user)
+    _LIBRARY.setfsuid(user)
 
 
 def confine(
@@ -115,10 +114,8 @@ def confine(
     Raises:
         OSError: the kernel refuses a step.
     """
-    is_linux = sys.platform == "linux"
     _limit(limits, is_answer=is_answer, can_write=box is not None, shared=shared)
-    if is_linux:
-        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if needs_landlock or landlock_version():
         # As the first user, who may reach directories that the other one may not.
         _restrict_files(readable, box)
@@ -126,11 +123,10 @@ def confine(
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    if is_linux:
-        _check(_LIBRARY.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset")
-        _prctl(_PR_SET_DUMPABLE, int(not is_answer))  # The files that a program has open can be seen.
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        install_filter(filter_program(is_answer=is_answer))
+    _check(_LIBRARY.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset")
+    _prctl(_PR_SET_DUMPABLE, int(not is_answer))  # The files that a program has open can be seen.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    install_filter(filter_program(is_answer=is_answer))
 
 
 def _limit(limits: Limits, *, is_answer: bool, can_write: bool, shared: int) -> None:

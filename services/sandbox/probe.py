@@ -94,8 +94,13 @@ async def choose(setting: BackendName, interpreter: Interpreter, *, writes: bool
     """Return the backend to use: that of SANDBOX, or the first of AUTOMATIC through which no attack passes.
 
     Raises:
-        ConfigurationError: none holds here; the message says for each what passed, or its own error.
+        ConfigurationError: this is not Linux, or no backend holds; the message says what passed, or each one's error.
     """
+    if sys.platform != "linux":
+        raise ConfigurationError(
+            f"programs of a model run in a sandbox of Linux, and this is {sys.platform}: run the services in a Linux "
+            "container, or on a cluster by `sky jobs launch`"
+        )
     refusals = []
     for backend in AUTOMATIC if setting is BackendName.AUTO else (setting,):
         problems = await attack(backend, interpreter, writes=writes)
@@ -176,7 +181,7 @@ def _targets() -> Iterator[tuple[int, int, str, list[str]]]:
 def main() -> None:
     """Print what each backend keeps here: ``python -m services.sandbox.probe [python]``."""
     interpreter = Interpreter.find(sys.argv[1] if len(sys.argv) > 1 else sys.executable)
-    for backend in (BackendName.BWRAP, BackendName.LANDLOCK, BackendName.SEATBELT):
+    for backend in AUTOMATIC:
         problems = asyncio.run(attack(backend, interpreter, writes=True))
         print(f"{backend}: {'holds' if not problems else ', '.join(problems)}")
 

@@ -42,8 +42,7 @@ class Processes:
         self._isolation, self.requests = isolation, requests
         if isolation == "bwrap" and (os.getppid(), os.getpid()) != (1, 2):
             raise RuntimeError("a bubblewrap box has processes of its own only, of which the first is the parent")
-        if sys.platform == "linux":
-            adopt_orphans()
+        adopt_orphans()
         self.signals, self._sender = socket.socketpair()
         """Readable when a child has ended."""
         self.signals.setblocking(False)
@@ -51,14 +50,11 @@ class Processes:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
-    def end_all(self, main: int) -> None:
+    def end_all(self) -> None:
         """Kill all processes of the box but this one, and wait until none is left."""
         if self._isolation == "bwrap":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
-        elif self._isolation == "seatbelt":
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(main, signal.SIGKILL)
         else:
             _kill_descendants()
         with contextlib.suppress(ChildProcessError):
@@ -185,7 +181,7 @@ class Run:
                 if now >= due:
                     due, ticks = now + TICK_SECONDS, ticks + 1
                     cause = cause or self._over_limit(clock, ticks)
-        self._processes.end_all(main)
+        self._processes.end_all()
         if self._disk is not None and self._fills(self._disk):
             cause = cause or "output"
             empty(self._disk)
@@ -252,7 +248,7 @@ class Run:
 
     def _hung_up(self, _selector: selectors.BaseSelector) -> None:
         """End everything: no request comes before the reply to the last, so the server has gone."""
-        self._processes.end_all(self._children[-1])
+        self._processes.end_all()
         if self._disk is not None:
             remove(self._disk)
         os._exit(0)

@@ -92,7 +92,7 @@ class Box:
             uid: the user as whom code runs; None: this one.
             readable: files and directories that code may read.
             box: the directory that code may write to; None: no directory.
-            isolation: the backend: ``bwrap``, ``landlock`` or ``seatbelt``.
+            isolation: the backend: ``bwrap`` or ``landlock``.
         """
         self._uid, self._readable, self._directory, self._isolation = uid, readable, box, isolation
         self._processes = Processes(isolation, _REQUESTS)

@@ -244,8 +244,7 @@ WIN_RATE = Measure("win_rate_seat_<seat>", "trainer_win_rate_ratio", "Share of g
 JUDGE = Measure(
     "judge_<figure>",
     "trainer_judge",
-    "Figures of the judge since the reward-server started: calls, tokens, hits, failures by reason, agreement of two "
-    "orders, correlation of score and length.",
+    "Figures of the judge since the reward-server started: calls, tokens, hits, failures by reason.",
 )
 TEACHER_DISTANCE = Measure(
     "teacher_k1, teacher_k3, teacher_k1/<source>, teacher_k1_of_<teacher>, teacher_k1_from_<place>",

@@ -96,11 +96,6 @@ const ANSWERS = [
     name: without("reward_part_"),
   },
   {
-    id: "judge-trust", title: "The judge", unit: "from -1 to 1",
-    note: "Agreement of two orders of a group: bad below 0.5. Correlation of score and length: bad near 1, where length is what pays.",
-    series: [["judge_order_agreement", "agreement of two orders"], ["judge_length_correlation", "score and length"]],
-  },
-  {
     id: "judge-cost", title: "Verdicts", unit: "since the reward-server started",
     note: "Replies that were paid for, verdicts that were there already, and answers without a verdict.",
     whole: true,

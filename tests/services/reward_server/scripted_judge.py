@@ -109,7 +109,7 @@ class ScriptedJudge:
         rubric = self.directory / "rubric.yaml"
         if not rubric.exists():
             rubric.write_text(RUBRIC)
-        ours = {"judge_url": self.url, "judge_model": "m", "judge_rubric": rubric, "judge_second_order": 0}
+        ours = {"judge_url": self.url, "judge_model": "m", "judge_rubric": rubric}
         return RewardSettings(**{"reward_fn": reward_fn, "judge_dir": self.directory / "judge", **ours, **fields})
 
 

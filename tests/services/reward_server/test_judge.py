@@ -26,7 +26,6 @@ from services.reward_server.judging import Judge, judge_of
 from services.reward_server.pool import Evaluation
 from services.reward_server.rubric import Rubric
 from services.reward_server.settings import RewardSettings
-from services.reward_server.verdicts import kendall
 from tests.ports import free_port
 from tests.services.reward_server.scripted_judge import (
     ANSWER,
@@ -65,7 +64,7 @@ class Asked:
 
     @property
     def stats(self) -> dict[str, float]:
-        return self.judge.figures.stats()
+        return self.judge.figures.counts
 
 
 def made_of(settings: RewardSettings) -> Judge:
@@ -454,50 +453,6 @@ async def test_equal_answers_cost_no_request_and_scores_are_rounded_to_quarters(
         assert {result.value for result in await made.compare(GROUP[1:4])} == {0.5}
 
 
-@pytest.mark.leaving
-async def test_a_share_of_groups_is_judged_in_both_orders(judge: ScriptedJudge) -> None:
-    """A judge that favours the first place agrees with itself by -1; the rewards are those of the first order."""
-
-    def by_place(body: Any) -> Any:
-        content = json.loads(quiet_content(body))
-        for place, entry in enumerate(content["scores"]):
-            entry["score"] = place / 4
-        return completion(json.dumps(content))
-
-    judge.faults += [by_place] * 2
-    async with judging(judge.settings("judge_group", judge_second_order=1)) as made:
-        texts = [item(text) for text in ("1", "2", "3", "4", "5")]
-        first = {result.value for result in await made.compare(texts)}
-        assert first == {0, 0.25, 0.5, 0.75, 1}
-        assert made.stats["judge_order_agreement"] == -1
-        await made.compare(GROUP)
-        assert made.stats["judge_order_agreement"] == 0, "the mean of -1 and 1"
-        assert len(judge.asked) == 4
-    with_share = judge.settings("judge_group", judge_second_order=0.3, judge_dir=judge.directory / "share")
-    judge.asked.clear()
-    async with judging(with_share) as made:
-        for number in range(60):
-            await made.compare([item(f"{number} a"), item(f"{number} b")])
-    assert 65 <= len(judge.asked) <= 95, "60, and about 18 a second time"
-
-
-@pytest.mark.leaving
-def test_kendalls_tau_counts_ties() -> None:
-    assert kendall([1, 2, 3, 4], [1, 2, 3, 4]) == 1
-    assert kendall([1, 2, 3, 4], [4, 3, 2, 1]) == -1
-    # scipy.stats.kendalltau gives the same.
-    assert kendall([12, 2, 1, 12, 2], [1, 4, 7, 1, 0]) == pytest.approx(-0.4714045)
-    assert kendall([1, 1, 1], [1, 2, 3]) is None
-
-
-@pytest.mark.leaving
-async def test_long_scores_with_long_answers_show(judge: ScriptedJudge) -> None:
-    async with judging(judge.settings()) as made:
-        for text in ("42", "It is 42.", "42 " * 30):
-            await made.score("judge", item(text))
-        assert 0 < made.stats["judge_length_correlation"] < 1
-
-
 async def test_a_long_answer_is_cut_in_the_middle(judge: ScriptedJudge) -> None:
     async with judging(judge.settings()) as made:
         await made.score("judge", item("a" * 10_030 + "42" + "b" * 10_030))
@@ -534,7 +489,7 @@ async def test_rewards_of_answers_alone_and_of_groups(serving: Any, judge: Scrip
         assert stats["judge"]["judge_calls"] == 3
         assert stats["judge"]["judge_hits"] == 2
         metrics = (await client.get("/metrics")).text
-        for name in ("calls_total", 'tokens_total{kind="prompt"}', "hits_total", "length_correlation"):
+        for name in ("calls_total", 'tokens_total{kind="prompt"}', "hits_total"):
             assert f"reward_judge_{name} " in metrics
 
 

@@ -410,7 +410,7 @@ def test_the_attacks_of_the_check_are_real(tmp_path: Path) -> None:
 
 
 HOLES = {
-    "        install_filter(": ["it opened a UNIX socket", "it forked", "it ran a program"],
+    "    install_filter(": ["it opened a UNIX socket", "it forked", "it ran a program"],
     "        _restrict_files(": ["it read a file of this user", "it listed a directory of this user"],
     "    _limit(": ["it used more memory than it may"],
 }
@@ -440,6 +440,9 @@ async def test_a_backend_that_is_not_there_is_refused(
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     with pytest.raises(ConfigurationError, match="bwrap"):
         await probe.choose(BackendName.BWRAP, interpreter, writes=False)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigurationError, match="this is darwin"):
+        await probe.choose(BackendName.AUTO, interpreter, writes=False)
 
 
 async def test_auto_takes_a_backend_that_holds(interpreter: Interpreter) -> None:
