@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 from evaluation.pool import ServerPool
 from evaluation.samples import Kind, Sample, SampleStore
 from evaluation.settings import EvaluationSettings
-from services.agents import Agent, AgentFailedError, Score
+from services.agents import Agent, AgentFailedError
 from services.clients.agent_episodes import Episode, EpisodePlayer, GatewayFailedError
+from services.clients.player import Score
 from services.clients.reward import RewardClient
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError

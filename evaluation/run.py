@@ -23,8 +23,9 @@ from evaluation.report import View
 from evaluation.samples import open_store
 from evaluation.server import OpenAIServer, RolloutServer, Server, parse_url, prompt_seconds
 from evaluation.settings import Api, SchedulerName
-from services.agents import EPISODES_AT_ONCE, Score
+from services.agents import EPISODES_AT_ONCE
 from services.clients.agent_episodes import EpisodePlayer
+from services.clients.player import Score
 from services.clients.reward import RewardClient
 from services.core.files import write_json
 from services.core.models import vocabulary_size
@@ -210,9 +211,8 @@ async def _workflow(
             gateway,
             checkpoint.model,
             scorer,
-            seconds=settings.agent_seconds,
+            settings,
             patience=gateway.deadline,
-            columns=settings.visible_columns,
         )
         yield AgentWorkflow(settings, pool, player, answering, asyncio.Semaphore(at_once)), watch
 

@@ -24,7 +24,7 @@ from services.core.extras import install_command
 from services.core.imports import load_function
 from services.core.tasks import Stopwatch
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import LARGEST_REWARD, RewardItem, RewardResult, RewardStatus
+from services.protocol.rewards import LARGEST_REWARD, RewardResult, RewardStatus
 
 EPISODES_AT_ONCE = 256
 """Further episodes wait. An agent may hold connections, files or processes of its own."""
@@ -32,7 +32,8 @@ POLL_SECONDS = 1.0
 """Least time between two looks at how long an agent over its time has waited."""
 
 Agent = Callable[..., Awaitable[float | None]]
-Score = Callable[[Sequence[RewardItem]], Awaitable[list[RewardResult]]]
+Scorer = Callable[[str], Awaitable[RewardResult]]
+"""Scores an answer to an example by REWARD_FN."""
 
 
 class AgentFailedError(Exception):
@@ -59,7 +60,7 @@ class Example(Prompt):
     """The model's name in requests."""
     history: list[dict[str, Any]] = Field(default_factory=list)
     """The session's conversation over the questions before this one; empty at the first one, and in training."""
-    scorer: Score = Field(repr=False, exclude=True)
+    scorer: Scorer = Field(repr=False, exclude=True)
     result: RewardResult | None = None
     """The result of the last call of ``score``, or the result that a program gave."""
     turn_rewards: list[float] = Field(default_factory=list)
@@ -81,9 +82,8 @@ class Example(Prompt):
 
     async def score(self, response: str) -> float | None:
         """Return the reward of ``response`` by REWARD_FN; None if it cannot be scored."""
-        item = RewardItem(prompt=self.prompt, response=response, ground_truth=self.ground_truth, source=self.source)
         with self.waits.running():
-            [self.result] = await self.scorer([item])
+            self.result = await self.scorer(response)
         return self.result.reward
 
     def result_of(self, reward: float | None) -> RewardResult:

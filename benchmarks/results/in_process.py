@@ -22,7 +22,7 @@ from services.engines.settings import EngineSettings
 from services.protocol.base import derive_seed
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Cursor, Prompt, Split
-from services.protocol.rewards import FinishReason, RewardResult
+from services.protocol.rewards import FinishReason, RewardResult, accuracy
 from services.replay_buffer.priority_index import PriorityIndex
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.teachers import with_teacher
@@ -37,7 +37,6 @@ from trainer.model.rounding import MeasuredRounding
 from trainer.model.teachers import load_teachers
 from trainer.publishing.publisher import VersionWriter
 from trainer.rollouts.batch import Batch, within_kl
-from trainer.rollouts.evaluate import sample_metrics
 
 STEP_SECONDS = "step_processor_seconds"
 """The figure with the processor time of all steps, without that of loading and of the evaluation."""
@@ -207,9 +206,9 @@ class InProcess:
         seeds = [derive_seed(settings.seed, "evaluation", prompt["id"]) for prompt in prompts]
         sampling = SamplingParams(n=settings.eval_samples, temperature=1.0)
         groups = self._make_groups(prompts, seeds, sampling)
-        measured = sample_metrics([[e.scoring for e in group.sequences] for group in groups], settings.eval_samples)
-        result.accuracy = measured[f"{estimate}_at_{settings.eval_samples}"]
-        result.accuracy_error = measured[f"{estimate}_at_{settings.eval_samples}_stderr"]
+        k, results = settings.eval_samples, [[e.scoring for e in group.sequences] for group in groups]
+        measured = accuracy([], results, k, [k])[f"{estimate}@{k}"]
+        result.accuracy, result.accuracy_error = measured.value, measured.stderr
         result.prompts, result.samples = len(groups), settings.eval_samples
         return groups
 

@@ -12,12 +12,16 @@ from typing import Any, TypeVar
 
 import httpx
 
-from services.agents import Agent, AgentFailedError, Example, Score, play
+from services.agents import Agent, AgentFailedError, Example, play
 from services.clients.gateway import GatewayClient
+from services.clients.player import Score
+from services.clients.rollout import SamplingParams
 from services.core.errors import DependencyLostError, own_error
 from services.core.logs import get_logger
+from services.core.settings import AgentSettings
 from services.core.tasks import Stopwatch
 from services.http.client import RequestRefusedError, pool_for
+from services.protocol.base import derive_seed
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
 from services.protocol.sessions import AGAIN, DEADLINE, REQUEST_MARK, CreateSessionRequest, Trace
@@ -81,10 +85,9 @@ class EpisodePlayer:
         gateway: GatewayClient,
         model: str,
         score: Score,
+        limits: AgentSettings,
         *,
-        seconds: float,
         patience: float,
-        columns: Sequence[str] = (),
     ) -> None:
         """Make a player.
 
@@ -92,16 +95,33 @@ class EpisodePlayer:
             gateway: its client, within whose context the episodes are played.
             model: the model's name in requests.
             score: scores the answers of agents that ask for it.
-            seconds: AGENT_SECONDS, the longest time of an episode without the time that its calls take.
+            limits: the limits of an episode, and the columns of a row that agents see.
             patience: seconds for which an agent's request is sent again while the gateway is away.
-            columns: AGENT_COLUMNS, the columns of a row that agents see.
         """
         self.gateway = gateway
         self._model = model
         self._score = score
-        self._seconds = seconds
+        self._limits = limits
         self._patience = patience
-        self._columns = columns
+
+    def session(
+        self, params: SamplingParams, seed: int, index: int, *, group_id: str = "", lora_path: str | None = None
+    ) -> CreateSessionRequest:
+        """Return the request for the session of episode ``index`` of a prompt whose answers have ``seed``."""
+        return CreateSessionRequest(
+            # Another attempt at the same prompt, after a restart, must not continue this session.
+            id=f"{group_id or 'evaluation'}-{index}-{uuid.uuid4().hex[:12]}",
+            group_id=group_id,
+            index=index,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            seed=derive_seed(seed, index),
+            max_turn_tokens=params.max_new_tokens,
+            max_turns=self._limits.agent_max_turns,
+            max_tokens=self._limits.agent_max_tokens,
+            deadline_seconds=2 * self._limits.agent_seconds,
+            lora_path=lora_path,
+        )
 
     async def play(
         self,
@@ -121,12 +141,14 @@ class EpisodePlayer:
         await _reply(self.gateway.create(request))
         scored: list[RewardResult] = []
 
-        async def score(items: Sequence[RewardItem]) -> list[RewardResult]:
+        async def score(response: str) -> RewardResult:
             # The reward may read columns that the agent must not see, such as hidden tests.
-            scored[:] = await self._score([item.model_copy(update={"row": prompt.row_text}) for item in items])
-            return scored
+            scored[:] = await self._score([RewardItem.of(prompt, response)])
+            return scored[0]
 
-        example = Example.of(prompt, self._columns, model=self._model, history=list(history), scorer=score)
+        example = Example.of(
+            prompt, self._limits.visible_columns, model=self._model, history=list(history), scorer=score
+        )
         result, failure = await self._run(agent, example, request)
         if result.status is RewardStatus.ERROR and any(result is one for one in scored):
             failure = AgentFailedError(str(result.reason), "reward_error")
@@ -164,7 +186,7 @@ class EpisodePlayer:
                 reward = await play(
                     agent,
                     example,
-                    self._seconds,
+                    self._limits.agent_seconds,
                     base_url=self.gateway.agent_url(request.id),
                     api_key=request.id,
                     http_client=http_client,
@@ -196,8 +218,8 @@ class EpisodePlayer:
             failure.reason = "limit"
         if failure.reason == "timeout" and not session.called:
             return AgentFailedError(
-                f"the agent made no call within AGENT_SECONDS={self._seconds:g}; raise it, or see where the agent "
-                "waits",
+                f"the agent made no call within AGENT_SECONDS={self._limits.agent_seconds:g}; raise it, or see where "
+                "the agent waits",
                 "no_call",
             )
         return failure

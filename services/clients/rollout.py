@@ -28,6 +28,7 @@ from services.core.models import model_file
 from services.engines.kinds import ROUTED
 from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.groups import EMPTY, TokenSequence
+from services.protocol.prompts import Prompt
 from services.protocol.rewards import FinishReason
 from services.weights.policy_store import ADAPTER_NAME
 
@@ -232,6 +233,18 @@ class RolloutClient(HttpClient):
                 f"{self.url} aborted all completions of a prompt; see the logs of {Task.ROLLOUT_SERVER.value}"
             )
         return done[:n]
+
+    async def complete(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> list[TokenSequence]:
+        """Return the completions of ``generate`` that have a token.
+
+        Raises:
+            RequestRefusedError: the engine refuses the prompt.
+            DependencyLostError: there is none.
+        """
+        completions = await self.generate(prompt.prompt_ids, params, n=n, seed=seed)
+        if not (completed := [one for one in completions if one.tokens]):
+            raise DependencyLostError("every completion came back aborted or empty")
+        return completed
 
     def _next_requests(self, begun: Sequence[_Begun], missing: int) -> list[tuple[_Begun, int]]:
         """Return the next requests, as beginnings and numbers of completions, for ``missing`` completions."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from enum import StrEnum
-from math import comb, sqrt
+from math import comb, hypot, sqrt
 from typing import Any, Self
 
 from pydantic import BaseModel, Field, model_validator
 
 from services.protocol.base import Count, Finite, WireModel
+from services.protocol.prompts import Prompt
 
 
 class FinishReason(StrEnum):
@@ -87,6 +88,18 @@ class RewardItem(WireModel):
     finish_reason: FinishReason | None = None
     row: str | None = Field(default=None, exclude_if=lambda row: row is None)
     source: str = Field(default="", exclude_if=lambda source: not source)
+
+    @classmethod
+    def of(cls, prompt: Prompt, response: str, **counts: Any) -> Self:
+        """Return the item of an answer to ``prompt``; ``counts`` are its tokens and its finish reason."""
+        return cls(
+            prompt=prompt.prompt,
+            response=response,
+            ground_truth=prompt.ground_truth,
+            row=prompt.row_text,
+            source=prompt.source,
+            **counts,
+        )
 
 
 ARGUMENTS = tuple(name for name in RewardItem.model_fields if name != "source")
@@ -253,3 +266,50 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     if not 1 <= k <= n or not 0 <= correct <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {correct} right of {n} samples; needed is 1 <= k <= n")
     return 1.0 - comb(n - correct, k) / comb(n, k)
+
+
+Metrics = dict[str, Estimate]
+"""Estimates by the name of their metric."""
+GREEDY = "greedy pass@1"
+
+
+def accuracy(
+    greedy: Sequence[Sequence[RewardResult]], sampled: Sequence[Sequence[RewardResult]], n: int, ks: Sequence[int]
+) -> Metrics:
+    """Return greedy pass@1 (``GREEDY``), then ``avg@n``, and ``pass@k`` for each k.
+
+    Each metric is over the prompts that have enough judged answers for it; a metric without such a prompt is left out,
+    and so are all of them if no part of REWARD_FN says whether an answer is right.
+
+    Args:
+        greedy: the results of each prompt's answers at temperature 0.
+        sampled: the results of its answers at another temperature.
+        n: answers of that kind that each prompt should have.
+        ks: each at most ``n``.
+    """
+    if any(result.decided_by == "" for results in (*greedy, *sampled) for result in results):
+        return {}
+    judged = [rights for results in sampled if (rights := verdicts(results))]
+    scores = {GREEDY: [float(right) for results in greedy for right in verdicts(results)]}
+    if n:
+        scores[f"avg@{n}"] = [statistics.fmean(rights) for rights in judged]
+    for k in ks:
+        scores[f"pass@{k}"] = [pass_at_k(len(rights), sum(rights), k) for rights in judged if len(rights) >= k]
+    return {name: estimate(values) for name, values in scores.items() if values}
+
+
+def macro_mean(sources: Sequence[Metrics]) -> Metrics:
+    """Return the mean of each metric over sources, in which each counts the same, whatever its number of prompts.
+
+    The estimates are independent, so that the variance of their mean is the sum of their variances / n^2. The interval
+    is the normal one within 0 and 1, because Wilson's is of one proportion. A metric that a source lacks is left out.
+    """
+    means: Metrics = {}
+    for name in sources[0]:
+        parts = [metrics[name] for metrics in sources if name in metrics]
+        if len(parts) == len(sources):
+            value = statistics.fmean(part.value for part in parts)
+            error = hypot(*(part.stderr for part in parts)) / len(parts)
+            low, high = max(value - Z * error, 0.0), min(value + Z * error, 1.0)
+            means[name] = Estimate(value=value, stderr=error, low=low, high=high, prompts=sum(p.prompts for p in parts))
+    return means

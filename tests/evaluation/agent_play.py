@@ -19,9 +19,9 @@ from evaluation.pool import ServerPool
 from evaluation.samples import Kind, Sample
 from evaluation.server import RolloutServer, parse_url
 from evaluation.settings import EvaluationSettings
-from services.agents import Score
 from services.clients.agent_episodes import EpisodePlayer
 from services.clients.gateway import GatewayClient
+from services.clients.player import Score
 from services.core.endpoints import ENDPOINTS_VARIABLE
 from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
@@ -94,7 +94,7 @@ class Ground:
     def workflow(
         self, agent: Any, settings: EvaluationSettings = SETTINGS, scorer: Score = score, places: int = 4
     ) -> AgentWorkflow:
-        player = EpisodePlayer(self.gateway, "m", scorer, seconds=settings.agent_seconds, patience=self.patience)
+        player = EpisodePlayer(self.gateway, "m", scorer, settings, patience=self.patience)
         return AgentWorkflow(settings, self.pool, player, agent, asyncio.Semaphore(places))
 
     async def play(

@@ -13,7 +13,8 @@ from fastapi.responses import Response, StreamingResponse
 
 from services.agents import Example
 from services.programs import Program, ProgramFailedError
-from services.protocol.rewards import RewardResult
+from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardItem, RewardResult
 from services.relay import Relay
 from tests.evaluation.agent_play import score
 
@@ -64,7 +65,12 @@ class Model:
 
 async def play(model: Model, code: str) -> RewardResult:
     """Let a program in Python answer a prompt by a server, and return its reward."""
-    example = Example(id="p/1", prompt="What is 6 times 7?", ground_truth="42", model="m", scorer=score)
+    prompt = Prompt(id="p/1", prompt="What is 6 times 7?", ground_truth="42")
+
+    async def scorer(response: str) -> RewardResult:
+        return (await score([RewardItem.of(prompt, response)]))[0]
+
+    example = Example.of(prompt, (), model="m", scorer=scorer)
     transport = httpx.ASGITransport(model.app)
     command = f"{sys.executable} -S -c {shlex.quote(ASK + code)}"
     async with httpx.AsyncClient(transport=transport) as http, Relay(Program(command)) as agent:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -27,7 +26,6 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.programs import Program, programs_at_once
-from services.protocol.base import derive_seed
 from services.protocol.episodes import CalledTool, EpisodeFigures, Message
 from services.protocol.groups import TokenSequence, Turn
 from services.protocol.prompts import Prompt
@@ -70,9 +68,8 @@ class Episodes(Sampler):
             gateway,
             settings.model_name,
             self._score_alone,
-            seconds=settings.agent_seconds,
+            settings,
             patience=settings.service_deadline_seconds,
-            columns=settings.visible_columns,
         )
         self._places = asyncio.Semaphore(settings.agent_concurrency or self.at_once())
 
@@ -89,7 +86,10 @@ class Episodes(Sampler):
         self, prompt: Prompt, params: SamplingParams, n: int, seed: int, *, is_group: bool = False
     ) -> Answers:
         """Play a prompt ``n`` times, and return the sequences of the episodes."""
-        outcomes = await self.play(prompt, n, partial(self._request, prompt, params, seed))
+        adapter = ADAPTER_NAME if self.settings.lora_rank else None
+        of_group = group_id(self.settings, prompt)
+        request = partial(self._player.session, params, seed, group_id=of_group, lora_path=adapter)
+        outcomes = await self.play(prompt, n, request)
         if is_group:
             outcomes = await self.compare(prompt, outcomes)
         episodes = [episode for episode in outcomes if isinstance(episode, Episode)]
@@ -114,23 +114,6 @@ class Episodes(Sampler):
             return await self.score(items)
         self.report("reward_error", ALONE)
         return [RewardResult(reward=None, status=RewardStatus.ERROR, reason=ALONE) for _ in items]
-
-    def _request(self, prompt: Prompt, params: SamplingParams, seed: int, index: int) -> CreateSessionRequest:
-        settings, of_group = self.settings, group_id(self.settings, prompt)
-        return CreateSessionRequest(
-            # Another attempt at the same prompt, after a restart, must not continue this session.
-            id=f"{of_group}-{index}-{uuid.uuid4().hex[:12]}",
-            group_id=of_group,
-            index=index,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            seed=derive_seed(seed, index),
-            max_turn_tokens=params.max_new_tokens,
-            max_turns=settings.agent_max_turns,
-            max_tokens=settings.agent_max_tokens,
-            deadline_seconds=settings.way.longest_answer_seconds,
-            lora_path=ADAPTER_NAME if settings.lora_rank else None,
-        )
 
     async def _episode(
         self, agent: Agent, prompt: Prompt, request: CreateSessionRequest, seat: int | None = None
@@ -209,16 +192,7 @@ class Agents(Episodes):
             for number, outcome in enumerate(outcomes)
             if isinstance(outcome, Episode) and outcome.result.reward is not None and outcome.trace.sequences
         }
-        items = [
-            RewardItem(
-                prompt=prompt.prompt,
-                response=_transcript(episode),
-                ground_truth=prompt.ground_truth,
-                row=prompt.row_text,
-                source=prompt.source,
-            )
-            for episode, _ in rewarded.values()
-        ]
+        items = [RewardItem.of(prompt, _transcript(episode)) for episode, _ in rewarded.values()]
         results = await self.score_group(items, [reward for _, reward in rewarded.values()]) if items else []
         compared = list(outcomes)
         for (number, (episode, _)), result in zip(rewarded.items(), results, strict=True):

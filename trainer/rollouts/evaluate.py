@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.clients.data import DataClient
+from services.clients.player import evaluation_seed
 from services.clients.rollout import SamplingParams
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.protocol.base import derive_seed
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Cursor, Prompt, Split
 from services.protocol.rewards import (
+    GREEDY,
     UNDECIDED,
     FinishReason,
+    Metrics,
     RewardResult,
     RewardStatus,
-    estimate,
+    accuracy,
     is_judged,
-    pass_at_k,
+    macro_mean,
     verdicts,
 )
 from services.run_page.activity import Activity
@@ -36,6 +37,27 @@ log = get_logger(__name__)
 PROMPTS_A_REQUEST = 256
 KEPT_SAMPLES = 8
 """Prompts of an evaluation whose greedy completions are kept for people to read."""
+
+
+SUMS = ("eval_prompts", "eval_left_out", "eval_over_limit")
+"""The metrics of an evaluation that are counts."""
+
+
+class Measured(NamedTuple):
+    """The metrics of an evaluation: estimates by their names in ``grpo evaluate``, and counts and means by column."""
+
+    estimates: Metrics
+    figures: dict[str, float]
+
+    @property
+    def columns(self) -> dict[str, float]:
+        """The metrics as metrics.jsonl has them, each estimate with its standard error and its interval."""
+        columns = dict(self.figures)
+        for name, one in self.estimates.items():
+            column = "accuracy" if name == GREEDY else name.replace("@", "_at_")
+            columns |= {column: one.value, f"{column}_stderr": one.stderr}
+            columns |= {f"{column}_low": one.low, f"{column}_high": one.high}
+        return columns
 
 
 class Evaluator:
@@ -76,18 +98,18 @@ class Evaluator:
         self.samples, self.failure = [], None
         by_source = {source: await self._evaluate(maker) for source, maker in self.makers.items()}
         if self.settings.sources is None:
-            return by_source[""]
-        return macro_means(list(by_source.values())) | {
-            f"{name}/{source}": value for source, metrics in by_source.items() for name, value in metrics.items()
+            return by_source[""].columns
+        return macro_means(list(by_source.values())).columns | {
+            f"{name}/{source}": value for source, own in by_source.items() for name, value in own.columns.items()
         }
 
-    async def _evaluate(self, maker: GroupMaker) -> dict[str, float]:
-        settings = maker.settings
+    async def _evaluate(self, maker: GroupMaker) -> Measured:
+        settings, k = maker.settings, maker.settings.eval_samples
         prompts = await self._prompts(maker.source)
         greedy = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=0.0)
         groups = await self._played(maker, prompts, greedy, 1)
         self.samples += _samples(prompts, groups)
-        by_prompt = [[answer.scoring for answer in _answers(group)] for group in groups]
+        by_prompt = _results(groups)
         results = [result for of_prompt in by_prompt for result in of_prompt]
         rights = verdicts(results)
         judged = sum(bool(verdicts(of_prompt) if rights else any(map(is_judged, of_prompt))) for of_prompt in by_prompt)
@@ -98,18 +120,16 @@ class Evaluator:
         elif not rights:
             self.failure = UNDECIDED
         figures = environment_figures([group for group in groups if group is not None])
-        metrics = greedy_metrics(results) | {f"eval_{name}": value for name, value in figures.items()}
-        metrics |= {
-            "eval_prompts": float(len(prompts)),
-            "eval_left_out": float(len(prompts) - judged),
-        }
-        k = settings.eval_samples
+        figures = {f"eval_{name}": value for name, value in figures.items()}
+        figures["eval_over_limit"] = float(sum(result.status is RewardStatus.OVER_LIMIT for result in results))
+        figures["eval_prompts"], figures["eval_left_out"] = float(len(prompts)), float(len(prompts) - judged)
+        if rewards := [result.reward for result in results if result.reward is not None]:
+            figures["eval_reward"] = statistics.fmean(rewards)
+        sampled: list[list[RewardResult]] = []
         if k:
             sampling = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
-            sampled = await self._played(maker, prompts, sampling, k)
-            samples = [[answer.scoring for answer in _answers(group)] for group in sampled]
-            metrics |= sample_metrics(samples, k) if rights or not judged else {}
-        return metrics
+            sampled = _results(await self._played(maker, prompts, sampling, k))
+        return Measured(accuracy(by_prompt, sampled, k, [k] if k else []), figures)
 
     async def _prompts(self, source: str) -> list[Prompt]:
         prompts: list[Prompt] = []
@@ -129,7 +149,7 @@ class Evaluator:
     ) -> list[Group | None]:
         """Answer each prompt ``n`` times."""
         maker.failed_in_a_row = 0
-        seeds = [derive_seed(self.settings.seed, "evaluation", prompt.id) for prompt in prompts]
+        seeds = [evaluation_seed(self.settings.seed, prompt) for prompt in prompts]
         answers = [maker.sample_group(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
         of_source = f" of {maker.source}" if maker.source else ""
         groups = await self.activity.gather(answers, f"held-out prompts{of_source} answered")
@@ -163,38 +183,22 @@ def _answers(group: Group | None) -> list[TokenSequence]:
     return [answer for answer in last if answer.finish_reason is not FinishReason.ABORT]
 
 
-def greedy_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
-    """Return accuracy and mean reward over prompts, from the one completion of each."""
-    metrics = {"eval_over_limit": float(sum(result.status is RewardStatus.OVER_LIMIT for result in results))}
-    metrics |= _estimate("accuracy", verdicts(results))
-    if rewards := [result.reward for result in results if result.reward is not None]:
-        metrics["eval_reward"] = statistics.fmean(rewards)
-    return metrics
+def _results(groups: Sequence[Group | None]) -> list[list[RewardResult]]:
+    """Return the results of the answers of each group."""
+    return [[answer.scoring for answer in _answers(group)] for group in groups]
 
 
-SUMS = ("eval_prompts", "eval_left_out", "eval_over_limit")
-"""The metrics of an evaluation that are counts."""
+def macro_means(sources: Sequence[Measured]) -> Measured:
+    """Return the metrics of several sources: means in which each source counts the same, and sums of counts.
 
-
-def macro_means(by_source: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of an evaluation of several sources: means in which each counts the same, and sums of counts.
-
-    Standard errors are those of a mean of independent estimates. The 95% interval of a mean is 1.96 of them to either
-    side, within 0 and 1, since Wilson's is of one proportion. A metric that a source lacks is left out.
+    A metric that a source lacks is left out.
     """
-    columns: dict[str, list[float]] = {}
-    for metrics in by_source:
-        for name, value in metrics.items():
-            columns.setdefault(name, []).append(value)
-    columns = {name: values for name, values in columns.items() if len(values) == len(by_source)}
-    means = {name: sum(v) if name in SUMS else statistics.fmean(v) for name, v in columns.items()}
-    for error in [name for name in means if name.endswith("_stderr")]:
-        name = error.removesuffix("_stderr")
-        means[error] = stderr = math.hypot(*columns[error]) / len(columns[error])
-        means[f"{name}_low"], means[f"{name}_high"] = (
-            min(max(means[name] + sign * 1.96 * stderr, 0.0), 1.0) for sign in (-1, 1)
-        )
-    return means
+    common = [name for name in sources[0].figures if all(name in own.figures for own in sources)]
+    figures = {name: [own.figures[name] for own in sources] for name in common}
+    return Measured(
+        macro_mean([own.estimates for own in sources]),
+        {name: sum(values) if name in SUMS else statistics.fmean(values) for name, values in figures.items()},
+    )
 
 
 def describe_accuracy(metrics: Mapping[str, float]) -> str:
@@ -207,29 +211,6 @@ def describe_accuracy(metrics: Mapping[str, float]) -> str:
 
 def _judged_prompts(metrics: Mapping[str, float]) -> int:
     return int(metrics.get("eval_prompts", 0.0) - metrics.get("eval_left_out", 0.0))
-
-
-def sample_metrics(samples: Sequence[Sequence[RewardResult]], k: int) -> dict[str, float]:
-    """Return avg@k over prompts, and pass@k over those with ``k`` judged samples, with standard errors and intervals.
-
-    Args:
-        samples: each prompt's samples, ``k`` of them or fewer.
-        k: samples asked for.
-    """
-    rights = [rights for of_prompt in samples if (rights := verdicts(of_prompt))]
-    by_prompt = {
-        f"avg_at_{k}": [statistics.fmean(of_prompt) for of_prompt in rights],
-        f"pass_at_{k}": [pass_at_k(len(of_prompt), sum(of_prompt), k) for of_prompt in rights if len(of_prompt) >= k],
-    }
-    return {column: value for name, scores in by_prompt.items() for column, value in _estimate(name, scores).items()}
-
-
-def _estimate(name: str, scores: Sequence[float]) -> dict[str, float]:
-    """Return the mean of ``scores``, one a prompt, with its standard error and interval; nothing without scores."""
-    if not scores:
-        return {}
-    mean = estimate(scores)
-    return {name: mean.value, f"{name}_stderr": mean.stderr, f"{name}_low": mean.low, f"{name}_high": mean.high}
 
 
 def note_accuracy(settings: TrainerSettings, state: RunState, metrics: Mapping[str, float]) -> None:

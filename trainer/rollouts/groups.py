@@ -19,6 +19,7 @@ from prometheus_client import Counter
 
 from services.agents import AgentFailedError
 from services.clients.environment import EnvironmentClient
+from services.clients.player import scored
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.clients.teacher import TeacherClient
@@ -191,28 +192,11 @@ class Completions(Sampler):
         A completion that cannot be scored stays with reward None, so that the record is whole; the loss leaves it out.
         """
         try:
-            completions = await self.rollouts.generate(prompt.prompt_ids, params, n=n, seed=seed)
+            completions = await self.rollouts.complete(prompt, params, n, seed)
         except (DependencyLostError, RequestRefusedError) as error:
             return Answers(error=error)
-        completions = [completion for completion in completions if completion.tokens]
-        if not completions:
-            return Answers(error=DependencyLostError("every completion came back aborted or empty"))
         answers = Answers(prompt.prompt_ids)
-        items = [
-            RewardItem(
-                prompt=prompt.prompt,
-                response=completion.completion,
-                ground_truth=prompt.ground_truth,
-                completion_tokens=completion.tokens,
-                finish_reason=completion.finish_reason,
-                row=prompt.row_text,
-                source=prompt.source,
-            )
-            for completion in completions
-        ]
-        results = await (self.score_group(items) if is_group else self.score(items))
-        scored = zip(completions, results, strict=True)
-        answers.sequences = [c.model_copy(update={"result": result}) for c, result in scored]
+        answers.sequences = await scored(self.score_group if is_group else self.score, prompt, completions)
         return answers
 
     def all_failed(self, failure: Exception | None, prompts: str) -> ConfigurationError | DependencyLostError:

@@ -27,7 +27,7 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import ServiceThread
 from services.http.client import RequestRefusedError
 from services.protocol.prompts import Cursor, Prompt
-from services.protocol.rewards import RewardResult, RewardStatus
+from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, Route, fake_service
 from trainer.checkpoints.admission import Fingerprint
@@ -42,7 +42,7 @@ from trainer.reporting.status import RunStatus
 from trainer.rollouts import batch, success_rates
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
-from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy, sample_metrics
+from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
 from trainer.rollouts.groups import LEAST_FAILURES, Completions, GroupMaker, make_groups
 from trainer.service_calls import ServiceCalls
 
@@ -895,14 +895,6 @@ def test_curriculum_and_accuracy_follow_the_component_that_decides(
     assert (metrics.get("accuracy"), metrics.get("avg_at_2"), metrics.get("pass_at_2")) == (right,) * 3
     assert (metrics["eval_reward"], metrics["eval_left_out"]) == (40.0, 0)
     assert (evaluator.failure is None, "ACCURACY_FN" in str(evaluator.failure)) == (right is not None, right is None)
-
-
-def test_pass_at_k_is_over_the_prompts_with_k_judged_samples() -> None:
-    right, wrong = RewardResult(reward=1.0), RewardResult(reward=0.0)
-    metrics = sample_metrics([[right, wrong], [wrong], []], 2)
-    assert (metrics["avg_at_2"], metrics["pass_at_2"]) == (0.25, 1.0)
-    assert "pass_at_2" not in sample_metrics([[wrong]], 2)
-    assert sample_metrics([[], []], 2) == {}
 
 
 @pytest.mark.usefixtures("curriculum_on")

@@ -16,7 +16,7 @@ from services.core.errors import ConfigurationError
 from services.core.sources import Schedule
 from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardResult, RewardStatus
+from services.protocol.rewards import GREEDY, Estimate, RewardResult, RewardStatus
 from tests.sequences import make_group
 from trainer.checkpoints.checkpoint import RunState
 from trainer.collector import groups_within
@@ -25,7 +25,7 @@ from trainer.config.objective import Objective
 from trainer.reporting.metrics import export
 from trainer.reporting.step_metrics import headline, source_metrics
 from trainer.rollouts.batch import Batch, sample_groups
-from trainer.rollouts.evaluate import macro_means, note_accuracy
+from trainer.rollouts.evaluate import Measured, macro_means, note_accuracy
 from trainer.rollouts.groups import LEAST_FAILURES, Answers, Completions, make_groups, makers_of
 
 MIX = """
@@ -188,21 +188,17 @@ def test_each_source_has_its_metrics_beside_the_total(mix: Any) -> None:
 
 
 def test_the_accuracy_of_several_sources_is_their_macro_mean() -> None:
-    large = {
-        "accuracy": 0.9,
-        "accuracy_stderr": 0.03,
-        "accuracy_low": 0.8,
-        "accuracy_high": 0.95,
-        "eval_prompts": 100.0,
-    }
-    small = {"accuracy": 0.5, "accuracy_stderr": 0.04, "accuracy_low": 0.4, "accuracy_high": 0.6, "eval_prompts": 10.0}
-    means = macro_means([large, small | {"eval_environment_legal": 1.0}])
+    def measured(value: float, stderr: float, **figures: float) -> Measured:
+        return Measured({GREEDY: Estimate(value=value, stderr=stderr, low=0, high=1, prompts=1)}, figures)
+
+    sources = [measured(0.9, 0.03, eval_prompts=100), measured(0.5, 0.04, eval_prompts=10, eval_environment_legal=1)]
+    means = macro_means(sources).columns
     assert means.pop("eval_prompts") == 110
     expected = {"accuracy": 0.7, "accuracy_stderr": 0.025, "accuracy_low": 0.7 - 0.049, "accuracy_high": 0.7 + 0.049}
-    assert means == pytest.approx(expected), "a figure that one source has is no mean of all"
-    certain = {"accuracy": 1.0, "accuracy_stderr": 0.1}
-    assert macro_means([certain, certain])["accuracy_high"] == 1.0
-    assert math.isclose(macro_means([certain, certain])["accuracy_stderr"], 0.1 / math.sqrt(2))
+    assert means == pytest.approx(expected, abs=1e-5), "a figure that one source has is no mean of all"
+    means = macro_means([measured(1.0, 0.1)] * 2).columns
+    assert means["accuracy_high"] == 1.0
+    assert math.isclose(means["accuracy_stderr"], 0.1 / math.sqrt(2))
 
 
 def test_the_state_keeps_the_accuracy_of_each_source_before_training_and_the_newest(mix: Any) -> None:
