@@ -9,6 +9,7 @@ stops the program.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from enum import StrEnum
@@ -44,6 +45,12 @@ Result = TypeVar("Result")
 SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|AUTHORIZATION)$", re.IGNORECASE)
 """The ends of the names of variables, and of fields of JSON, that hold secrets."""
 _USER_IN_URL = re.compile(r"(?:^|,)\s*+[a-z][a-z+.-]*://[^/?#\s]*@", re.IGNORECASE)
+
+REMOVED = {
+    "PUBLISH_DELTA": "every version has all weights; PUBLISH_TRANSPORT=broadcast sends them past a slow volume, and "
+    "LORA_RANK makes versions small",
+}
+"""The variables that are no longer read, with what does their work now."""
 
 ADVANCED = "[advanced]"
 """The end of the text of a setting that hardly any run has a reason to change; docs/configuration.md lists it apart."""
@@ -86,8 +93,11 @@ class Settings(BaseSettings):
         """Return the settings of the environment and of ``overrides``: command-line flags, None if not given.
 
         Raises:
-            ConfigurationError: a value is not allowed. The message has the name, the value and the allowed values.
+            ConfigurationError: a value is not allowed, or a variable is no longer read. The message has the name, the
+                value and the allowed values, or what does the variable's work now.
         """
+        if refusals := [refusal for name in os.environ if os.environ[name] and (refusal := removal(name))]:
+            raise ConfigurationError("; ".join(refusals))
         try:
             return cls(**{name: value for name, value in overrides.items() if value is not None})
         except ValidationError as error:
@@ -269,10 +279,6 @@ class EnginesSection(Settings):
     lora_rank: int = Field(0, ge=0)
     """Train LoRA adapters of this rank, and publish them unmerged; 0: the whole model. SGLang reserves room for
     adapters of up to this rank."""
-    publish_delta: bool = False
-    """With PUBLISH_TRANSPORT=disk, write only what a version changes, with a whole version now and then. Each rollout
-    node keeps a copy of the newest version in /dev/shm and reads only the changes; docs/rollouts.md says when this is
-    less."""
 
 
 class AgentColumns(Settings):
@@ -306,6 +312,12 @@ class AgentSettings(AgentColumns):
     agent_seconds: float = Field(600, gt=0)
     """Longest time of an episode without the time that its calls of the model take. With them it may take twice as
     long; then the engines are too slow, and it has no reward."""
+
+
+def removal(name: str) -> str:
+    """Return what does the work of a variable that is no longer read; empty for any other."""
+    instead = REMOVED.get(name.upper())
+    return f"{name} is no longer a setting: {instead}; leave it out" if instead else ""
 
 
 def _describe(problem: Any) -> str:

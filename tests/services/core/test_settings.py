@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import ConfigurationError
+from services.core.settings import REMOVED
 from services.data_server.settings import DataSettings
 from services.reward_server.settings import JudgeSettings
 
@@ -19,6 +20,15 @@ def test_a_setting_that_is_a_json_object_is_read_and_anything_else_refused(
     assert DataSettings.load().chat_template_args == {"enable_thinking": False, "names": ["a"]}
     monkeypatch.setenv("CHAT_TEMPLATE_ARGS", text)
     with pytest.raises(ConfigurationError, match=message):
+        DataSettings.load()
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_variable_that_is_no_longer_read_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "")
+    DataSettings.load()
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(ConfigurationError, match=f"^{name} is no longer a setting"):
         DataSettings.load()
 
 
