@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
-from services.core.files import check_is_whole
-from services.weights.policy_store import PolicyStore, is_adapter, is_delta
+from services.weights.policy_store import PolicyStore, is_adapter
 
 CONFIG = "config.json"
 _STEP = re.compile(r"(?:v|step[-_]?|checkpoint[-_]|global_step[-_]?)0*(\d+)")
@@ -118,7 +117,6 @@ def _checkpoint(model: str) -> Checkpoint:
     if path.is_dir():
         if is_adapter(path):
             raise _adapter_refusal("--model", path)
-        check_is_whole(path, f"--model {model!r}")
         if not (path / CONFIG).is_file():
             raise ConfigurationError(
                 f"--model {model!r} has no {CONFIG}; give the directory of a Hugging Face model, such as a run's "
@@ -147,7 +145,7 @@ def _of_run(run_dir: Path) -> list[Checkpoint]:
     resolved = [
         Checkpoint(policy.path.name, str(policy.path), policy.version)
         for policy in published
-        if not is_adapter(policy.path) and not is_delta(policy.path)
+        if not is_adapter(policy.path)
     ]
     model = run_dir / "model"
     if (model / CONFIG).is_file():

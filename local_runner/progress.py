@@ -73,8 +73,6 @@ class Step:
     loss: float | None
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase; ``step`` is the whole step."""
-    published: tuple[float, float] | None = None
-    """Bytes of the published version, and of a whole one, with PUBLISH_DELTA."""
     trained_tokens: float | None = None
     """0 for a step whose rewards gave nothing to learn from."""
     reward_counts: Sequence[tuple[float, int]] = ()
@@ -93,7 +91,6 @@ class Step:
             reward=record.get("reward_mean"),
             loss=record.get("loss"),
             trained_tokens=record.get("trained_tokens"),
-            published=(record["publish_bytes"], record["publish_whole_bytes"]) if "publish_bytes" in record else None,
             reward_counts=[(reward, count) for reward, count in record.get("reward_counts", ())],
             failures=[(reason, count, message) for reason, count, message in record.get("failures", ())],
             by_source=of_sources(record, "reward_mean"),

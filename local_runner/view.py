@@ -196,8 +196,6 @@ def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
     if step.seconds:
         least = SHOWN_SHARE * step.seconds.get("step", 0.0)
         parts.append(" ".join(f"{phase} {value:.1f}s" for phase, value in step.seconds.items() if value > least))
-    if step.published:
-        parts.append(f"published {step.published[0] / 1e6:.3g} MB of {step.published[1] / 1e6:.3g}")
     if seconds_left:
         parts.append(f"{duration(seconds_left)} left")
     if step.failures:

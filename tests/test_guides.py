@@ -177,5 +177,5 @@ def test_no_guide_overwrites_the_file_of_another() -> None:
 def test_settings_of_the_larger_model_are_the_trainers() -> None:
     rows = re.findall(r"^\| [^|]+ \| [^|]*?`([A-Z_]+)=(\w+)`", GUIDES["larger-model"].read_text(), re.MULTILINE)
     assert len(rows) >= 4
-    for name, value in rows:  # one at a time, because adapters and deltas exclude each other
+    for name, value in rows:
         TrainerSettings.model_validate({name.lower(): value})

@@ -228,7 +228,7 @@ def colocated_group(options: Mapping[str, str], size: Size, others: Sequence[obj
 def preset_of(options: Mapping[str, str], file: Path) -> dict[str, str]:
     """Return the settings of PRESET that go with the options: NCCL needs engines with CUDA and GPUs of their own."""
     preset = spec.env_file(PRESET)
-    if OTHER_ENGINES.union({"PUBLISH_DELTA"}).intersection(options) or file.resolve() == COLOCATED:
+    if OTHER_ENGINES.intersection(options) or file.resolve() == COLOCATED:
         del preset["PUBLISH_TRANSPORT"]
     return preset
 

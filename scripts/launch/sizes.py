@@ -196,7 +196,7 @@ def derive(
     for gpus, rollout_gpus in itertools.product(trainer.choices, rollout.choices):
         need = needs[gpus]
         layout = Layout(rollout.nodes, rollout_gpus.count, trainer.nodes, gpus.count)
-        for key, value in changes(model, layout, need, engines[rollout_gpus], int(settings.publish_delta)).items():
+        for key, value in changes(model, layout, need, engines[rollout_gpus]).items():
             written[key] = max(written.get(key, value), value, key=_amount)
         volume = max(volume, volume_gibibytes(need))
     for task, tier in (("rollout-server", rollout), ("ppo-trainer", trainer)):
@@ -334,7 +334,7 @@ def publish_seconds(model: Model, layout: Layout) -> dict[str, float]:
     }
 
 
-def changes(model: Model, layout: Layout, need: Need, engines: int = 1, copies: int = 0) -> dict[tuple[str, str], str]:
+def changes(model: Model, layout: Layout, need: Need, engines: int = 1) -> dict[tuple[str, str], str]:
     """Return the values to write into jobgroup.yaml, by task and key.
 
     Args:
@@ -343,9 +343,8 @@ def changes(model: Model, layout: Layout, need: Need, engines: int = 1, copies: 
         need: the trainer's bytes.
         engines: engines of a rollout node, which share its GPUs. Each may hold a copy of the weights while it loads
             a version, and has a process for each of its GPUs.
-        copies: versions that a rollout node keeps in memory (PUBLISH_DELTA).
     """
-    rollout = (engines + copies) * model.parameters * WEIGHT_BYTES + layout.rollout_gpus * PROCESS_BYTES
+    rollout = engines * model.parameters * WEIGHT_BYTES + layout.rollout_gpus * PROCESS_BYTES
     return {
         ("rollout-server", "num_nodes"): str(layout.rollout_nodes),
         ("rollout-server", "resources.accelerators"): f"{layout.rollout_card}:{layout.rollout_gpus}",

@@ -19,8 +19,6 @@ from services.core.errors import ConfigurationError, DamagedFileError
 PROJECT = Path(__file__).parents[2]
 DEMO_MODEL = "smollm2-135m"
 """The name of the directory of the demo's model."""
-CHANGES_FILE, RECORD_FILE = "delta.safetensors", "delta.json"
-"""The files of a policy version with PUBLISH_DELTA: what has changed, in a delta, and the record, in an anchor, too."""
 FULL_BELOW_BYTES = 64 * 2**20
 """A disk counts as full below this: a failed write may leave some space, and others may have freed some since."""
 
@@ -133,7 +131,6 @@ def check_model_directory(model: str, setting: str = "MODEL_NAME") -> None:
         for file in path.iterdir() if path.is_dir() else ():
             if file.is_file():
                 file.open("rb").close()
-        check_is_whole(path, f"{setting}={model}")
         if not is_path or path.exists():
             return
     except OSError as error:
@@ -147,24 +144,6 @@ def check_model_directory(model: str, setting: str = "MODEL_NAME") -> None:
         if (demo := PROJECT / ".cache/models" / DEMO_MODEL).is_dir():
             remedy += f"; it is there as --env MODEL_NAME={demo}"
     raise ConfigurationError(f"{setting}={model}: the directory does not exist, seen from {Path.cwd()}; {remedy}")
-
-
-def check_is_whole(directory: Path, named: str) -> None:
-    """Check that a directory, which messages call ``named``, is not a delta, which an engine cannot load.
-
-    Raises:
-        ConfigurationError: it is; the message has the anchor from which it was made.
-    """
-    if not (directory / CHANGES_FILE).is_file():
-        return
-    try:
-        anchor = str(directory.with_name(f"v{json.loads((directory / RECORD_FILE).read_bytes())['chain'][0][0]:06d}"))
-    except (OSError, ValueError, LookupError, TypeError):
-        anchor = "a directory beside it that has config.json"
-    raise ConfigurationError(
-        f"{named} has only what has changed since the policy version before it (PUBLISH_DELTA), so it is not a model's "
-        f"directory; give its anchor, the last whole version: {anchor}; or the run's model/, once the run has ended"
-    )
 
 
 def check_model(model: str, setting: str = "MODEL_NAME") -> None:

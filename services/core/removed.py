@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 REMOVED: dict[str, str] = {
     "JUDGE_SECOND_ORDER": "judge_group asks once for each group, in an order that it draws",
+    "PUBLISH_DELTA": "every version has all weights; PUBLISH_TRANSPORT=broadcast sends them past a slow volume, and "
+    "LORA_RANK makes versions small",
 }
 """What does the work of a removed variable, by its name."""
 

@@ -274,10 +274,6 @@ class EnginesSection(Settings):
     lora_rank: int = Field(0, ge=0)
     """Train LoRA adapters of this rank, and publish them unmerged; 0: the whole model. SGLang reserves room for
     adapters of up to this rank."""
-    publish_delta: bool = False
-    """With PUBLISH_TRANSPORT=disk, write only what a version changes, with a whole version now and then. Each rollout
-    node keeps a copy of the newest version in /dev/shm and reads only the changes; docs/rollouts.md says when this is
-    less."""
 
 
 class AgentColumns(Settings):

@@ -52,8 +52,6 @@ class Engine(HttpClient, ABC):
         self.gpus: tuple[str, ...] = ()
         """The GPU of each tensor-parallel rank, as CUDA_VISIBLE_DEVICES names it. Its launcher knows them; empty where
         there are none, or several for a rank."""
-        self.launcher = ""
-        """The URL at which its launcher brings the node's copy of a version up to date; empty without PUBLISH_DELTA."""
 
     # The launcher's part: how many engines a node has, and how one is started and watched.
 

@@ -31,9 +31,6 @@ ENGINE_LABEL = "engine"
 GPUS_LABEL = "gpus"
 """The label with the names of a worker's GPUs in CUDA_VISIBLE_DEVICES, by tensor-parallel rank."""
 
-LAUNCHER_LABEL = "launcher"
-"""The label with the URL of a worker's launcher, with PUBLISH_DELTA."""
-
 ROUTER_FLAGS = (
     # Requests of one X-SMG-Routing-Key go to one worker, which has the session in its cache; those of a new key to the
     # worker with the fewest requests. Requests without a key go to any.
@@ -101,9 +98,7 @@ class Worker(BaseModel):
                 f"worker {self.url} is an engine {kind!r}, which is none of {', '.join(ENGINES)}; does the "
                 "rollout-server run another version of this project?"
             )
-        engine = ENGINES[EngineKind(kind)](self.url, token, timeout=timeout)
-        engine.launcher = self.metadata.get(LAUNCHER_LABEL, "")
-        return engine
+        return ENGINES[EngineKind(kind)](self.url, token, timeout=timeout)
 
 
 class _Workers(BaseModel):
@@ -131,8 +126,7 @@ class RouterAdmin(HttpClient):
         """Register an engine; the router asks it for its model and then routes to it."""
         # The router's own requests to a worker carry the token only when it is given here.
         key = {"api_key": self._token} if self._token else {}
-        own = {GPUS_LABEL: ",".join(engine.gpus), LAUNCHER_LABEL: engine.launcher}
-        labels = {ENGINE_LABEL: engine.kind} | {label: value for label, value in own.items() if value}
+        labels = {ENGINE_LABEL: engine.kind, **({GPUS_LABEL: ",".join(engine.gpus)} if engine.gpus else {})}
         await self.request("POST", "/workers", {"url": engine.url, "labels": labels, **key})
 
     async def remove(self, url: str) -> None:

@@ -53,7 +53,7 @@ class RolloutSettings(EngineSettings, EnginesSection):
     an hour. A sleeping engine (ENGINE_SLEEPS) wakes when the trainer has not answered for that long. [advanced]"""
     rollout_lost_seconds: float = Field(600.0, gt=0)
     """A node whose worker cannot be registered for that long, because the router or the shared volume is gone, ends
-    with exit code 33. Up to half an hour in which it reads a version (PUBLISH_DELTA) does not count. [advanced]"""
+    with exit code 33. [advanced]"""
     rollout_max_restarts: int = Field(3, ge=0)
     """Restarts within ten minutes of an engine or router that ended; after them the launcher exits with 33. One
     that never answered gets the same number of restarts in total; then the launcher exits with 78. [advanced]"""

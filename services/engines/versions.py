@@ -27,9 +27,6 @@ class Form(ABC):
     is_adapter: bool = False
     """The version is a LoRA adapter, which engines compute with in addition to their weights."""
 
-    async def fetch(self, worker: Engine) -> None:  # noqa: B027  # most forms are where the worker reads them
-        """Have the version where the worker, which still generates, can load it."""
-
     async def prepare(self, worker: Engine) -> None:  # noqa: B027  # most forms are ready
         """Wait until a worker, which generates nothing now, can load the version."""
 
@@ -79,7 +76,6 @@ async def serve(worker: Engine, form: Form, requests: Requests, seconds: float |
         DependencyLostError: the worker did not answer.
         TimeoutError: the steps took longer than ``seconds``.
     """
-    await form.fetch(worker)
     started = time.perf_counter()
     async with asyncio.timeout(seconds):
         await worker.hold(requests, for_adapter=form.is_adapter)

@@ -32,7 +32,6 @@ from services.engines.settings import RolloutSettings
 from services.http import provenance
 from services.http.client import HttpClient
 from services.rollout_server.node_addresses import Addresses, choose_addresses
-from services.rollout_server.node_copy import node_copy
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.watch import EngineWatch
 
@@ -59,14 +58,12 @@ async def run_node(
         check_router_installed()
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(RouterAdmin(addresses.public_router, settings.token))
-        copy = await stack.enter_async_context(node_copy(settings, addresses.launcher))
         registrations, parts = [], []
         for place, listen, reached_at in zip(places, addresses.engines, addresses.own_workers, strict=True):
             log.info("engine placed", engine=engine_class.kind.value, **vars(place), listen=listen.url)
             # A worker may take as long to load a version as to load its first weights.
             worker = engine_class(reached_at.url, settings.token, timeout=settings.engine_start_seconds)
             worker.gpus = place.devices if len(place.devices) == place.tensor_parallel else ()
-            worker.launcher = addresses.launcher_url
             await stack.enter_async_context(worker)
             process = SupervisedProcess(
                 engine_class.command(settings, listen, place),
@@ -75,7 +72,7 @@ async def run_node(
                 start_seconds=settings.engine_start_seconds,
                 hang_seconds=settings.engine_hang_seconds,
             )
-            registration = WorkerRegistration(settings, worker, router, process, copy)
+            registration = WorkerRegistration(settings, worker, router, process)
             process.before_restart = registration.withdraw
             registrations.append(registration)
             watch = EngineWatch(settings, worker, process, registration.is_updating)
@@ -161,12 +158,7 @@ def main() -> None:
     engine_class.check_installed(settings)
     models.download_model(settings.model_name)
     places = place_engines(engine_class.split(settings, n_gpus, lambda: size_facts(settings)), n_gpus)
-    addresses = choose_addresses(
-        has_token=settings.token is not None,
-        has_copy=settings.publish_delta,
-        n_engines=len(places),
-        **vars(arguments),
-    )
+    addresses = choose_addresses(has_token=settings.token is not None, n_engines=len(places), **vars(arguments))
     try:
         asyncio.run(run_node(settings, engine_class, places, addresses))
     except ChildRefusedError as error:

@@ -24,21 +24,11 @@ class Addresses:
     """The addresses at which every node reaches this node's engines."""
     first_workers: list[Endpoint]
     """The addresses at which every node reaches the first engine of each node, by rank."""
-    launcher: Endpoint | None
-    """The address on which the launcher listens with PUBLISH_DELTA; None without."""
-    public_launcher: Endpoint | None
-    """The address at which every node reaches the launcher."""
-
-    @property
-    def launcher_url(self) -> str:
-        """The URL of this address; empty without PUBLISH_DELTA."""
-        return self.public_launcher.url if self.public_launcher else ""
 
 
 def choose_addresses(
     *,
     has_token: bool,
-    has_copy: bool = False,
     n_engines: int = 1,
     host: str | None = None,
     port: int | None = None,
@@ -70,7 +60,6 @@ def choose_addresses(
         usual = endpoints.endpoint(Task.ROLLOUT_SERVER, endpoints.ENGINE_PORT, rank)
         return own_workers[0] if rank == own_rank else Endpoint(usual.host, engine_port or usual.port)
 
-    launcher = public(endpoints.VERSIONS_PORT) if has_copy else None
     usual_router = endpoints.endpoint(Task.ROLLOUT_SERVER)
     return Addresses(
         engines=engines,
@@ -82,8 +71,6 @@ def choose_addresses(
         else Endpoint(usual_router.host, port or usual_router.port),
         own_workers=own_workers,
         first_workers=[first_worker(rank) for rank in range(endpoints.num_nodes())],
-        launcher=launcher,
-        public_launcher=launcher and _reached(launcher, endpoints.VERSIONS_PORT),
     )
 
 

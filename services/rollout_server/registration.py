@@ -12,23 +12,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
-from pathlib import Path
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from services.core.endpoints import Task, endpoint
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.files import RECORD_FILE
 from services.core.logs import get_logger
 from services.core.supervisor import SupervisedProcess
-from services.core.tasks import Stopwatch, in_background
+from services.core.tasks import in_background
 from services.engines.engine import Engine, WorkerRefusedError
 from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
 from services.engines.versions import FIRST_VERSION, Directory, serve
 from services.http.client import HttpClient, RequestRefusedError
-from services.rollout_server.node_copy import CATCH_UP_COPIES, COPY_SECONDS, LOAD_SECONDS, NodeCopy
 from services.rollout_server.watch import UPDATE_SECONDS
 from services.weights.policy_store import PolicyStore, PublishedPolicy
 
@@ -50,7 +46,7 @@ WITHDRAW_SECONDS = 2.0
 VOLUME_SECONDS = 30.0
 """Longest time for an access to the shared volume, which takes milliseconds when the volume is well."""
 PUBLICATION_SECONDS = 3 * UPDATE_SECONDS
-"""Longest publication by a trainer that answers: a node's copy, the pause of an engine and its load take turns."""
+"""Longest publication by a trainer that answers: it may write the version again, and engines pause and load."""
 
 
 def poll_seconds(workers: int) -> float:
@@ -62,12 +58,7 @@ class WorkerRegistration:
     """The registration of one node's worker with the router."""
 
     def __init__(
-        self,
-        settings: RolloutSettings,
-        worker: Engine,
-        router: RouterAdmin,
-        engine: SupervisedProcess,
-        copy: NodeCopy | None = None,
+        self, settings: RolloutSettings, worker: Engine, router: RouterAdmin, engine: SupervisedProcess
     ) -> None:
         self.store = PolicyStore(settings.policy_dir)
         self._settings = settings
@@ -76,8 +67,6 @@ class WorkerRegistration:
         self._log = log.bind(url=worker.url)
         self._router = router
         self._engine = engine
-        self.copy = copy
-        """The node's copy of the newest version, with PUBLISH_DELTA."""
         self._newest_seen = -1
         self._has_first_weights = True
         """True while the engine has the weights that it started with."""
@@ -89,8 +78,6 @@ class WorkerRegistration:
         """Number of times that the worker was found removed from the routing while its engine ran."""
         self._registered_at = 0.0
         """The time, by time.monotonic, at which the worker was last found registered."""
-        self._copying = Stopwatch()
-        """Runs since then while the node's copy becomes the version to load."""
         self._trainer_answered = 0.0
 
     async def run(self) -> None:
@@ -145,7 +132,7 @@ class WorkerRegistration:
             ConfigurationError: the trainer seems to publish to another volume.
         """
         lost_seconds = self._settings.rollout_lost_seconds
-        self._note_registered()
+        self._registered_at = time.monotonic()
         was_registered = False
         stale_since: float | None = None
         refusals, logged, pause = 0, "", POLL_SECONDS
@@ -163,12 +150,8 @@ class WorkerRegistration:
                 if not is_registered or (stale_since and await self._is_overdue(stale_since)):
                     await self._catch_up_and_register()
                     was_registered, stale_since = True, None
-                self._note_registered()
+                self._registered_at = time.monotonic()
                 refusals, logged = 0, ""
-            except TimeoutError:
-                self._log.error("engine does not load the node's copy: killed", seconds=LOAD_SECONDS)
-                self._engine.kill()
-                break
             except (DependencyLostError, WorkerRefusedError) as error:
                 if not self._engine.is_running(start):
                     break
@@ -180,7 +163,7 @@ class WorkerRegistration:
                     self._log.error("engine refuses the published version: killed")
                     self._engine.kill()
                     break
-                if self._lost_for() > lost_seconds:
+                if time.monotonic() - self._registered_at > lost_seconds:
                     raise DependencyLostError(
                         f"worker {self._url} could not be registered for {lost_seconds:g} s: {logged}"
                     ) from error
@@ -191,14 +174,6 @@ class WorkerRegistration:
             self._log.warning("worker not registered", reason=reason)
         else:
             self._log.info("waiting for the router", seconds=self._settings.rollout_lost_seconds)
-
-    def _note_registered(self) -> None:
-        self._registered_at, self._copying = time.monotonic(), Stopwatch()
-
-    def _lost_for(self) -> float:
-        """Return the seconds since the worker was registered, without those in which the node read the version."""
-        copying = min(self._copying.seconds, CATCH_UP_COPIES * COPY_SECONDS)
-        return time.monotonic() - self._registered_at - copying
 
     async def _is_overdue(self, stale_since: float) -> bool:
         """Return whether a worker that has been stale since that time gets the newest version from nobody else.
@@ -242,9 +217,6 @@ class WorkerRegistration:
         """Load the newest published version, whatever version the worker reports, and return its number.
 
         A worker whose update failed half-way may hold weights of two versions, so its report is not enough.
-
-        Raises:
-            TimeoutError: the engine does not load the node's copy within LOAD_SECONDS.
         """
         newest = await self._newest()
         if newest is None:
@@ -258,8 +230,8 @@ class WorkerRegistration:
             self._has_first_weights = False
             self._is_loading = True
             try:
-                async with self._held(newest) as copied, asyncio.timeout(LOAD_SECONDS if copied else None):
-                    seconds = await serve(self._worker, replace(form, path=copied or form.path), "abort")
+                async with self._held(newest):
+                    seconds = await serve(self._worker, form, "abort")
             finally:
                 self._is_loading = False
             self._log.info("worker caught up", policy_version=form.version, seconds=seconds)
@@ -307,33 +279,22 @@ class WorkerRegistration:
             )
 
     async def _newest(self) -> PublishedPolicy | None:
-        # A volume may have deltas of an earlier start of the run, which only a copy can follow.
-        newest = await self._on_volume("read", lambda: self.store.newest(is_whole=self.copy is None))
+        newest = await self._on_volume("read", self.store.newest)
         if newest is not None:
             self._newest_seen = max(self._newest_seen, newest.version)
         return newest
 
     @asynccontextmanager
-    async def _held(self, policy: PublishedPolicy | None) -> AsyncIterator[Path | None]:
-        """Keep a version from being pruned while it is loaded, because SGLang dies of files that vanish.
-
-        Yield the directory with the node's copy of it; None without PUBLISH_DELTA.
-        """
+    async def _held(self, policy: PublishedPolicy | None) -> AsyncIterator[None]:
+        """Keep a version from being pruned while it is loaded, because SGLang dies of files that vanish."""
         if policy is None:
-            yield None
+            yield
             return
         hold = await self._on_volume(
             f"hold policy version {policy.version} in", lambda: self.store.hold(policy.version)
         )
         try:
-            # A version of a start without PUBLISH_DELTA has no record, and is loaded from the volume.
-            if self.copy is None or not await self._on_volume("read", (policy.path / RECORD_FILE).is_file):
-                yield None
-            else:
-                async with AsyncExitStack() as copied:
-                    with self._copying.running():
-                        path = await copied.enter_async_context(self.copy.of(policy.version))
-                    yield path
+            yield
         finally:
             # A hold that stays expires after a while.
             with contextlib.suppress(DependencyLostError):

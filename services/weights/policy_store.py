@@ -3,8 +3,7 @@
 A version's directory, such as ``v000012``, is a Hugging Face model directory. A directory without a leading dot is
 complete. Versions increase. A version that a reader holds is not pruned while it reads.
 
-With LORA_RANK a version is a LoRA adapter: PEFT's configuration and tensors, which PEFT and every engine load. With
-PUBLISH_DELTA a version may be a delta, which is read together with the versions before it (``deltas.py``).
+With LORA_RANK a version is a LoRA adapter: PEFT's configuration and tensors, which PEFT and every engine load.
 """
 
 from __future__ import annotations
@@ -17,13 +16,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import Field
-
-from services.core.files import CHANGES_FILE, RECORD_FILE, replace_directory
-from services.core.logs import get_logger
-from services.protocol.base import StrictModel
-
-log = get_logger(__name__)
+from services.core.files import replace_directory
 
 ADAPTER_NAME = "policy"
 """The name of the trained adapter on every rollout worker; a request gives it as ``lora_path``."""
@@ -43,20 +36,6 @@ class PublishedPolicy:
     path: Path
 
 
-class DeltaRecord(StrictModel):
-    """The record of a version with PUBLISH_DELTA."""
-
-    chain: list[tuple[int, str]] = Field(min_length=1)
-    """The versions that make it, each with its identity: the anchor, then deltas, of which the last is the version."""
-    sums: dict[str, int]
-    """The CRC-32 of each of its tensors."""
-
-    @property
-    def identity(self) -> str:
-        """The identity of the version: equal weights have equal ones."""
-        return self.chain[-1][1]
-
-
 class PolicyStore:
     """The versions in one directory, with one writer and any number of readers on any node."""
 
@@ -74,50 +53,14 @@ class PolicyStore:
         names = [(match, path) for path in self.policy_dir.iterdir() if (match := _NAME.fullmatch(path.name))]
         return sorted((PublishedPolicy(int(m[1]), path) for m, path in names), key=lambda policy: policy.version)
 
-    def newest(self, *, is_whole: bool = False) -> PublishedPolicy | None:
-        """Return the newest complete version, or the newest that is not a delta; None if nothing was published."""
-        newest_first = reversed(self.published())
-        return next((policy for policy in newest_first if not (is_whole and is_delta(policy.path))), None)
+    def newest(self) -> PublishedPolicy | None:
+        """Return the newest complete version; None if nothing was published."""
+        return next(reversed(self.published()), None)
 
     def newest_begun(self) -> int | None:
         """Return the number of the newest version that is complete or being written; None if there is none."""
         names = [path.name for path in self.policy_dir.iterdir()] if self.policy_dir.is_dir() else []
         return max((int(match[1] or match[2]) for name in names if (match := _BEGUN.fullmatch(name))), default=None)
-
-    def record(self, version: int) -> DeltaRecord:
-        """Return the record of a version that was written with PUBLISH_DELTA.
-
-        Raises:
-            OSError: the version is gone.
-            ValueError: the record is damaged.
-        """
-        return DeltaRecord.model_validate_json((self.path(version) / RECORD_FILE).read_bytes())
-
-    def chain(self, version: int) -> list[int]:
-        """Return the versions whose directories make a version, the oldest first.
-
-        A whole version without a record, one that is gone, and one whose record is damaged have themselves alone.
-
-        Raises:
-            OSError: the volume does not give the record.
-        """
-        try:
-            return [link for link, _ in self.record(version).chain]
-        except (FileNotFoundError, ValueError):
-            return [version]
-
-    def is_complete(self, version: int) -> bool:
-        """Return whether the volume has everything that makes a version.
-
-        Raises:
-            OSError: the volume does not give the version's record.
-        """
-        return all(self.path(link).is_dir() for link in self.chain(version))
-
-    def remove(self, version: int) -> None:
-        """Remove a version that a reader found damaged, so that its writer writes it again."""
-        with contextlib.suppress(OSError):  # a version that stays is found damaged again
-            self._remove(PublishedPolicy(version, self.path(version)))
 
     def mark(self, version: int) -> None:
         """Count ``version`` as begun, because workers get it before it is written, or without being written at all."""
@@ -160,24 +103,15 @@ class PolicyStore:
         hold.unlink(missing_ok=True)
 
     def prune(self, keep: int, hold_seconds: float) -> None:
-        """Remove all versions except the ``keep`` newest, the held ones, and those with which these are read.
+        """Remove all versions except the ``keep`` newest and the held ones.
 
-        A hold older than ``hold_seconds`` belongs to a reader that died, and is ignored. Nothing is removed while a
-        record cannot be read, because it may name any of the older versions.
+        A hold older than ``hold_seconds`` belongs to a reader that died, and is ignored.
         """
-        published = self.published()
-        superfluous = published[:-keep]
-        if not superfluous:
-            return
-        needed = self._held(hold_seconds) | {policy.version for policy in published[-keep:]}
-        try:
-            needed |= {link for version in needed for link in self.chain(version)}
-        except OSError as error:
-            log.warning("old policy versions stay: a record cannot be read", reason=str(error))
-            return
-        for policy in superfluous:
-            if policy.version not in needed:
-                self._remove(policy)
+        if superfluous := self.published()[:-keep]:
+            held = self._held(hold_seconds)
+            for policy in superfluous:
+                if policy.version not in held:
+                    self._remove(policy)
 
     def discard_after(self, version: int) -> None:
         """Remove the versions after ``version``, from whose checkpoint the run resumes, and all unfinished ones.
@@ -217,8 +151,3 @@ class PolicyStore:
 def is_adapter(directory: Path) -> bool:
     """Return whether a directory has a LoRA adapter and not a whole model."""
     return (directory / CONFIG_FILE).is_file()
-
-
-def is_delta(directory: Path) -> bool:
-    """Return whether a directory has what has changed since the version before, and not a whole model."""
-    return (directory / CHANGES_FILE).is_file()

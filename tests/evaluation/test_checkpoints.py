@@ -54,25 +54,6 @@ def test_the_final_model_is_not_evaluated_twice(tmp_path, model):
     assert [c.name for c in resolve([], tmp_path / "run")] == ["v000012"]
 
 
-@pytest.mark.leaving
-def test_a_run_of_deltas_gives_its_anchors_and_its_final_model(tmp_path, model):
-    for name in ("run/policy/v000002", "run/policy/v000010", "run/model"):
-        model(name)
-    (tmp_path / "run/policy/v000010/delta.safetensors").touch()
-    (tmp_path / "run/summary.json").write_text(json.dumps({"steps": 10}))
-    assert [(c.name, c.step) for c in resolve([], tmp_path / "run")] == [("v000002", 2), ("model", 10)]
-
-
-@pytest.mark.leaving
-def test_a_delta_is_refused_with_its_anchor(tmp_path):
-    delta = tmp_path / "run/policy/v000010"
-    delta.mkdir(parents=True)
-    (delta / "delta.safetensors").touch()
-    (delta / "delta.json").write_text(json.dumps({"chain": [[8, "a"], [9, "b"], [10, "c"]], "sums": {}}))
-    with pytest.raises(ConfigurationError, match=r"--model .*v000010' has only what has changed .*/policy/v000008; or"):
-        resolve([str(delta)], None)
-
-
 def test_directories_of_one_name_are_told_apart_by_those_above(model):
     first, second = model("a/model"), model("b/model")
     names = [c.name for c in resolve([str(first), str(second)], None)]

@@ -31,12 +31,6 @@ def test_a_line_that_goes_into_a_file_has_everything():
     )
 
 
-@pytest.mark.leaving
-def test_a_line_says_how_much_of_a_version_was_published():
-    delta = b'{"step": 4, "reward_mean": 0.5, "loss": 0.01, "publish_bytes": 3300000, "publish_whole_bytes": 2.69e8}'
-    assert describe(Step.read(delta), 10, 0) == "step 4/10  reward 0.500  loss +0.0100  published 3.3 MB of 269"
-
-
 def terminal(width: int) -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=width, height=40, color_system=None)
 

@@ -228,18 +228,6 @@ def test_an_engine_on_the_trainers_gpus_has_room_for_an_answer_even_if_it_gets_o
     assert job_group_text.values(text)["ppo-trainer", "envs.ENGINE_MAX_TOTAL_TOKENS"] == "768", "a prompt and an answer"
 
 
-@pytest.mark.leaving
-def test_a_node_of_engines_and_trainer_has_memory_for_the_engines_copy_and_the_version_before(tmp_path: Path) -> None:
-    memory = []
-    for delta in ("false", "true"):
-        directory = tmp_path / delta
-        directory.mkdir()
-        given = ["--env", "PUBLISH_TRANSPORT=disk", "--env", f"PUBLISH_DELTA={delta}"]
-        _, text = launch(directory, "--model", "32B", "--gpus", "B200:8", "--colocate", *given)
-        memory.append(int(job_group_text.values(text)["ppo-trainer", "resources.memory"].strip("'\"+")))
-    assert memory[1] - memory[0] >= 1.25 * 2 * 61 - 32, "two versions of 61 GiB and a quarter, in steps of 32"
-
-
 def test_several_nodes_and_adapters_take_versions_from_the_volume(tmp_path: Path) -> None:
     for arguments in (["--trainer-nodes", "2"], ["--env", "LORA_RANK=32"]):
         _, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--env", "COLOCATE=true", *arguments)
@@ -377,12 +365,6 @@ def test_a_file_that_nodes_do_not_get_is_said(
     assert f"caution: nodes do not get MODEL_NAME={tiny_model.name}: SkyPilot uploads what is below {ROOT}" in output
     output, _ = launch(tmp_path, "--model", str(tiny_model), "--gpus", "L4:1", *SHORT)
     assert "caution" not in output
-
-
-@pytest.mark.leaving
-def test_the_preset_leaves_deltas_the_transport_that_they_need(tmp_path: Path) -> None:
-    _, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--env", "PUBLISH_DELTA=true")
-    assert ("ppo-trainer", "envs.PUBLISH_TRANSPORT") not in job_group_text.values(text)
 
 
 def test_accelerators_are_read_in_each_of_skypilots_forms() -> None:

@@ -162,19 +162,6 @@ def test_settings_that_fit_are_accepted() -> None:
         TrainerSettings.load(**settings)
 
 
-@pytest.mark.leaving
-def test_deltas_are_of_whole_weights_on_the_volume() -> None:
-    for settings, named in (
-        ({"lora_rank": 4}, "LORA_RANK is 4.*PUBLISH_DELTA"),
-        ({"publish_transport": "broadcast"}, "PUBLISH_TRANSPORT=broadcast"),
-        ({"publish_transport": "local"}, "PUBLISH_TRANSPORT=local"),
-        ({"publish_type": "float32"}, "PUBLISH_TYPE=bfloat16"),
-    ):
-        with pytest.raises(ConfigurationError, match=named):
-            TrainerSettings.load(publish_delta=True, **settings)
-    TrainerSettings.load(publish_delta=True, mode="async")
-
-
 @pytest.mark.parametrize(("value", "kept"), [("off", "off"), ("all", "all"), ("12", 12), ("", None)])
 def test_steps_to_record_are_read(value: str, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RECORD_GROUPS", value)

@@ -406,20 +406,6 @@ def computes_what_it_publishes(settings: TrainerSettings) -> None:
         )
 
 
-def deltas_can_be_written(settings: TrainerSettings) -> None:
-    """Check that PUBLISH_DELTA finds whole weights on the volume, few of which a step changes."""
-    rank, transport = settings.lora_rank, settings.publish_transport
-    reasons = {
-        f"LORA_RANK is {rank}, whose versions are adapters and small; unset it": rank > 0,
-        f"PUBLISH_TRANSPORT={transport} sends whole weights; set it to disk": transport is not Transport.DISK,
-        "a step changes nearly all weights in float32; set PUBLISH_TYPE=bfloat16": settings.publish_type
-        is PublishedType.FLOAT32,
-    }
-    if settings.publish_delta and any(reasons.values()):
-        reason = next(reason for reason, is_so in reasons.items() if is_so)
-        raise ValueError(f"PUBLISH_DELTA is set, but {reason}, or unset PUBLISH_DELTA")
-
-
 def state_can_be_offloaded(settings: TrainerSettings) -> None:
     """Check that CPU_OFFLOAD saves what it is set for."""
     if settings.cpu_offload is not True:
@@ -604,7 +590,6 @@ CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
     state_can_be_offloaded,
     versions_can_be_shared,
     computes_what_it_publishes,
-    deltas_can_be_written,
     check_way,
     episodes_fit,
     methods_exist,

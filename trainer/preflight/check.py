@@ -248,7 +248,6 @@ def _remedy(
     wanted = _size(needed(shape, work), work, place)
     if place == "shm":
         other = ", or set PUBLISH_TRANSPORT=disk" if work.shares_versions else ""
-        other = ", or unset PUBLISH_DELTA" if work.keeps_copies else other
         return f"Mount a memory volume of {math.ceil(wanted / GIB)}Gi at /dev/shm on the nodes of ppo-trainer{other}."
     if place == "volume":
         smaller = ({"record_groups": "off"}, {"checkpoints_kept": 1})

@@ -90,10 +90,6 @@ class Work:
     """The version in memory is a file in /dev/shm."""
     shares_on_gpus: bool
     """Every rank's GPU has the whole version while it is published."""
-    writes_deltas: bool
-    """PUBLISH_DELTA: the version before stays in rank 0's memory, and the deltas of an anchor on the volume."""
-    keeps_copies: bool
-    """PUBLISH_DELTA with engines on the trainer's nodes, whose launchers keep a copy of the version in /dev/shm."""
     checkpointing: Checkpointing
     """ACTIVATION_CHECKPOINTING."""
     frees_parameters: bool
@@ -154,7 +150,7 @@ def needed(shape: ModelShape, work: Work) -> Need:
         # Loading ends before the first version and the first checkpoint.
         "loading, or publication and checkpoint": max(
             *(4 * model.parameters for model in (shape, *shape.teachers)),
-            (work.published_copies + work.writes_deltas) * published + copies * work.replicas // work.nodes,
+            work.published_copies * published + copies * work.replicas // work.nodes,
         ),
     }
     if work.device == "cpu":
@@ -172,11 +168,10 @@ def needed(shape: ModelShape, work: Work) -> Need:
         shm={
             **({"NCCL": SHM_BYTES} if work.device == "cuda" and work.ranks_per_node > 1 else {}),
             **({"version": published} if work.shares_versions else {}),
-            **({"copy of the version for engines": published} if work.keeps_copies else {}),
         },
         volume={
             "checkpoints": work.checkpoints * copies,
-            "versions": (VERSIONS + work.writes_deltas) * published,
+            "versions": VERSIONS * published,
             "model": merged * whole,
             **({"recorded groups": work.record_bytes} if work.record_bytes else {}),
         },
@@ -512,8 +507,6 @@ def work_of(
         published_copies=2 if is_sent and not settings.lora_rank else 1,
         shares_versions=is_shared and not memory,
         shares_on_gpus=is_shared and memory > 0 and not settings.lora_rank,
-        writes_deltas=settings.publish_delta,
-        keeps_copies=settings.publish_delta and settings.engine_sleeps,
         checkpointing=False if settings.activation_checkpointing == "auto" else settings.activation_checkpointing,
         frees_parameters=settings.shard_parameters is not False,
         has_offload=settings.cpu_offload is True and memory > 0,

@@ -46,7 +46,6 @@ from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import DiskFullError, write_adapter, write_model, writing
 from trainer.publishing.broadcast import MOST_UNFORMED, Broadcast, Broadcaster
-from trainer.publishing.deltas import DeltaWriter, NodesCopy
 from trainer.publishing.shared import GpuBuckets, SharedTensors, check_shares_memory, shared_memory
 
 log = get_logger(__name__)
@@ -102,8 +101,6 @@ class VersionWriter:
         """The newest version on the ranks' GPUs, with PUBLISH_TRANSPORT=local."""
         self.is_sent = settings.publish_transport is not Transport.DISK
         """Versions are sent to the workers and written while the next steps train. Rank 0's value counts."""
-        self.deltas = DeltaWriter(self.store) if settings.publish_delta else None
-        """Writes what a version changes, with PUBLISH_DELTA."""
         self._pool = ThreadPoolExecutor(1, "policy-writer")
         self._next: deque[tuple[int, Callable[[Path], None]]] = deque(maxlen=1)
         """The version that the thread writes next; a newer one takes its place."""
@@ -144,17 +141,13 @@ class VersionWriter:
                 self._write_later(version, save)
                 return
             self._check_writes(is_waiting=True)
-            if self.deltas is None:
-                write_version(self.store, version, save)
-            else:
-                self.deltas.write(partial(write_version, self.store, version), version, state, save)
+            write_version(self.store, version, save)
 
         self.ranks.on_main(write, DiskFullError, DependencyLostError)
         self.written = version
         if isinstance(measured := self.policy.masters.rounding, MeasuredRounding):
             share = measured.share(self.ranks)
             self.metrics = {} if share is None else {"publish_share": share}
-            self.metrics |= self.deltas.metrics if self.deltas else {}
         # The version was gathered in memory that workers on the same machine and GPUs need for the new weights.
         if not keeps_memory(self.settings.keep_memory):
             release_memory()
@@ -186,7 +179,7 @@ class VersionWriter:
         if not all(write.done() for write in self._writes):
             return True
         try:
-            return self.store.is_complete(version)
+            return self.store.path(version).is_dir()
         except OSError:
             return True  # The volume does not answer, so the version may still be there.
 
@@ -418,8 +411,6 @@ class Publisher:
     def _form(self, version: int, workers: Sequence[Worker]) -> Form:
         """Return the form in which the workers get the version that was written last."""
         state, path = self.writer.state, self.writer.store.path(version)
-        if self.settings.publish_delta:
-            return NodesCopy(version, self.settings.token, PUBLISH_SECONDS)
         if not state:
             return Directory(version, path, is_adapter=self.settings.lora_rank > 0)
         if self.settings.lora_rank:

@@ -122,19 +122,6 @@ MEASURES: tuple[Measure, ...] = (
         "trainer_publish_share_ratio",
         "Share of the training's change of the weights that the published weights have (PUBLISH_TYPE=bfloat16).",
     ),
-    Measure(
-        "publish_bytes",
-        "trainer_published_bytes",
-        "Bytes of weights of the newest version on the volume (PUBLISH_DELTA).",
-    ),
-    Measure(
-        "publish_whole_bytes", "trainer_published_whole_bytes", "Bytes of weights of a whole version (PUBLISH_DELTA)."
-    ),
-    Measure(
-        "publish_changed",
-        "trainer_publish_changed_ratio",
-        "Share of the published weights that differ from the version before (PUBLISH_DELTA).",
-    ),
     Measure("updates_skipped", "trainer_updates_skipped_total", "Updates left out, being not finite."),
     Measure("length_mean", "trainer_completion_length_mean", "Mean length of all completions made, in tokens."),
     Measure("length_max", "trainer_completion_length_max", "Longest of all completions made, in tokens."),

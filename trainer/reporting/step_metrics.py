@@ -138,7 +138,7 @@ def step_metrics(
 def headline(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return a step's figures for its line of the log: HEADLINE with three digits, then the seconds by phase.
 
-    Phases with less than SHOWN_SHARE of the step are left out. With PUBLISH_DELTA the line has the megabytes published.
+    Phases with less than SHOWN_SHARE of the step are left out.
     """
     line = {
         name.replace(column, short): f"{value:.3g}"
@@ -146,8 +146,6 @@ def headline(metrics: Mapping[str, float]) -> dict[str, str]:
         for name, value in metrics.items()
         if name == column or (column in SOURCES_HEADLINE and name.startswith(f"{column}/"))
     }
-    if "publish_bytes" in metrics:
-        line["published"] = f"{metrics['publish_bytes'] / 1e6:.3g}MB of {metrics['publish_whole_bytes'] / 1e6:.3g}MB"
     least = SHOWN_SHARE * metrics.get("seconds_step", 0.0)
     seconds = {phase: metrics.get(f"seconds_{phase}", 0.0) for phase in PHASES}
     return line | {

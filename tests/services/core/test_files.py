@@ -12,8 +12,6 @@ import pytest
 
 from services.core.errors import ConfigurationError, DamagedFileError
 from services.core.files import (
-    CHANGES_FILE,
-    RECORD_FILE,
     atomic_write,
     check_model,
     check_model_directory,
@@ -61,29 +59,6 @@ def test_what_is_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for model in ("models", "Qwen/Qwen2.5-0.5B-Instruct", "gpt2"):
         check_model(model)
         check_model_directory(model)
-
-
-@pytest.mark.leaving
-@pytest.mark.parametrize(
-    ("record", "anchor"),
-    [
-        ('{"chain": [[3, "a"], [4, "b"]], "sums": {}}', "{}/v000003;"),
-        ("", "a directory beside it that has config.json"),
-    ],
-    ids=["whole record", "damaged record"],
-)
-def test_a_version_that_is_no_model_by_itself_is_named_with_its_anchor(
-    tmp_path: Path, record: str, anchor: str
-) -> None:
-    delta = tmp_path / "v000004"
-    delta.mkdir()
-    (delta / CHANGES_FILE).touch()
-    (delta / RECORD_FILE).write_text(record)
-    for check in (check_model, check_model_directory):
-        with pytest.raises(ConfigurationError) as refused:
-            check(str(delta))
-        assert f"MODEL_NAME={delta} has only what has changed" in str(refused.value)
-        assert f"give its anchor, the last whole version: {anchor.format(tmp_path)}" in str(refused.value)
 
 
 @pytest.mark.parametrize(("closed", "named"), [("model.safetensors", "model/model.safetensors"), (".", "model")])

@@ -23,7 +23,6 @@ from services.core.endpoints import (
     ROUTER_INNER_PORT,
     ROUTER_METRICS_PORT,
     ROUTER_PORT,
-    VERSIONS_PORT,
     Endpoint,
 )
 from services.engines.sglang import Embedded, SGLang
@@ -83,7 +82,7 @@ class Nodes:
         self.endpoints = {
             f"rollout-server-{rank}:{port}": f"127.0.0.1:{next(ports)}"
             for rank in range(self.count)
-            for port in (ROUTER_PORT, ROUTER_METRICS_PORT, ROUTER_INNER_PORT, VERSIONS_PORT, *ENGINE_PORTS)
+            for port in (ROUTER_PORT, ROUTER_METRICS_PORT, ROUTER_INNER_PORT, *ENGINE_PORTS)
         }
         self.nodes: dict[int, Node] = {}
 

@@ -6,32 +6,23 @@ import asyncio
 import contextlib
 import json
 import shutil
-import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from services.core import tasks
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.files import CHANGES_FILE
 from services.core.supervisor import SupervisedProcess
 from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
 from services.engines.sglang import SGLang
-from services.rollout_server import node_copy
 from services.rollout_server import registration as module
-from services.rollout_server.node_copy import NodeCopy
 from services.rollout_server.registration import LONGEST_POLL_SECONDS, POLL_SECONDS, WorkerRegistration, poll_seconds
-from services.weights.deltas import DeltaRecord
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
-from tests.services.weights.test_deltas import three_versions
 from tests.waiting import IDLE_SECONDS
 
 HOLD_SECONDS = 600.0
@@ -116,7 +107,7 @@ Until = Callable[[Callable[[], object]], Any]
 
 @asynccontextmanager
 async def registered(
-    node: Node, settings: RolloutSettings, engine: RunningEngine | None = None, copy: NodeCopy | None = None
+    node: Node, settings: RolloutSettings, engine: RunningEngine | None = None
 ) -> AsyncIterator[Until]:
     """The registration runs within it; it yields a wait for a condition, which ends with the registration."""
     async with (
@@ -125,7 +116,7 @@ async def registered(
         SGLang(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
     ):
         process = cast(SupervisedProcess, engine or RunningEngine())
-        running = asyncio.create_task(WorkerRegistration(settings, worker, router, process, copy).run())
+        running = asyncio.create_task(WorkerRegistration(settings, worker, router, process).run())
 
         async def until(condition: Callable[[], object]) -> None:
             while not condition() and not running.done():  # noqa: ASYNC110  # in another thread
@@ -146,17 +137,6 @@ async def test_a_version_stays_while_a_worker_loads_it(node: Node, tmp_path: Pat
     assert node.loaded == ["1", "3"], "it loaded the version that it found, and then the newest"
     node.store.prune(1, HOLD_SECONDS)
     assert [path.name for path in node.store.policy_dir.iterdir()] == ["v000003"], "nothing is held any more"
-
-
-@pytest.mark.leaving
-async def test_a_launcher_without_a_copy_takes_the_newest_whole_version(node: Node, tmp_path: Path) -> None:
-    node.loaded = ["first weights"]
-    node.publish(1)
-    (node.store.begin(2) / CHANGES_FILE).touch()
-    node.store.commit(2)
-    async with registered(node, settings(tmp_path)) as until:
-        await until(lambda: node.registered)
-    assert node.loaded == ["first weights", "1"]
 
 
 async def test_a_stale_worker_is_left_to_a_trainer_that_answers(
@@ -184,59 +164,6 @@ async def test_a_stale_worker_is_left_to_a_trainer_that_answers(
             node.publish(3)
             await until(lambda: node.version == "3")
     assert node.loaded == ["first weights", "1", "2", "3"]
-
-
-@pytest.fixture
-def copy(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NodeCopy:
-    """A copy for a node with an anchor and two deltas."""
-    three_versions(node.store.policy_dir.parent)
-    monkeypatch.setattr(node_copy, "memory_of_run", lambda _, part: tmp_path / part)
-    return NodeCopy(node.store.policy_dir)
-
-
-@pytest.mark.leaving
-async def test_an_engine_that_hangs_while_it_loads_the_copy_does_not_keep_it_from_the_trainer(
-    node: Node, copy: NodeCopy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "LOAD_SECONDS", 0.3)
-    may_end = threading.Event()
-    node.worker.routes["POST /update_weights_from_disk"] = lambda _: may_end.wait(IDLE_SECONDS) and {}
-    engine = RunningEngine()
-    engine.may_be_killed = True
-    async with registered(node, settings(tmp_path, publish_delta=True), engine, copy) as until:
-        await until(lambda: engine.is_killed)
-        async with copy.of(2, lends=True):
-            may_end.set()
-    assert not node.registered
-
-
-@pytest.mark.leaving
-async def test_the_time_in_which_a_node_reads_a_version_does_not_end_it(
-    node: Node, copy: NodeCopy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = settings(tmp_path, publish_delta=True)
-    passed = 0.0
-    for user in (module, tasks):
-        monkeypatch.setattr(user, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed))
-    become = copy.model.become
-
-    def slow(record: DeltaRecord) -> None:
-        nonlocal passed
-        passed += 2 * given.rollout_lost_seconds
-        become(record)
-
-    monkeypatch.setattr(copy.model, "become", slow)
-    versions: list[str] = []
-
-    def load(request: dict[str, Any]) -> Any:
-        versions.append(request["weight_version"])
-        node.version = request["weight_version"]
-        return 400 if len(versions) == 1 else {"success": True}
-
-    node.worker.routes["POST /update_weights_from_disk"] = load
-    async with registered(node, given, copy=copy) as until:
-        await until(lambda: node.registered)
-    assert versions == ["3", "3"]
 
 
 def lose_the_versions(node: Node) -> None:
@@ -309,7 +236,7 @@ async def test_a_worker_whose_engine_starts_again_leaves_the_routing_first(node:
         SGLang(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
     ):
         process = cast(SupervisedProcess, RunningEngine())
-        registration = WorkerRegistration(settings(tmp_path), worker, router, process, None)
+        registration = WorkerRegistration(settings(tmp_path), worker, router, process)
         await registration.withdraw()
         assert not node.router.requests, "it was never registered"
         running = asyncio.create_task(registration.run())

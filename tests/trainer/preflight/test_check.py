@@ -302,25 +302,6 @@ def test_a_broadcast_has_one_version_in_memory_while_another_is_written(rank: in
     assert broadcast - disk == pytest.approx((versions - 1) * 2 * SHAPES["8B"].parameters)
 
 
-@pytest.mark.leaving
-def test_deltas_take_room_for_one_version_more() -> None:
-    whole, deltas = (needed(SHAPES["8B"], chosen("8B", 1, 8, publish_delta=delta)) for delta in (False, True))
-    version = 2 * SHAPES["8B"].parameters
-    assert deltas.total("host") - whole.total("host") == pytest.approx(version)
-    assert deltas.volume["versions"] - whole.volume["versions"] == version
-
-
-@pytest.mark.leaving
-def test_a_copy_of_the_engines_on_the_trainers_nodes_takes_room_in_shared_memory() -> None:
-    given = {"publish_delta": True, "engine_sleeps": True}
-    without, copy = (needed(SHAPES["8B"], chosen("8B", 1, 8, **some)) for some in ({"publish_delta": True}, given))
-    version = 2 * SHAPES["8B"].parameters
-    assert copy.total("shm") - without.total("shm") == version
-    wanted = r"of /dev/shm \(copy of the version for engines .* at /dev/shm .*, or unset PUBLISH_DELTA"
-    with pytest.raises(ConfigurationError, match=wanted):
-        chosen("8B", 1, 8, replace(ROOM, shm=version), **given)
-
-
 @pytest.mark.parametrize(("memory", "shared"), [(0, 2), (80 * GIB, 0)], ids=["processor", "GPU"])
 def test_on_processors_a_shared_version_takes_room_in_shared_memory(memory: int, shared: int) -> None:
     given = settings(publish_transport="local")
