@@ -18,7 +18,8 @@ from services.run_page.directory import of_sources
 from trainer.algorithm.gae import critic_metrics
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.teachers import is_taught, teacher_metrics, with_teacher
-from trainer.checkpoints.checkpoint import RunState
+from trainer.checkpoints.run_checkpoints import RunCheckpoints
+from trainer.checkpoints.state import RunState, note_accuracy, reached_target
 from trainer.config import Mode, TrainerSettings
 from trainer.config.objective import Objective
 from trainer.model.learner import UpdateResult
@@ -33,9 +34,7 @@ from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.reporting.step_metrics import headline, step_metrics
 from trainer.rollouts.batch import Batch, within_kl
-from trainer.rollouts.evaluate import note_accuracy, reached_target
-from trainer.run_checkpoints import RunCheckpoints
-from trainer.service_calls import ServiceCalls
+from trainer.rollouts.service_calls import ServiceCalls
 
 log = get_logger(__name__)
 
@@ -76,7 +75,8 @@ class TrainingLoop:
             self.settings, thread, writer, on_all_ranks(writer.write), on_all_ranks(writer.release)
         )
         self.probe = Probe(self.publisher, self.learner.policy, on_all_ranks(self.learner.logprobs))
-        self.checkpoints = RunCheckpoints(self.settings, self.services, self.rank_calls, self.state)
+        save, store = on_all_ranks(rank_calls.save_checkpoint), rank_calls.checkpoints
+        self.checkpoints = RunCheckpoints(self.settings, self.state, self.services, store, save, on_all_ranks)
         self.profile = StepProfile(self.settings, rank_calls.ranks.device, self.services)
         self.computation = computation(rank_calls.learner.policy, rank_calls.ranks)
 

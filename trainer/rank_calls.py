@@ -19,7 +19,8 @@ from services.core.logs import get_logger
 from services.core.tasks import InterruptedCallError
 from services.protocol.groups import joined, split
 from trainer.algorithm.packing import TrainingGroup, pack_group, unpack_group
-from trainer.checkpoints.checkpoint import CheckpointStore, RunState
+from trainer.checkpoints.checkpoint import CheckpointStore
+from trainer.checkpoints.state import RunState
 from trainer.config import PublishedType, TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.kernels import KeptKernels

@@ -25,7 +25,10 @@ from services.reward_columns import check_columns
 from services.run_page.directory import first_and_last
 from services.weights.broadcast_group import match_engines_nccl
 from trainer.checkpoints.admission import has_succeeded
-from trainer.checkpoints.checkpoint import CheckpointStore, RunState
+from trainer.checkpoints.checkpoint import CheckpointStore
+from trainer.checkpoints.run_checkpoints import count_parameters, resume
+from trainer.checkpoints.state import RunState
+from trainer.collector import collect_sources
 from trainer.config import Mode, TrainerSettings, Transport
 from trainer.loop import TrainingLoop
 from trainer.model.critic import CriticLearner
@@ -42,8 +45,7 @@ from trainer.rank_calls import ENDINGS, RankCalls
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, listen_for_status, log_activity, serve_status
 from trainer.reporting.trackers import tracker_of
-from trainer.run_checkpoints import count_parameters, resume
-from trainer.service_calls import ServiceCalls
+from trainer.rollouts.service_calls import ServiceCalls
 
 log = get_logger(__name__)
 
@@ -229,7 +231,9 @@ def _drive(
         _check_columns(settings, data, components)
         files = RunFiles(settings, state.step, decode, components, room.holds)
     # Its first failure is among the files, which forget that of an earlier attempt.
-    services.start_collector()
+    if settings.mode is Mode.ASYNC and settings.collector_in_process:
+        collecting = collect_sources(settings, services.clients, services.makers)
+        services.fresh_queue.collector = services.thread.start(collecting)
     with closing(files):
         try:
             prompts = settings.epochs * data.train_prompts

@@ -7,8 +7,10 @@ the replay buffer, the record of a step and the ranks carry them as the bytes of
 from __future__ import annotations
 
 import math
+import statistics
 import struct
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, BinaryIO, Self
 
@@ -425,3 +427,13 @@ _LENGTH = struct.Struct("<I")
 def joined(parts: Sequence[bytes | memoryview]) -> bytes:
     """Return parts as one piece of bytes, each after its length."""
     return b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
+
+
+def environment_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the mean over episodes of each figure that the environment gives; nothing without an environment."""
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for episode in (group.episode_figures or {}).values():
+            for name, value in episode.figures.items():
+                by_name[name].append(value)
+    return {f"environment_{name}": statistics.fmean(values) for name, values in by_name.items()}

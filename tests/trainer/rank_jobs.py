@@ -20,7 +20,8 @@ from services.protocol.prompts import Cursor
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import PerToken
 from trainer.checkpoints.admission import Fingerprint
-from trainer.checkpoints.checkpoint import CheckpointStore, RunState
+from trainer.checkpoints.checkpoint import CheckpointStore
+from trainer.checkpoints.state import RunState
 from trainer.config import TrainerSettings
 from trainer.model import saving
 from trainer.model.gathering import gather_state

@@ -17,6 +17,7 @@ from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 from tests.sequences import make_group
 from tests.trainer.rank_jobs import Arrays, make_learner, weights_of
 from trainer.checkpoints.checkpoint import CheckpointStore
+from trainer.checkpoints.run_checkpoints import resume
 from trainer.loop import TrainingLoop
 from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
@@ -24,8 +25,7 @@ from trainer.rank_calls import RankCalls
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.rollouts.batch import Batch
-from trainer.run_checkpoints import resume
-from trainer.service_calls import ServiceCalls
+from trainer.rollouts.service_calls import ServiceCalls
 
 STEPS = 4
 LAST = 2

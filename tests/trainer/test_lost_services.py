@@ -27,6 +27,7 @@ from services.core.errors import EXIT_RECOVERABLE, ConfigurationError, Dependenc
 from tests.trainer.rank_jobs import make_learner, weights_of
 from tests.trainer.runs import LAST, STEPS, Outside, Run, group, train
 from tests.waiting import wait_until
+from trainer.checkpoints.run_checkpoints import LEAVE_SNAPSHOT_SECONDS
 from trainer.collector import InFlightPrompts
 from trainer.config.objective import Objective
 from trainer.loop import TrainingLoop
@@ -34,7 +35,6 @@ from trainer.model import saving
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import DiskFullError
 from trainer.reporting import group_records, run_files
-from trainer.run_checkpoints import LEAVE_SNAPSHOT_SECONDS
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from typing import Any, Protocol, cast
 import orjson
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -37,8 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from services.core.errors import ConfigurationError
 from services.core.files import remove_directory, replace_directory, saved_steps
 from services.core.logs import get_logger
-from services.protocol.prompts import Cursor
-from trainer.checkpoints.admission import Fingerprint
+from trainer.checkpoints.state import RunState
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError, writing
@@ -146,58 +145,6 @@ def _checksum(file: Path) -> str:
 
 FILES = 4
 """Files that each rank writes, so that several threads write them and compute their checksums."""
-
-
-class RunState(BaseModel):
-    """The state of a run besides its weights and optimizer."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    step: int = 0
-    """Completed steps."""
-    policy_version: int = 0
-    """The version of the policy after these steps."""
-    model_type: str
-    parameters: int
-    cursors: dict[str, Cursor] = {}
-    """The prompts used so far, by source; that of a run without SOURCES is ""."""
-    prompts_used: int = 0
-    """Prompts of these steps, those of groups that were left out included."""
-    role_baselines: dict[str, dict[int, float]] = {}
-    """The baselines of ADVANTAGE=rae after these steps, by source and seat."""
-    replay_snapshot: str | None = None
-    rewards: list[float] = []
-    """Mean reward of each completed step."""
-    rewards_by_source: dict[str, list[float]] = {}
-    """The same of each source, for the steps in which it had groups; empty without SOURCES."""
-    accuracies_by_source: dict[str, list[float]] = {}
-    """The greedy pass@1 of each source before training, and the newest; empty without SOURCES."""
-    accuracy_before: float | None = None
-    """Greedy pass@1 on the held-out prompts before training: a point estimate, as the other accuracies."""
-    accuracy_before_low: float | None = None
-    accuracy_before_high: float | None = None
-    """The ends of its 95% interval."""
-    accuracy_before_prompts: int | None = None
-    """The prompts that it is over."""
-    eval_reward_before: float | None = None
-    """The mean reward of their greedy answers."""
-    best_accuracy: float | None = None
-    best_step: int | None = None
-    """The step of the best accuracy; its checkpoint is kept."""
-    last_accuracy: float | None = None
-    last_accuracy_low: float | None = None
-    last_accuracy_high: float | None = None
-    last_accuracy_prompts: int | None = None
-    evaluated_step: int | None = None
-    evaluation_error: str | None = None
-    """Why the newest evaluation has no accuracy."""
-    seconds: float = 0.0
-    random_state: list[int] = []
-    """State of torch's CPU generator, as bytes."""
-    fingerprint: Fingerprint | None = None
-    """Fingerprint of model and data; rank 0 always has it."""
-    job: str | None = None
-    """The SkyPilot job that saved the state; see ``job_id``."""
 
 
 class SavedCritic(Protocol):

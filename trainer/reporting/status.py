@@ -22,7 +22,7 @@ from services.run_page.activity import Activity, ReportTimer, in_words
 from services.run_page.components import ComponentMonitor
 from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC, add_run_page
-from trainer.checkpoints.checkpoint import RunState
+from trainer.checkpoints.state import RunState
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import StepClock
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from services.core.timeline import TIMELINE
-from services.protocol.groups import Group, TokenSequence
+from services.protocol.groups import Group, TokenSequence, environment_figures
 from services.protocol.rewards import UNASKED, FinishReason, RewardStatus
 from trainer.model.learner import UpdateResult
 
@@ -245,16 +245,6 @@ def _episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **{f"episodes_failed_{reason}": float(count) for reason, count in failed.items()},
     }
     return metrics | ({"tool_calls_parsed": parsed / written} if written else {})
-
-
-def environment_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the mean over episodes of each figure that the environment gives; nothing without an environment."""
-    by_name: defaultdict[str, list[float]] = defaultdict(list)
-    for group in groups:
-        for episode in (group.episode_figures or {}).values():
-            for name, value in episode.figures.items():
-                by_name[name].append(value)
-    return {f"environment_{name}": statistics.fmean(values) for name, values in by_name.items()}
 
 
 def _win_rates(groups: Sequence[Group]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from services.clients.player import evaluation_seed
 from services.clients.rollout import SamplingParams
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.protocol.groups import Group, TokenSequence
+from services.protocol.groups import Group, TokenSequence, environment_figures
 from services.protocol.prompts import Cursor, Prompt, Split
 from services.protocol.rewards import (
     GREEDY,
@@ -26,10 +26,7 @@ from services.protocol.rewards import (
     verdicts,
 )
 from services.run_page.activity import Activity
-from services.run_page.directory import of_sources
-from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
-from trainer.reporting.step_metrics import environment_figures
 from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, Sampler, makers_of
 
 log = get_logger(__name__)
@@ -199,44 +196,3 @@ def macro_means(sources: Sequence[Measured]) -> Measured:
         macro_mean([own.estimates for own in sources]),
         {name: sum(values) if name in SUMS else statistics.fmean(values) for name, values in figures.items()},
     )
-
-
-def describe_accuracy(metrics: Mapping[str, float]) -> str:
-    """Return the accuracy that TARGET_ACCURACY is compared with, a point estimate, with its interval and prompts."""
-    accuracy, low, high = (metrics[name] for name in ("accuracy", "accuracy_low", "accuracy_high"))
-    prompts = _judged_prompts(metrics)
-    interval_ = f"({low:.3f} to {high:.3f})"
-    return f"greedy pass@1 of {accuracy:.3f} {interval_} on {prompts} held-out prompt{'s'[: prompts != 1]}"
-
-
-def _judged_prompts(metrics: Mapping[str, float]) -> int:
-    return int(metrics.get("eval_prompts", 0.0) - metrics.get("eval_left_out", 0.0))
-
-
-def note_accuracy(settings: TrainerSettings, state: RunState, metrics: Mapping[str, float]) -> None:
-    """Note an evaluation's greedy pass@1 in the run's state: the newest, the best, and that before the first step.
-
-    Without metrics the evaluation failed.
-    """
-    accuracy = metrics.get("accuracy")
-    state.last_accuracy, state.evaluated_step = accuracy, state.step
-    state.last_accuracy_low, state.last_accuracy_high = metrics.get("accuracy_low"), metrics.get("accuracy_high")
-    state.last_accuracy_prompts = _judged_prompts(metrics)
-    for source, value in of_sources(metrics, "accuracy").items():
-        state.accuracies_by_source[source] = [*state.accuracies_by_source.get(source, [])[:1], value]
-    if state.step == 0:
-        state.accuracy_before = accuracy
-        state.accuracy_before_low, state.accuracy_before_high = state.last_accuracy_low, state.last_accuracy_high
-        state.accuracy_before_prompts = state.last_accuracy_prompts
-        state.eval_reward_before = metrics.get("eval_reward")
-    if accuracy is not None and accuracy > (state.best_accuracy or 0.0):
-        state.best_accuracy, state.best_step = accuracy, state.step or None
-        log.info("best so far", step=state.step, accuracy=describe_accuracy(metrics))
-    if reached_target(settings, state):
-        log.info("TARGET_ACCURACY reached", target=settings.target_accuracy, best=state.best_accuracy)
-
-
-def reached_target(settings: TrainerSettings, state: RunState) -> bool:
-    """Return whether an evaluation's greedy pass@1, a point estimate, was at least TARGET_ACCURACY."""
-    target = settings.target_accuracy
-    return target is not None and (state.best_accuracy or 0.0) >= target

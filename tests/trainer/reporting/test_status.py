@@ -18,12 +18,11 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import InterruptedCallError
 from services.run_page import activity
 from tests.waiting import eventually
-from trainer.checkpoints.checkpoint import RunState
+from trainer.checkpoints.state import RunState, note_accuracy
 from trainer.config import TrainerSettings
 from trainer.model.ranks import Ranks
 from trainer.reporting.status import RunStatus, log_activity
 from trainer.reporting.step_metrics import StepClock
-from trainer.rollouts.evaluate import note_accuracy
 from trainer.run import StopSignal, outcome_of, train
 
 

@@ -41,7 +41,7 @@ from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.episodes import Agents, Programs, sequences_of
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, make_groups
-from trainer.service_calls import ServiceCalls
+from trainer.rollouts.service_calls import ServiceCalls
 
 PROMPT = Prompt(id="p/0", prompt="6*7=", ground_truth="42", prompt_ids=[1], epoch=0, position=3)
 

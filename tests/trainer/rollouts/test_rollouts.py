@@ -31,7 +31,7 @@ from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, Route, fake_service
 from trainer.checkpoints.admission import Fingerprint
-from trainer.checkpoints.checkpoint import RunState
+from trainer.checkpoints.state import RunState, describe_accuracy
 from trainer.collector import Collector, collector_name
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
@@ -42,9 +42,9 @@ from trainer.reporting.status import RunStatus
 from trainer.rollouts import batch, success_rates
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
-from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
+from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator
 from trainer.rollouts.groups import LEAST_FAILURES, Completions, GroupMaker, make_groups
-from trainer.service_calls import ServiceCalls
+from trainer.rollouts.service_calls import ServiceCalls
 
 VOCAB_SIZE = 1000
 QUEUE: dict[str, Any] = {"mode": "async", "collector_in_process": False}

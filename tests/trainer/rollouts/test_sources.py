@@ -18,14 +18,14 @@ from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import GREEDY, Estimate, RewardResult, RewardStatus
 from tests.sequences import make_group
-from trainer.checkpoints.checkpoint import RunState
+from trainer.checkpoints.state import RunState, note_accuracy
 from trainer.collector import groups_within
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.reporting.metrics import export
 from trainer.reporting.step_metrics import headline, source_metrics
 from trainer.rollouts.batch import Batch, sample_groups
-from trainer.rollouts.evaluate import Measured, macro_means, note_accuracy
+from trainer.rollouts.evaluate import Measured, macro_means
 from trainer.rollouts.groups import LEAST_FAILURES, Answers, Completions, make_groups, makers_of
 
 MIX = """

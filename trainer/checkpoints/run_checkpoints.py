@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,14 +22,13 @@ from services.core.run_ids import job_id
 from services.protocol.prompts import DataStats
 from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.admission import Fingerprint, TeacherPrint, check_same
-from trainer.checkpoints.checkpoint import CheckpointStore, RunState, SavedCritic
+from trainer.checkpoints.checkpoint import CheckpointStore, SavedCritic
+from trainer.checkpoints.state import RunState
 from trainer.config import Mode, TrainerSettings
 from trainer.model.learner import Learner
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
-from trainer.rank_calls import RankCalls
-from trainer.service_calls import ServiceCalls
 
 log = get_logger(__name__)
 
@@ -37,20 +37,33 @@ LEAVE_SNAPSHOT_SECONDS = 15.0
 """Longest wait for the replay buffer's snapshot when the run ends: it may be killed soon after it was asked to stop."""
 
 
+class ReplaySnapshots(Protocol):
+    """The replay buffer as checkpoints see it."""
+
+    def save_replay(self, label: str, deadline: float | None = None) -> None:
+        """Save the contents under ``label``, within ``deadline`` seconds."""
+
+    def forget_replay(self, label: str, deadline: float | None = None) -> None:
+        """Delete a snapshot, within ``deadline`` seconds."""
+
+
 @dataclass
 class RunCheckpoints:
     """Saves the run's state; on rank 0."""
 
     settings: TrainerSettings
-    services: ServiceCalls
-    rank_calls: RankCalls
     state: RunState
+    replay: ReplaySnapshots
+    store: CheckpointStore
+    save_state: Callable[..., None]
+    """Has all ranks start a checkpoint of a state; see RankCalls.save_checkpoint."""
+    on_all_ranks: Callable[[Callable[[], object]], Callable[[], object]]
+    """Has all ranks call a method of their store."""
     started: float = field(init=False)
     """The time at which the run would have begun without interruptions (time.monotonic)."""
 
     def __post_init__(self) -> None:
         self.started = time.monotonic() - self.state.seconds
-        self.on_all_ranks = self.rank_calls.on_all_ranks
 
     def save(self, *, wait: bool = False, snapshot_seconds: float | None = None) -> None:
         """Start a checkpoint of the last completed step, together with the replay buffer's contents.
@@ -61,7 +74,7 @@ class RunCheckpoints:
         """
         state, label = self.state, f"{self.settings.run_id}-step-{self.state.step:06d}"
         try:
-            self.services.save_replay(label, snapshot_seconds)
+            self.replay.save_replay(label, snapshot_seconds)
             state.replay_snapshot = label
         except DependencyLostError as error:
             # Weights are worth more than replay: a run that resumes from here starts with an empty buffer.
@@ -69,7 +82,7 @@ class RunCheckpoints:
             state.replay_snapshot = None
         self.note_seconds()
         state.random_state = torch.get_rng_state().tolist()
-        self.on_all_ranks(self.rank_calls.save_checkpoint)(state.model_copy(deep=True), wait=wait)
+        self.save_state(state.model_copy(deep=True), wait=wait)
         log.info("checkpoint", step=state.step, directory=str(self.settings.checkpoint_dir))
 
     def note_seconds(self) -> None:
@@ -78,14 +91,14 @@ class RunCheckpoints:
 
     def poll(self) -> None:
         """Put a checkpoint in place that has been written meanwhile, and delete the snapshots of removed ones."""
-        self.on_all_ranks(self.rank_calls.checkpoints.poll)()
+        self.on_all_ranks(self.store.poll)()
         self._forget_snapshots()
 
     def _forget_snapshots(self, deadline: float | None = None) -> None:
         """Delete the replay buffer's snapshots of removed checkpoints."""
-        for label in self.rank_calls.checkpoints.take_removed_snapshots():
+        for label in self.store.take_removed_snapshots():
             try:
-                self.services.forget_replay(label, deadline)
+                self.replay.forget_replay(label, deadline)
             except DependencyLostError as error:
                 log.warning("a snapshot of the replay buffer stays", snapshot=label, reason=str(error))
 
@@ -100,8 +113,8 @@ class RunCheckpoints:
         """
         is_full = isinstance(error, DiskFullError) or not is_recorded
         try:
-            if is_full or self.rank_calls.checkpoints.saved_step == self.state.step:
-                self.on_all_ranks(self.rank_calls.checkpoints.finish)()
+            if is_full or self.store.saved_step == self.state.step:
+                self.on_all_ranks(self.store.finish)()
             elif self.state.step:
                 self.save(wait=True, snapshot_seconds=LEAVE_SNAPSHOT_SECONDS)
                 self._forget_snapshots(LEAVE_SNAPSHOT_SECONDS)

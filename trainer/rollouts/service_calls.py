@@ -27,8 +27,7 @@ from services.protocol.base import ComponentRecord
 from services.protocol.groups import Group
 from services.protocol.prompts import Cursor, DataStats, Prompt
 from services.run_page.activity import Activity
-from trainer.collector import collect_sources
-from trainer.config import Mode, TrainerSettings
+from trainer.config import TrainerSettings
 from trainer.publishing.publisher import begin_profiles, end_profiles, put_workers_to_sleep
 from trainer.rollouts.batch import Batch, FreshQueue, sample_groups
 from trainer.rollouts.clients import Clients
@@ -103,12 +102,6 @@ class ServiceCalls:
         """The clients of teachers behind an endpoint, by URL; each has answered its probe."""
         clients = [sampler.teacher for sampler in self.clients.samplers.values()]
         return {client.url: client for client in clients if client is not None}
-
-    def start_collector(self) -> None:
-        """Start the asynchronous mode's collector in this process, unless collectors run elsewhere."""
-        if self.settings.mode is Mode.ASYNC and self.settings.collector_in_process:
-            collecting = collect_sources(self.settings, self.clients, self.makers)
-            self.fresh_queue.collector = self.thread.start(collecting)
 
     def wait_for_workers(self) -> None:
         """Wait until the router has MIN_WORKERS rollout workers.
