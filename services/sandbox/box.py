@@ -251,10 +251,12 @@ class Box:
             # The end of its input has the zygote end what it started, which a signal to it alone would not.
             process.stdin.close()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_WAIT[1]):
-                    lines = (await process.stderr.read()).decode("utf-8", "replace").strip().splitlines()
-                    message = lines[-1][:300] if lines else ""
-                    await process.wait()
+                # Not asyncio.timeout, which Python 3.11.2 takes for a cancellation of this task that came before.
+                lines = (
+                    (await asyncio.wait_for(process.stderr.read(), _WAIT[1])).decode("utf-8", "replace").splitlines()
+                )
+                message = next((line[:300] for line in reversed(lines) if line.strip()), "")
+                await asyncio.wait_for(process.wait(), _WAIT[1])
             if process.returncode is None:
                 process.kill()
                 await process.wait()
