@@ -252,10 +252,9 @@ class Box:
             process.stdin.close()
             with contextlib.suppress(TimeoutError):
                 # Not asyncio.timeout, which Python 3.11.2 takes for a cancellation of this task that came before.
-                lines = (
-                    (await asyncio.wait_for(process.stderr.read(), _WAIT[1])).decode("utf-8", "replace").splitlines()
-                )
-                message = next((line[:300] for line in reversed(lines) if line.strip()), "")
+                said = await asyncio.wait_for(process.stderr.read(), _WAIT[1])
+                lines = said.decode("utf-8", "replace").strip().splitlines()
+                message = lines[-1][:300] if lines else ""
                 await asyncio.wait_for(process.wait(), _WAIT[1])
             if process.returncode is None:
                 process.kill()

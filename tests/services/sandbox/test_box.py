@@ -368,13 +368,14 @@ async def test_killed_boxes_and_answers_change_no_result(
         await asyncio.sleep(0.1)
         assert not running.done(), "the batch was over too soon"
         for child in set(psutil.Process().children()) - set(before):
-            processes = [child, *child.children(recursive=True)]
-            place = {"box": 0, "zygote": len(processes) - 2, "answer": len(processes) - 1}[victim]
-            # One victim at a time: a second try of the same answer must not be killed, too.
-            if len(processes) > 1 and kills < 2:
-                processes[max(place, 0)].send_signal(signal.SIGKILL)
-                kills += 1
-                break
+            with contextlib.suppress(psutil.NoSuchProcess):  # an answer may end by itself meanwhile
+                processes = [child, *child.children(recursive=True)]
+                place = {"box": 0, "zygote": len(processes) - 2, "answer": len(processes) - 1}[victim]
+                # One victim at a time: a second try of the same answer must not be killed, too.
+                if len(processes) > 1 and kills < 2:
+                    processes[max(place, 0)].send_signal(signal.SIGKILL)
+                    kills += 1
+                    break
         await asyncio.sleep(0.3)
     assert await running == quiet
     await pool.stop()
