@@ -1,14 +1,16 @@
 """``grpo groups``: answers that a run was trained on, selected from its record for another training.
 
-The record is what RECORD_GROUPS keeps of a run, token for token. docs/guides/operating.md has examples.
+The record is what RECORD_GROUPS keeps of a run, token for token. docs/guides/operating.md has examples. An answer is an
+episode with all its sequences; a completion is an episode of one.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+import statistics
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
@@ -17,28 +19,46 @@ from rich.table import Table
 from rich.text import Text
 
 from local_runner import directory
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, first_line
 from services.core.files import atomic_write
-from services.core.settings import ModelSettings
 from services.protocol import group_file
 from services.protocol.groups import Group
-from trainer.reporting.group_records import GroupRecords, StepHead
-from trainer.reporting.group_selection import FIELDS, Account, Expression, choose, groups_of, pairs_of, select
+from services.protocol.prompts import Split
+from services.protocol.rewards import FinishReason
+from trainer.reporting.group_records import GroupRecords
 
-CONDITION = f"A condition on answers, as 'reward >= 1 and source == \"countdown\"'. Names: {', '.join(FIELDS)}."
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+FIELDS = {
+    "reward": "the reward",
+    "component_NAME": "the value of the reward function NAME",
+    "source": "the name of the source, empty without SOURCES",
+    "category": "the prompt's category",
+    "row_NAME": "the column NAME of the dataset's row, if the reward reads it",
+    "id": "the prompt's id",
+    "prompt": "the text of the prompt",
+    "completion": "the text of the answer, of an episode that of its last sequence",
+    "step": "the step that trained on it",
+    "version": "the oldest policy version that sampled a token",
+    "tokens": "tokens that the policy sampled",
+    "length": "tokens of the longest sequence, with its prompt",
+    "finish": '"stop", or "length" if it was cut off',
+    "turns": "turns of an episode",
+    "seat": "the seat of a game",
+    "rank": "1 for the best answer of its group, of its seat in a game; equal rewards have one rank",
+    "group_mean": "the mean reward of these answers",
+    "group_size": "the number of these answers",
+}
+"""The columns that an expression may name."""
+CONDITION = "A condition, read by pandas' DataFrame.query: 'reward >= 1 and tokens < 400'. Names: " + ", ".join(FIELDS)
 
 
 def main(
     run: Annotated[str, typer.Argument(help="Id or directory of the run.")],
-    where: Annotated[
-        str,
-        typer.Argument(metavar="[EXPRESSION]", help=CONDITION),
-    ] = "True",
+    where: Annotated[str, typer.Argument(metavar="[EXPRESSION]", help=CONDITION)] = "",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the answers. Default: only count.")] = None,
-    pairs: Annotated[
-        bool, typer.Option("--pairs", help="Write the best and the worst answer of each group as JSON Lines for DPO.")
-    ] = False,
-    per_prompt: Annotated[int, typer.Option(min=1, metavar="K", help="Most answers, or pairs, of a prompt.")] = 4,
+    per_prompt: Annotated[int, typer.Option(min=1, metavar="K", help="Most answers of a prompt.")] = 4,
     held_out: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="JSON Lines; prompts equal to the `prompt` of a line are left out."),
@@ -47,63 +67,127 @@ def main(
 ) -> None:
     """Select answers that a run was trained on, token for token."""
     run_dir = directory.find_run(run, below)
-    records, expression, account = GroupRecords(run_dir), Expression(where), Account()
+    records = GroupRecords(run_dir)
     if not records.steps:
         raise ConfigurationError(
             f"{run_dir} has no recorded groups; RECORD_GROUPS says of which steps a run keeps them"
         )
     own = run_dir / "evaluations.jsonl"
     texts = frozenset(text for file in ([own] * own.exists() + (held_out or [])) for text in _prompts(file))
-    selected = [*select(records, expression, texts, account)]
-    if missing := expression.unknown_keys:
-        raise ConfigurationError(f"{where!r}: no answer has {', '.join(missing)}")
-    head = records.head(records.steps[0])
-    content: Iterator[bytes]
-    if pairs:
-        text_of = _prompt_texts(run_dir, head)
-        content = (orjson.dumps(pair) + b"\n" for pair in pairs_of(records, selected, per_prompt, account, text_of))
-    else:
-        model, tokenizer = head.settings.get("model_name"), head.tokenizer
-        named = group_file.GroupFileHead(run=run_dir.name, model=model, tokenizer=tokenizer, where=where)
-        content = group_file.parts(named, groups_of(records, choose(selected, per_prompt, account)))
+    answers, left_out = read_answers(records, texts)
+    kept = choose(answers, where, per_prompt, left_out)
+    _print(answers, kept, left_out)
+    if kept.empty:
+        raise ConfigurationError(f"no answer is left of {run_dir}; the table says why")
     if out is None:
-        deque(content, maxlen=0)
-    else:
-        try:
-            atomic_write(out, content)
-        except OSError as error:
-            raise ConfigurationError(f"--out {out} cannot be written: {error}") from error
-    _print(account, "pairs" if pairs else "answers")
-    if not account.kept.total():
-        raise ConfigurationError(f"no {'pair' if pairs else 'answer'} is left of {run_dir}; the table says why")
+        return
+    head = records.head(records.steps[0])
+    model = head.settings.get("model_name")
+    named = group_file.GroupFileHead(run=run_dir.name, model=model, tokenizer=head.tokenizer, where=where)
+    try:
+        atomic_write(out, group_file.parts(named, groups_of(records, kept)))
+    except OSError as error:
+        raise ConfigurationError(f"--out {out} cannot be written: {error}") from error
 
 
-def _prompt_texts(run_dir: Path, head: StepHead) -> Callable[[Group], str | None]:
-    """Return a function that returns a prompt as text, or None where its tokens are those of its messages.
+def read_answers(records: GroupRecords, held_out: frozenset[str]) -> tuple[DataFrame, Counter[str]]:
+    """Return a row for each recorded answer that may be learned, and the number of the others by reason.
+
+    Left out are aborted answers and those without a reward, and prompts that are held out: those of the test split, and
+    those whose text is among ``held_out``. A group that several steps trained on counts once.
 
     Raises:
-        ConfigurationError: the run's tokenizer cannot be loaded.
+        ConfigurationError: a record cannot be read.
     """
-    from transformers import AutoTokenizer  # not at the top, because it takes seconds
+    import pandas  # not at the top, because it takes seconds
 
-    model = run_dir / "model"
-    name = str(model) if model.exists() else str(head.settings.get("model_name") or ModelSettings().model_name)
+    groups: set[str] = set()
+    rows, left_out = list[dict[str, Any]](), Counter[str]()
+    for step in records.steps:
+        for group in (recorded.group for recorded in records.groups(step)):
+            if group.group_id not in groups:
+                groups.add(group.group_id)
+                found, prompt = [*_rows(group, step)], group.prompt
+                left_out["without a reward"] += len(group.episodes) - len(found)
+                if prompt.prompt in held_out or prompt.id.split("/")[-2:-1] == [Split.TEST.value]:
+                    left_out["held-out prompts"] += len(found)
+                else:
+                    rows += found
+    return pandas.DataFrame(rows), left_out
+
+
+def _rows(group: Group, step: int) -> Iterator[dict[str, Any]]:
+    """Yield the columns of FIELDS, and what identifies it, of each scored answer of a group."""
+    scored = [
+        (number, sequences)
+        for number, sequences in enumerate(group.episodes)
+        if sequences[0].reward is not None and all(s.finish_reason is not FinishReason.ABORT for s in sequences)
+    ]
+    row = orjson.loads(group.prompt.row) if group.prompt.row else {}
+    shared = {f"row_{name}": value for name, value in row.items()}
+    shared |= {"source": group.prompt.source, "category": group.prompt.category, "id": group.prompt.id, "step": step}
+    for number, sequences in scored:
+        first = sequences[0]
+        rewards = [others[0].reward or 0.0 for _, others in scored if others[0].seat == first.seat]
+        figures = (group.episode_figures or {}).get(-1 if first.episode is None else first.episode)
+        was_cut = any(s.finish_reason is FinishReason.LENGTH for s in sequences)
+        ids = (orjson.dumps([*group.prompt_ids, *s.completion_ids.tolist()]) for s in sequences)
+        yield shared | {
+            "reward": first.reward,
+            **{f"component_{name}": value for name, value in first.scoring.components.items()},
+            "prompt": group.prompt.prompt,
+            "completion": sequences[-1].completion,
+            "version": min(s.oldest_version for s in sequences),
+            "tokens": sum(s.trained_tokens for s in sequences),
+            "length": len(group.prompt_ids) + max(s.tokens for s in sequences),
+            "finish": (FinishReason.LENGTH if was_cut else FinishReason.STOP).value,
+            "turns": 1 if figures is None else figures.turns,
+            "seat": first.seat,
+            "rank": 1 + sum(reward > (first.reward or 0.0) for reward in rewards),
+            "group_mean": statistics.fmean(rewards),
+            "group_size": len(rewards),
+            "_group": group.group_id,
+            "_episode": number,
+            "_ids": hash(tuple(ids)),
+        }
+
+
+def choose(answers: DataFrame, where: str, per_prompt: int, left_out: Counter[str]) -> DataFrame:
+    """Return at most ``per_prompt`` answers of each prompt for which ``where`` holds, in the order of ``answers``.
+
+    They are those of highest reward, and of these the newest. Answers that were cut off, and equal ones, are left out
+    and counted.
+
+    Raises:
+        ConfigurationError: ``where`` is not an expression on the columns of ``answers``.
+    """
+    if answers.empty:
+        return answers
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--pairs needs the tokenizer of {name}: {error}") from error
+        found = answers.query(where, engine="python") if where else answers
+    # pandas raises errors of many types.
+    except Exception as error:
+        names = ", ".join(name for name in answers if not name.startswith("_"))
+        raise ConfigurationError(f"{where!r}: {first_line(error)}; the answers have {names}") from error
+    whole = found[found["finish"] != FinishReason.LENGTH.value]
+    best = whole.sort_values(["reward", "step"], ascending=False, kind="stable")
+    different = best.drop_duplicates("_ids")
+    kept = different.groupby("id").head(per_prompt)
+    left_out["cut off at a limit"] += len(found) - len(whole)
+    left_out["equal to another"] += len(whole) - len(different)
+    left_out["more than --per-prompt of a prompt"] += len(different) - len(kept)
+    return kept.sort_index()
 
-    def text_of(group: Group) -> str | None:
-        messages, ids = [message.model_dump() for message in group.prompt.messages], group.prompt_ids
-        if messages and tokenizer.chat_template:
-            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            if tokenizer(rendered, add_special_tokens=False)["input_ids"] == ids:
-                return None
-        # Without the tokens that the tokenizer adds by itself, as a trainer's will again.
-        text: str = tokenizer.decode(ids, skip_special_tokens=True)
-        return text if tokenizer(text)["input_ids"] == ids else tokenizer.decode(ids)
 
-    return text_of
+def groups_of(records: GroupRecords, kept: DataFrame) -> Iterator[Group]:
+    """Yield the groups of the answers, each with these answers' sequences only, step by step."""
+    episodes = kept.groupby("_group")["_episode"].agg(sorted).to_dict()
+    for step in sorted(set(kept["step"])):
+        for group in (recorded.group for recorded in records.groups(step)):
+            sequences = [s for number in episodes.pop(group.group_id, ()) for s in group.episodes[number]]
+            alone = {"sequences": sequences, "episode_figures": None, "episodes_failed": None, "failure_examples": None}
+            if sequences:
+                yield group.model_copy(update=alone)
 
 
 def _prompts(file: Path) -> Iterator[str]:
@@ -123,16 +207,16 @@ def _prompts(file: Path) -> Iterator[str]:
         raise ConfigurationError(f"{file}, line {number}: needed is an object with a `prompt`") from error
 
 
-def _print(account: Account, what: str) -> None:
+def _print(answers: DataFrame, kept: DataFrame, left_out: Counter[str]) -> None:
     """Print what was kept of each source, and what was left out, by reason."""
     console = Console()
     table = Table(box=None, pad_edge=False)
-    for column in ("source", "answers", "right", f"kept {what}"):
+    for column in ("source", "answers", "right", "kept"):
         table.add_column(column, justify="left" if column == "source" else "right")
-    for source, seen in sorted(account.seen.items()):
-        right = f"{account.right[source] / seen:.1%}"
-        table.add_row(Text(source or "(all)"), f"{seen:,}", right, f"{account.kept[source]:,}")
+    for source, of_source in answers.groupby("source") if len(answers) else ():
+        right, n_kept = (of_source["reward"] >= 1).mean(), (kept["source"] == source).sum()
+        table.add_row(Text(str(source) or "(all)"), f"{len(of_source):,}", f"{right:.1%}", f"{n_kept:,}")
     console.print(table)
-    for reason, count in sorted(account.left_out.items()):
+    for reason, count in sorted(left_out.items()):
         if count:
             console.print(Text(f"left out: {count:,} {reason}"))

@@ -68,7 +68,7 @@ COMMANDS = {
         TRAINING,
         (
             "grpo groups grpo-20260131-120000 'reward >= 1 and tokens < 400' --out right.groups",
-            "grpo groups grpo-20260131-120000 'components[\"format\"] == 1' --pairs --out pairs.jsonl",
+            "grpo groups grpo-20260131-120000 'component_format == 1 and rank == 1' --per-prompt 1",
         ),
     ),
     "clean": Program("local_runner.clean", TRAINING, ("grpo clean", "grpo clean --keep 3 --keep-model")),

@@ -29,6 +29,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "scripts.evaluate": ("data", "evaluation", "local"),
     "scripts.evaluate_policy": ("environment", "head", "local"),
     "scripts.generate_trajectories": ("environment", "head", "local"),
+    "scripts.groups": ("data", "local"),
     "scripts.launch": ("local", "trainer"),
     "scripts.prepare_demo_model": ("demo", "local", "rollout"),
     "scripts.rehearse": ("local", "rollout", "trainer"),

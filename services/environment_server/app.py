@@ -15,8 +15,7 @@ from services.core.logs import get_logger
 from services.environment_server.catalogue import Environment, MakeEnvironment, describe, open_with_trial
 from services.environment_server.environments import Tasks
 from services.environment_server.episodes import MAX_STUCK, EpisodeTable
-from services.environment_server.openenv_routes import add_openenv_routes, add_task_routes
-from services.environment_server.openenv_sessions import Sessions
+from services.environment_server.openenv_server import Host, add_openenv_routes
 from services.environment_server.player import Player, UsageMeter
 from services.environment_server.settings import EnvironmentSettings
 from services.http.app import create_service_app
@@ -44,10 +43,10 @@ KEPT_REPLIES = 1000
 
 
 class Server:
-    """The state behind the routes. ``table`` and ``sessions`` exist while the server runs."""
+    """The state behind the routes. ``table`` and ``openenv`` exist while the server runs."""
 
     table: EpisodeTable
-    sessions: Sessions
+    openenv: Host
     hosted: dict[str, tuple[MakeEnvironment, EnvironmentInfo]]
     """The environments by the source that plays them; "" has the first, which OpenEnv's clients and a head play."""
 
@@ -85,7 +84,7 @@ class Server:
             stack.push_async_callback(self.table.end)
             for _, _, made in opened.values():
                 self.table.release(made)
-            self.sessions = Sessions(self.table, tasks, getattr(tasks or trial, "tools", ()))
+            self.openenv = Host(self.table, tasks, getattr(tasks or trial, "tools", ()))
             stack.callback(asyncio.create_task(self._sweep()).cancel)
             if settings.eval_head_endpoint is not None:
                 self.player = await stack.enter_async_context(Player(settings, self.table, self.meter).playing())
@@ -119,7 +118,7 @@ class Server:
             "active": len(self.table.active),
             "episodes": self.table.counts,
             "stuck": self.table.stuck,
-            "openenv_sessions": len(self.sessions),
+            "openenv_sessions": self.openenv.sessions,
             "push": None if self.player is None else self.player.stats(),
         }
 
@@ -156,7 +155,6 @@ class Server:
                 self.meter.update()
                 if dropped := self.table.drop_idle(IDLE_SECONDS):
                     log.warning("dropped episodes that were not stepped for five minutes", episodes=dropped)
-                await self.sessions.sweep()
             # Without sweeps the server would fill up with episodes of clients that are gone.
             except Exception as error:  # noqa: BLE001
                 log.error("a sweep failed", error=repr(error))
@@ -191,6 +189,5 @@ def create_app(settings: EnvironmentSettings) -> FastAPI:
         closed = await server.table.close(request.episodes)
         return CloseReply(closed=closed, unknown=len(set(request.episodes)) - closed)
 
-    add_openenv_routes(app, settings.token, lambda: server.sessions)
-    add_task_routes(app, lambda: server.sessions)
+    add_openenv_routes(app, settings.token, lambda: server.openenv)
     return app

@@ -194,10 +194,6 @@ class Tasks(ABC):
     def make(self, split: str, index: int) -> Conversation:
         """Return the environment for an episode of one task; ``index`` is below ``splits[split]``."""
 
-    @abstractmethod
-    def describe(self, split: str, index: int) -> dict[str, Any]:
-        """Return a task without its solution, as values of JSON."""
-
 
 def text_of(action: Action) -> str:
     """Return an action that is text.

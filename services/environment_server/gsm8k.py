@@ -9,7 +9,6 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from fractions import Fraction
-from typing import Any
 
 from services.core.tasks import in_background
 from services.data_server import dataset_rows
@@ -72,10 +71,6 @@ class Questions(Tasks):
     def make(self, split: str, index: int) -> QuestionWithCalculator:
         """See Tasks."""
         return QuestionWithCalculator(self._row(split, index), self.score, self._turns)
-
-    def describe(self, split: str, index: int) -> dict[str, Any]:
-        """See Tasks."""
-        return {"split": split, "index": index, "question": self._row(split, index).question}
 
     async def score(self, item: RewardItem) -> RewardResult:
         """Return the score of an answer, on any event loop."""

@@ -14,7 +14,6 @@ import math
 import re
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
 from websockets.asyncio.client import ClientConnection, connect
@@ -27,20 +26,18 @@ from services.environment_server.environments import ActionRefusedError, Environ
 from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
 
+log = get_logger(__name__)
+
+PREFIX = "openenv+"
+CONNECT_SECONDS = 10.0
+MAX_FRAME_BYTES = 100 * 2**20
+"""The limit of OpenEnv's client."""
 TEXT_FIELDS = ("messages", "message", "text", "result", "prompt")
 """Fields of observations that a model reads, the first that has text; ``prompt`` comes first at a reset."""
 _OWN_FIELDS = frozenset({"metadata", "done", "reward"})
 """Fields that every OpenEnv record has."""
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 _FENCED = re.compile(r"\s*```\w*\n(.*)```\s*", re.DOTALL)
-
-log = get_logger(__name__)
-
-
-PREFIX = "openenv+"
-CONNECT_SECONDS = 10.0
-MAX_FRAME_BYTES = 100 * 2**20
-"""The limit of OpenEnv's client."""
 
 
 class OpenEnvEnvironment:
@@ -54,7 +51,6 @@ class OpenEnvEnvironment:
         self._forms = forms
         self.state_spec, self.action_spec = forms.state, forms.action
         self._socket: ClientConnection | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._messages: list[dict[str, Any]] = []
         self._is_rewarded = False
 
@@ -66,24 +62,19 @@ class OpenEnvEnvironment:
             EnvironmentBrokenError: it speaks another protocol.
         """
         self._loop = asyncio.get_running_loop()
-        proxy = proxy_of(self._url)
         address = f"ws{self._url.removeprefix('http')}/ws"
+        options: dict[str, Any] = {"max_size": MAX_FRAME_BYTES, "proxy": proxy_of(self._url), "compression": None}
         try:
-            self._socket = await connect(
-                address, open_timeout=CONNECT_SECONDS, max_size=MAX_FRAME_BYTES, proxy=proxy, compression=None
-            )
+            self._socket = await connect(address, open_timeout=CONNECT_SECONDS, **options)
         except (OSError, WebSocketException) as error:
             raise DependencyLostError(f"{address} does not answer: {error}") from error
-        frame = await self._ask("reset", {"seed": seed})
-        if frame["type"] == "error":
-            is_full = frame["data"].get("code") == "CAPACITY_REACHED"
-            advice = "; raise max_concurrent_envs there, or begin fewer episodes at once" if is_full else ""
-            raise DependencyLostError(f"{self._url} begins no episode: {_error_of(frame)}{advice}")
-        observation = _observation_of(frame["data"])
-        if self._forms.state_field is not None:
-            return self._numbers(observation)
-        self._messages = [*self._forms.rules(), *messages_of(observation, is_first=True)]
-        return list(self._messages)
+        result, refusal = await self._ask("reset", {"seed": seed})
+        if refusal:
+            advice = "; raise max_concurrent_envs there, or begin fewer episodes at once"
+            is_full = result.get("code") == "CAPACITY_REACHED"
+            raise DependencyLostError(f"{self._url} begins no episode: {refusal}{advice if is_full else ''}")
+        self._messages = self._forms.rules()
+        return self._state_of(result, is_first=True)
 
     async def step(self, action: Action) -> Transition:
         """Send an action and return the state after it.
@@ -95,67 +86,46 @@ class OpenEnvEnvironment:
             DependencyLostError: the socket broke.
             EnvironmentBrokenError: the server's environment failed, or the episode ended without any reward.
         """
-        is_text = self._forms.state_field is None
+        self._messages.append({"role": "assistant", "content": str(action)})
         try:
-            data = self._forms.encode(action)
+            result, refusal = await self._ask("step", self._forms.encode(action))
         except NotAnActionError as error:
-            if is_text:
-                return self._turn(str(action), [{"role": "user", "content": str(error)}])
-            raise ActionRefusedError(str(error)) from error
-        frame = await self._ask("step", data)
-        if frame["type"] == "error":
-            refusal = _error_of(frame)
-            if frame["data"].get("code") != "VALIDATION_ERROR":
-                raise EnvironmentBrokenError(f"{self._url} took no step: {refusal}")
-            if is_text:
-                return self._turn(str(action), [{"role": "user", "content": refusal}])
+            result, refusal = {"code": "VALIDATION_ERROR"}, str(error)
+        if refusal and result.get("code") != "VALIDATION_ERROR":
+            raise EnvironmentBrokenError(f"{self._url} took no step: {refusal}")
+        if refusal and self._forms.state_field is not None:
             raise ActionRefusedError(refusal)
-        result = frame["data"]
-        observation = _observation_of(result)
-        reward, is_done, is_truncated = self._outcome(result)
-        if is_text:
-            news = messages_of(observation, is_first=False)
-            return self._turn(str(action), news, reward, is_done and not is_truncated, is_truncated)
-        return Transition(self._numbers(observation), reward, is_done and not is_truncated, is_truncated)
-
-    def close(self) -> None:
-        """Close the socket, so that the server ends the episode."""
-        if self._socket is not None and self._loop is not None and not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._socket.close(), self._loop)
-
-    def _turn(
-        self,
-        text: str,
-        news: list[dict[str, Any]],
-        reward: float = 0.0,
-        terminated: bool = False,
-        truncated: bool = False,
-    ) -> Transition:
-        self._messages += [{"role": "assistant", "content": text}, *news]
-        return Transition(list(self._messages), reward, terminated, truncated)
-
-    def _outcome(self, result: dict[str, Any]) -> tuple[float, bool, bool]:
-        """Return the reward, and whether the episode is done and whether it was truncated."""
-        reward, is_done = result.get("reward"), bool(result.get("done"))
-        if reward is not None:
-            if not isinstance(reward, bool | int | float) or not math.isfinite(reward):
-                raise EnvironmentBrokenError(f"{self._url} gave the reward {reward!r}")
-            self._is_rewarded = True
+        if refusal:
+            self._messages.append({"role": "user", "content": refusal})
+            return Transition([*self._messages], 0.0, False, False)
+        reward, is_done, metadata = result.get("reward"), bool(result.get("done")), result.get("metadata")
+        if reward is not None and not (isinstance(reward, bool | int | float) and math.isfinite(reward)):
+            raise EnvironmentBrokenError(f"{self._url} gave the reward {reward!r}")
+        self._is_rewarded |= reward is not None
         if is_done and not self._is_rewarded:
             # Never 0, because the episode has not been judged.
             raise EnvironmentBrokenError(f"{self._url} ended the episode without any reward")
-        metadata = result.get("metadata")
         is_truncated = is_done and isinstance(metadata, dict) and metadata.get("truncated") is True
-        return float(reward or 0.0), is_done, is_truncated
+        return Transition(self._state_of(result), float(reward or 0.0), is_done and not is_truncated, is_truncated)
 
-    def _numbers(self, observation: dict[str, Any]) -> State:
-        state: State | None = observation.get(str(self._forms.state_field))
-        if state is None:
-            raise EnvironmentBrokenError(f"{self._url} gave an observation without {self._forms.state_field!r}")
-        return state
+    def close(self) -> None:
+        """Close the socket, so that the server ends the episode."""
+        if self._socket is not None and not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._socket.close(), self._loop)
 
-    async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Send a message and return the frame that answers it, which has a type and data."""
+    def _state_of(self, result: dict[str, Any], *, is_first: bool = False) -> State:
+        """Return the state that an observation leads to."""
+        observation, field = result.get("observation"), self._forms.state_field
+        if not isinstance(observation, dict) or (field is not None and field not in observation):
+            raise EnvironmentBrokenError(f"{self._url} sent no observation as its schema has it: {str(result)[:100]}")
+        if field is not None:
+            numbers: State = observation[field]
+            return numbers
+        self._messages += messages_of(observation, is_first=is_first)
+        return [*self._messages]
+
+    async def _ask(self, kind: str, data: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """Send a message; return the data of the frame that answers it, and why the server refused, or ""."""
         assert self._socket is not None
         try:
             # After the server has closed the socket, its reason may still be there to be received.
@@ -168,7 +138,11 @@ class OpenEnvEnvironment:
             raise EnvironmentBrokenError(f"{self._url} sent something else than JSON: {error}") from error
         if not isinstance(frame, dict) or not isinstance(frame.get("data"), dict) or "type" not in frame:
             raise EnvironmentBrokenError(f"{self._url} speaks another protocol: {str(frame)[:100]}")
-        return frame
+        answer: dict[str, Any] = frame["data"]
+        if frame["type"] != "error":
+            return answer, ""
+        details = f": {orjson.dumps(answer['errors']).decode()[:500]}" if "errors" in answer else ""
+        return answer, f"{answer.get('code')}: {answer.get('message')}{details}"
 
 
 async def ask_for_forms(name: str, seconds: float) -> tuple[str, Forms]:
@@ -179,8 +153,7 @@ async def ask_for_forms(name: str, seconds: float) -> tuple[str, Forms]:
         ConfigurationError: the answer is not an OpenEnv server's; the message has it.
     """
     url = name.removeprefix(PREFIX).rstrip("/")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not re.match(r"https?://[^/:]", url):
         raise ConfigurationError(f"{url} is not the address of a server")
     async with HttpClient(url, service="an OpenEnv server", timeout=CONNECT_SECONDS, deadline=seconds) as client:
         if not await client.is_healthy():
@@ -193,27 +166,8 @@ async def ask_for_forms(name: str, seconds: float) -> tuple[str, Forms]:
                 f"{url}/schema did not answer within SERVICE_DEADLINE_SECONDS={seconds:g}: {error}; start the server, "
                 "or correct the address"
             ) from error
-        except RequestRefusedError as error:
-            raise ConfigurationError(
-                f"{url}/schema is not an OpenEnv server's: {error.status} {error.detail}"
-            ) from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(
-                f"{url}/schema is not an OpenEnv server's: {error!r}: {response.text[:200]}"
-            ) from error
-
-
-def _observation_of(result: dict[str, Any]) -> dict[str, Any]:
-    observation = result.get("observation")
-    if not isinstance(observation, dict):
-        raise EnvironmentBrokenError(f"the server sent no observation: {str(result)[:100]}")
-    return observation
-
-
-def _error_of(frame: dict[str, Any]) -> str:
-    data = frame["data"]
-    details = f": {orjson.dumps(data['errors']).decode()[:500]}" if "errors" in data else ""
-    return f"{data.get('code')}: {data.get('message')}{details}"
+        except (RequestRefusedError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"{url}/schema is not an OpenEnv server's: {error}") from error
 
 
 class NotAnActionError(ValueError):
@@ -241,25 +195,30 @@ class Forms:
         Raises:
             KeyError, TypeError: it is another reply.
         """
-        action_schema, observation = schemas["action"], schemas["observation"]
-        field = _only_field(action_schema)
-        action = _numbers_action(action_schema["properties"][field]) if field is not None else None
-        states = {name: _shape(s) for name, s in observation.get("properties", {}).items() if name not in _OWN_FIELDS}
-        numeric = [(name, shape) for name, shape in states.items() if shape is not None]
-        if action is not None and len(numeric) == 1:
-            name, shape = numeric[0]
-            return cls(StateSpec(kind=StateKind.NUMBERS, shape=shape), action, name, field, action_schema)
-        text = ActionSpec(kind=ActionKind.TEXT)
-        return cls(StateSpec(kind=StateKind.MESSAGES), text, None, field, action_schema)
+        schema, observation = schemas["action"], schemas["observation"].get("properties", {})
+        fields = [name for name in schema.get("properties", {}) if name not in _OWN_FIELDS]
+        required = [name for name in fields if name in schema.get("required", [])]
+        # The only required field, or the only one there is.
+        field = required[0] if len(required) == 1 else fields[0] if len(fields) == 1 else None
+        action = None if field is None else _numbers_action(schema["properties"][field])
+        shapes = {name: _shape(form) for name, form in observation.items() if name not in _OWN_FIELDS}
+        numeric = {name: shape for name, shape in shapes.items() if shape is not None}
+        if action is None or len(numeric) != 1:
+            text = ActionSpec(kind=ActionKind.TEXT)
+            return cls(StateSpec(kind=StateKind.MESSAGES), text, None, field, schema)
+        [(name, shape)] = numeric.items()
+        return cls(StateSpec(kind=StateKind.NUMBERS, shape=shape), action, name, field, schema)
 
     @property
-    def _is_plain_text(self) -> bool:
+    def _takes_value(self) -> bool:
+        """Whether an action, as numbers or as text, is the value of the action's only field."""
         field = self.action_field
-        return field is not None and self.action_schema["properties"][field].get("type") == "string"
+        is_text = field is not None and self.action_schema["properties"][field].get("type") == "string"
+        return self.state_field is not None or is_text
 
     def rules(self) -> list[dict[str, Any]]:
         """Return the messages that tell a model the form of its answers; none where an answer is plain text."""
-        if self._is_plain_text:
+        if self._takes_value:
             return []
         schema = orjson.dumps(self.action_schema).decode()
         return [{"role": "system", "content": f"Answer with a JSON object alone, an action of this schema: {schema}"}]
@@ -270,18 +229,16 @@ class Forms:
         Raises:
             NotAnActionError: the answer of a model is not JSON of the server's form.
         """
-        if self.state_field is not None or self._is_plain_text:
+        if self._takes_value:
             return {str(self.action_field): action}
         fenced = _FENCED.fullmatch(str(action))
         try:
-            value = orjson.loads(fenced.group(1) if fenced else str(action))
+            value = orjson.loads(fenced[1] if fenced else str(action))
         except orjson.JSONDecodeError as error:
             raise NotAnActionError(f"Your answer is not JSON ({error}). {self.rules()[0]['content']}") from error
-        if isinstance(value, dict):
-            return value
-        if self.action_field is None:
+        if not isinstance(value, dict) and self.action_field is None:
             raise NotAnActionError(f"Your answer is not a JSON object. {self.rules()[0]['content']}")
-        return {self.action_field: value}
+        return value if isinstance(value, dict) else {str(self.action_field): value}
 
 
 def messages_of(observation: dict[str, Any], *, is_first: bool) -> list[dict[str, Any]]:
@@ -296,13 +253,6 @@ def messages_of(observation: dict[str, Any], *, is_first: bool) -> list[dict[str
                 return [{"role": role, "content": m["content"]} for role, m in zip(roles, value, strict=True)]
     rest = {name: value for name, value in observation.items() if name not in _OWN_FIELDS}
     return [{"role": "user", "content": orjson.dumps(rest).decode()}] if rest else []
-
-
-def _only_field(schema: dict[str, Any]) -> str | None:
-    """Return an action's only field: the only required one, or the only one there is."""
-    fields = [name for name in schema.get("properties", {}) if name not in _OWN_FIELDS]
-    required = [name for name in fields if name in schema.get("required", [])]
-    return required[0] if len(required) == 1 else fields[0] if len(fields) == 1 else None
 
 
 def _numbers_action(schema: dict[str, Any]) -> ActionSpec | None:

@@ -110,11 +110,6 @@ class Sandboxes(Tasks):
         """See Tasks."""
         return Sandboxed(self, None if split == BOX else lambda: self._task(split, index))
 
-    def describe(self, split: str, index: int) -> dict[str, Any]:
-        """See Tasks."""
-        question = "" if split == BOX else self._rows[split].take([index])[0].question
-        return {"split": split, "index": index, "question": question}
-
     def box(self) -> Box:
         """Return a new box with a directory."""
         box = Box(self._backend, self.rewards.interpreter, self.limits, writes=True)

@@ -45,7 +45,7 @@ class Case:
 
 CASES = {
     "qwen2": Case("qwen2"),
-    "qwen3": Case("qwen3", {"activation_checkpointing": True, "loss": "clip_cov", "off_policy_max_kl": 0.1}),
+    "qwen3": Case("qwen3", {"activation_checkpointing": True, "loss": "dppo_kl", "off_policy_max_kl": 0.1}),
     "shared critic": Case("llama", {"advantage": "gae", "critic": "shared", "importance_correction": "sequence"}),
     # The reference is the model without its adapters.
     "adapters": Case("qwen3", {"lora_rank": 4, "kl_coef": 0.1}, 2 * MICRO_BATCHES, True, 4),

@@ -68,7 +68,6 @@ LOSSES: Mapping[str, LossMethod] = {
     "clipped": LossMethod(("clip_low", "clip_high", "dual_clip")),
     "gspo": LossMethod(("clip_low", "clip_high"), Aggregation.SEQUENCE_MEAN),
     "cispo": LossMethod(("clip_low", "clip_high"), truncates=True),
-    "clip_cov": LossMethod(("clip_low", "clip_high")),
     "sapo": LossMethod((), Aggregation.SEQUENCE_MEAN),
     # Rare tokens, which may move by a large ratio, must keep their weight (arXiv:2602.04879, section 5.4).
     "dppo_tv": LossMethod(("clip_low", "clip_high"), bounds_behaviour=True, importance_cap=20.0),

@@ -16,8 +16,8 @@ mask (DeepSeek-AI 2025, arXiv:2512.02556, section 3.1).
 
 Sources of the losses: PPO (Schulman et al. 2017, arXiv:1707.06347), DAPO (Yu et al. 2025, arXiv:2503.14476), dual clip
 (Ye et al. 2019, arXiv:1912.09729), GSPO (Zheng et al. 2025, arXiv:2507.18071), CISPO (MiniMax 2025, arXiv:2506.13585;
-its bound from Khatri et al. 2025, arXiv:2510.13786), Clip-Cov (Cui et al. 2025, arXiv:2505.22617), SAPO (Gao et al.
-2025, arXiv:2511.20347), DPPO (Qi et al. 2026, arXiv:2602.04879).
+its bound from Khatri et al. 2025, arXiv:2510.13786), SAPO (Gao et al. 2025, arXiv:2511.20347), DPPO (Qi et al. 2026,
+arXiv:2602.04879).
 """
 
 from __future__ import annotations
@@ -234,33 +234,6 @@ def sapo(tokens: LossTokens, *, sharpness: float = 1.0, negative_sharpness: floa
     return TokenLosses(-4 / tau * torch.sigmoid(tau * (tokens.ratio - 1)) * tokens.advantages)
 
 
-def clip_cov(
-    tokens: LossTokens,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    share: float = 2e-4,
-    bounds: tuple[float, float] = (1.0, 5.0),
-) -> TokenLosses:
-    """Return PPO's clipped loss without the gradient of a few tokens whose covariance is high (Clip-Cov).
-
-    The equation is 11 of arXiv:2505.22617. The covariance of a token is (A - mean A) (log pi_theta - mean log
-    pi_theta), with means over the tokens of a micro-batch; tokens with a high one make entropy fall most.
-    Of the tokens with a covariance inside ``bounds``, ``share`` of all tokens (at least one) lose their gradient: those
-    with the highest covariance, where the paper draws them at random.
-    """
-    losses, metrics = _clipped_losses(tokens.ratio, tokens.advantages, clip_low, clip_high)
-    logprobs = tokens.logprobs.detach()
-    covariance = (tokens.advantages - tokens.advantages.mean()) * (logprobs - logprobs.mean())
-    is_clipped = metrics["clip_fraction_low"] | metrics["clip_fraction_high"]
-    may_go = (covariance > bounds[0]) & (covariance < bounds[1]) & ~is_clipped
-    count = min(max(int(share * len(covariance)), 1), len(covariance))
-    chosen = torch.where(may_go, covariance, -torch.inf).topk(count).indices
-    # Fewer than ``count`` may go: the host does not wait for their number.
-    keeps_gradient = torch.ones_like(losses).index_fill(0, chosen, 0.0).masked_fill(~may_go, 1.0)
-    return TokenLosses(losses * keeps_gradient, {**metrics, "clip_fraction_covariance": keeps_gradient == 0})
-
-
 def dppo_tv(tokens: LossTokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLosses:
     """Return DPPO's loss, -M rho A, whose mask M bounds the total variation from the behaviour policy mu.
 
@@ -284,9 +257,7 @@ def dppo_kl(tokens: LossTokens, *, clip_low: float = 0.05, clip_high: float = 0.
     return _masked(tokens, too_low=(pi < mu) & (divergence > clip_low), too_high=(pi > mu) & (divergence > clip_high))
 
 
-LOSS_FUNCTIONS: dict[str, LossFunction] = {
-    f.__name__: f for f in (clipped, gspo, cispo, sapo, clip_cov, dppo_tv, dppo_kl)
-}
+LOSS_FUNCTIONS: dict[str, LossFunction] = {f.__name__: f for f in (clipped, gspo, cispo, sapo, dppo_tv, dppo_kl)}
 
 
 def _probabilities(tokens: LossTokens) -> tuple[Tensor, Tensor]:

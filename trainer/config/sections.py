@@ -208,13 +208,13 @@ class AlgorithmSection(Settings):
     agents that give `turn_rewards`. `ADVANTAGE=gae` places rewards of turns in any case."""
     loss: str = "clipped"
     """`clipped` (PPO's surrogate), `gspo` (one ratio a completion), `cispo` (clipped weights), `sapo` (soft gate),
-    `clip_cov` (its choice of tokens depends on the micro-batches), `dppo_tv` and `dppo_kl` (the change of a token's
-    probability is bounded, not that of the ratio), or a function of your own as `module:function`."""
+    `dppo_tv` and `dppo_kl` (the change of a token's probability is bounded, not that of the ratio), or a function of
+    your own as `module:function`."""
     clip_low: float | None = Field(None, ge=0, le=1)
-    """Distance of the ratio's lower bound from 1. Unset: 0.2 (`clipped`, `clip_cov`), 3e-4 (`gspo`), 1 (`cispo`).
+    """Distance of the ratio's lower bound from 1. Unset: 0.2 (`clipped`), 3e-4 (`gspo`), 1 (`cispo`).
     `dppo_tv`: the largest fall of a probability (0.2); `dppo_kl`: the largest KL of a fall (0.05)."""
     clip_high: float | None = Field(None, ge=0, le=10)
-    """Distance of the ratio's upper bound from 1. Unset: 0.2 (`clipped`, `clip_cov`), 4e-4 (`gspo`), 4 (`cispo`).
+    """Distance of the ratio's upper bound from 1. Unset: 0.2 (`clipped`), 4e-4 (`gspo`), 4 (`cispo`).
     `dppo_tv`: the largest rise of a probability (0.2); `dppo_kl`: the largest KL of a rise (0.05)."""
     dual_clip: float | None = Field(None, gt=1)
     """Bound of dual clip (`clipped`); unset: off. [advanced]"""

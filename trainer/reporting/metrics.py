@@ -46,7 +46,7 @@ def _token_measures() -> Iterator[Measure]:
     for groups, prefix in (("fresh", ""), ("replayed", "replay_")):
         for column, (name, text) in described.items():
             yield Measure(prefix + column, name, text, {"groups": groups})
-        for bound in ("low", "high", "covariance"):
+        for bound in ("low", "high"):
             text = "Share of tokens that a bound of the loss leaves without gradient, or whose weight it cuts (cispo). "
             text += "Updates in which no bound can act are left out."
             labels = {"groups": groups, "bound": bound}

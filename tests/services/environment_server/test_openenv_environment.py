@@ -212,7 +212,10 @@ async def test_a_server_that_starts_later_is_waited_for_and_another_one_refused(
     await waits.wait()
     with served(app(environment="guessing"), port) as url:
         assert (await asking)[0] == url
-    with served(FastAPI()) as other, pytest.raises(ConfigurationError, match="schema is not an OpenEnv server's: 404"):
+    with (
+        served(FastAPI()) as other,
+        pytest.raises(ConfigurationError, match=r"schema is not an OpenEnv server's: .*404"),
+    ):
         await ask_for_forms(f"openenv+{other}", IDLE_SECONDS)
     with pytest.raises(NeverReadyError, match="SERVICE_DEADLINE_SECONDS"):
         await ask_for_forms("openenv+http://127.0.0.1:9", 0.2)

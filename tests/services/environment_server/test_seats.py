@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError
-from tests.services.environment_server.test_openenv_routes import playing
+from tests.services.environment_server.test_openenv_server import playing
 from tests.services.run_page.serving import served_ready
 
 ODD = "tests.services.environment_server.odd_environments"

@@ -25,7 +25,6 @@ from trainer.algorithm.packing import TrainingGroup, pack
 from trainer.algorithm.policy_losses import (
     LOSS_FUNCTIONS,
     cispo,
-    clip_cov,
     clipped,
     gspo,
     importance_weights,
@@ -203,27 +202,6 @@ def test_sapo_is_verls_in_value_and_gradient(seed: int) -> None:
     )
     losses = sapo(loss_tokens(batch, ours)).losses
     assert_same(batch, aggregated(losses, batch, Aggregation.SEQUENCE_MEAN), ours, expected, theirs)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_clip_cov_is_verls_where_all_that_may_lose_their_gradient_do(seed: int) -> None:
-    """verl draws the tokens at random, so the share is one that leaves no choice."""
-    batch = random_ragged(seed, shortest=2, broken=False)
-    theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
-    config = oracle("verl.workers.config").ActorConfig(
-        strategy="fsdp",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        use_dynamic_bsz=True,
-        clip_ratio_low=0.2,
-        clip_ratio_high=0.2,
-        policy_loss=SimpleNamespace(clip_cov_ratio=1.0, clip_cov_lb=0.5, clip_cov_ub=3.0),
-    )
-    expected, _ = oracle("verl.trainer.ppo.core_algos").get_policy_loss_fn("clip_cov")(
-        batch.padded("old"), theirs, batch.padded("advantage"), batch.mask, config=config
-    )
-    losses = clip_cov(loss_tokens(batch, ours), share=1.0, bounds=(0.5, 3.0)).losses
-    assert_same(batch, aggregated(losses, batch, Aggregation.TOKEN_MEAN), ours, expected, theirs)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -19,7 +19,6 @@ from trainer.algorithm.policy_losses import (
     LossFunction,
     LossTokens,
     cispo,
-    clip_cov,
     clipped,
     dppo_kl,
     dppo_tv,
@@ -80,8 +79,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
     batch = random_ragged(0, shortest=3)
     tokens, loss = loss_tokens(batch, old="theta"), LOSS_FUNCTIONS[name]
     gradient = gradient_of(lambda x: loss(replace(tokens, logprobs=x)).losses, tokens.logprobs)
-    chosen = loss(tokens).metrics.get("clip_fraction_covariance", torch.zeros(len(gradient)).bool())
-    torch.testing.assert_close(gradient, torch.where(chosen, 0.0, -tokens.advantages))
+    torch.testing.assert_close(gradient, -tokens.advantages)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -152,21 +150,6 @@ def test_sapo_is_the_formula(seed: int) -> None:
 
     result = sapo(loss_tokens(batch)).losses
     torch.testing.assert_close(result, losses_by_formula(batch, "old", formula), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.leaving
-@pytest.mark.parametrize("seed", SEEDS)
-def test_clip_cov_takes_the_gradient_of_the_tokens_with_the_highest_covariance(seed: int) -> None:
-    tokens = loss_tokens(random_ragged(seed, n_sequences=40, spread=0.1))
-    result, plain = clip_cov(tokens, share=0.02, bounds=(0.5, 3.0)), clipped(tokens)
-    gone = result.metrics["clip_fraction_covariance"]
-    covariance = (tokens.advantages - tokens.advantages.mean()) * (tokens.logprobs - tokens.logprobs.mean())
-    is_clipped = plain.metrics["clip_fraction_low"] | plain.metrics["clip_fraction_high"]
-    candidates = (covariance > 0.5) & (covariance < 3.0) & ~is_clipped
-    assert gone.sum() == int(0.02 * len(gone)) > 1
-    assert candidates[gone].all()
-    assert covariance[gone].min() >= covariance[candidates & ~gone].max()
-    torch.testing.assert_close(result.losses, plain.losses * ~gone)
 
 
 def is_masked(name: str, pi: float, mu: float, advantage: float, low: float, high: float) -> bool:
