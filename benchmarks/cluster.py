@@ -92,7 +92,8 @@ def publish(model: Path, shared: Path, router: Endpoint, nodes: int, versions: i
     from trainer.config import TrainerSettings
     from trainer.model.policy import load_policy
     from trainer.model.ranks import join_ranks
-    from trainer.publishing.publisher import Publisher, VersionWriter
+    from trainer.publishing.publisher import Publisher
+    from trainer.publishing.writer import VersionWriter
 
     os.environ[ENDPOINTS_VARIABLE] = orjson.dumps({"rollout-server-0:30000": f"{router.host}:{router.port}"}).decode()
     settings = TrainerSettings.load(model_name=str(model), shared_dir=shared, run_id="cluster", min_workers=nodes)

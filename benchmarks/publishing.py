@@ -24,7 +24,8 @@ from services.weights.policy_store import PolicyStore
 from trainer.config import TrainerSettings, Transport
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
-from trainer.publishing.publisher import Publisher, VersionWriter
+from trainer.publishing.publisher import Publisher
+from trainer.publishing.writer import VersionWriter
 
 CASE_SECONDS = 500.0
 """Longest time that all publications of one model may take."""

@@ -30,7 +30,7 @@ from trainer.model.ranks import Ranks, error_of
 from trainer.model.rounding import Rounding, UnbiasedRounding
 from trainer.model.saving import DiskFullError, save_pretrained
 from trainer.model.sharding import leave_gpu
-from trainer.publishing.publisher import VersionWriter
+from trainer.publishing.writer import VersionWriter
 
 log = get_logger(__name__)
 

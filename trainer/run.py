@@ -40,7 +40,7 @@ from trainer.model.saving import writing
 from trainer.model.teachers import check_endpoints, load_teachers, naming_the_teacher
 from trainer.preflight.check import preflight
 from trainer.preflight.sizes import VolumeRoom
-from trainer.publishing.publisher import VersionWriter
+from trainer.publishing.writer import VersionWriter
 from trainer.rank_calls import ENDINGS, RankCalls
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, listen_for_status, log_activity, serve_status

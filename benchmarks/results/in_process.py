@@ -35,7 +35,7 @@ from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import MeasuredRounding
 from trainer.model.teachers import load_teachers
-from trainer.publishing.publisher import VersionWriter
+from trainer.publishing.writer import VersionWriter
 from trainer.rollouts.batch import Batch, within_kl
 
 STEP_SECONDS = "step_processor_seconds"

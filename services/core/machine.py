@@ -6,7 +6,6 @@ arguments, so that every case can be tested on any machine.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import ctypes.util
 import hashlib
@@ -223,21 +222,17 @@ def memory_directory() -> Path:
     return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
-def memory_of_run(policy_dir: Path, part: str = "") -> Path:
-    """Return the path of what a run's trainer, or another ``part`` of it, has in memory on this machine."""
+def memory_of_run(policy_dir: Path) -> Path:
+    """Return the beginning of the path of what a run's trainer has in memory on this machine."""
     run = hashlib.blake2b(str(policy_dir.resolve()).encode(), digest_size=8).hexdigest()
-    return memory_directory() / f"grpo-{run}{part and f'-{part}'}"
+    return memory_directory() / f"grpo-{run}"
 
 
 def remove_memory(policy_dir: Path) -> None:
-    """Remove what all parts of a run on this machine have in memory, as far as this user may."""
+    """Remove what a run's trainer has left in memory on this machine, as far as this user may."""
     trainers = memory_of_run(policy_dir)
     for path in trainers.parent.glob(f"{trainers.name}*"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                path.unlink()
+        shutil.rmtree(path, ignore_errors=True)  # which leaves links alone
 
 
 def keep_freed_memory() -> None:

@@ -68,8 +68,8 @@ def _serve(inbox: SimpleQueue[Callable[[], object]]) -> None:
         _idle.append(inbox)
 
 
-async def in_background(work: Callable[[], T]) -> T:
-    """Run blocking ``work`` in a daemon thread and return its result.
+def in_background(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Run blocking ``work`` in a daemon thread; return the future of its result.
 
     Python waits for the threads of asyncio.to_thread when it exits. It does not wait for a daemon thread, so a signal
     can end a long load.
@@ -87,7 +87,7 @@ async def in_background(work: Callable[[], T]) -> T:
             done.set_result(result)
 
     start_in_background(run_work)
-    return await asyncio.wrap_future(done)
+    return asyncio.wrap_future(done)
 
 
 async def run_until_signal(work: Coroutine[Any, Any, object], message: str) -> int:

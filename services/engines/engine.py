@@ -219,7 +219,7 @@ class Engine(HttpClient, ABC):
 
     @abstractmethod
     async def begin_update(self) -> None:
-        """Begin a weight update by broadcast or shared memory. Requests in flight end first, except in a pause."""
+        """Begin a weight update by broadcast or a shared GPU. Requests in flight end first, except in a pause."""
 
     @abstractmethod
     async def receive_weights(
@@ -240,7 +240,7 @@ class Engine(HttpClient, ABC):
 
     @abstractmethod
     async def receive_shared(self, buckets: Sequence[bytes], version: int | None) -> None:
-        """Copy tensors out of memory that the engine shares with the trainer on its host.
+        """Copy tensors out of the memory of GPUs that the engine shares with the trainer.
 
         Args:
             buckets: the pickle of ``pack_bucket`` for each tensor-parallel rank.
@@ -249,7 +249,7 @@ class Engine(HttpClient, ABC):
 
     @abstractmethod
     async def end_update(self) -> None:
-        """End a weight update by broadcast or shared memory."""
+        """End a weight update by broadcast or a shared GPU."""
 
     # The part of ENGINE_SLEEPS.
 
@@ -269,7 +269,7 @@ class Engine(HttpClient, ABC):
 
     @abstractmethod
     async def begin_profile(self, directory: Path) -> None:
-        """Begin to record what processor and GPU do, for traces in ``directory``, which the engine makes."""
+        """Begin to record what processor and GPU do, for traces in a directory of its own in ``directory``."""
 
     @abstractmethod
     async def end_profile(self) -> None:

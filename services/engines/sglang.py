@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -322,7 +323,8 @@ class SGLang(Engine):
 
     async def begin_profile(self, directory: Path) -> None:
         """See Engine; each tensor-parallel rank writes a trace."""
-        await self._ask("POST", "/start_profile", {"output_dir": str(directory)})
+        name = "engine-" + re.sub(r"[^0-9A-Za-z.]+", "-", self.url.split("//")[-1])
+        await self._ask("POST", "/start_profile", {"output_dir": str(directory / name)})
 
     async def end_profile(self) -> None:
         """See Engine."""

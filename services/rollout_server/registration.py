@@ -23,10 +23,10 @@ from services.core.tasks import in_background
 from services.engines.engine import Engine, WorkerRefusedError
 from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
-from services.engines.versions import FIRST_VERSION, Directory, serve
+from services.engines.versions import FIRST_VERSION, from_directory, serve
 from services.http.client import HttpClient, RequestRefusedError
 from services.rollout_server.watch import UPDATE_SECONDS
-from services.weights.policy_store import PolicyStore, PublishedPolicy
+from services.weights.policy_store import PolicyStore, PublishedPolicy, is_adapter
 
 T = TypeVar("T")
 log = get_logger(__name__)
@@ -70,14 +70,16 @@ class WorkerRegistration:
         self._newest_seen = -1
         self._has_first_weights = True
         """True while the engine has the weights that it started with."""
-        self._was_registered = False
+        self._was_added = False
+        """True once the worker may have been in the router's list."""
         self._is_loading = False
         self._has_met_router = False
         """False while the router, which starts after the first engine, has never answered."""
         self._removals = 0
         """Number of times that the worker was found removed from the routing while its engine ran."""
-        self._registered_at = 0.0
-        """The time, by time.monotonic, at which the worker was last found registered."""
+        self._is_listed = False
+        self._stale_since: float | None = None
+        """The time, by time.monotonic, since which the registered worker serves an older version than the newest."""
         self._trainer_answered = 0.0
 
     async def run(self) -> None:
@@ -91,7 +93,7 @@ class WorkerRegistration:
         while True:
             self._log.info("waiting for the engine", seconds=self._settings.engine_start_seconds)
             start = await self._engine.wait_until_healthy(after=start)
-            self._has_first_weights = True
+            self._has_first_weights, self._is_listed, self._stale_since = True, False, None
             await self._keep_registered(start)
 
     async def withdraw(self) -> None:
@@ -100,10 +102,9 @@ class WorkerRegistration:
         Raises:
             DependencyLostError: the router does not answer.
         """
-        if not self._was_registered:
-            return
-        await self._router.wait_healthy(self._settings.rollout_lost_seconds)
-        await self._router.remove(self._url)
+        if self._was_added:
+            await self._router.wait_healthy(self._settings.rollout_lost_seconds)
+            await self._router.remove(self._url)
 
     async def withdraw_if_possible(self) -> None:
         """Remove the worker from the routing if the router answers now: at this node's start and end."""
@@ -131,27 +132,12 @@ class WorkerRegistration:
             DependencyLostError: it could not be registered for ``rollout_lost_seconds``.
             ConfigurationError: the trainer seems to publish to another volume.
         """
-        lost_seconds = self._settings.rollout_lost_seconds
-        self._registered_at = time.monotonic()
-        was_registered = False
-        stale_since: float | None = None
+        lost_seconds, registered_at = self._settings.rollout_lost_seconds, time.monotonic()
         refusals, logged, pause = 0, "", POLL_SECONDS
         while self._engine.is_running(start):
             try:
-                if not await self._router.is_healthy():
-                    raise DependencyLostError("the router does not answer")
-                self._has_met_router = True
-                listed = {worker.url for worker in await self._router.workers()}
-                pause = poll_seconds(len(listed))
-                is_registered = self._url in listed
-                self._removals += was_registered and not is_registered
-                was_registered = is_registered
-                stale_since = (stale_since or time.monotonic()) if is_registered and await self._is_stale() else None
-                if not is_registered or (stale_since and await self._is_overdue(stale_since)):
-                    await self._catch_up_and_register()
-                    was_registered, stale_since = True, None
-                self._registered_at = time.monotonic()
-                refusals, logged = 0, ""
+                pause = poll_seconds(await self._look())
+                registered_at, refusals, logged = time.monotonic(), 0, ""
             except (DependencyLostError, WorkerRefusedError) as error:
                 if not self._engine.is_running(start):
                     break
@@ -163,17 +149,40 @@ class WorkerRegistration:
                     self._log.error("engine refuses the published version: killed")
                     self._engine.kill()
                     break
-                if time.monotonic() - self._registered_at > lost_seconds:
+                if time.monotonic() - registered_at > lost_seconds:
                     raise DependencyLostError(
                         f"worker {self._url} could not be registered for {lost_seconds:g} s: {logged}"
                     ) from error
             await asyncio.sleep(max(pause, POLL_SECONDS * (1 + refusals)))
+
+    async def _look(self) -> int:
+        """Register the worker if it is not listed, or stale for too long; return the number of listed workers."""
+        if not await self._router.is_healthy():
+            raise DependencyLostError("the router does not answer")
+        self._has_met_router = True
+        listed = {worker.url for worker in await self._router.workers()}
+        was_listed, self._is_listed = self._is_listed, self._url in listed
+        self._removals += was_listed and not self._is_listed
+        is_stale = self._is_listed and await self._is_stale()
+        self._stale_since = (self._stale_since or time.monotonic()) if is_stale else None
+        if not self._is_listed or (self._stale_since and await self._is_overdue(self._stale_since)):
+            await self._catch_up_and_register()
+            self._is_listed, self._stale_since = True, None
+        return len(listed)
 
     def _say_not_registered(self, reason: str) -> None:
         if self._has_met_router:
             self._log.warning("worker not registered", reason=reason)
         else:
             self._log.info("waiting for the router", seconds=self._settings.rollout_lost_seconds)
+
+    async def _is_stale(self) -> bool:
+        """Return whether the worker serves an older version than the newest published one."""
+        newest = await self._newest()
+        if newest is None:
+            return False
+        version = await self._worker.version()
+        return version is None or version < newest.version
 
     async def _is_overdue(self, stale_since: float) -> bool:
         """Return whether a worker that has been stale since that time gets the newest version from nobody else.
@@ -188,14 +197,6 @@ class WorkerRegistration:
                     last = self._trainer_answered = now
         return now - last > limit or now - stale_since > max(limit, PUBLICATION_SECONDS)
 
-    async def _is_stale(self) -> bool:
-        """Return whether the worker serves an older version than the newest published one."""
-        newest = await self._newest()
-        if newest is None:
-            return False
-        version = await self._worker.version()
-        return version is None or version < newest.version
-
     async def _catch_up_and_register(self) -> None:
         """Bring the worker to the newest version and register it.
 
@@ -205,7 +206,7 @@ class WorkerRegistration:
         for _ in range(MAX_TRIES):
             await self._router.remove(self._url)
             version = await self._catch_up()
-            self._was_registered = True
+            self._was_added = True
             await self._register()
             newest = await self._newest()
             if newest is None or newest.version <= version:
@@ -221,21 +222,21 @@ class WorkerRegistration:
         newest = await self._newest()
         if newest is None:
             self._check_volume()
-            form = Directory(FIRST_VERSION, self._settings.model_name)
+            delivery = from_directory(FIRST_VERSION, self._settings.model_name)
         else:
-            form = await self._on_volume("read", lambda: Directory.of(newest))
+            has_adapter = await self._on_volume("read", lambda: is_adapter(newest.path))
+            delivery = from_directory(newest.version, newest.path, is_adapter=has_adapter)
         # An adapter is never among the first weights, even if its version is the first.
-        is_first = self._has_first_weights and not form.is_adapter
-        if not is_first or await self._worker.version() != form.version:
-            self._has_first_weights = False
-            self._is_loading = True
+        is_first = self._has_first_weights and not delivery.is_adapter
+        if not is_first or await self._worker.version() != delivery.version:
+            self._has_first_weights, self._is_loading = False, True
             try:
                 async with self._held(newest):
-                    seconds = await serve(self._worker, form, "abort")
+                    seconds = await serve(self._worker, delivery, "abort")
             finally:
                 self._is_loading = False
-            self._log.info("worker caught up", policy_version=form.version, seconds=seconds)
-        return form.version
+            self._log.info("worker caught up", policy_version=delivery.version, seconds=seconds)
+        return delivery.version
 
     async def _register(self) -> None:
         """Add the worker to the router, and wait until the router, which checks it first, sends it requests."""
@@ -290,9 +291,8 @@ class WorkerRegistration:
         if policy is None:
             yield
             return
-        hold = await self._on_volume(
-            f"hold policy version {policy.version} in", lambda: self.store.hold(policy.version)
-        )
+        action = f"hold policy version {policy.version} in"
+        hold = await self._on_volume(action, lambda: self.store.hold(policy.version))
         try:
             yield
         finally:

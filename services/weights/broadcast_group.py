@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -144,28 +145,33 @@ def unflattened(flat: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[
 
 
 def send_buckets(
-    buckets: Sequence[Sequence[Tensor]], device: torch.device, group: dist.ProcessGroup, timeout: float
+    buckets: Sequence[Sequence[Tensor]],
+    device: torch.device,
+    group: dist.ProcessGroup,
+    timeout: float,
+    *,
+    flattens: bool,
 ) -> None:
-    """Broadcast flattened buckets from rank 0; each is copied to ``device`` while the one before is on its way.
+    """Broadcast tensors from rank 0, each bucket in one collective if it ``flattens`` them, else tensor by tensor.
+
+    Each part is copied to ``device`` while the one before is on its way.
 
     Raises:
         RuntimeError: a member left or did not answer in time; the group can no longer be used.
     """
+    singly = (tensor.to(device) for tensor in chain.from_iterable(buckets))
     sent: tuple[Tensor, dist.Work | None] | None = None
-    for bucket in buckets:
-        flat = flattened(bucket, device)
-        work = dist.broadcast(flat, group=group, group_src=SOURCE, async_op=True)
+    for part in (flattened(bucket, device) for bucket in buckets) if flattens else singly:
+        work = dist.broadcast(part, group=group, group_src=SOURCE, async_op=True)
         if sent is not None:
             _finish(*sent, group, timeout)
-        sent = flat, work
+        sent = part, work
     if sent is not None:
         _finish(*sent, group, timeout)
 
 
-def broadcast_weights(tensor: Tensor, group: dist.ProcessGroup, timeout: float) -> None:
-    """Broadcast ``tensor`` from the group's rank 0: rank 0 sends it, every other member receives into it.
-
-    The tensor is contiguous and has the same shape and dtype in every member.
+def receive_weights(tensor: Tensor, group: dist.ProcessGroup, timeout: float) -> None:
+    """Receive a contiguous tensor, of the shape and dtype that rank 0 broadcasts, into ``tensor``.
 
     Raises:
         RuntimeError: a member left or did not answer in time; the group can no longer be used.

@@ -20,8 +20,8 @@ from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.publishing import broadcast
-from trainer.publishing.publisher import VersionWriter
-from trainer.publishing.shared import GpuBuckets, check_shares_memory, fixed_segments
+from trainer.publishing.shared import GpuBuckets, fixed_segments
+from trainer.publishing.writer import VersionWriter
 
 pytestmark = pytest.mark.cuda
 
@@ -105,10 +105,9 @@ def test_the_embedded_engine_opens_a_handle_on_its_own_number_of_the_gpu(monkeyp
 
     packed = pack_bucket(flat, STATE)
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
-    bucket = unpack_bucket(packed)
+    tensors = unpack_bucket(packed)
     assert devices == [0]
-    assert bucket.is_intact()
-    assert all(torch.equal(on_host(bucket.tensors[name]), value) for name, value in STATE.items())
+    assert all(torch.equal(on_host(tensors[name]), value) for name, value in STATE.items())
 
 
 def worker(gpus: str | None, number: int = 0, engine: str = "sglang") -> Worker:
@@ -121,7 +120,7 @@ def test_each_worker_gets_the_handles_of_its_own_gpus(monkeypatch: pytest.Monkey
         buckets = GpuBuckets(ranks)
     # What the ranks of four GPUs gather.
     buckets.handles = {gpu: [f"{gpu}a".encode(), f"{gpu}b".encode()] for gpu in "0123"}
-    found = buckets.by_worker([worker("2,3", 1), worker("0,1")])
+    found = buckets._by_worker([worker("2,3", 1), worker("0,1")])
     assert found["http://127.0.0.1:30002"] == [[b"2a", b"3a"], [b"2b", b"3b"]]
     assert found["http://127.0.0.1:30001"] == [[b"0a", b"1a"], [b"0b", b"1b"]]
     for unfit in (
@@ -130,10 +129,9 @@ def test_each_worker_gets_the_handles_of_its_own_gpus(monkeypatch: pytest.Monkey
         [worker(None, 0, "embedded"), worker(None, 1, "embedded")],
     ):
         with pytest.raises(ConfigurationError, match="Give both tasks the same GPUs"):
-            buckets.by_worker(unfit)
-    check_shares_memory([worker("0")], torch.device("cuda", 0))
-    with pytest.raises(ConfigurationError, match="without pipeline or data parallelism"):
-        check_shares_memory([worker(None)], torch.device("cuda", 0))
+            buckets._by_worker(unfit)
+    with pytest.raises(ConfigurationError, match="pipeline or data parallelism"):
+        buckets._by_worker([worker(None)])
 
 
 def test_shared_memory_is_no_expandable_segment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +167,7 @@ def test_a_version_is_on_the_gpu_in_buckets_until_it_is_released(
         writer.write(1)
         assert writer.on_gpus is not None
         state = writer.state
-        (found,) = writer.buckets([worker("0")], state).values()
+        (found,) = writer.on_gpus._by_worker([worker("0")]).values()
         assert len(found) > 2
         size = sum(value.nbytes for value in state.values())
         assert size <= torch.cuda.memory_allocated() - before <= size + 512 * len(found)

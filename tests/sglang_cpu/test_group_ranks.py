@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -91,12 +90,12 @@ async def test_the_ranks_of_every_engine_receive_the_weights(monkeypatch: pytest
                 assert not process.stdout.at_eof(), "its error is above"
             with join_ranks() as ranks:
                 broadcaster = Broadcaster(TrainerSettings.load(run_id="r"), ranks.device, LIMIT_SECONDS)
-                group = WorkerGroup("group", {})
+                group = WorkerGroup("group", set())
                 await broadcaster._join(
                     group, [cast(engine.Engine, Ranks(process)), cast(engine.Engine, Ranks(process))]
                 )
                 for broadcaster.flattens in (True, False):
-                    await group.send(partial(broadcaster._broadcast, [list(SENT.values())]), LIMIT_SECONDS)
+                    await broadcaster._broadcast(group, [list(SENT.values())])
                 told = [json.loads(line) for line in (await process.stdout.read()).splitlines() if line[:1] == b"["]
                 await group.leave()
     finally:

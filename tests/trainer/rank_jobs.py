@@ -32,7 +32,7 @@ from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import DiskFullError, save_pretrained, write_adapter
 from trainer.model.teachers import load_teachers
-from trainer.publishing.publisher import VersionWriter
+from trainer.publishing.writer import VersionWriter
 from trainer.rank_calls import RankCalls
 
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]

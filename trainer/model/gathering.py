@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from services.weights.shared_tensors import SharedMemory
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import Rounding
 
@@ -108,23 +107,20 @@ def _shard_group(parameter: DTensor) -> dist.ProcessGroup:
     return parameter.device_mesh.get_group(dimension)
 
 
-def gather_state(
-    parameters: Iterator[tuple[str, Tensor]], ranks: Ranks, *, copy: bool, memory: SharedMemory | None = None
-) -> dict[str, Tensor]:
+def gather_state(parameters: Iterator[tuple[str, Tensor]], ranks: Ranks, *, copy: bool) -> dict[str, Tensor]:
     """Return whole parameters on rank 0's CPU, each with a storage of its own; nothing on other ranks. A collective.
 
     Args:
         parameters: the parameters by name, from one of the policy's collectives.
         ranks: all ranks.
-        copy: share no memory with the policy, so that the tensors outlive its next update.
-        memory: takes the tensors; by default, page-locked memory takes those of a GPU.
+        copy: share no memory with the policy, so that the tensors outlive its next update; those of a GPU never do.
     """
     state: dict[str, Tensor] = {}
-    host = memory or PinnedMemory()
+    host = PinnedMemory()
     for name, value in parameters:
         if not ranks.is_main:
             continue
-        if value.is_cuda or memory is not None:
+        if value.is_cuda:
             state[name] = host.copy_of(value)
         else:
             # safetensors refuses a view of a part of a storage, such as one expert of a tensor of all experts.

@@ -1,9 +1,9 @@
-"""Versions in memory that the trainer shares with the engines of its host.
+"""Versions in memory that the trainer shares with the engines of its host (PUBLISH_TRANSPORT=local).
 
-On processors rank 0 gathers a version into a file in memory, which all engines read. On GPUs every rank has the whole
-version on its own GPU in flattened buckets while it is published, and the engine's rank on the same GPU copies them
-through a handle of CUDA IPC. Torch counts who still reads: what the trainer frees stays until every handle was opened
-and closed.
+On processors rank 0 writes a version to a directory in memory, which all engines load as they load any model. On GPUs
+every rank has the whole version on its own GPU in flattened buckets while it is published, and the engine's rank on the
+same GPU copies them through a handle of CUDA IPC. Torch counts who still reads: what the trainer frees stays until
+every handle was opened and closed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import base64
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
@@ -22,56 +23,67 @@ from torch import Tensor
 
 from services.core.endpoints import is_own_address
 from services.core.errors import ConfigurationError
-from services.core.machine import VISIBLE_GPUS_VARIABLE, listed_gpus, memory_directory, memory_of_run
+from services.core.machine import VISIBLE_GPUS_VARIABLE, listed_gpus, memory_directory, memory_of_run, remove_memory
 from services.engines.engine import Engine
 from services.engines.kinds import ROUTED
 from services.engines.router import ENGINE_LABEL, GPUS_LABEL, Worker
 from services.engines.settings import EngineKind
-from services.engines.versions import Form
+from services.engines.versions import Delivery
 from services.weights.broadcast_group import flattened
-from services.weights.shared_tensors import SharedMemory, pack_bucket
-from trainer.config import TrainerSettings
-from trainer.model.policy import Policy
+from services.weights.shared_tensors import pack_bucket
 from trainer.model.ranks import Ranks
+from trainer.model.saving import DiskFullError
 from trainer.publishing.broadcast import make_buckets
 
 REMEDY = "set PUBLISH_TRANSPORT=broadcast or disk"
 
 
-@dataclass(frozen=True)
-class SharedTensors(Form):
-    """Weights in memory that the trainer shares with engines on its host."""
+class HostMemory:
+    """The newest version in the memory of rank 0's host, as a model directory."""
 
-    version: int
-    buckets: Mapping[str, Sequence[Sequence[bytes]]]
-    """The pickles of each bucket, one for each tensor-parallel rank, by a worker's URL."""
+    def __init__(self, policy_dir: Path) -> None:
+        """Begin without a version; remove what a trainer of this run left that was killed."""
+        remove_memory(policy_dir)
+        self._run = memory_of_run(policy_dir).name
+        self._directory: Path | None = None
 
-    async def load(self, worker: Engine) -> None:
-        """See Form."""
-        await worker.begin_update()
-        *others, last = self.buckets[worker.url]
-        for bucket in others:
-            await worker.receive_shared(bucket, None)
-        await worker.receive_shared(last, self.version)
-        await worker.end_update()
+    def write(self, version: int, save: Callable[[Path], object]) -> Path:
+        """Have ``save`` write a version in place of the one before, whose pages it takes; return its directory.
+
+        Raises:
+            ConfigurationError: there is no room.
+        """
+        try:
+            self.remove()
+            # Of a new name, because others may have made a known one, and an engine that is late must find nothing.
+            self._directory = Path(tempfile.mkdtemp(prefix=f"{self._run}-v{version:06d}-", dir=memory_directory()))
+            save(self._directory)
+        except (OSError, DiskFullError) as error:
+            self.remove()
+            raise ConfigurationError(
+                f"PUBLISH_TRANSPORT=local: {memory_directory()} has no room for a policy version ({error}), "
+                f"{shutil.disk_usage(memory_directory()).free / 1e9:.2f} GB are free; give it more (--shm-size of "
+                "docker, a memory volume on Kubernetes), or set PUBLISH_TRANSPORT=disk"
+            ) from error
+        return self._directory
+
+    def remove(self) -> None:
+        """Remove the version."""
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def shared_memory(settings: TrainerSettings, policy: Policy, dtype: torch.dtype) -> SharedMemory:
-    """Return memory that holds one version of the policy.
+def check_hosts(workers: Sequence[Worker]) -> None:
+    """Check that every worker is on rank 0's host, whose memory it reads.
 
     Raises:
-        ConfigurationError: there is no room.
+        ConfigurationError: one runs on another host.
     """
-    size = sum(parameter.numel() for parameter in policy.model.parameters()) * dtype.itemsize
-    try:
-        return SharedMemory(memory_of_run(settings.policy_dir), size)
-    except OSError as error:
-        directory = memory_directory()
-        raise ConfigurationError(
-            f"PUBLISH_TRANSPORT=local: {directory} has no room for a policy version of {size / 1e9:.2f} GB ({error}), "
-            f"{shutil.disk_usage(directory).free / 1e9:.2f} GB are free; give it more (--shm-size of docker, a memory "
-            "volume on Kubernetes), or set PUBLISH_TRANSPORT=disk"
-        ) from error
+    for worker in workers:
+        if not is_own_address(urlsplit(worker.url).hostname or ""):
+            raise ConfigurationError(
+                f"PUBLISH_TRANSPORT=local, but worker {worker.url} runs on another host than the trainer; {REMEDY}"
+            )
 
 
 class GpuBuckets:
@@ -125,17 +137,38 @@ class GpuBuckets:
         if self.ranks.device.type == "cuda":
             torch.cuda.ipc_collect()
 
-    def by_worker(self, workers: Sequence[Worker]) -> dict[str, list[list[bytes]]]:
-        """Return the pickles of each bucket for the GPUs of each worker, by its URL.
+    def delivery(self, version: int, workers: Sequence[Worker]) -> Delivery:
+        """Return the version for these workers.
 
         Raises:
-            ConfigurationError: a worker is on GPUs without a rank of the trainer, or on those of another worker.
+            ConfigurationError: a worker is on GPUs without a rank of the trainer, or on those of another worker, or
+                spread over GPUs in more ways than by tensor parallelism.
         """
+        buckets = self._by_worker(workers)
+
+        async def load(engine: Engine) -> None:
+            await engine.begin_update()
+            *others, last = buckets[engine.url]
+            for bucket in others:
+                await engine.receive_shared(bucket, None)
+            await engine.receive_shared(last, version)
+            await engine.end_update()
+
+        return Delivery(version, load)
+
+    def _by_worker(self, workers: Sequence[Worker]) -> dict[str, list[list[bytes]]]:
+        """Return the pickles of each bucket for the GPUs of each worker, by its URL."""
         taken: set[str] = set()
         found = {}
         for worker in workers:
+            names = worker.metadata.get(GPUS_LABEL)
+            if not names and worker.metadata.get(ENGINE_LABEL, ROUTED.kind) == EngineKind.SGLANG:
+                raise ConfigurationError(
+                    f"PUBLISH_TRANSPORT=local, but worker {worker.url} is SGLang with pipeline or data parallelism "
+                    f"(SGLANG_EXTRA_FLAGS), or without a GPU, and takes no weights from the trainer's GPUs; {REMEDY}"
+                )
             # The embedded engine takes the only GPU that it sees.
-            gpus = str(worker.metadata.get(GPUS_LABEL) or next(iter(self.handles))).split(",")
+            gpus = str(names or next(iter(self.handles))).split(",")
             if not taken.isdisjoint(gpus) or not self.handles.keys() >= set(gpus):
                 raise ConfigurationError(
                     f"PUBLISH_TRANSPORT=local, but worker {worker.url} runs on GPU {','.join(gpus)}; the ranks of "
@@ -145,26 +178,6 @@ class GpuBuckets:
             taken.update(gpus)
             found[worker.url] = [list(bucket) for bucket in zip(*(self.handles[gpu] for gpu in gpus), strict=True)]
         return found
-
-
-def check_shares_memory(workers: Sequence[Worker], device: torch.device) -> None:
-    """Check that every worker can take versions out of the memory of rank 0's host.
-
-    Raises:
-        ConfigurationError: one runs on another host, or is SGLang without a GPU for each tensor-parallel rank.
-    """
-    for worker in workers:
-        if not is_own_address(urlsplit(worker.url).hostname or ""):
-            raise ConfigurationError(
-                f"PUBLISH_TRANSPORT=local, but worker {worker.url} runs on another host than the trainer; {REMEDY}"
-            )
-        is_sglang = worker.metadata.get(ENGINE_LABEL, ROUTED.kind) == EngineKind.SGLANG
-        if is_sglang and (device.type != "cuda" or not worker.metadata.get(GPUS_LABEL)):
-            raise ConfigurationError(
-                f"PUBLISH_TRANSPORT=local, but worker {worker.url} is SGLang, which takes weights from the trainer's "
-                "memory on GPUs only, and without pipeline or data parallelism (SGLANG_EXTRA_FLAGS); set "
-                "PUBLISH_TRANSPORT=disk, or ROLLOUT_ENGINE=embedded"
-            )
 
 
 @contextmanager

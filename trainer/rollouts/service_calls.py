@@ -28,7 +28,7 @@ from services.protocol.groups import Group
 from services.protocol.prompts import Cursor, DataStats, Prompt
 from services.run_page.activity import Activity
 from trainer.config import TrainerSettings
-from trainer.publishing.publisher import begin_profiles, end_profiles, put_workers_to_sleep
+from trainer.publishing.publisher import ask_workers
 from trainer.rollouts.batch import Batch, FreshQueue, sample_groups
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import Evaluator
@@ -167,17 +167,18 @@ class ServiceCalls:
     def free_engines_memory(self) -> None:
         """Have engines that share the trainer's GPU sleep until the next publication (ENGINE_SLEEPS)."""
         if self.settings.engine_sleeps:
-            self.thread.call(put_workers_to_sleep(self.settings), interruptible=True)
+            self.thread.call(ask_workers(self.settings, "sleep", lambda engine: engine.sleep()), interruptible=True)
 
     def begin_engine_profiles(self, directory: Path) -> None:
         """Have the engines record what they do, for traces in ``directory``."""
         if self.settings.needs_engines:
-            self.thread.call(begin_profiles(self.settings, directory), interruptible=True)
+            ask = ask_workers(self.settings, "record a profile", lambda engine: engine.begin_profile(directory))
+            self.thread.call(ask, interruptible=True)
 
     def end_engine_profiles(self) -> None:
         """Have the engines write their traces."""
         if self.settings.needs_engines:
-            self.thread.call(end_profiles(self.settings))
+            self.thread.call(ask_workers(self.settings, "write its profile", lambda engine: engine.end_profile()))
 
     def acknowledge(self, priorities: dict[str, float]) -> None:
         """Tell the replay buffer which groups were trained on, and their priorities by group id."""

@@ -1,4 +1,4 @@
-"""The weights of an architecture, checked before anything changes: from a directory, a broadcast or shared memory.
+"""The weights of an architecture, checked before anything changes: from a directory, a broadcast or a shared GPU.
 
 Tensors are received while the weights in use stay, and replace them only when an update is complete, so an update that
 fails half-way leaves the old weights and their version.
@@ -7,7 +7,7 @@ fails half-way leaves the old weights and their version.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from services.weights.broadcast_group import (
-    broadcast_weights,
     join_weights_group,
     leave_weights_group,
+    receive_weights,
     unflattened,
 )
 from services.weights.shared_tensors import BucketError, unpack_bucket
@@ -269,17 +269,12 @@ class ReceivedUpdate:
     flush_cache: bool = False
     refused: str = ""
     """The reason for which a part of the update was refused."""
-    are_intact: list[Callable[[], bool]] = field(default_factory=list)
-    """Each returns whether a bucket in shared memory is still the one that was sent."""
 
-    def check_intact(self) -> None:
-        """Check, once all tensors are copied, that nobody wrote over the shared memory meanwhile.
-
-        Raises:
-            WeightsError: somebody did.
-        """
-        if not all(is_intact() for is_intact in self.are_intact):
-            raise WeightsError(f"the trainer wrote over version {self.version} before all of it was copied")
+    def add(self, tensors: Mapping[str, Tensor], version: str | None, *, flush_cache: bool) -> None:
+        """Add the tensors of a call, whose version is that of the update if it is the last."""
+        self.tensors.update(tensors)
+        self.version = version
+        self.flush_cache = self.flush_cache or flush_cache
 
 
 class WeightsReceiver:
@@ -354,28 +349,23 @@ class WeightsReceiver:
             raise
         try:
             for tensor in [flat] if is_flattened else tensors.values():
-                broadcast_weights(tensor, group, BROADCAST_SECONDS)
+                receive_weights(tensor, group, BROADCAST_SECONDS)
         except RuntimeError as error:
             self._update = None
             raise WeightsError(f"the broadcast of group {group_name!r} broke off: {error}") from error
-        update.tensors.update(tensors)
-        update.version = version
-        update.flush_cache = update.flush_cache or flush_cache
+        update.add(tensors, version, flush_cache=flush_cache)
 
     def map_shared(self, data: bytes, *, version: str | None, flush_cache: bool) -> None:
-        """Add the tensors of a bucket in shared memory, which stay there until they are packed."""
+        """Add the tensors of a bucket in the trainer's memory, which stay there until they are packed."""
         update = self._opened()
         try:
-            bucket = unpack_bucket(data)
-            shapes = {name: tuple(tensor.shape) for name, tensor in bucket.tensors.items()}
+            tensors = unpack_bucket(data)
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             check(self._architecture, shapes, "the update", is_complete=False)
         except (BucketError, WeightsError) as error:
             update.refused = str(error)
             raise WeightsError(update.refused) from error
-        update.tensors.update(bucket.tensors)
-        update.are_intact.append(bucket.is_intact)
-        update.version = version
-        update.flush_cache = update.flush_cache or flush_cache
+        update.add(tensors, version, flush_cache=flush_cache)
 
     def _opened(self) -> ReceivedUpdate:
         if self._update is None:

@@ -230,11 +230,11 @@ def add_group_routes(app: FastAPI) -> None:
 
 
 def add_broadcast_routes(app: FastAPI) -> None:
-    """Add the routes of an update by broadcast; those that open and close one serve shared memory, too."""
+    """Add the routes of an update by broadcast; those that open and close one serve shared GPUs, too."""
 
     @app.post("/begin_weight_update", tags=["weights"])
     async def begin_weight_update(body: BeginUpdate, http: Request) -> Response:
-        """Open an update by broadcast or shared memory. Requests in flight end first, unless generation is paused."""
+        """Open an update by broadcast or a shared GPU. Requests in flight end first, unless generation is paused."""
         state = state_of(http)
 
         async def begin() -> None:
@@ -278,17 +278,16 @@ async def _end_update(state: EngineState) -> int:
     if not update.tensors:
         return 0
     weights = await in_background(lambda: state.loaded.pack(update.tensors))
-    update.check_intact()
     async with state.update_lock:
         return await _change(state, weights, update.version, flush_cache=update.flush_cache)
 
 
 def add_shared_memory_route(app: FastAPI) -> None:
-    """Add the route of an update by shared memory, between the first and the last of one by broadcast."""
+    """Add the route of an update from a shared GPU, between the first and the last of one by broadcast."""
 
     @app.post("/update_weights_from_tensor", tags=["weights"])
     async def update_weights_from_tensor(body: UpdateFromTensor, http: Request) -> Response:
-        """Map tensors in memory of this host; they serve once /end_weight_update has copied them."""
+        """Map tensors in memory of this GPU; they serve once /end_weight_update has copied them."""
         state = state_of(http)
 
         def receive() -> None:

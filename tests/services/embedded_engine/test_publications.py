@@ -26,7 +26,8 @@ from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 from trainer.model.rounding import Rounding
-from trainer.publishing.publisher import Publisher, VersionWriter, put_workers_to_sleep
+from trainer.publishing.publisher import Publisher, ask_workers
+from trainer.publishing.writer import VersionWriter
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_an_engine_computes_what_was_published(
                 whole.add_(0.03 * torch.randn(whole.shape, generator=torch.Generator().manual_seed(0)))
         publisher = Publisher(settings, thread, VersionWriter(settings, policy, ranks))
         if engine_sleeps:
-            thread.call(put_workers_to_sleep(settings))
+            thread.call(ask_workers(settings, "sleep", lambda engine: engine.sleep()))
             assert asyncio.run(version(url)) == f"0{ASLEEP}"
         assert publisher.publish(3)["workers"] == 1
         served, logprobs = asyncio.run(ask(url))

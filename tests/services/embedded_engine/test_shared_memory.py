@@ -1,10 +1,9 @@
-"""Weights in memory that trainer and engine share: the engine takes all of them or none."""
+"""Weights on a GPU that trainer and engine share, whose handles are not opened here: the engine takes all or none."""
 
 from __future__ import annotations
 
 import base64
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.core.machine import memory_directory
-from services.embedded_engine.compute import model
+from services.embedded_engine.compute import weights
 from services.embedded_engine.http.app import create_app
-from services.weights.shared_tensors import SharedMemory, pack_bucket
+from services.weights.shared_tensors import BucketError
 from tests.services.embedded_engine.conftest import settings_for
 from tests.services.embedded_engine.test_broadcast import from_directory, logprobs, version
 from tests.tolerance import engine_tolerance
@@ -24,88 +22,50 @@ from tests.tolerance import engine_tolerance
 Serving = Callable[..., Any]
 
 
-class Trainer:
-    """Has a version of the model, in bfloat16 and times 1.5, in shared memory."""
-
-    def __init__(self, directory: Path) -> None:
-        weights = load_file(directory / "model.safetensors")
-        self.weights = {name: (value * 1.5).to(torch.bfloat16) for name, value in weights.items()}
-        size = sum(value.nbytes for value in self.weights.values())
-        self.memory = SharedMemory(memory_directory() / f"grpo-test-engine-{os.getpid()}", size)
-
-    def body(self, number: int, leave_out: str = "") -> dict[str, Any]:
-        self.memory.begin()
-        kept = {name: value for name, value in self.weights.items() if name != leave_out}
-        state = {name: self.memory.copy_of(value) for name, value in kept.items()}
-        packed = pack_bucket(self.memory.finish(number), state)
-        return {
-            "serialized_named_tensors": [base64.b64encode(packed).decode()],
-            "load_format": "flattened_bucket",
-            "flush_cache": True,
-            "weight_version": str(number),
-        }
+async def update(client: httpx.AsyncClient, number: int, bucket: str, fault: str = "") -> list[bool]:
+    """Have the engine take a bucket as a version; return the success of each request."""
+    body = {
+        "serialized_named_tensors": ["?" if fault == "not base64" else base64.b64encode(bucket.encode()).decode()],
+        "load_format": "flattened_bucket",
+        "weight_version": str(number),
+    }
+    requests = [
+        ("/begin_weight_update", {"selector": "all"}),
+        ("/update_weights_from_tensor", body),
+        ("/end_weight_update", {}),
+    ]
+    replies = [await client.post(path, json=json) for path, json in requests[fault == "closed" :]]
+    return [reply.json()["success"] for reply in replies]
 
 
-@pytest.fixture
-def trainer(tiny_model: Path) -> Iterator[Trainer]:
-    made = Trainer(tiny_model)
-    yield made
-    made.memory.remove()
+@pytest.fixture(autouse=True)
+def buckets(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets whose pickles are names: the model's weights in bfloat16 and times 1.5, and these without a tensor."""
+    whole = {name: (x * 1.5).to(torch.bfloat16) for name, x in load_file(tiny_model / "model.safetensors").items()}
+
+    def unpack(data: bytes) -> dict[str, torch.Tensor]:
+        if data == b"gone":
+            raise BucketError("the bucket cannot be read: its memory is not there")
+        return {name: x for name, x in whole.items() if data == b"whole" or name != "model.norm.weight"}
+
+    monkeypatch.setattr(weights, "unpack_bucket", unpack)
 
 
-async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    reply: dict[str, Any] = (await client.post(path, json=body)).json()
-    return reply
-
-
-async def test_shared_weights_serve_after_the_update_ends(serving: Serving, tiny_model: Path, trainer: Trainer) -> None:
+async def test_shared_weights_serve_after_the_update_ends(serving: Serving, tiny_model: Path) -> None:
     async with serving(create_app(settings_for(tiny_model))) as client:
         before = await logprobs(client)
-        assert (await post(client, "/begin_weight_update", {"selector": "all"}))["success"] is True
-        assert (await post(client, "/update_weights_from_tensor", trainer.body(3)))["success"] is True
-        assert (await version(client), await logprobs(client)) == ("0", before)
-        assert (await post(client, "/end_weight_update", {}))["success"] is True
+        assert await update(client, 3, "whole") == [True] * 3
         assert await version(client) == "3"
         changed = await logprobs(client)
-        # The engine has copied them: what the trainer writes next changes nothing.
-        trainer.memory.begin()
-        trainer.memory.copy_of(torch.full((trainer.memory._used,), float("nan")))
-        assert await logprobs(client) == changed
     assert changed != before
     assert changed == pytest.approx(await from_directory(serving, tiny_model), abs=engine_tolerance())
 
 
-@pytest.mark.parametrize(
-    "fault", ["written over before", "written over meanwhile", "not whole", "not base64", "closed"]
-)
-async def test_a_version_that_is_not_whole_is_never_served(
-    serving: Serving, tiny_model: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    body = trainer.body(3, leave_out="model.norm.weight" if fault == "not whole" else "")
-    if fault == "not base64":
-        body["serialized_named_tensors"] = ["?"]
+@pytest.mark.parametrize("fault", ["gone", "not whole", "not base64", "closed"])
+async def test_a_version_that_is_not_whole_is_never_served(serving: Serving, tiny_model: Path, fault: str) -> None:
     async with serving(create_app(settings_for(tiny_model))) as client:
         before = await logprobs(client)
-        if fault != "closed":
-            await post(client, "/begin_weight_update", {"selector": "all"})
-        if fault == "written over before":
-            trainer.memory.begin()
-        replies = [await post(client, "/update_weights_from_tensor", body)]
-        if fault == "written over meanwhile":
-            real = model.pack_weights
-
-            def pack(*args: Any) -> Any:
-                packed = real(*args)
-                trainer.memory.begin()
-                return packed
-
-            monkeypatch.setattr("services.embedded_engine.compute.loading.pack_weights", pack)
-        replies.append(await post(client, "/end_weight_update", {}))
-        assert not all(reply["success"] for reply in replies)
+        assert not all(await update(client, 3, fault if fault in ("gone", "not whole") else "whole", fault))
         assert (await version(client), await logprobs(client)) == ("0", before)
-        # The next version is served.
-        await post(client, "/begin_weight_update", {"selector": "all"})
-        await post(client, "/update_weights_from_tensor", trainer.body(4))
-        monkeypatch.undo()
-        assert (await post(client, "/end_weight_update", {}))["success"] is True
+        assert await update(client, 4, "whole") == [True] * 3, "the next version is served"
         assert await version(client) == "4"

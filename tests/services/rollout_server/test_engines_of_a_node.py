@@ -24,8 +24,9 @@ from trainer.model.policy import Policy
 from trainer.model.ranks import join_ranks
 from trainer.model.rounding import Rounding
 from trainer.publishing import broadcast
-from trainer.publishing import publisher as publisher_module
-from trainer.publishing.publisher import Publisher, VersionWriter
+from trainer.publishing import writer as writer_module
+from trainer.publishing.publisher import Publisher
+from trainer.publishing.writer import VersionWriter
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +118,7 @@ def publish(node: FakeNodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         number, *_ = (int(tensor.flatten()[0]) for tensor in state.values())
         directory.joinpath("weights.txt").write_text(str(number))
 
-    monkeypatch.setattr(publisher_module, "write_model", write)
+    monkeypatch.setattr(writer_module, "write_model", write)
     settings = TrainerSettings.load(
         model_name=str(node.model),
         shared_dir=node.directory,

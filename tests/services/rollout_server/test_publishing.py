@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import SamplingParams
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
-from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.errors import DependencyLostError
 from services.core.tasks import ServiceThread
 from services.engines.router import RouterAdmin
 from services.engines.sglang import ASLEEP, SGLang
@@ -40,7 +40,8 @@ from trainer.model.rounding import Rounding
 from trainer.publishing import broadcast
 from trainer.publishing import publisher as publisher_module
 from trainer.publishing.probe import AdapterProbe
-from trainer.publishing.publisher import Publisher, VersionWriter, put_workers_to_sleep
+from trainer.publishing.publisher import Publisher, ask_workers
+from trainer.publishing.writer import VersionWriter
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +105,7 @@ class Trainer:
 
     def put_workers_to_sleep(self) -> None:
         """Has all workers sleep, as a trainer on the same GPU before its update."""
-        self._thread.call(put_workers_to_sleep(self._settings))
+        self._thread.call(ask_workers(self._settings, "sleep", lambda engine: engine.sleep()))
 
     def probe(self) -> dict[str, float]:
         """Compares the workers' log-probabilities with the trainer's own, as after each publication."""
@@ -176,8 +177,6 @@ def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
     two: Nodes, trainer: Trainer, transport: str, lora_rank: int, in_place: bool
 ) -> None:
     """Three versions are published during traffic."""
-    if is_refused(two, trainer, transport):
-        return
     if lora_rank:
         start_anew(two)
     trainer.use(transport, publish_in_place=in_place, lora_rank=lora_rank)
@@ -198,8 +197,6 @@ def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
 def test_engines_that_slept_serve_the_next_version_alone(
     two: Nodes, trainer: Trainer, transport: str, lora_rank: int
 ) -> None:
-    if is_refused(two, trainer, transport):
-        return
     if lora_rank:
         start_anew(two)
     trainer.use(transport, lora_rank=lora_rank, engine_sleeps=True)
@@ -214,16 +211,6 @@ def test_engines_that_slept_serve_the_next_version_alone(
     with traffic(two, lora_rank) as running:
         pass
     assert checked_versions(trainer, running) == {last}
-
-
-def is_refused(nodes: Nodes, trainer: Trainer, transport: str) -> bool:
-    """Return whether engines take nothing out of shared memory, as SGLang on a processor; then publishing says so."""
-    if transport != "local" or nodes.engine != "sglang":
-        return False
-    trainer.use(transport)
-    with pytest.raises(ConfigurationError, match="is SGLang, which takes weights from the trainer's memory on GPUs"):
-        trainer.publish()
-    return True
 
 
 def traffic(nodes: Nodes, lora_rank: int) -> Traffic:

@@ -14,9 +14,9 @@ from torch.distributed import distributed_c10d
 from services.weights import broadcast_group
 from services.weights.broadcast_group import (
     BLOCKING_WAIT,
-    broadcast_weights,
     join_weights_group,
     leave_weights_group,
+    receive_weights,
 )
 from tests.ports import free_port
 from tests.waiting import IDLE_SECONDS
@@ -73,7 +73,7 @@ def test_the_group_is_made_without_the_watchdog_that_ends_the_process(
 
     monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", remember)
     group = join_weights_group("127.0.0.1", free_port(), 0, 1, "alone", "gloo", 60)
-    broadcast_weights(torch.ones(2), group, 60)
+    receive_weights(torch.ones(2), group, 60)
     leave_weights_group(group)
     leave_weights_group(group)  # as after one that was given up
     assert seen == ["1"]

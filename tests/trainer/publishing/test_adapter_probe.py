@@ -15,7 +15,8 @@ from services.weights.policy_store import ADAPTER_NAME
 from tests.fake_service import FakeService, fake_service
 from trainer.config import TrainerSettings
 from trainer.publishing.probe import AdapterProbe
-from trainer.publishing.publisher import Publisher, VersionWriter
+from trainer.publishing.publisher import Publisher
+from trainer.publishing.writer import VersionWriter
 
 ALONE = [-2.0, -1.0, -3.0, -0.5]
 NOISE = 0.01

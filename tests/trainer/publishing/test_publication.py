@@ -21,7 +21,8 @@ from tests.trainer.tiny import VOCABULARY, plain_model
 from trainer.config.objective import Objective
 from trainer.model.ranks import Ranks
 from trainer.publishing.probe import Probe
-from trainer.publishing.publisher import Publisher, VersionWriter
+from trainer.publishing.publisher import Publisher
+from trainer.publishing.writer import VersionWriter
 
 
 def with_completion(ids: list[int]) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -10,9 +11,10 @@ import threading
 import time
 import weakref
 from collections.abc import Coroutine, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import safetensors.torch
@@ -22,11 +24,10 @@ from safetensors import SafetensorError
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.machine import memory_directory
+from services.core.machine import memory_directory, memory_of_run
 from services.core.tasks import InterruptedCallError, ServiceThread
-from services.engines.router import ENGINE_LABEL, Worker
+from services.engines.router import Worker
 from services.weights.policy_store import PolicyStore
-from services.weights.shared_tensors import SharedMemory, pack_bucket, unpack_bucket
 from tests.fake_service import fake_service
 from tests.tolerance import both_types
 from tests.trainer.rank_jobs import change, make_learner
@@ -40,16 +41,11 @@ from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import Rounding
 from trainer.model.saving import DiskFullError
-from trainer.publishing import publisher as module
-from trainer.publishing import shared
-from trainer.publishing.publisher import (
-    WRITES,
-    Publisher,
-    VersionGoneError,
-    VersionWriter,
-    write_version,
-)
-from trainer.publishing.shared import GpuBuckets, check_shares_memory
+from trainer.publishing import publisher as publisher_module
+from trainer.publishing import writer as module
+from trainer.publishing.publisher import WRITES, Publisher, VersionGoneError
+from trainer.publishing.shared import GpuBuckets, check_hosts
+from trainer.publishing.writer import VersionWriter, write_version
 from trainer.rank_calls import RankCalls
 
 
@@ -177,7 +173,7 @@ def test_a_run_that_is_asked_to_stop_waits_for_no_worker(
         address = f"{router.endpoint.host}:{router.endpoint.port}"
         monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
         # So that a publication which does not listen fails soon.
-        monkeypatch.setattr(module, "PUBLISH_SECONDS", IDLE_SECONDS)
+        monkeypatch.setattr(publisher_module, "PUBLISH_SECONDS", IDLE_SECONDS)
         publisher = make(tmp_path, (ranks, thread), transport)
         stack.callback(publisher.writer.close)
         with pytest.raises(InterruptedCallError):
@@ -199,31 +195,74 @@ def test_a_version_is_written_without_any_worker_and_only_once(
     assert publisher.publish(3) == {"workers": 3.0}
 
 
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize("transport", Transport)
 def test_a_full_disk_leaves_nothing_of_the_version_that_it_did_not_take(
     alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
     publisher = make(tmp_path, alone, transport)
-    monkeypatch.setattr(saving, "save_torch_state_dict", fail)
+    if transport is Transport.LOCAL:
+        monkeypatch.setattr(shutil, "copy", full)  # from memory to the volume
+    else:
+        error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        monkeypatch.setattr(saving, "save_torch_state_dict", MagicMock(side_effect=error))
     if transport is not Transport.DISK:
         publisher.writer.write(0)  # beside the training, so that the next version meets the error
         wait_until(publisher.writer._writes[0].done, "the write has failed")
-    with pytest.raises(DiskFullError, match=r"the disk is full: .*/policy/.* cannot be written"):
+    with pytest.raises(DiskFullError, match=r"the disk is full: .*/policy/?.* cannot be written"):
         publisher.writer.write(1)
     publisher.writer.close()
     assert list(publisher.writer.store.policy_dir.iterdir()) == []
+
+
+def in_memory(settings: TrainerSettings) -> list[Path]:
+    return sorted(memory_directory().glob(f"{memory_of_run(settings.policy_dir).name}*"))
 
 
 def test_without_room_for_shared_memory_a_run_ends_with_what_would_do(
     alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = make(tmp_path, alone, Transport.LOCAL)
-    monkeypatch.setattr(shared, "SharedMemory", lambda path, size: SharedMemory(path, size + (1 << 60)))
+    monkeypatch.setattr(saving, "save_torch_state_dict", full)
     with pytest.raises(ConfigurationError, match=r"has no room for a policy version .* set PUBLISH_TRANSPORT=disk"):
         publisher.writer.write(0)
+    assert in_memory(publisher.settings) == []
+
+
+def test_a_version_stays_in_memory_while_it_is_written_to_the_volume(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make(tmp_path, alone, Transport.LOCAL).settings
+    memory_of_run(settings.policy_dir).mkdir()  # of a trainer that was killed
+    writer = VersionWriter(settings, load_policy(settings, alone[0]), alone[0])
+    write = module.write_version
+    read: list[bytes] = []
+
+    def slow(store: PolicyStore, version: int, save: Any) -> None:
+        time.sleep(0.5)  # for the next version, which must not come
+        write(store, version, save)
+        [directory] = in_memory(settings)
+        read.append((directory / "model.safetensors").read_bytes())
+        assert read[-1] == (store.path(version) / "model.safetensors").read_bytes()
+
+    monkeypatch.setattr(module, "write_version", slow)
+    for version in range(3):
+        change(writer.policy, 1e-2)
+        writer.write(version)
+        assert in_memory(settings) == [writer.path]
+        wait_until(lambda: not writer._next, "the thread has begun")
+    writer.close()
+    assert len({*read}) == 3
+    assert in_memory(settings) == []
+
+
+def test_workers_on_other_hosts_share_no_memory() -> None:
+    check_hosts([Worker(id="w", url="http://127.0.0.1:30001", is_healthy=True)])
+    with pytest.raises(ConfigurationError, match="on another host"):
+        check_hosts([Worker(id="w", url="http://192.0.2.1:30001", is_healthy=True)])
 
 
 class FakeBuckets:
@@ -255,51 +294,6 @@ def test_a_version_that_is_written_again_for_the_volume_alone_leaves_nothing_in_
     assert not buckets.is_filled
     writer.close()
     assert writer.store.newest() is not None
-
-
-def test_a_version_that_is_being_written_keeps_its_shared_memory(
-    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = make(tmp_path, alone, Transport.LOCAL).writer
-    write = module.write_version
-    versions: list[int] = []
-
-    def slow(store: PolicyStore, version: int, save: Any) -> None:
-        time.sleep(0.5)  # for the next version, which must not come
-        assert writer.part is not None
-        versions.append(writer.part.version)
-        write(store, version, save)
-
-    monkeypatch.setattr(module, "write_version", slow)
-    for version in range(3):
-        with torch.no_grad():
-            for parameter in writer.policy.parameters():
-                parameter.add_(1)
-        writer.write(version)
-        wait_until(lambda: not writer._next, "the thread has begun")
-    assert writer.part is not None
-    tensors = unpack_bucket(pack_bucket(writer.part, writer.state)).tensors
-    whole = {name: value.clone() for name, value in tensors.items()}
-    writer.close()
-    assert versions == [0, 1, 2]
-    assert not (memory_directory() / writer.part.file).exists()
-    read = safetensors.torch.load_file(writer.store.path(2) / "model.safetensors")
-    assert all(torch.equal(read[name], value) for name, value in whole.items())
-
-
-@pytest.mark.parametrize(
-    ("url", "engine", "reason"),
-    [
-        ("http://192.0.2.1:30001", "embedded", "on another host"),
-        ("http://127.0.0.1:30001", "sglang", "on GPUs only"),
-        ("http://127.0.0.1:30001", "embedded", None),
-    ],
-)
-def test_workers_that_cannot_share_memory_are_refused(url: str, engine: str, reason: str | None) -> None:
-    worker = Worker(id="w", url=url, is_healthy=True, metadata={ENGINE_LABEL: engine})
-    refusal = nullcontext() if reason is None else pytest.raises(ConfigurationError, match=reason)
-    with refusal:
-        check_shares_memory([worker], torch.device("cpu"))
 
 
 def test_a_volume_that_takes_no_version_is_a_lost_dependency(

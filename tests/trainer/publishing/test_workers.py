@@ -21,7 +21,8 @@ from tests.fake_service import FakeService, fake_service
 from tests.waiting import IDLE_SECONDS
 from trainer.config import TrainerSettings
 from trainer.publishing import publisher as module
-from trainer.publishing.publisher import Publisher, VersionWriter, put_workers_to_sleep
+from trainer.publishing.publisher import Publisher, ask_workers
+from trainer.publishing.writer import VersionWriter
 
 SECONDS_TO_LOAD = 0.8
 
@@ -65,7 +66,7 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
     store = PolicyStore(settings.policy_dir)
     store.begin(1)
     store.commit(1)
-    writer = MagicMock(written=1, metrics={}, state={}, store=store)
+    writer = MagicMock(written=1, metrics={}, state={}, store=store, path=store.path(1))
     with ServiceThread() as thread:
         yield Publisher(settings, thread, cast(VersionWriter, writer))
 
@@ -101,7 +102,7 @@ async def test_a_worker_that_falls_asleep_is_marked_before_its_memory_goes(
     ok: dict[str, Any] = {}
     done = ("/pause_generation", "/update_weight_version", "/release_memory_occupation")
     worker.routes |= {f"POST {route}": lambda _: ok for route in done}
-    await put_workers_to_sleep(TrainerSettings.load())
+    await ask_workers(TrainerSettings.load(), "sleep", lambda engine: engine.sleep())
     posts = [name.removeprefix("POST ") for name, _ in worker.requests if name.startswith("POST")]
     assert posts == [done[0], *done]
     assert [request["mode"] for request in worker.asked("POST /pause_generation")] == ["retract", "abort"]
@@ -110,7 +111,7 @@ async def test_a_worker_that_falls_asleep_is_marked_before_its_memory_goes(
 
 async def test_a_worker_that_does_not_fall_asleep_ends_no_step(worker: FakeService, router: FakeService) -> None:
     worker.routes["POST /pause_generation"] = lambda _: 500
-    await put_workers_to_sleep(TrainerSettings.load())
+    await ask_workers(TrainerSettings.load(), "sleep", lambda engine: engine.sleep())
     assert worker.asked("POST /pause_generation")
     assert not router.asked("DELETE /workers/w")
 

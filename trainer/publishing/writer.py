@@ -1,0 +1,217 @@
+"""The writing of policy versions, on every rank: the policy's weights are gathered and written to the shared volume.
+
+With LORA_RANK versions are adapters. Workers compute with them unmerged: merged weights would be rounded to the
+published type, in which a trained change that is small compared with the weights mostly vanishes. Adapters keep all of
+it, in about a hundredth of the bytes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.logs import get_logger
+from services.core.machine import keeps_memory, release_memory
+from services.weights.policy_store import PolicyStore
+from trainer.config import PublishedType, TrainerSettings, Transport
+from trainer.model.gathering import gather_state
+from trainer.model.policy import Policy
+from trainer.model.ranks import Ranks
+from trainer.model.rounding import MeasuredRounding, Rounding
+from trainer.model.saving import DiskFullError, write_adapter, write_model, writing
+from trainer.publishing.shared import GpuBuckets, HostMemory
+
+log = get_logger(__name__)
+
+VERSIONS_KEPT = 2
+"""Versions kept on the shared volume besides those that a worker is loading. The older one serves a worker that looked
+up the newest version just before a newer one appeared."""
+PUBLISH_SECONDS = 600.0
+"""Longest wait for a worker to take a version, for workers to come back, and for the volume to take a version. Even a
+slow volume (0.3 GB/s) gives a worker a model of 70B parameters, 140 GB, in less."""
+
+Save = Callable[[Path], object]
+"""Fills a version's directory."""
+
+
+class VersionWriter:
+    """The writer of policy versions to the shared volume, on every rank."""
+
+    def __init__(self, settings: TrainerSettings, policy: Policy, ranks: Ranks) -> None:
+        """Make a writer, before a checkpoint is loaded into the policy."""
+        self.settings = settings
+        self.policy = policy
+        self.ranks = ranks
+        self.store = PolicyStore(settings.policy_dir)
+        self.rounding = Rounding(getattr(torch, settings.publish_type))
+        """The cast to PUBLISH_TYPE, in which nothing is lost: the policy has the weights that are published."""
+        if settings.publish_type is PublishedType.BFLOAT16 and not settings.lora_rank:
+            with policy.masters.in_place():
+                policy.masters.rounding = MeasuredRounding(policy.masters.parameters.items())
+        self.written: int | None = None
+        """The version that was written last."""
+        self.path = Path()
+        """Its directory, from which workers load it."""
+        self.metrics: dict[str, float] = {}
+        """Its metrics."""
+        self.state: dict[str, Tensor] = {}
+        """Its tensors if they are sent to workers; on rank 0, until the workers have them."""
+        is_local = settings.publish_transport is Transport.LOCAL
+        self.on_gpus = GpuBuckets(ranks) if is_local and ranks.device.type == "cuda" else None
+        """The newest version on the ranks' GPUs, with PUBLISH_TRANSPORT=local."""
+        self.memory = HostMemory(settings.policy_dir) if is_local and self.on_gpus is None and ranks.is_main else None
+        """The newest version in memory, with PUBLISH_TRANSPORT=local on processors; on rank 0."""
+        self.is_sent = settings.publish_transport is not Transport.DISK
+        """Versions are sent to the workers and written while the next steps train. Rank 0's value counts."""
+        self._pool = ThreadPoolExecutor(1, "policy-writer")
+        self._next: deque[tuple[int, Save]] = deque(maxlen=1)
+        """The version that the thread writes next; a newer one takes its place."""
+        self._writes: list[Future[None]] = []
+        self._began_write = 0.0
+
+    def write(self, version: int) -> None:
+        """Write the version to the shared volume, where workers that start find it. A collective that needs no worker.
+
+        A version that is sent to workers is written in a thread. If the thread is still writing an older one, this
+        version waits for it, and the next call replaces this version if it still waits then. So at most two versions
+        are in memory, the volume gets versions as fast as it takes them, and the newest always gets there in the end.
+
+        Raises:
+            DependencyLostError: the volume does not take it; raised on every rank.
+            DiskFullError: the disk is full; raised on every rank.
+            ConfigurationError: there is no room for shared memory; raised on every rank.
+        """
+        # Before another version is gathered, so that there are two in memory and not three.
+        self._next.clear()
+        # What is written at once is not copied on a CPU, because the parameters change only afterwards.
+        gather = partial(gather_state, ranks=self.ranks, copy=self.is_sent and self.memory is None)
+        if self.settings.lora_rank:
+            state = gather(self.policy.adapter_parameters(self.rounding.dtype))
+            save: Save = partial(write_adapter, self.policy, state)
+        else:
+            state = gather(self.policy.full_parameters(self.rounding))
+            save = partial(write_model, self.policy, state, dtype=self.rounding.dtype)
+        if self.on_gpus is not None:
+            self.on_gpus.fill(state)
+        put = partial(self._put, version, state, save)
+        self.ranks.on_main(put, ConfigurationError, DiskFullError, DependencyLostError)
+        self.written = version
+        if isinstance(measured := self.policy.masters.rounding, MeasuredRounding):
+            share = measured.share(self.ranks)
+            self.metrics = {} if share is None else {"publish_share": share}
+        # The version was gathered in memory that workers on the same machine and GPUs need for the new weights.
+        if not keeps_memory(self.settings.keep_memory):
+            release_memory()
+        if self.settings.engine_sleeps:
+            torch.cuda.empty_cache()
+
+    def release(self) -> None:
+        """Give the GPU's memory of a published version back."""
+        if self.on_gpus is not None:
+            self.on_gpus.release()
+            torch.cuda.empty_cache()
+
+    def is_on_volume(self, version: int) -> bool:
+        """Return True when a worker that starts or missed the version finds it, or will once it is written. On rank 0.
+
+        No collective.
+        """
+        if not all(write.done() for write in self._writes):
+            return True
+        try:
+            return self.store.path(version).is_dir()
+        except OSError:
+            return True  # The volume does not answer, so the version may still be there.
+
+    def close(self) -> None:
+        """Wait until the last version is on the volume. No collective."""
+        try:
+            self._check_writes(is_waiting=True)
+        except DependencyLostError as error:
+            # Not raised, because it would hide the reason why the run ended.
+            log.warning("the last policy version is not on the volume", reason=str(error))
+        self._pool.shutdown(wait=False)
+        if self.memory is not None:
+            self.memory.remove()
+
+    def _put(self, version: int, state: dict[str, Tensor], save: Save) -> None:
+        """Write a gathered version, now or in the thread; on rank 0."""
+        is_later = self.is_sent and not self.settings.lora_rank
+        # Out of the memory that the next version takes, the thread may still be writing the one before.
+        self._check_writes(is_waiting=not is_later or self.memory is not None)
+        self.path = self.store.path(version)
+        if self.memory is not None:
+            self.path = self.memory.write(version, save)
+            save = partial(_copy_files, self.path)
+        else:
+            self.state = state if self.is_sent else {}
+        if not is_later:
+            write_version(self.store, version, save)
+            return
+        with writing(self.store.policy_dir):
+            self.store.mark(version)
+        self._next.append((version, save))
+        self._began_write = self._began_write if self._writes else time.monotonic()
+        self._writes.append(self._pool.submit(self._write_next))
+
+    def _write_next(self) -> None:
+        """Write the version that waits, unless an earlier call has written it; in the thread."""
+        self._began_write = time.monotonic()
+        try:
+            version, save = self._next.pop()
+        except IndexError:
+            return
+        write_version(self.store, version, save)
+
+    def _check_writes(self, *, is_waiting: bool) -> None:
+        """Raise the error of a write in the thread; wait for the end of all, or only look.
+
+        Raises:
+            DependencyLostError: the volume does not take a version, or not within PUBLISH_SECONDS.
+            DiskFullError: the disk is full.
+        """
+        while self._writes:
+            left = max(self._began_write + PUBLISH_SECONDS - time.monotonic(), 0.0)
+            if not wait(self._writes[:1], left if is_waiting else 0.0).done:
+                if left and not is_waiting:
+                    return
+                raise DependencyLostError(
+                    f"a policy version is not written to {self.store.policy_dir} after {PUBLISH_SECONDS:g} s; "
+                    "the volume is too slow or does not answer"
+                )
+            self._writes.pop(0).result()
+
+
+def write_version(store: PolicyStore, version: int, save: Save) -> None:
+    """Write a version with ``save``, make it visible, and delete old ones. A failed write leaves nothing.
+
+    The oldest version is deleted before the new one is written: the file cache reuses its pages, which makes the write
+    four times as fast. The newest version always stays.
+
+    Raises:
+        DiskFullError: the disk is full.
+    """
+    with writing(store.policy_dir):
+        store.prune(max(VERSIONS_KEPT - 1, 1), PUBLISH_SECONDS)
+        directory = store.begin(version)
+        try:
+            save(directory)
+            store.commit(version)
+        except Exception:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        store.prune(VERSIONS_KEPT, PUBLISH_SECONDS)
+
+
+def _copy_files(source: Path, directory: Path) -> None:
+    for file in source.iterdir():
+        shutil.copy(file, directory)
