@@ -16,13 +16,12 @@ from rich.table import Table
 
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Progress
-from evaluation.metrics import Metrics, accuracy, lengths, macro_mean
-from evaluation.pool import ServerPool
+from evaluation.metrics import accuracy, lengths
 from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
 from services.core.files import write_json
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import UNDECIDED, FinishReason, is_judged
+from services.protocol.rewards import UNDECIDED, FinishReason, Metrics, is_judged, macro_mean
 
 RESULTS = "results.json"
 CURVE = "curve.json"
@@ -34,21 +33,13 @@ LINE_SECONDS = 10.0
 class View:
     """The progress of one model's evaluation: a bar on a terminal, plain lines elsewhere. A context manager."""
 
-    def __init__(self, console: Console, name: str, pool: ServerPool) -> None:
+    def __init__(self, console: Console, name: str) -> None:
         self._console = console
         self._name = name
-        self._pool = pool
         self._printed = float("-inf")
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task(name, figures="", total=None)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Bar(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task(name, total=None)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -59,22 +50,18 @@ class View:
 
     def show(self, progress: Progress) -> None:
         """Show the progress; plain lines appear at the start, at the end and every LINE_SECONDS."""
-        figures = self._figures(progress)
-        self._bar.update(self._task, completed=progress.done, total=progress.total, figures=figures)
+        parts = [f"right {progress.correct / progress.greedy:.3f}"] if progress.greedy else []
+        if rate := progress.throughput["completion_tokens_per_second"]:
+            parts.append(f"{rate:.0f} tokens/s")
+        if progress.left_out:
+            parts.append(f"{progress.left_out.total()} left out")
+        figures = "  ".join(parts)
+        described = f"{self._name}  {figures}"
+        self._bar.update(self._task, completed=progress.done, total=progress.total, description=described)
         is_last = progress.done + progress.left_out.total() >= progress.total
         if self._bar.disable and (is_last or time.monotonic() - self._printed >= LINE_SECONDS):
             self._printed = time.monotonic()
             self._console.print(f"{self._name}  {progress.done}/{progress.total} samples  {figures}")
-
-    def _figures(self, progress: Progress) -> str:
-        servers = len(self._pool.servers)
-        parts = [f"right {progress.correct / progress.greedy:.3f}"] if progress.greedy else []
-        if progress.fresh:
-            parts.append(f"{progress.tokens / progress.seconds:.0f} tokens/s")
-        parts.append(f"{len(self._pool.alive)} of {servers} server{'' if servers == 1 else 's'}")
-        if progress.left_out:
-            parts.append(f"{progress.left_out.total()} left out")
-        return "  ".join(parts)
 
 
 class Results(BaseModel):
@@ -111,9 +98,10 @@ class Results(BaseModel):
     over_limit: int = 0
     """Samples counted as wrong because they went over the verifier's time or memory limit, or an agent's limits."""
     throughput: dict[str, int | float | None] = {}
-    servers: dict[str, Any] = {}
+    server: str = ""
+    """The URL of the router or engine."""
     not_given: list[str] = []
-    """Facts that the servers do not give."""
+    """Facts that the server does not give."""
     policy_versions: list[int] = []
     settings: dict[str, Any] = {}
 
@@ -253,7 +241,7 @@ def show(console: Console, everything: Sequence[Results]) -> None:
     if not all(results.metrics for results in everything):
         console.print(f"no accuracy: {UNDECIDED}", style="yellow")
     if first.not_given:
-        console.print(f"the servers do not give: {', '.join(first.not_given)}", style="yellow")
+        console.print(f"the server does not give: {', '.join(first.not_given)}", style="yellow")
     if over_limit := sum(results.over_limit for results in everything):
         console.print(f"counted as wrong, over a limit (samples.jsonl says which): {over_limit}", style="yellow")
 

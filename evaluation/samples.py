@@ -55,8 +55,6 @@ class Sample(BaseModel):
     messages: list[dict[str, Any]] | None = None
     """An agent's whole conversation; None for a single completion."""
     policy_version: int | None = None
-    server: str | None = None
-    """The server of a single completion; the calls of an episode may go to several."""
     seconds: float
     result: RewardResult | None = None
     """The verifier's result; None until the sample is scored."""

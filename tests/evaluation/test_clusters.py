@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import socket
 import stat
 import sys
 from collections.abc import Callable
@@ -16,13 +17,11 @@ import psutil
 import pytest
 
 from evaluation import clusters
-from evaluation.launchers import servers_for
-from evaluation.node import SUFFIX, Allocation
-from evaluation.plan import Plan, ServerOptions
 from evaluation.report import Results
-from evaluation.settings import EvaluationSettings, SchedulerName
-from services.core.endpoints import proxy_of
+from services.core.endpoints import ENGINE_PORT, Task, bind_address, endpoint
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.http.server import listen
+from services.rollout_server.node_addresses import choose_addresses
 from tests.evaluation.conftest import ARITHMETIC, Here
 from tests.waiting import IDLE_SECONDS, eventually, wait_until
 
@@ -38,7 +37,7 @@ print(subprocess.Popen(["bash", sys.argv[-1]], stdout=log, stderr=log, start_new
     "srun": """
 import os, re, subprocess, sys
 tasks = int(os.environ["FAKE_TASKS"])
-running = [subprocess.Popen(sys.argv[2:]) for _ in range(tasks)]
+running = [subprocess.Popen(sys.argv[2:], env={**os.environ, "SLURM_PROCID": str(rank)}) for rank in range(tasks)]
 sys.exit(max(process.wait() for process in running))
 """,
     "squeue": """
@@ -68,7 +67,7 @@ def slurm_path(tmp_path: Path) -> str:
 
 def test_the_batch_file_can_be_read(tmp_path: Path) -> None:
     variables = {"MODEL_NAME": "some/model", "SGLANG_EXTRA_FLAGS": "--pp-size 2"}
-    text = clusters.slurm_script("evaluate", Allocation(3, 2, 4), variables, tmp_path)
+    text = clusters.slurm_script(3, 8, variables, tmp_path)
     assert text.splitlines() == [
         "#!/bin/bash",
         "#SBATCH --job-name=evaluate",
@@ -79,14 +78,14 @@ def test_the_batch_file_can_be_read(tmp_path: Path) -> None:
         f"cd {clusters.ROOT}",
         "export MODEL_NAME=some/model",
         "export SGLANG_EXTRA_FLAGS='--pp-size 2'",
-        f"exec srun --kill-on-bad-exit=0 {sys.executable} -m evaluation.node {tmp_path}",
+        f"exec srun --kill-on-bad-exit=0 {sys.executable} -m evaluation.clusters {tmp_path}",
     ]
 
 
 def test_a_directory_with_unusual_characters_is_quoted_as_sbatch_reads_it() -> None:
-    text = clusters.slurm_script("evaluate", Allocation(), {}, Path("/data/my 100% runs"))
+    text = clusters.slurm_script(1, 1, {}, Path("/data/my 100% runs"))
     assert "#SBATCH --output='/data/my 100%% runs/slurm.log'\n" in text
-    assert text.endswith(" -m evaluation.node '/data/my 100% runs'\n")
+    assert text.endswith(" -m evaluation.clusters '/data/my 100% runs'\n")
 
 
 async def test_ctrl_c_during_the_submission_leaves_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,41 +112,13 @@ async def test_ctrl_c_during_the_submission_leaves_no_job(tmp_path: Path, monkey
     assert (tmp_path / "ended").read_text() == "4711\n"
 
 
-async def test_a_given_reward_server_takes_the_place_of_our_own_and_started_nodes_are_asked_without_a_proxy(
-    slurm_path: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", slurm_path)
-    for name, value in {
-        "DATASET": "arithmetic",
-        "HTTP_PROXY": "http://proxy:3128",
-        "NO_PROXY": "",
-        "no_proxy": "",
-    }.items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "slurm" / "srun").write_text("#!/bin/sh\nexec sleep 60\n")
-    options = ServerOptions(scheduler=SchedulerName.SLURM, reward_url="http://127.0.0.1:2")
-    plan = Plan(
-        EvaluationSettings(), models=[str(tiny_model)], run_dir=None, servers=options, output=None, variables={}
-    )
-    said: list[str] = []
-    async with servers_for(plan, str(tiny_model), tmp_path, said.append) as servers:
-        assert servers.reward.url == "http://127.0.0.1:2"
-        [directory] = (tmp_path / "servers").glob("slurm-*")
-        (directory / f"node{SUFFIX}").write_text("http://slurm-7:31000")
-        assert proxy_of("http://slurm-7:31000") == "http://proxy:3128"
-        assert servers.discover is not None
-        assert proxy_of(*await servers.discover()) is None
-    assert not any("reward-server" in line for line in said)
-
-
 def test_a_dry_run_shows_it_and_starts_nothing(here: Here, tiny_model: Path) -> None:
-    options = ("--scheduler", "slurm", "--allocation", "d4t2", "--dry-run", "--dataset", "arithmetic")
-    exported = {"JOBGROUP_TOKEN": "secret", "SGLANG_EXTRA_FLAGS": "--mem-fraction-static 0.8"}
-    command = here("--model", tiny_model, *options, **exported)
+    options = ("--scheduler", "slurm", "--num-servers", "4", "--dry-run", "--dataset", "arithmetic")
+    command = here("--model", tiny_model, *options, "--env", "SGLANG_TP_SIZE=2", JOBGROUP_TOKEN="secret")
     assert command.code == 0, command.text
     assert "#SBATCH --ntasks=4" in command.text
     assert "export SGLANG_TP_SIZE=2" in command.text
-    assert "export SGLANG_EXTRA_FLAGS='--mem-fraction-static 0.8 --pp-size 1'" in command.text
+    assert "#SBATCH --gpus-per-task=2" in command.text
     assert "secret" not in command.text
     assert not command.output.exists()
 
@@ -163,15 +134,23 @@ async def test_an_answer_without_a_number_is_refused(tmp_path: Path, monkeypatch
                 pass
 
 
-async def test_a_job_that_ends_is_an_error_with_the_end_of_its_log(
-    slurm_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def submitted(slurm_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A batch file whose first node is up at once; set POLL_SECONDS and PATH for it."""
     monkeypatch.setenv("PATH", slurm_path)
     monkeypatch.setattr(clusters, "POLL_SECONDS", 0.05)
-    text = f"#SBATCH --output={tmp_path / clusters.LOG}\necho no such model >&2; exit 78\n"
-    async with clusters.on_slurm(text, tmp_path) as (_, watch):
+    return f"#SBATCH --output={tmp_path / clusters.LOG}\necho -n a:1 > {tmp_path / clusters.ADDRESS}\n"
+
+
+async def test_a_job_that_ends_is_an_error_with_the_end_of_its_log(submitted: str, tmp_path: Path) -> None:
+    async with clusters.on_slurm(f"{submitted}echo no such model >&2; exit 78\n", tmp_path) as (url, watch):
+        assert url == "http://a:1"
         with pytest.raises(DependencyLostError, match="has ended: no such model; see"):
             await watch()
+    (tmp_path / clusters.ADDRESS).unlink()
+    with pytest.raises(DependencyLostError, match="has ended: too early; see"):
+        async with clusters.on_slurm(f"{submitted.splitlines()[0]}\necho too early; exit 1\n", tmp_path):
+            pass
 
 
 def fail(program: Path, times: int | None = None) -> None:
@@ -184,13 +163,10 @@ def fail(program: Path, times: int | None = None) -> None:
     program.chmod(0o755)
 
 
-async def test_squeue_may_fail_for_a_while(slurm_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", slurm_path)
-    monkeypatch.setattr(clusters, "POLL_SECONDS", 0.05)
+async def test_squeue_may_fail_for_a_while(submitted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     squeue = tmp_path / "slurm" / "squeue"
-    text = f"#SBATCH --output={tmp_path / clusters.LOG}\necho all done; exit 0\n"
     fail(squeue, times=3)
-    async with clusters.on_slurm(text, tmp_path) as (_, watch):
+    async with clusters.on_slurm(f"{submitted}echo all done; exit 0\n", tmp_path) as (_, watch):
         with pytest.raises(DependencyLostError, match="has ended: all done"):
             await watch()
         monkeypatch.setattr(clusters, "UNKNOWN_SECONDS", 0.0)
@@ -199,14 +175,10 @@ async def test_squeue_may_fail_for_a_while(slurm_path: str, tmp_path: Path, monk
             await watch()
 
 
-async def test_a_failing_scancel_does_not_take_the_place_of_the_error(
-    slurm_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", slurm_path)
+async def test_a_failing_scancel_does_not_take_the_place_of_the_error(submitted: str, tmp_path: Path) -> None:
     fail(tmp_path / "slurm" / "scancel")
-    text = f"#SBATCH --output={tmp_path / clusters.LOG}\nexit 0\n"
     with pytest.raises(DependencyLostError, match="the servers are gone"):
-        async with clusters.on_slurm(text, tmp_path):
+        async with clusters.on_slurm(submitted, tmp_path):
             raise DependencyLostError("the servers are gone")
 
 
@@ -218,7 +190,6 @@ def test_an_evaluation_runs_on_slurm_and_leaves_nothing(evaluate: Any, tiny_mode
     command = evaluate(*given, *options, PATH=slurm_path, FAKE_TASKS="2")
     results = Results.model_validate(command.succeed())
     assert results.left_out == {}
-    assert len(results.servers["urls"]) == 2
     assert len(command.samples()) == 500
 
     def is_over() -> bool:
@@ -242,16 +213,12 @@ def test_without_ray_the_error_says_how_to_install_it(here: Here, tiny_model: Pa
     assert (command.code, "pip install ray" in command.text) == (78, True), command.text
 
 
-class Reference(asyncio.Future[Any]):
-    """Ray's reference to a result, which is not there while the actor waits for room."""
-
-
 class FakeRay(ModuleType):
-    """As much of Ray as the scheduler uses. A node's placement is its URL, None for one that waits, or an error."""
+    """As much of Ray as the scheduler uses, with actors that have their rank as host."""
 
-    def __init__(self, placements: list[str | Exception | None]) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         super().__init__("ray")
-        self.placements, self.stopped, self.is_up = iter(placements), 0, False
+        self.error, self.started, self.stopped, self.is_up = error, [], 0, False
 
     def init(self, **_: Any) -> None:
         self.is_up = True
@@ -259,47 +226,57 @@ class FakeRay(ModuleType):
     def shutdown(self) -> None:
         self.is_up = False
 
-    def wait(self, references: list[Reference], **_: Any) -> tuple[list[Reference], list[Reference]]:
-        return [one for one in references if one.done()], [one for one in references if not one.done()]
-
     def remote(self, **_: Any) -> Callable[[type], SimpleNamespace]:
-        return lambda _: SimpleNamespace(remote=lambda _: self.actor(next(self.placements)))
+        return lambda _: SimpleNamespace(remote=self.actor)
 
-    def actor(self, placement: str | Exception | None) -> SimpleNamespace:
-        def method(result: Callable[[], Any]) -> SimpleNamespace:
-            def call() -> Reference:
-                reference = Reference()
-                if isinstance(placement, Exception):
-                    reference.set_exception(placement)
-                elif placement is not None:
-                    reference.set_result(result())
-                return reference
+    def actor(self, _variables: Any, rank: int, router: str) -> SimpleNamespace:
+        self.started.append((rank, router))
 
-            return SimpleNamespace(remote=call)
+        async def get_router() -> str:
+            if self.error:
+                raise self.error
+            return "a:1"
 
-        def stop() -> None:
+        async def exit_code() -> int:
+            return 3
+
+        async def stop() -> None:
             self.stopped += 1
 
-        return SimpleNamespace(url=method(lambda: placement), exit_code=method(lambda: 3), stop=method(stop))
+        named = {"router": get_router, "exit_code": exit_code, "stop": stop}
+        return SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in named.items()})
 
 
-async def test_nodes_are_found_as_ray_starts_them_and_all_that_started_are_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ray = FakeRay(["http://a:1", RuntimeError("the machine was lost"), None])
+async def test_nodes_on_ray_get_the_first_ones_router_and_all_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
-    async with asyncio.timeout(IDLE_SECONDS):
-        async with clusters.on_ray(Allocation(data=3), {}) as (discover, _):
-            assert await discover() == ["http://a:1"]
-    assert (ray.stopped, ray.is_up) == (1, False)
-
-
-async def test_a_lost_machine_ends_only_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = FakeRay(["http://a:1", RuntimeError("the machine was lost")])
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    async with clusters.on_ray(Allocation(data=2), {}) as (_, watch):
-        with pytest.raises(DependencyLostError, match="have ended, with 3, the machine was lost; see"):
+    async with clusters.on_ray(3, 1, {}) as (url, watch):
+        assert (url, ray.started) == ("http://a:1", [(0, ""), (1, "a:1"), (2, "a:1")])
+        with pytest.raises(DependencyLostError, match="has ended, with exit code 3; see"):
             await watch()
+    assert (ray.stopped, ray.is_up) == (3, False)
+    ray.error = RuntimeError("the machine was lost")
+    with pytest.raises(DependencyLostError, match="could not start the first node: the machine was lost"):
+        async with clusters.on_ray(1, 1, {}):
+            pass
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_a_placed_node_has_free_ports_of_its_host(monkeypatch: pytest.MonkeyPatch, host: str, shown: str) -> None:
+    if ":" in host and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6; enable it in the kernel")
+    variables, router = clusters.placed(host, 0)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert f"http://{router}" == endpoint(Task.ROLLOUT_SERVER).url == bind_address(Task.ROLLOUT_SERVER).url
+    assert router.startswith(f"{shown}:")
+    with listen(host, endpoint(Task.ROLLOUT_SERVER).port) as listener:
+        assert listener.getsockname()[0] == host
+    for name, value in clusters.placed(host, 2, router)[0].items():
+        monkeypatch.setenv(name, value)
+    addresses = choose_addresses(has_token=True)
+    assert addresses.public_router.url == f"http://{router}"
+    assert addresses.own_workers[0].url == bind_address(Task.ROLLOUT_SERVER, ENGINE_PORT).url
 
 
 @pytest.mark.oracles
@@ -310,5 +287,4 @@ def test_an_evaluation_runs_on_a_local_ray_cluster(evaluate: Any, tiny_model: Pa
     command = evaluate(*given, *options)
     results = Results.model_validate(command.succeed())
     assert results.left_out == {}
-    assert len(results.servers["urls"]) == 2
     assert len(command.samples()) == 500

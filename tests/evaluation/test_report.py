@@ -14,11 +14,10 @@ from rich.console import Console
 from evaluation import report
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation, SingleTurn
-from evaluation.metrics import GREEDY
 from evaluation.samples import Kind, Sample, open_store
 from evaluation.settings import EvaluationSettings
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import FinishReason, RewardItem, RewardResult, RewardStatus
+from services.protocol.rewards import GREEDY, FinishReason, RewardItem, RewardResult, RewardStatus
 
 RESULTS = {
     "right": RewardResult(reward=1.0),
@@ -41,7 +40,6 @@ def sample(prompt: Prompt) -> Sample:
         finish_reason=FinishReason.STOP,
         prompt_tokens=4,
         completion_tokens=2,
-        server="http://s",
         seconds=0.1,
         result=RESULTS[prompt.id],
     )
@@ -58,7 +56,8 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
         store.add([sample(prompt) for prompt in PROMPTS])
         model, settings = Checkpoint("m", "org/m"), EvaluationSettings()
         # All samples are there already, so servers have nothing to do.
-        evaluation = Evaluation(PROMPTS, 0, SingleTurn(settings, cast(Any, None), at_once=8), score, store)
+        workflow, nobody = SingleTurn(settings, cast(Any, None), at_once=8), cast(Any, None)
+        evaluation = Evaluation(PROMPTS, 0, workflow, score, store, nobody)
         await evaluation.run()
         results = report.results_of(
             model, PROMPTS, store.samples, settings, left_out={}, identity={}, dataset="d", available=12
