@@ -1,56 +1,57 @@
-"""Rollout nodes on a cluster: as the tasks of a Slurm job, or as actors of Ray.
+"""Rollout nodes on a cluster, started by a program of this machine: srun, or this module, which asks Ray.
 
-``on_slurm`` and ``on_ray`` start the nodes and end them on exit. They yield the URL of the router, which is on the
-first node, and a function that raises an error once it has ended. The other nodes register their engines there.
+The first node has the router, whose address it writes into a file; the others register their engines there. The
+machines of Slurm share a file system, by which they find that file. Queue, account and time limit are srun's own
+variables, such as SLURM_PARTITION.
 
-``python -m evaluation.clusters DIRECTORY`` becomes the node of its rank where Slurm starts it. Queue, account and time
-limit are sbatch's own variables, such as SBATCH_PARTITION. sbatch passes this process's environment on, with its
-secrets. The machines share a file system, by which the nodes find the first one's router.
+``python -m evaluation.clusters node DIRECTORY`` becomes the node of its rank where srun starts it.
+``python -m evaluation.clusters ray DIRECTORY NUMBER GPUS NAMES`` starts nodes as actors of Ray, with the variables of
+these names, and ends with the first one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
-import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import ExitStack, asynccontextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, PORTS, ROUTER_PORT, Endpoint, Task
-from services.core.errors import ConfigurationError, DependencyLostError, first_line
+from services.core.errors import ConfigurationError, exit_code_of, first_line
 from services.core.files import atomic_write
-from services.core.logs import get_logger
+from services.core.machine import CORES_VARIABLE, PROMISED_GPUS_VARIABLE
 from services.core.processes import end_all
 
-log = get_logger(__name__)
-
-ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "services.rollout_server"]
 ADDRESS = "router"
 """The file with the ``host:port`` of the first node's router."""
-LOG = "slurm.log"
-LOG_LINES = 5
-POLL_SECONDS = 5.0
+POLL_SECONDS = 1.0
 STOP_SECONDS = 30.0
 """The time that Ray's nodes have to end."""
-UNKNOWN_SECONDS = 60.0
-"""Time for which squeue may fail, as it does while Slurm's controller is busy or restarts."""
-COMMAND_SECONDS = 120.0
-"""Longest time that one of Slurm's commands may take."""
-WAITING = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED")
-"""States of a job that may still serve. squeue forgets an old job, and prints nothing for it."""
+OF_THIS_MACHINE = (PROMISED_GPUS_VARIABLE, CORES_VARIABLE, "GLOO_SOCKET_IFNAME")
+"""Variables of the local runner that say nothing about another machine."""
 
-Watch = Callable[[], Awaitable[None]]
+
+def slurm_command(number: int, gpus: int, directory: Path) -> str:
+    """Return the command of ``number`` nodes with ``gpus`` each; a node that ends does not end the others."""
+    node = [sys.executable, "-m", "evaluation.clusters", "node", str(directory)]
+    share = [f"--gpus-per-task={gpus}"] if gpus else []
+    return shlex.join(["srun", "--job-name=evaluate", f"--ntasks={number}", *share, "--kill-on-bad-exit=0", *node])
+
+
+def ray_command(number: int, gpus: int, directory: Path, names: Sequence[str]) -> str:
+    """Return the command of ``number`` nodes with ``gpus`` each, and with the variables of these names."""
+    words = ["ray", str(directory), str(number), str(gpus), ",".join(names)]
+    return shlex.join([sys.executable, "-m", "evaluation.clusters", *words])
 
 
 def placed(host: str, rank: int, router: str = "") -> tuple[dict[str, str], str]:
@@ -79,34 +80,16 @@ def placed(host: str, rank: int, router: str = "") -> tuple[dict[str, str], str]
     return variables, router
 
 
-def slurm_script(number: int, gpus: int, variables: Mapping[str, str], directory: Path) -> str:
-    """Return the batch file of ``number`` nodes with ``gpus`` each; ``directory`` gets their log and their address."""
-    is_on_gpus = variables.get("ROLLOUT_ENGINE") != "embedded"
-    lines = [
-        "#!/bin/bash",
-        "#SBATCH --job-name=evaluate",
-        f"#SBATCH --ntasks={number}",
-        *([f"#SBATCH --gpus-per-task={gpus}"] if is_on_gpus else []),
-        # Quoted as sbatch reads it, which replaces %.
-        f"#SBATCH --output={shlex.quote(str(directory / LOG).replace('%', '%%'))}",
-        "set -euo pipefail",
-        f"cd {shlex.quote(str(ROOT))}",
-        *(f"export {key}={shlex.quote(value)}" for key, value in sorted(variables.items())),
-        # A node that ends does not end the others.
-        f"exec srun --kill-on-bad-exit=0 {shlex.join([sys.executable, '-m', 'evaluation.clusters', str(directory)])}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def become_node(directory: Path, environment: Mapping[str, str]) -> None:
     """Become the rollout node of the rank that Slurm gives, once the first node's router is known."""
     rank, file = int(environment["SLURM_PROCID"]), directory / ADDRESS
     while rank and not file.exists():
-        time.sleep(1.0)
+        time.sleep(POLL_SECONDS)
     variables, router = placed(_own_address(), rank, file.read_text("utf-8") if rank else "")
     if not rank:
         atomic_write(file, router)
-    os.execve(COMMAND[0], COMMAND, {**environment, **variables})
+    inherited = {name: value for name, value in environment.items() if name not in OF_THIS_MACHINE}
+    os.execve(COMMAND[0], COMMAND, {**inherited, **variables})
 
 
 def _own_address() -> str:
@@ -117,95 +100,6 @@ def _own_address() -> str:
             probe.connect((elsewhere, 9))
             return str(probe.getsockname()[0])
     return "127.0.0.1"
-
-
-@asynccontextmanager
-async def on_slurm(script: str, directory: Path) -> AsyncIterator[tuple[str, Watch]]:
-    """Submit the batch file ``script`` and wait for its first node, which may be in the queue; cancel the job on exit.
-
-    Raises:
-        ConfigurationError: there is no Slurm here, or it refuses the file.
-        DependencyLostError: the job ended before its first node began.
-    """
-    path = directory / "job.sbatch"
-    await asyncio.to_thread(path.write_text, script)
-    submission = asyncio.ensure_future(_run("sbatch", "--parsable", str(path)))
-    try:
-        job = _number(await asyncio.shield(submission))
-        watch = partial(_watch_job, job, directory / LOG)
-        watching = asyncio.ensure_future(watch())
-        try:
-            while not await asyncio.to_thread((directory / ADDRESS).exists):
-                await asyncio.wait([watching], timeout=POLL_SECONDS)
-                if watching.done():
-                    await watching
-        finally:
-            watching.cancel()
-        yield f"http://{(directory / ADDRESS).read_text('utf-8')}", watch
-    finally:
-        # Ctrl-C during the submission waits for it, because its job would stay in the queue.
-        job = _number(await submission)
-        try:
-            await _run("scancel", job)
-        # The error that ended the evaluation, if there is one, says more.
-        except ConfigurationError as error:
-            log.warning("the job may still be there; cancel it by hand", job=job, error=str(error))
-
-
-def _number(output: str) -> str:
-    number = re.match(r"\d+", output)
-    if number is None:
-        raise ConfigurationError(f"sbatch answered {output[:200]!r}, which has no job's number")
-    return number[0]
-
-
-async def _watch_job(job: str, output: Path) -> None:
-    """Wait until the job has left the queue; ``output`` is its log.
-
-    Raises:
-        DependencyLostError: it has; the message has the end of its log.
-        ConfigurationError: squeue has failed for UNKNOWN_SECONDS.
-    """
-    answered = time.monotonic()
-    while True:
-        try:
-            state = await _run("squeue", "--noheader", "--format=%T", "--states=all", f"--jobs={job}")
-        except ConfigurationError as error:
-            if time.monotonic() - answered > UNKNOWN_SECONDS:
-                raise
-            log.warning("the state of Slurm's job is not known", job=job, error=str(error))
-        else:
-            answered = time.monotonic()
-            if state.strip() not in WAITING:
-                break
-        await asyncio.sleep(POLL_SECONDS)
-    lines = await asyncio.to_thread(lambda: output.read_text(encoding="utf-8").splitlines() if output.exists() else [])
-    raise DependencyLostError(f"Slurm's job {job} has ended: {' | '.join(lines[-LOG_LINES:])}; see {output}")
-
-
-async def _run(*command: str) -> str:
-    """Run one of Slurm's commands and return its output.
-
-    The command ends by itself whatever happens to this process: in a thread, which Python waits for at its exit, and in
-    a session of its own, which the terminal's Ctrl-C does not reach.
-
-    Raises:
-        ConfigurationError: it does not exist, fails, or takes longer than COMMAND_SECONDS.
-    """
-
-    def call() -> str:
-        done = subprocess.run(command, capture_output=True, timeout=COMMAND_SECONDS, start_new_session=True, check=True)
-        return done.stdout.decode(errors="replace")
-
-    try:
-        return await asyncio.to_thread(call)
-    except FileNotFoundError as error:
-        raise ConfigurationError(
-            f"--scheduler slurm: there is no {command[0]} in PATH; run this on a node of the Slurm cluster"
-        ) from error
-    except subprocess.SubprocessError as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()[:300]
-        raise ConfigurationError(f"{shlex.join(command)} failed: {said or error}") from error
 
 
 class RayNode:
@@ -232,52 +126,47 @@ class RayNode:
         end_all([self._process], STOP_SECONDS)
 
 
-@asynccontextmanager
-async def on_ray(number: int, gpus: int, variables: Mapping[str, str]) -> AsyncIterator[tuple[str, Watch]]:
-    """Start ``number`` nodes as actors of Ray, each once the cluster has room for it, and wait for the first one.
+def run_on_ray(directory: Path, number: int, gpus: int, variables: Mapping[str, str]) -> int:
+    """Run ``number`` nodes as actors, each once the cluster has room for it, and return the first one's exit code.
 
-    A machine that is lost is the end of its node alone. A cluster is found as ``ray.init`` finds it, by RAY_ADDRESS or
-    on this machine; without one Ray starts its own.
+    A cluster is found as ``ray.init`` finds it, by RAY_ADDRESS or on this machine; without one Ray starts its own.
 
     Raises:
         ConfigurationError: Ray is not installed, or its cluster does not answer.
-        DependencyLostError: the first node could not be started.
     """
     try:
         import ray
 
-        await asyncio.to_thread(ray.init, log_to_driver=False, configure_logging=False)
+        ray.init(log_to_driver=False, configure_logging=False)
     except ImportError as error:
         raise ConfigurationError("--scheduler ray: Ray is not installed here; run pip install ray") from error
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigurationError(f"--scheduler ray: {first_line(error)}; RAY_ADDRESS names another cluster") from error
-    is_on_gpus = variables.get("ROLLOUT_ENGINE") != "embedded"
-    options = {"num_cpus": 1, "num_gpus": gpus if is_on_gpus else 0, "max_concurrency": 2}
-    actor: Any = ray.remote(**options)(RayNode)
-    first = actor.remote(dict(variables), 0, "")
-    others: list[Any] = []
-
-    async def watch() -> None:
-        try:
-            end = f"exit code {await first.exit_code.remote()}"
-        except Exception as error:  # noqa: BLE001  # Ray has a dozen for an actor or a machine that was lost
-            end = first_line(error)
-        raise DependencyLostError(f"the node with the router on Ray has ended, with {end}; see Ray's logs of workers")
-
+    # Two calls at once, so that a node can be stopped while somebody waits for its end.
+    actor: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_concurrency=2)(RayNode)
+    nodes = [actor.remote(variables, 0, "")]
     try:
-        try:
-            router = await first.router.remote()
-        except Exception as error:
-            raise DependencyLostError(f"Ray could not start the first node: {first_line(error)}") from error
-        others += [actor.remote(dict(variables), rank, router) for rank in range(1, number)]
-        yield f"http://{router}", watch
+        router = ray.get(nodes[0].router.remote())
+        nodes += [actor.remote(variables, rank, router) for rank in range(1, number)]
+        atomic_write(directory / ADDRESS, router)
+        code: int = ray.get(nodes[0].exit_code.remote())
+        return code
     finally:
-        # A node that waits for room would not answer; Ray forgets it.
-        stopping = asyncio.gather(*(one.stop.remote() for one in (first, *others)), return_exceptions=True)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stopping, STOP_SECONDS)
-        await asyncio.to_thread(ray.shutdown)
+        # A node that waits for room does not answer; Ray forgets it.
+        ray.wait([node.stop.remote() for node in nodes], num_returns=len(nodes), timeout=STOP_SECONDS)
+        ray.shutdown()
+
+
+def main() -> None:
+    """Become a node of Slurm, or run nodes on Ray, and exit as the first of them does."""
+    kind, directory, *others = sys.argv[1:]
+    if kind == "node":
+        become_node(Path(directory), os.environ)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    number, gpus, names = others
+    variables = {name: os.environ[name] for name in names.split(",")}
+    sys.exit(run_on_ray(Path(directory), int(number), int(gpus), variables))
 
 
 if __name__ == "__main__":
-    become_node(Path(sys.argv[1]), os.environ)
+    sys.exit(exit_code_of(main))

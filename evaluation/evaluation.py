@@ -17,13 +17,13 @@ from evaluation.samples import Kind, Sample, SampleStore
 from evaluation.settings import EvaluationSettings
 from services.agents import Agent, AgentFailedError
 from services.clients.agent_episodes import Episode, EpisodePlayer, GatewayFailedError
-from services.clients.player import Engines, Score, evaluation_seed
+from services.clients.player import Engines, Score, evaluation_seed, scored
 from services.clients.reward import RewardClient
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.client import RequestRefusedError
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem, RewardResult
+from services.protocol.rewards import RewardItem, RewardResult, is_judged
 
 Messages = Sequence[dict[str, Any]]
 WINDOW = 4096
@@ -34,6 +34,8 @@ HOPELESS_FAILURES = 20
 """After this many failures without a single success, the evaluation gives up."""
 LEFT_OUT = {RequestRefusedError: "refused", AgentFailedError: "agent failed", DependencyLostError: "lost"}
 """The reason, in reports, of samples that an error of this type prevents."""
+UNSCORED = "unscored"
+"""The reason of samples that the reward-server failed to score: the next attempt may succeed."""
 NO_CALL = "the agent made no call of the model at base_url; a program asks OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
 
 
@@ -42,7 +44,7 @@ class ScoringLostError(DependencyLostError):
 
 
 async def score(rewards: RewardClient, items: Sequence[RewardItem]) -> list[RewardResult]:
-    """Return one result an item, in order; items that the service failed to score are sent again a few times.
+    """Return one result an item, in order; what the service failed to score is sent again a few times.
 
     Raises:
         ScoringLostError: the reward-server does not answer within the client's deadline.
@@ -65,14 +67,16 @@ class SingleTurn:
 
     settings: EvaluationSettings
     engines: Engines
+    score: Score
     at_once: int
     """The most samples of a prompt that are one piece of work."""
 
     async def sample(self, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages = ()) -> list[Sample]:
-        """Return the completions that the engines gave; ``history`` is empty."""
+        """Return the completions that the engines gave, with their results; ``history`` is empty."""
         started = time.monotonic()
         seed = evaluation_seed(self.settings.seed, prompt, indices[0])
         completions = await self.engines.complete(prompt, sampling(self.settings, kind), len(indices), seed)
+        seconds = time.monotonic() - started
         return [
             Sample.of(
                 prompt,
@@ -83,9 +87,10 @@ class SingleTurn:
                 prompt_tokens=len(prompt.prompt_ids),
                 completion_tokens=completion.tokens,
                 policy_version=completion.oldest_version if completion.tokens else None,
-                seconds=time.monotonic() - started,
+                seconds=seconds,
+                result=completion.scoring,
             )
-            for index, completion in zip(indices, completions, strict=False)
+            for index, completion in zip(indices, await scored(self.score, prompt, completions), strict=False)
         ]
 
 
@@ -198,18 +203,18 @@ class Progress:
             "completion_tokens_per_second": self.tokens / seconds if self.fresh else None,
         }
 
-    def judge(self, samples: Sequence[Sample]) -> None:
-        """Count the judged greedy samples and the right ones among them."""
+    def resume(self, samples: Sequence[Sample]) -> None:
+        """Count samples of earlier attempts."""
         judged = [s.is_correct for s in samples if s.kind is Kind.GREEDY and s.is_correct is not None]
         self.greedy += len(judged)
         self.correct += sum(judged)
+        self.done += len(samples)
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Count fresh samples."""
-        self.done += len(samples)
+        self.resume(samples)
         self.fresh += len(samples)
         self.tokens += sum(sample.completion_tokens for sample in samples)
-        self.judge(samples)
 
     def leave_out(self, prompt: Prompt, reason: str, detail: str, count: int) -> None:
         """Count samples that could not be obtained.
@@ -219,7 +224,7 @@ class Progress:
         """
         self.left_out[reason] += count
         self.examples.setdefault(reason, f"{prompt.id}: {detail}")
-        if not self.done and self.left_out.total() >= min(HOPELESS_FAILURES, self.total):
+        if reason != UNSCORED and not self.done and self.left_out.total() >= min(HOPELESS_FAILURES, self.total):
             raise ConfigurationError(
                 f"nothing succeeds: {self.left_out.total()} samples {dict(self.left_out)}; {prompt.id}: {detail}"
             )
@@ -234,7 +239,6 @@ class Evaluation:
     samples: int
     """Samples of each prompt in addition to the greedy one."""
     workflow: Workflow
-    score: Score
     store: SampleStore
     is_healthy: Callable[[], Awaitable[bool]]
     """Returns whether the engines answer; without them no further sample is tried."""
@@ -243,14 +247,16 @@ class Evaluation:
     progress: Progress = field(default_factory=Progress)
 
     async def run(self, watch: Callable[[Progress], None] = lambda _: None) -> None:
-        """Generate and score the missing samples; ``watch`` is called after each piece of work.
+        """Obtain the missing samples; ``watch`` is called after each piece of work.
 
         Raises:
             DependencyLostError: the engines do not answer. Finished samples are kept.
             ScoringLostError: the reward-server does not answer.
             ConfigurationError: every prompt or episode fails.
         """
-        await self._begin()
+        wanted = ((p.id, kind, i) for p in self.prompts for kind, indices in self._wanted for i in indices)
+        self.progress.resume([self.store.samples[key] for key in wanted if key in self.store.samples])
+        self.progress.total += len(self.prompts) * (1 + self.samples)
         watch(self.progress)
         window = asyncio.Semaphore(WINDOW)
 
@@ -269,17 +275,6 @@ class Evaluation:
         except BaseExceptionGroup as errors:
             # All tasks fail for the same reason, so the first error is enough.
             raise errors.exceptions[0] from None
-
-    async def _begin(self) -> None:
-        """Count the samples that earlier attempts stored, and score those that have no score yet."""
-        keys = ((p.id, kind, i) for p in self.prompts for kind, indices in self._wanted for i in indices)
-        stored = [self.store.samples[key] for key in keys if key in self.store.samples]
-        self.progress.total += len(self.prompts) * (1 + self.samples)
-        self.progress.done += len(stored)
-        self.progress.judge(stored)
-        by_id = {prompt.id: prompt for prompt in self.prompts}
-        unscored = [sample for sample in stored if sample.needs_score]
-        self.progress.judge(await self._store_scored([(by_id[sample.prompt_id], sample) for sample in unscored]))
 
     @property
     def _wanted(self) -> tuple[tuple[Kind, range], ...]:
@@ -312,7 +307,7 @@ class Evaluation:
             yield
 
     async def _do(self, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages) -> list[Sample]:
-        """Obtain, score and store samples of a prompt; return those that could be obtained."""
+        """Obtain and store samples of a prompt; return those that could be obtained."""
         try:
             samples = await self.workflow.sample(prompt, kind, indices, history)
         except ScoringLostError:
@@ -324,25 +319,9 @@ class Evaluation:
             return []
         if missing := len(indices) - len(samples):
             self.progress.leave_out(prompt, "missing", "the engine gave fewer completions than asked for", missing)
-        samples = await self._store_scored([(prompt, sample) for sample in samples])
-        self.progress.add(samples)
+        judged = [sample for sample in samples if is_judged(sample.result)]
+        self.store.add(judged)
+        self.progress.add(judged)
+        if unscored := [sample.result for sample in samples if not is_judged(sample.result)]:
+            self.progress.leave_out(prompt, UNSCORED, str(unscored[0].reason), len(unscored))
         return samples
-
-    async def _store_scored(self, samples: Sequence[tuple[Prompt, Sample]]) -> list[Sample]:
-        """Score the samples that need it, store all of them, and return them."""
-        items = [
-            RewardItem.of(
-                prompt, one.completion, completion_tokens=one.completion_tokens, finish_reason=one.finish_reason
-            )
-            for prompt, one in samples
-            if one.needs_score
-        ]
-        try:
-            results = iter(await self.score(items) if items else [])
-        except ScoringLostError:
-            # The next attempt scores them.
-            self.store.add([sample for _, sample in samples])
-            raise
-        scored = [s.model_copy(update={"result": next(results)}) if s.needs_score else s for _, s in samples]
-        self.store.add(scored)
-        return scored

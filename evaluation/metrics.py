@@ -78,9 +78,7 @@ def normalised(text: str) -> str | Fraction:
 
 def accuracy(prompts: Sequence[Sequence[Sample]], n: int, ks: Sequence[int]) -> Metrics:
     """Return the metrics of ``services.protocol.rewards.accuracy`` for the samples of each prompt, and ``maj@k``."""
-    results = {
-        kind: [[s.result for s in samples if s.kind is kind and s.result] for samples in prompts] for kind in Kind
-    }
+    results = {kind: [[s.result for s in samples if s.kind is kind] for samples in prompts] for kind in Kind}
     metrics = results_accuracy(results[Kind.GREEDY], results[Kind.SAMPLED], n, ks)
     judged = [[s for s in samples if s.kind is Kind.SAMPLED and s.is_correct is not None] for samples in prompts]
     for k in ks if metrics else ():

@@ -40,24 +40,19 @@ class Api(StrEnum):
     COMPLETIONS = "completions"
 
 
-class _Text(BaseModel):
+class _Message(BaseModel):
     content: str | None = None
 
 
 class _Choice(BaseModel):
-    message: _Text | None = None
+    message: _Message | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class _Usage(BaseModel):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
 class _Reply(BaseModel):
     choices: list[_Choice] = Field(min_length=1)
-    usage: _Usage | None = None
+    usage: dict[str, Any] | None = None
 
 
 class OpenAIEngine(HttpClient):
@@ -148,7 +143,7 @@ class OpenAIEngine(HttpClient):
             reply = self._parse(response)
         except ConfigurationError as error:
             raise DependencyLostError(str(error)) from error
-        choice, tokens = reply.choices[0], reply.usage.completion_tokens if reply.usage else 0
+        choice, tokens = reply.choices[0], int((reply.usage or {}).get("completion_tokens", 0))
         text = choice.text if choice.message is None else choice.message.content
         is_cut = choice.finish_reason == FinishReason.LENGTH
         return TokenSequence(

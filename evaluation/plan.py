@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -121,6 +122,8 @@ class ServerOptions:
             f"--api-key-env {self.api_key_env}: this variable is not set": self.api_key_env and not self.key,
             "--backend vllm starts servers on this machine": self.backend is Backend.VLLM
             and self.starts is not Scheduler.LOCAL,
+            "--backend vllm: there is no vllm in PATH (pip install vllm)": self.backend is Backend.VLLM
+            and shutil.which("vllm") is None,
             "--scheduler skypilot starts its own reward-server, but --reward-url is given": self.reward_url
             and self.starts is Scheduler.SKYPILOT,
             f"the servers need {wanted} GPUs, and this machine has {machine_gpus}": self.starts is Scheduler.LOCAL

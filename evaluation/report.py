@@ -21,7 +21,7 @@ from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
 from services.core.files import write_json
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import UNDECIDED, FinishReason, Metrics, is_judged, macro_mean
+from services.protocol.rewards import UNDECIDED, FinishReason, Metrics, macro_mean
 
 RESULTS = "results.json"
 CURVE = "curve.json"
@@ -155,7 +155,6 @@ def results_of(
     drawn = [_drawn(prompt, samples, n) for prompt in prompts]
     everything = [sample for of_prompt in drawn for sample in of_prompt]
     by_kind = {kind.value: chosen for kind in Kind if (chosen := [s for s in everything if s.kind is kind])}
-    unscored = sum(not is_judged(sample.result) for sample in everything)
     sources = _by(lambda prompt: prompt.source or None, prompts, drawn, settings)
     return Results(
         model=checkpoint.model,
@@ -171,7 +170,7 @@ def results_of(
         sources=sources,
         categories=_by(lambda prompt: prompt.category, prompts, drawn, settings),
         questions={} if sources else _by_question(drawn, settings),
-        left_out={**left_out, **({"unscored": unscored} if unscored else {})},
+        left_out=dict(left_out),
         over_limit=sum(sample.is_over_limit for sample in everything),
         policy_versions=sorted({s.policy_version for s in everything if s.policy_version is not None}),
         **_statistics(by_kind),
@@ -210,7 +209,7 @@ def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, 
     """Return rewards, lengths and truncation by kind, and the turns and tool calls of agents."""
     figures: dict[str, dict[str, Any]] = {"reward_mean": {}, "completion_tokens": {}, "truncated": {}, "agent": {}}
     for kind, samples in by_kind.items():
-        rewards = [s.result.reward for s in samples if s.result is not None and s.result.reward is not None]
+        rewards = [s.result.reward for s in samples if s.result.reward is not None]
         if rewards:
             figures["reward_mean"][kind] = statistics.fmean(rewards)
         # A server that counts no tokens gives 0; a completion has one at least, its end.

@@ -136,15 +136,9 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
             for source, own in plan.sources.items():
                 scorer: Score = partial(score, rewards)
                 async with _workflow(plan, source, checkpoint.model, servers, engine, scorer) as workflow:
+                    prompts, questions = examples[source].prompts, own.eval_session_questions
                     evaluation = Evaluation(
-                        examples[source].prompts,
-                        own.eval_samples,
-                        workflow,
-                        scorer,
-                        store,
-                        engine.is_healthy,
-                        own.eval_session_questions,
-                        progress,
+                        prompts, own.eval_samples, workflow, store, engine.is_healthy, questions, progress
                     )
                     with report.View(console, f"{checkpoint.name} {source}".rstrip()) as view:
                         await run_until_first_ends(evaluation.run(view.show), servers.watch())
@@ -216,7 +210,7 @@ async def _workflow(
     """Yield the way to answer a source's prompts."""
     settings, agent = plan.sources[source], plan.agents[source]
     if agent is None:
-        yield SingleTurn(settings, engine, at_once=1 if isinstance(engine, OpenAIEngine) else AT_ONCE)
+        yield SingleTurn(settings, engine, scorer, at_once=1 if isinstance(engine, OpenAIEngine) else AT_ONCE)
         return
     assert servers.gateway is not None
     assert isinstance(engine, RolloutClient)

@@ -12,7 +12,7 @@ import signal
 import socket
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 from pydantic import HttpUrl, TypeAdapter, ValidationError
 
 from evaluation import clusters
-from evaluation.clusters import Watch
 from evaluation.plan import Backend, Plan, Scheduler, in_job_group
 from local_runner import nodes, processes
 from local_runner.nodes import Addresses, Run
@@ -44,7 +43,10 @@ SECRETS = ("HF_TOKEN", "JOBGROUP_TOKEN")
 MAX_RESTARTS = 3
 LOG_LINES = 5
 
+CLUSTERS = (Scheduler.SLURM, Scheduler.RAY)
+
 Say = Callable[[str], None]
+Watch = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -106,42 +108,48 @@ async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIt
     """
     async with AsyncExitStack() as stack:
         watches: list[Watch] = []
-        engine, start_seconds = _running(plan), START_SECONDS
-        if plan.servers.starts in (Scheduler.SLURM, Scheduler.RAY):
-            url, watch = await stack.enter_async_context(_on_cluster(plan, model, output, say))
-            engine, start_seconds = parse_url(url), LOCAL_START_SECONDS
-            watches.append(watch)
-        elif engine is None:
-            start_seconds = LOCAL_START_SECONDS
-        elif in_job_group():
-            start_seconds = JOB_GROUP_START_SECONDS
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gateway-")))
-        tasks, vllm = _tasks(plan, model, engine, directory)
-        addresses = Addresses({}, {})
-        if tasks:
-            router = {f"{Task.ROLLOUT_SERVER}-0:{endpoints.ROUTER_PORT}": _authority(engine)} if engine else {}
+
+        async def start(tasks: Sequence[TaskSpec], others: Mapping[str, str]) -> Addresses:
             group = JobGroup("evaluation", tuple(tasks))
-            addresses, watch = await stack.enter_async_context(_supervised(group, output, say, router))
+            addresses, watch = await stack.enter_async_context(_supervised(group, output, say, others))
             watches.append(watch)
+            return addresses
 
         async def watch_all() -> None:
             await run_until_first_ends(asyncio.Event().wait(), *(watch() for watch in watches))
 
-        def found(task: Task) -> Endpoint | None:
-            address = addresses.endpoints.get(f"{task}-0:{endpoints.PORTS[task][0]}")
-            return parse_url(address) if address else None
+        engine, start_seconds = _running(plan), JOB_GROUP_START_SECONDS if in_job_group() else START_SECONDS
+        if engine is None:
+            start_seconds = LOCAL_START_SECONDS
+            directory = output / "servers" / f"engines-{uuid.uuid4().hex[:8]}"
+            task, known = _engines(plan, model, directory)
+            directory.mkdir(parents=True)
+            addresses = await start([task], {})
+            if plan.servers.starts in CLUSTERS:
+                file = directory / clusters.ADDRESS
+                await run_until_first_ends(_until_exists(file), watch_all())
+                known = parse_url(file.read_text("utf-8"))
+                endpoints.ask_directly(known.host)
+            engine = known or parse_url(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT))
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gateway-"))
+        tasks = _others(plan, model, engine, scratch)
+        router = {f"{Task.ROLLOUT_SERVER}-0:{endpoints.ROUTER_PORT}": engine.url.removeprefix("http://")}
+        found = (await start(tasks, router)).endpoints if tasks else {}
+
+        def address(task: Task) -> Endpoint | None:
+            text = found.get(f"{task}-0:{endpoints.PORTS[task][0]}")
+            return parse_url(text) if text else None
 
         reward_url = plan.servers.reward_url
-        reward = parse_url(reward_url) if reward_url else found(Task.REWARD_SERVER)
-        engine = engine or vllm or found(Task.ROLLOUT_SERVER)
-        assert engine is not None
-        yield Servers(
-            engine,
-            reward or endpoints.endpoint(Task.REWARD_SERVER),
-            found(Task.GATEWAY),
-            start_seconds,
-            watch_all,
-        )
+        reward = parse_url(reward_url) if reward_url else address(Task.REWARD_SERVER)
+        reward = reward or endpoints.endpoint(Task.REWARD_SERVER)
+        yield Servers(engine, reward, address(Task.GATEWAY), start_seconds, watch_all)
+
+
+async def _until_exists(path: Path) -> None:
+    # Another machine makes it.
+    while not await asyncio.to_thread(path.exists):  # noqa: ASYNC110
+        await asyncio.sleep(clusters.POLL_SECONDS)
 
 
 def _running(plan: Plan) -> Endpoint | None:
@@ -153,61 +161,50 @@ def _running(plan: Plan) -> Endpoint | None:
     return parse_url(plan.servers.url) if plan.servers.url else endpoints.endpoint(Task.ROLLOUT_SERVER)
 
 
-def _authority(engine: Endpoint) -> str:
-    """Return ``host:port`` of an engine, as the gateway reaches it; of one that no gateway can reach, what is given."""
-    return engine.url.removeprefix("http://")
+def _engines(plan: Plan, model: str, directory: Path) -> tuple[TaskSpec, UrlEndpoint | None]:
+    """Return the task that serves the model, and its address where that is not a router of the local runner.
 
-
-@asynccontextmanager
-async def _on_cluster(plan: Plan, model: str, output: Path, say: Say) -> AsyncIterator[tuple[str, Watch]]:
-    """Start rollout nodes by Slurm or Ray; yield the URL of their router once it is known, and their watch."""
-    number = plan.servers.num_servers or 1
-    if plan.servers.starts is Scheduler.SLURM:
-        directory = output / "servers" / f"slurm-{uuid.uuid4().hex[:8]}"
-        directory.mkdir(parents=True)
-        say(f"submitting {number} nodes to Slurm; log and address in {directory}")
-        starting = clusters.on_slurm(slurm_script(plan, model, directory), directory)
-    else:
-        say(f"asking Ray for {number} nodes")
-        starting = clusters.on_ray(number, plan.gpus_each, {**plan.variables, **secrets(), "MODEL_NAME": model})
-    async with starting as (url, watch):
-        endpoints.ask_directly(urlsplit(url).hostname or "")
-        yield url, watch
-
-
-def slurm_script(plan: Plan, model: str, directory: Path) -> str:
-    """Return the batch file of the rollout nodes of a plan; ``directory`` gets their log and their address."""
+    ``directory`` is for the address of a router on a cluster.
+    """
+    number, gpus, address = plan.servers.num_servers or 1, len(machine.visible_gpus()), None
     variables = {**plan.variables, "MODEL_NAME": model}
-    return clusters.slurm_script(plan.servers.num_servers or 1, plan.gpus_each, variables, directory)
+    user = {**os.environ, **plan.variables}
+    on_gpus = plan.gpus_each if user.get("ROLLOUT_ENGINE") != "embedded" else 0
+    command = "python -m services.rollout_server"
+    if plan.servers.starts is Scheduler.SLURM:
+        command = clusters.slurm_command(number, on_gpus, directory)
+    elif plan.servers.starts is Scheduler.RAY:
+        command = clusters.ray_command(number, on_gpus, directory, sorted({*variables, *secrets()}))
+    elif plan.servers.backend is Backend.VLLM:
+        address = _free_address()
+        command = _vllm(plan, model, address, number)
+    is_one = plan.servers.starts in CLUSTERS or address is not None
+    task = _task(plan, Task.ROLLOUT_SERVER, f"exec {command}", MODEL_NAME=model)
+    if is_one:
+        # Started again it would have another address.
+        return replace(task, gpus_per_node=gpus, max_restarts_on_errors=0, recover_on_exit_codes=frozenset()), address
+    return replace(task, num_nodes=number, gpus_per_node=gpus // number), None
 
 
-def _tasks(plan: Plan, model: str, engine: Endpoint | None, directory: Path) -> tuple[list[TaskSpec], Endpoint | None]:
-    """Return the tasks to start here, and the address of vLLM if it is one of them.
+def _others(plan: Plan, model: str, engine: Endpoint, scratch: str) -> list[TaskSpec]:
+    """Return the tasks to start here beside the engines.
 
-    The ``directory`` is for the gateway's database, which needs a disk of this machine, and is of no use later on.
+    The ``scratch`` directory is for the gateway's database, which needs a disk of this machine, and no more later on.
 
     Raises:
         ConfigurationError: there is an agent, but no gateway could reach the engine.
     """
-    tasks, vllm = [], None
+    tasks = []
     if not plan.servers.reward_url and not (plan.servers.starts is None and in_job_group()):
         tasks.append(_task(plan, Task.REWARD_SERVER, "exec python -m services.reward_server"))
     if any(plan.agents.values()):
-        if engine and (not engine.url.startswith("http://") or urlsplit(engine.url).path):
+        if not engine.url.startswith("http://") or urlsplit(engine.url).path:
             raise ConfigurationError(
-                f"--url {engine.url}: with an agent give the router's own address, http://host:port"
+                f"--url {engine.url}: for an agent give the router's own address, http://host:port"
             )
-        variables = {"MODEL_NAME": model, "GATEWAY_DIR": str(directory)}
+        variables = {"MODEL_NAME": model, "GATEWAY_DIR": scratch}
         tasks.append(_task(plan, Task.GATEWAY, "exec python -m services.gateway", **variables))
-    if engine is None:
-        number, gpus = plan.servers.num_servers or 1, len(machine.visible_gpus())
-        command = "exec python -m services.rollout_server"
-        if plan.servers.backend is Backend.VLLM:
-            vllm = _free_address()
-            command, number, gpus = _vllm(plan, model, vllm, number), 1, gpus * number
-        one = _task(plan, Task.ROLLOUT_SERVER, command, MODEL_NAME=model)
-        tasks.append(replace(one, num_nodes=number, gpus_per_node=gpus // number))
-    return tasks, vllm
+    return tasks
 
 
 def _vllm(plan: Plan, model: str, address: Endpoint, number: int) -> str:
@@ -215,7 +212,7 @@ def _vllm(plan: Plan, model: str, address: Endpoint, number: int) -> str:
     flags = {**os.environ, **plan.variables}.get("VLLM_FLAGS", "")
     sizes = ["--tensor-parallel-size", str(plan.gpus_each), "--data-parallel-size", str(number)]
     words = ["vllm", "serve", model, "--served-model-name", model, "--host", address.host, "--port", str(address.port)]
-    return f'VLLM_API_KEY="${{JOBGROUP_TOKEN:-}}" exec {shlex.join([*words, *sizes])} {flags}'
+    return f'env VLLM_API_KEY="${{JOBGROUP_TOKEN:-}}" {shlex.join([*words, *sizes])} {flags}'
 
 
 def _free_address() -> UrlEndpoint:

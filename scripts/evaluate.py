@@ -21,7 +21,6 @@ from evaluation.openai_engine import Api
 from evaluation.plan import Backend, Plan, Scheduler, ServerOptions
 from evaluation.run import evaluate
 from evaluation.samples import SAMPLES, SampleStore
-from evaluation.servers import slurm_script
 from evaluation.settings import MATH_AGENT, EvaluationSettings, WorkflowName
 from local_runner import spec
 from local_runner.directory import find_directory, find_run
@@ -32,13 +31,14 @@ from services.core.tasks import run_until_signal
 REMOVED = {
     "--allocation": "give its d by --num-servers, its t by --env SGLANG_TP_SIZE=, and its p by --env "
     "SGLANG_EXTRA_FLAGS='--pp-size 2'",
+    "--dry-run": "there is no batch file, and srun's own variables set queue, account and time limit",
     "--discover": "give --url the address that `sky status --endpoints` or `sky serve status` shows",
 }
 """The options that are gone, each with what does its work now."""
 
 
-def _refuse(parameter: typer.CallbackParam, value: str | None) -> None:
-    if value is not None:
+def _refuse(parameter: typer.CallbackParam, value: str | bool | None) -> None:
+    if value:
         option = parameter.opts[0]
         raise ConfigurationError(f"{option} is gone; {REMOVED[option]}")
 
@@ -95,9 +95,7 @@ def main(
     ] = Backend.ROLLOUT,
     num_servers: Annotated[int | None, Option(min=1, help="Servers to start; default 1.")] = None,
     check: Check = False,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Print the batch file of --scheduler slurm, and start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", hidden=True, callback=_refuse)] = False,
     url: Annotated[Text, Option(help="A running router or engine, such as http://127.0.0.1:30000.")] = None,
     endpoint: Annotated[Text, Option(help="Any OpenAI-compatible server, such as http://127.0.0.1:8000/v1.")] = None,
     api: Annotated[
@@ -131,11 +129,6 @@ def main(
     with tempfile.TemporaryDirectory(prefix="check-") as scratch:
         output = Path(scratch) if check else output
         plan = Plan(settings, models=model or [], run_dir=run_dir, servers=servers, output=output, variables=variables)
-        if dry_run:
-            if plan.servers.starts is not Scheduler.SLURM:
-                raise ConfigurationError("--dry-run shows the batch file of --scheduler slurm; leave it out")
-            print(slurm_script(plan, plan.checkpoints[0].model, plan.output), end="")
-            raise typer.Exit(0)
         code = _run(plan)
         if check and not code:
             _show_samples(plan.output)
@@ -204,7 +197,7 @@ def _show_samples(output: Path) -> None:
                 calls = [call["function"] for call in message.get("tool_calls") or []]
                 print(f"\n{message['role']}: {message.get('content') or ''}", *calls)
             result = sample.result
-            reward = None if result is None else result.reason if result.reward is None else result.reward
+            reward = result.reason if result.reward is None else result.reward
             print(f"\nturns {sample.turns}, tokens {sample.completion_tokens}, reward {reward}")
 
 

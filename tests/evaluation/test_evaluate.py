@@ -228,7 +228,7 @@ REFUSED = [
     (["--workflow", "agent", "--url", "https://a.example"], "http://host:port"),
     (["--allocation", "d2t2"], "--num-servers"),
     (["--discover", "eval-"], "--url"),
-    (["--dry-run"], "--scheduler slurm"),
+    (["--dry-run"], "srun"),
     (["--url", "nonsense:port"], "nonsense:port"),
     (["--stop", "Q:", "--workflow", "agent"], "stop"),
     (["--stop", ""], "EVAL_STOP_0"),

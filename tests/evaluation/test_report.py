@@ -6,8 +6,9 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -16,6 +17,8 @@ from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation, SingleTurn
 from evaluation.samples import Kind, Sample, open_store
 from evaluation.settings import EvaluationSettings
+from services.clients.rollout import SamplingParams
+from services.protocol.groups import TokenSequence
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import GREEDY, FinishReason, RewardItem, RewardResult, RewardStatus
 
@@ -45,6 +48,15 @@ def sample(prompt: Prompt) -> Sample:
     )
 
 
+class Engines:
+    """Engines that give every prompt the same completion."""
+
+    async def complete(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> list[TokenSequence]:
+        two = np.zeros(2, np.int32)
+        given = {"completion_ids": two, "logprobs": np.zeros(2), "policy_versions": two}
+        return [TokenSequence(completion="7", finish_reason=FinishReason.STOP, **given)]
+
+
 async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp_path: Path) -> None:
     asked: list[str] = []
 
@@ -52,17 +64,20 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
         asked.extend(item.prompt for item in items)
         return [RESULTS[item.prompt] for item in items]
 
+    async def is_healthy() -> bool:
+        return True
+
+    model, settings = Checkpoint("m", "org/m"), EvaluationSettings()
     with open_store(tmp_path, {}) as store:
-        store.add([sample(prompt) for prompt in PROMPTS])
-        model, settings = Checkpoint("m", "org/m"), EvaluationSettings()
-        # All samples are there already, so servers have nothing to do.
-        workflow, nobody = SingleTurn(settings, cast(Any, None), at_once=8), cast(Any, None)
-        evaluation = Evaluation(PROMPTS, 0, workflow, score, store, nobody)
-        await evaluation.run()
+        for attempt in range(2):
+            asked.clear()
+            evaluation = Evaluation(PROMPTS, 0, SingleTurn(settings, Engines(), score, 8), store, is_healthy)
+            await evaluation.run()
+            assert sorted(asked) == (sorted(RESULTS) if attempt == 0 else ["error"]), "what was judged is kept"
+        left_out = evaluation.progress.left_out
         results = report.results_of(
-            model, PROMPTS, store.samples, settings, left_out={}, identity={}, dataset="d", available=12
+            model, PROMPTS, store.samples, settings, left_out=left_out, identity={}, dataset="d", available=12
         )
-    assert asked == ["error"], "only what the service failed at is scored again"
     assert (evaluation.progress.correct, evaluation.progress.greedy) == (1, 4)
     accuracy = results.metrics[GREEDY]
     assert (accuracy.value, accuracy.prompts) == (0.25, 4)

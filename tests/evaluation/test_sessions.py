@@ -17,7 +17,7 @@ from evaluation.samples import Kind, SampleStore, open_store
 from evaluation.settings import EvaluationSettings
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import GREEDY
-from tests.evaluation.agent_play import Ground, call, score
+from tests.evaluation.agent_play import Ground, call
 
 PROMPTS = [Prompt(id=str(n), prompt=f"What is {n} + 1?", ground_truth=str(n + 1)) for n in range(5)]
 SETTINGS = EvaluationSettings(agent="my_agent:solve", eval_session_questions=2)
@@ -45,7 +45,7 @@ async def evaluate(
     async def is_healthy() -> bool:
         return True
 
-    evaluation = Evaluation(prompts, 0, workflow, score, store, is_healthy, SETTINGS.eval_session_questions)
+    evaluation = Evaluation(prompts, 0, workflow, store, is_healthy, SETTINGS.eval_session_questions)
     await evaluation.run()
     return evaluation
 
