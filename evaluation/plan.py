@@ -30,6 +30,11 @@ ALL = "all"
 VOLUME = "/shared/"
 """Where a cluster's nodes mount the volume."""
 _NOT_IN_RECIPE = {*Settings.model_fields, "model_name", "sources"}
+_NOT_IN_SAMPLES = {
+    *_NOT_IN_RECIPE,
+    *("eval_output", "eval_prompts", "eval_samples", "eval_k", "eval_concurrency"),
+}
+"""The settings on which no sample depends."""
 
 
 class Scheduler(StrEnum):
@@ -111,27 +116,25 @@ class ServerOptions:
         Raises:
             ConfigurationError: they do not.
         """
-        running = [name for name, value in (("--url", self.url), ("--endpoint", self.endpoint)) if value]
-        machine_gpus, wanted = len(machine.visible_gpus()), (self.num_servers or 1) * gpus_each
+        servers, gpus, starts = self.num_servers or 1, len(machine.visible_gpus()), self.starts
+        is_vllm, wanted = self.backend is Backend.VLLM, servers * gpus_each
+        is_machine_small = wanted > (gpus or servers)
         refused = {
-            f"{running and running[0]} and --endpoint are both given": len(running) > 1,
-            f"--scheduler starts its own servers, but {running and running[0]} is given": self.scheduler and running,
-            "--num-servers is for servers that this command starts": self.num_servers and self.starts is None,
+            "--url and --endpoint are both given": self.url and self.endpoint,
+            "--scheduler starts its own servers": self.scheduler and (self.url or self.endpoint),
+            "--num-servers is for servers that this command starts": self.num_servers and starts is None,
             "--api is for --endpoint": self.api and not self.endpoint,
             "--api-key-env is for --endpoint": self.api_key_env and not self.endpoint,
             f"--api-key-env {self.api_key_env}: this variable is not set": self.api_key_env and not self.key,
-            "--backend vllm starts servers on this machine": self.backend is Backend.VLLM
-            and self.starts is not Scheduler.LOCAL,
-            "--backend vllm: there is no vllm in PATH (pip install vllm)": self.backend is Backend.VLLM
-            and shutil.which("vllm") is None,
-            "--scheduler skypilot starts its own reward-server, but --reward-url is given": self.reward_url
-            and self.starts is Scheduler.SKYPILOT,
-            f"the servers need {wanted} GPUs, and this machine has {machine_gpus}": self.starts is Scheduler.LOCAL
-            and wanted > max(machine_gpus, (self.num_servers or 1) * (machine_gpus == 0)),
+            "--backend vllm starts servers on this machine": is_vllm and starts is not Scheduler.LOCAL,
+            "--backend vllm: there is no vllm in PATH": is_vllm and shutil.which("vllm") is None,
+            "--scheduler skypilot starts its own reward-server": self.reward_url and starts is Scheduler.SKYPILOT,
+            f"{servers} servers need {wanted} GPUs, and there are {gpus}": is_machine_small
+            and starts is Scheduler.LOCAL,
         }
         for problem, is_so in refused.items():
             if is_so:
-                raise ConfigurationError(f"{problem}; leave one of these options out")
+                raise ConfigurationError(f"{problem}; leave out an option, or correct it")
 
 
 def in_job_group() -> bool:
@@ -237,27 +240,14 @@ class Plan:
 
     def _identity(self, settings: EvaluationSettings, examples: Examples, rewards: RewardSettings) -> dict[str, Any]:
         """Return everything but the model that a sample of a source depends on."""
-        names = {"max_new_tokens", "temperature", "top_p", "seed"}
-        is_agent = settings.workflow is WorkflowName.AGENT
-        if is_agent:
-            names |= {"agent_max_turns", "agent_max_tokens", "agent_seconds"}
-        optional = {
-            "eval_stop": settings.eval_stop,
-            "agent": settings.agent,
-            "agent_command": settings.agent_command,
-            "eval_session_questions": settings.eval_session_questions if settings.eval_session_questions > 1 else None,
-            # A reward-server elsewhere has its own reward functions.
-            "reward_fn": None if self.servers.reward_url else rewards.reward_fn,
-            "accuracy_fn": rewards.accuracy_fn,
-        }
-        return {
-            **settings.model_dump(mode="json", include=names),
-            "eval_workflow": settings.workflow.value,
-            **({"forced_tool_calls": GatewaySettings.load().forced_tool_calls} if is_agent else {}),
-            **({"api": self.servers.openai_api.value, "neutral": NEUTRAL} if self.servers.is_foreign else {}),
-            **{name: value for name, value in optional.items() if value},
-            **examples.recipe,
-        }
+        own = settings.model_dump(mode="json", exclude=_NOT_IN_SAMPLES)
+        if settings.workflow is WorkflowName.AGENT:
+            own["forced_tool_calls"] = GatewaySettings.load().forced_tool_calls
+        if self.servers.is_foreign:
+            own |= {"api": self.servers.openai_api.value, "neutral": NEUTRAL}
+        # A reward-server elsewhere has its own reward functions.
+        own |= {} if self.servers.reward_url else {"reward_fn": rewards.reward_fn}
+        return {**own, "accuracy_fn": rewards.accuracy_fn, **examples.recipe}
 
 
 def _asked(
@@ -270,26 +260,19 @@ def _asked(
     Raises:
         ConfigurationError: there are episodes of environments alone, which this command does not play.
     """
-    environment = "ROLLOUT is environment"
-    if settings.sources is None:
-        # The variables of a run on an environment may name questions or an agent instead.
-        is_run = bool(variables.get("ENVIRONMENT")) or variables.get("ROLLOUT") == "environment"
-        is_seeds = variables.get("DATASET", "seeds") == "seeds" and settings.workflow is not WorkflowName.AGENT
-        played = {"": is_run and is_seeds}
-        if name := variables.get("ENVIRONMENT"):
-            environment = f"ENVIRONMENT is {name!r}"
-    else:
-        environment = f"SOURCES {settings.sources} has episodes of environments alone"
-        played = settings.of_sources(
-            lambda _, source: bool(
-                source and source.settings.get("rollout", os.environ.get("ROLLOUT")) == "environment"
-            )
-        )
+    rollout = os.environ.get("ROLLOUT")
+    # Without SOURCES the variables of a run on an environment may name questions or an agent instead.
+    is_run = bool(variables.get("ENVIRONMENT")) or variables.get("ROLLOUT") == "environment"
+    is_run &= variables.get("DATASET", "seeds") == "seeds" and settings.workflow is not WorkflowName.AGENT
+    played = settings.of_sources(
+        lambda _, source: source.settings.get("rollout", rollout) == "environment" if source else is_run
+    )
     asked = {name: own for name, own in settings.by_source().items() if not played[name]}
     if not asked:
         raise ConfigurationError(
-            f"{environment}, and this command asks questions, and plays no episodes of environments. The run's own "
-            "evaluations do, with EVAL_PROMPTS held-out seeds: see accuracy and eval_reward in its metrics.jsonl. To "
+            f"ENVIRONMENT {variables.get('ENVIRONMENT', '')!r}, ROLLOUT {rollout!r} and SOURCES "
+            f"{str(settings.sources)!r} are episodes of environments alone, and this command asks questions. The run's "
+            "own evaluations play EVAL_PROMPTS held-out seeds: see accuracy and eval_reward in its metrics.jsonl. To "
             "play a model afterwards, serve it by services.rollout_server and play it by grpo trajectories "
             "(docs/guides/environment.md). For questions give --dataset"
         )

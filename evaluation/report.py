@@ -10,8 +10,6 @@ from typing import Any, Self
 
 from pydantic import BaseModel
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from evaluation.checkpoints import Checkpoint
@@ -31,37 +29,40 @@ LINE_SECONDS = 10.0
 
 
 class View:
-    """The progress of one model's evaluation: a bar on a terminal, plain lines elsewhere. A context manager."""
+    """The progress of one model's evaluation: one line that changes on a terminal, further lines elsewhere.
+
+    A context manager.
+    """
 
     def __init__(self, console: Console, name: str) -> None:
         self._console = console
         self._name = name
         self._printed = float("-inf")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Bar(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task(name, total=None)
+        self._status = console.status(name)
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        if self._console.is_terminal:
+            self._status.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._status.stop()
 
     def show(self, progress: Progress) -> None:
-        """Show the progress; plain lines appear at the start, at the end and every LINE_SECONDS."""
-        parts = [f"right {progress.correct / progress.greedy:.3f}"] if progress.greedy else []
+        """Show the progress; elsewhere lines appear at the start, at the end and every LINE_SECONDS."""
+        parts = [f"{self._name}  {progress.done}/{progress.total} samples"]
+        if progress.greedy:
+            parts.append(f"right {progress.correct / progress.greedy:.3f}")
         if rate := progress.throughput["completion_tokens_per_second"]:
             parts.append(f"{rate:.0f} tokens/s")
         if progress.left_out:
             parts.append(f"{progress.left_out.total()} left out")
-        figures = "  ".join(parts)
-        described = f"{self._name}  {figures}"
-        self._bar.update(self._task, completed=progress.done, total=progress.total, description=described)
+        self._status.update("  ".join(parts))
         is_last = progress.done + progress.left_out.total() >= progress.total
-        if self._bar.disable and (is_last or time.monotonic() - self._printed >= LINE_SECONDS):
+        is_due = is_last or time.monotonic() - self._printed >= LINE_SECONDS
+        if is_due and not self._console.is_terminal:
             self._printed = time.monotonic()
-            self._console.print(f"{self._name}  {progress.done}/{progress.total} samples  {figures}")
+            self._console.print("  ".join(parts))
 
 
 class Results(BaseModel):

@@ -45,77 +45,52 @@ def _refuse(parameter: typer.CallbackParam, value: str | bool | None) -> None:
 
 Text = str | None
 Texts = list[str] | None
+Number = int | None
 Gone = Annotated[Text, Option(hidden=True, callback=_refuse)]
-RunName = Annotated[
-    Text,
-    typer.Argument(
-        metavar="[RUN]",
-        help="Id or directory of a run: its kept models are evaluated. Default, where neither a model nor a server is "
-        "named: the newest run below runs/.",
-    ),
-]
-Dataset = Annotated[
-    Text, Option(help="gsm8k, arithmetic, reasoning_gym:NAME, a Hugging Face dataset, a .jsonl or .parquet file.")
-]
-Check = Annotated[
-    bool, Option("--check", help="Only answer the first prompt, such as by an agent before its run, and print it.")
-]
+RUN = "Id or directory of a run: its kept models are evaluated. Default, without a model or a server: the newest run."
+DATASET = "gsm8k, arithmetic, reasoning_gym:NAME, a Hugging Face dataset, a .jsonl or .parquet file."
+COMMAND = "The agent as a shell command: task as JSON on its input, endpoint in OPENAI_BASE_URL."
+API = "How an --endpoint is asked: conversations, or completions of token ids; default chat."
+CHECK = "Only answer the first prompt, such as by an agent before its run, and print it."
 
 
 def main(
     context: typer.Context,
-    run: RunName = None,
+    run: Annotated[Text, typer.Argument(metavar="[RUN]", help=RUN)] = None,
     model: Annotated[Texts, Option(help="Hugging Face name or directory; several make a curve.")] = None,
-    dataset: Dataset = None,
+    dataset: Annotated[Text, Option(help=DATASET)] = None,
     eval_split: Annotated[Text, Option("--split", help="test, train or all.")] = None,
-    eval_prompts: Annotated[int | None, Option("--limit", help="Only this many prompts, the first ones.")] = None,
-    eval_samples: Annotated[
-        int | None, Option("--samples", help="Samples of each prompt, for avg@k, pass@k and maj@k.")
-    ] = None,
+    eval_prompts: Annotated[Number, Option("--limit", help="Only this many prompts, the first ones.")] = None,
+    eval_samples: Annotated[Number, Option("--samples", help="Of each prompt, for avg@k, pass@k and maj@k.")] = None,
     eval_k: Annotated[Text, Option("--k", help="Each k, with commas; default powers of two up to --samples.")] = None,
     temperature: Annotated[float | None, Option(help="Of the samples; default 1.")] = None,
-    max_new_tokens: Annotated[int | None, Option(help="Longest completion; default 512.")] = None,
-    eval_stop: Annotated[
-        Texts, Option("--stop", help="A text that ends a completion, such as Question: after examples. Repeatable.")
-    ] = None,
+    max_new_tokens: Annotated[Number, Option(help="Longest completion; default 512.")] = None,
+    eval_stop: Annotated[Texts, Option("--stop", help="A text that ends a completion. Repeatable.")] = None,
     workflow: Annotated[WorkflowName | None, Option(help="One completion, or an agent's episode.")] = None,
-    agent: Annotated[
-        Text, Option(help="The agent, as module:function; default AGENT of the settings, else a math agent.")
-    ] = None,
-    agent_command: Annotated[
-        Text, Option(help="The agent as a shell command: task as JSON on its input, endpoint in OPENAI_BASE_URL.")
-    ] = None,
+    agent: Annotated[Text, Option(help="The agent, as module:function; default AGENT, else a math agent.")] = None,
+    agent_command: Annotated[Text, Option(help=COMMAND)] = None,
     eval_session_questions: Annotated[
-        int | None,
-        Option("--session-questions", help="Questions that an agent answers in one conversation; default 1."),
+        Number, Option("--session-questions", help="Questions that an agent answers in one conversation; default 1.")
     ] = None,
     scheduler: Annotated[Scheduler | None, Option(help="What starts the servers; default local.")] = None,
-    backend: Annotated[
-        Backend, Option(help="What serves the model on this machine: a rollout node, or vLLM.")
-    ] = Backend.ROLLOUT,
-    num_servers: Annotated[int | None, Option(min=1, help="Servers to start; default 1.")] = None,
-    check: Check = False,
-    dry_run: Annotated[bool, Option("--dry-run", hidden=True, callback=_refuse)] = False,
+    backend: Annotated[Backend, Option(help="What serves the model on this machine.")] = Backend.ROLLOUT,
+    num_servers: Annotated[Number, Option(min=1, help="Servers to start; default 1.")] = None,
+    check: Annotated[bool, Option("--check", help=CHECK)] = False,
     url: Annotated[Text, Option(help="A running router or engine, such as http://127.0.0.1:30000.")] = None,
-    endpoint: Annotated[Text, Option(help="Any OpenAI-compatible server, such as http://127.0.0.1:8000/v1.")] = None,
-    api: Annotated[
-        Api | None, Option(help="How an --endpoint is asked: conversations, or completions of token ids; default chat.")
-    ] = None,
+    endpoint: Annotated[Text, Option(help="Any OpenAI-compatible server, as http://127.0.0.1:8000/v1.")] = None,
+    api: Annotated[Api | None, Option(help=API)] = None,
     api_key_env: Annotated[Text, Option(help="The variable that has the key of --endpoint.")] = None,
     reward_url: Annotated[Text, Option(help="A running reward-server; by default this command starts one.")] = None,
-    eval_concurrency: Annotated[
-        int | None, Option("--concurrency", help="Prompts in flight for each server; default 64.")
-    ] = None,
-    seed: Annotated[int | None, Option(help="Of the sampling; default 0.")] = None,
-    output: Annotated[
-        Path | None, Option(help="Where to write; default below runs/evaluations/. Resumes what is there.")
-    ] = None,
+    eval_concurrency: Annotated[Number, Option("--concurrency", help="Prompts in flight a server; default 64.")] = None,
+    seed: Annotated[Number, Option(help="Of the sampling; default 0.")] = None,
+    output: Annotated[Path | None, Option(help="Where to write; default below runs/evaluations/. Resumes.")] = None,
     env: Annotated[Texts, Option(help="NAME=VALUE for us and the servers. Repeatable.")] = None,
     env_file: Annotated[
-        list[Path] | None, Option(help="File of NAME=VALUE lines, such as a training run's. Repeatable.")
+        list[Path] | None, Option(help="File of NAME=VALUE lines, such as a run's. Repeatable.")
     ] = None,
     allocation: Gone = None,
     discover: Gone = None,
+    dry_run: Annotated[bool, Option("--dry-run", hidden=True, callback=_refuse)] = False,
 ) -> None:
     """Evaluate checkpoints. Writes results.json and samples.jsonl."""
     options = context.params
