@@ -8,36 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-from evaluation.pool import ServerPool
 from evaluation.samples import Kind, Sample, SampleStore
 from evaluation.settings import EvaluationSettings
 from services.agents import Agent, AgentFailedError
 from services.clients.agent_episodes import Episode, EpisodePlayer, GatewayFailedError
-from services.clients.player import Score
+from services.clients.player import Engines, Score, evaluation_seed, scored
 from services.clients.reward import RewardClient
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.client import RequestRefusedError
-from services.protocol.base import derive_seed
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem, RewardResult
-from services.protocol.sessions import CreateSessionRequest
+from services.protocol.rewards import RewardItem, RewardResult, is_judged
 
 Messages = Sequence[dict[str, Any]]
 WINDOW = 4096
-"""Pieces of work begun at once; pool and workflow bound how many of them are under way."""
+"""Pieces of work begun at once; engines and workflow bound how many of them are under way."""
 SCORE_TRIES = 3
 SCORE_PAUSE_SECONDS = 1.0
 HOPELESS_FAILURES = 20
 """After this many failures without a single success, the evaluation gives up."""
 LEFT_OUT = {RequestRefusedError: "refused", AgentFailedError: "agent failed", DependencyLostError: "lost"}
 """The reason, in reports, of samples that an error of this type prevents."""
+UNSCORED = "unscored"
+"""The reason of samples that the reward-server failed to score: the next attempt may succeed."""
 NO_CALL = "the agent made no call of the model at base_url; a program asks OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
 
 
@@ -46,7 +44,7 @@ class ScoringLostError(DependencyLostError):
 
 
 async def score(rewards: RewardClient, items: Sequence[RewardItem]) -> list[RewardResult]:
-    """Return one result an item, in order; items that the service failed to score are sent again a few times.
+    """Return one result an item, in order; what the service failed to score is sent again a few times.
 
     Raises:
         ScoringLostError: the reward-server does not answer within the client's deadline.
@@ -57,14 +55,10 @@ async def score(rewards: RewardClient, items: Sequence[RewardItem]) -> list[Rewa
         raise ScoringLostError(str(error)) from error
 
 
-def seed_of(seed: int, prompt: Prompt, kind: Kind, index: int) -> int:
-    """Return the 31-bit seed of a sample, the same on every machine and in a resumed evaluation."""
-    return derive_seed(seed, kind.value, prompt.id, index)
-
-
-def sampling(settings: EvaluationSettings, kind: Kind) -> tuple[float, float]:
-    """Return the temperature and the nucleus of a kind of samples."""
-    return (0.0, 1.0) if kind is Kind.GREEDY else (settings.temperature, settings.top_p)
+def sampling(settings: EvaluationSettings, kind: Kind) -> SamplingParams:
+    """Return the parameters with which a kind of samples is drawn."""
+    chosen = (0.0, 1.0) if kind is Kind.GREEDY else (settings.temperature, settings.top_p)
+    return SamplingParams(settings.max_new_tokens, *chosen, stop=settings.eval_stop)
 
 
 @dataclass(frozen=True)
@@ -72,16 +66,32 @@ class SingleTurn:
     """One completion answers a prompt."""
 
     settings: EvaluationSettings
-    pool: ServerPool
+    engines: Engines
+    score: Score
     at_once: int
     """The most samples of a prompt that are one piece of work."""
 
     async def sample(self, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages = ()) -> list[Sample]:
-        """Return the completions that a server gave; ``history`` is empty."""
-        settings = self.settings
-        params = SamplingParams(settings.max_new_tokens, *sampling(settings, kind), stop=settings.eval_stop)
-        seed = seed_of(settings.seed, prompt, kind, indices[0])
-        return await self.pool.run(lambda server: server.complete(prompt, kind, indices, params, seed))
+        """Return the completions that the engines gave, with their results; ``history`` is empty."""
+        started = time.monotonic()
+        seed = evaluation_seed(self.settings.seed, prompt, indices[0])
+        completions = await self.engines.complete(prompt, sampling(self.settings, kind), len(indices), seed)
+        seconds = time.monotonic() - started
+        return [
+            Sample.of(
+                prompt,
+                kind,
+                index,
+                completion=completion.completion,
+                finish_reason=completion.finish_reason,
+                prompt_tokens=len(prompt.prompt_ids),
+                completion_tokens=completion.tokens,
+                policy_version=completion.oldest_version if completion.tokens else None,
+                seconds=seconds,
+                result=completion.scoring,
+            )
+            for index, completion in zip(indices, await scored(self.score, prompt, completions), strict=False)
+        ]
 
 
 @dataclass(frozen=True)
@@ -89,13 +99,13 @@ class AgentWorkflow:
     """Episodes of an agent through the gateway, as in training."""
 
     settings: EvaluationSettings
-    pool: ServerPool
-    """The servers behind the gateway."""
     player: EpisodePlayer
     agent: Agent
     places: asyncio.Semaphore
     """Bounds the episodes at once."""
-    at_once: ClassVar[int] = 1
+    adapter: str | None = None
+    """The LoRA adapter to sample with; None: the model alone."""
+    at_once: int = 1
     """The most samples of a prompt that are one piece of work."""
 
     async def sample(self, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages = ()) -> list[Sample]:
@@ -110,19 +120,8 @@ class AgentWorkflow:
             return [await self._sample(prompt, kind, index, history) for index in indices]
 
     async def _sample(self, prompt: Prompt, kind: Kind, index: int, history: Messages) -> Sample:
-        settings = self.settings
-        temperature, top_p = sampling(settings, kind)
-        request = CreateSessionRequest(
-            id=f"evaluation-{uuid.uuid4().hex}",
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed_of(settings.seed, prompt, kind, index),
-            max_turn_tokens=settings.max_new_tokens,
-            max_turns=settings.agent_max_turns,
-            max_tokens=settings.agent_max_tokens,
-            deadline_seconds=2 * settings.agent_seconds,
-            lora_path=next((server.adapter for server in self.pool.alive), None),
-        )
+        seed = evaluation_seed(self.settings.seed, prompt)
+        request = self.player.session(sampling(self.settings, kind), seed, index, lora_path=self.adapter)
         started = time.monotonic()
         try:
             episode = await self.player.play(self.agent, prompt, request, history=history)
@@ -193,14 +192,9 @@ class Progress:
     started: float = field(default_factory=time.monotonic)
 
     @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.started
-
-    @property
     def throughput(self) -> dict[str, int | float | None]:
         """The throughput of this process only; the samples of earlier attempts are counted apart."""
-        seconds = self.seconds
+        seconds = time.monotonic() - self.started
         return {
             "seconds": seconds,
             "samples": self.fresh,
@@ -209,11 +203,31 @@ class Progress:
             "completion_tokens_per_second": self.tokens / seconds if self.fresh else None,
         }
 
-    def judge(self, samples: Sequence[Sample]) -> None:
-        """Count the judged greedy samples and the right ones among them."""
+    def resume(self, samples: Sequence[Sample]) -> None:
+        """Count samples of earlier attempts."""
         judged = [s.is_correct for s in samples if s.kind is Kind.GREEDY and s.is_correct is not None]
         self.greedy += len(judged)
         self.correct += sum(judged)
+        self.done += len(samples)
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Count fresh samples."""
+        self.resume(samples)
+        self.fresh += len(samples)
+        self.tokens += sum(sample.completion_tokens for sample in samples)
+
+    def leave_out(self, prompt: Prompt, reason: str, detail: str, count: int) -> None:
+        """Count samples that could not be obtained.
+
+        Raises:
+            ConfigurationError: nothing succeeds.
+        """
+        self.left_out[reason] += count
+        self.examples.setdefault(reason, f"{prompt.id}: {detail}")
+        if reason != UNSCORED and not self.done and self.left_out.total() >= min(HOPELESS_FAILURES, self.total):
+            raise ConfigurationError(
+                f"nothing succeeds: {self.left_out.total()} samples {dict(self.left_out)}; {prompt.id}: {detail}"
+            )
 
 
 @dataclass
@@ -225,32 +239,25 @@ class Evaluation:
     samples: int
     """Samples of each prompt in addition to the greedy one."""
     workflow: Workflow
-    score: Score
     store: SampleStore
+    is_healthy: Callable[[], Awaitable[bool]]
+    """Returns whether the engines answer; without them no further sample is tried."""
     session_questions: int = 1
     """Prompts that an agent answers in one conversation."""
     progress: Progress = field(default_factory=Progress)
 
-    def __post_init__(self) -> None:
-        self._rows = {prompt.id: prompt.row_text for prompt in self.prompts}
-        """The JSON texts of the prompts' rows, by prompt id."""
-        self._source = self.prompts[0].source if self.prompts else ""
-
     async def run(self, watch: Callable[[Progress], None] = lambda _: None) -> None:
-        """Generate and score the missing samples; ``watch`` is called after each piece of work.
+        """Obtain the missing samples; ``watch`` is called after each piece of work.
 
         Raises:
-            DependencyLostError: no server answers for long. Finished samples are kept.
+            DependencyLostError: the engines do not answer. Finished samples are kept.
             ScoringLostError: the reward-server does not answer.
             ConfigurationError: every prompt or episode fails.
         """
-        keys = ((prompt.id, kind, i) for prompt, kind, indices in self._wanted() for i in indices)
-        stored = [self.store.samples[key] for key in keys if key in self.store.samples]
+        wanted = ((p.id, kind, i) for p in self.prompts for kind, indices in self._wanted for i in indices)
+        self.progress.resume([self.store.samples[key] for key in wanted if key in self.store.samples])
         self.progress.total += len(self.prompts) * (1 + self.samples)
-        self.progress.done += len(stored)
-        self.progress.judge(stored)
         watch(self.progress)
-        self.progress.judge(await self._store_scored([sample for sample in stored if sample.needs_score]))
         window = asyncio.Semaphore(WINDOW)
 
         async def do(session: Sequence[Prompt], kind: Kind, indices: Sequence[int]) -> None:
@@ -269,17 +276,16 @@ class Evaluation:
             # All tasks fail for the same reason, so the first error is enough.
             raise errors.exceptions[0] from None
 
-    def _wanted(self) -> Iterator[tuple[Prompt, Kind, range]]:
-        """Yield the indices of the samples that an evaluation has of each prompt and kind."""
-        for prompt in self.prompts:
-            yield prompt, Kind.GREEDY, range(1)
-            yield prompt, Kind.SAMPLED, range(self.samples)
+    @property
+    def _wanted(self) -> tuple[tuple[Kind, range], ...]:
+        """The indices of the samples of each prompt, by kind."""
+        return (Kind.GREEDY, range(1)), (Kind.SAMPLED, range(self.samples))
 
     def _missing(self) -> Iterator[tuple[Sequence[Prompt], Kind, Sequence[int]]]:
         """Yield the sessions of which samples are not stored, in pieces of work."""
         for first in range(0, len(self.prompts), self.session_questions):
             session = self.prompts[first : first + self.session_questions]
-            for kind, indices in ((Kind.GREEDY, range(1)), (Kind.SAMPLED, range(self.samples))):
+            for kind, indices in self._wanted:
                 stored = self.store.samples
                 missing = [i for i in indices if any((prompt.id, kind, i) not in stored for prompt in session)]
                 for start in range(0, len(missing), self.workflow.at_once):
@@ -301,56 +307,21 @@ class Evaluation:
             yield
 
     async def _do(self, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages) -> list[Sample]:
-        """Obtain, score and store samples of a prompt; return those that could be obtained."""
+        """Obtain and store samples of a prompt; return those that could be obtained."""
         try:
             samples = await self.workflow.sample(prompt, kind, indices, history)
         except ScoringLostError:
             raise
         except (RequestRefusedError, AgentFailedError, DependencyLostError) as error:
-            if isinstance(error, DependencyLostError) and not self.workflow.pool.alive:
+            if isinstance(error, DependencyLostError) and not await self.is_healthy():
                 raise
-            self._leave_out(prompt, LEFT_OUT[type(error)], str(error), len(indices))
+            self.progress.leave_out(prompt, LEFT_OUT[type(error)], str(error), len(indices))
             return []
         if missing := len(indices) - len(samples):
-            self._leave_out(prompt, "missing", "the server gave fewer completions than asked for", missing)
-        scored = await self._store_scored(samples)
-        progress = self.progress
-        progress.done += len(scored)
-        progress.fresh += len(scored)
-        progress.tokens += sum(sample.completion_tokens for sample in scored)
-        progress.judge(scored)
-        return scored
-
-    async def _store_scored(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Score the samples that need it, store all of them, and return them."""
-        items = [
-            RewardItem(
-                prompt=sample.prompt,
-                response=sample.completion,
-                ground_truth=sample.ground_truth,
-                completion_tokens=sample.completion_tokens,
-                finish_reason=sample.finish_reason,
-                row=self._rows[sample.prompt_id],
-                source=self._source,
-            )
-            for sample in samples
-            if sample.needs_score
-        ]
-        try:
-            results = iter(await self.score(items) if items else [])
-        except ScoringLostError:
-            # The next attempt scores them.
-            self.store.add(samples)
-            raise
-        scored = [s.model_copy(update={"result": next(results)}) if s.needs_score else s for s in samples]
-        self.store.add(scored)
-        return scored
-
-    def _leave_out(self, prompt: Prompt, reason: str, detail: str, count: int) -> None:
-        left_out = self.progress.left_out
-        left_out[reason] += count
-        self.progress.examples.setdefault(reason, f"{prompt.id}: {detail}")
-        if not self.progress.done and left_out.total() >= min(HOPELESS_FAILURES, self.progress.total):
-            raise ConfigurationError(
-                f"nothing succeeds: {left_out.total()} samples {dict(left_out)}; {prompt.id}: {detail}"
-            )
+            self.progress.leave_out(prompt, "missing", "the engine gave fewer completions than asked for", missing)
+        judged = [sample for sample in samples if is_judged(sample.result)]
+        self.store.add(judged)
+        self.progress.add(judged)
+        if unscored := [sample.result for sample in samples if not is_judged(sample.result)]:
+            self.progress.leave_out(prompt, UNSCORED, str(unscored[0].reason), len(unscored))
+        return samples

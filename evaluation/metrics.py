@@ -6,7 +6,6 @@ prompts of the same kind are drawn.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -16,15 +15,12 @@ import numpy as np
 
 from evaluation.samples import Kind, Sample
 from services.core.numbers import quantity
-from services.protocol.rewards import Estimate, Z, estimate, pass_at_k, standard_error
+from services.protocol.rewards import Estimate, Metrics, estimate, standard_error
+from services.protocol.rewards import accuracy as results_accuracy
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 """Resamples of the bootstrap: the interval's ends are then stable to a few per cent of its width."""
-GREEDY = "greedy pass@1"
-
-
-Metrics = dict[str, Estimate]
 
 
 def bootstrap(scores: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
@@ -81,46 +77,14 @@ def normalised(text: str) -> str | Fraction:
 
 
 def accuracy(prompts: Sequence[Sequence[Sample]], n: int, ks: Sequence[int]) -> Metrics:
-    """Return greedy pass@1 (``GREEDY``), then ``avg@n``, and ``pass@k`` and ``maj@k`` for each k.
-
-    Each metric is over the prompts that have enough judged samples for it; a metric without such a prompt is left out,
-    and so are all of them if no part of REWARD_FN says whether an answer is right.
-
-    Args:
-        prompts: the samples of each prompt.
-        n: samples of each prompt in addition to the greedy one.
-        ks: each at most ``n``.
-    """
-    if any(s.result and s.result.decided_by == "" for samples in prompts for s in samples):
-        return {}
-    greedy = [s for samples in prompts for s in samples if s.kind is Kind.GREEDY and s.is_correct is not None]
+    """Return the metrics of ``services.protocol.rewards.accuracy`` for the samples of each prompt, and ``maj@k``."""
+    results = {kind: [[s.result for s in samples if s.kind is kind] for samples in prompts] for kind in Kind}
+    metrics = results_accuracy(results[Kind.GREEDY], results[Kind.SAMPLED], n, ks)
     judged = [[s for s in samples if s.kind is Kind.SAMPLED and s.is_correct is not None] for samples in prompts]
-    sampled = [(drawn, sum(s.is_correct is True for s in drawn)) for drawn in judged if drawn]
-    scores = {GREEDY: [float(s.is_correct is True) for s in greedy]}
-    if n:
-        scores[f"avg@{n}"] = [right / len(drawn) for drawn, right in sampled]
-    for k in ks:
-        enough = [(drawn, right) for drawn, right in sampled if len(drawn) >= k]
-        scores[f"pass@{k}"] = [pass_at_k(len(drawn), right, k) for drawn, right in enough]
-        scores[f"maj@{k}"] = [majority_at_k(drawn, k) for drawn, _ in enough]
-    return {name: estimate(values) for name, values in scores.items() if values}
-
-
-def macro_mean(sources: Sequence[Metrics]) -> Metrics:
-    """Return the mean of each metric over sources, in which each counts the same, whatever its number of prompts.
-
-    The estimates are independent, so that the variance of their mean is the sum of their variances / n^2. The interval
-    is the normal one within 0 and 1, because Wilson's is of one proportion. A metric that a source lacks is left out.
-    """
-    means: Metrics = {}
-    for name in sources[0]:
-        parts = [metrics[name] for metrics in sources if name in metrics]
-        if len(parts) == len(sources):
-            value = statistics.fmean(part.value for part in parts)
-            error = math.hypot(*(part.stderr for part in parts)) / len(parts)
-            low, high = max(value - Z * error, 0.0), min(value + Z * error, 1.0)
-            means[name] = Estimate(value=value, stderr=error, low=low, high=high, prompts=sum(p.prompts for p in parts))
-    return means
+    for k in ks if metrics else ():
+        if scores := [majority_at_k(samples, k) for samples in judged if len(samples) >= k]:
+            metrics[f"maj@{k}"] = estimate(scores)
+    return metrics
 
 
 def lengths(tokens: Sequence[int]) -> dict[str, float]:

@@ -10,19 +10,16 @@ from typing import Any, Self
 
 from pydantic import BaseModel
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Progress
-from evaluation.metrics import Metrics, accuracy, lengths, macro_mean
-from evaluation.pool import ServerPool
+from evaluation.metrics import accuracy, lengths
 from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
 from services.core.files import write_json
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import UNDECIDED, FinishReason, is_judged
+from services.protocol.rewards import UNDECIDED, FinishReason, Metrics, macro_mean
 
 RESULTS = "results.json"
 CURVE = "curve.json"
@@ -32,49 +29,40 @@ LINE_SECONDS = 10.0
 
 
 class View:
-    """The progress of one model's evaluation: a bar on a terminal, plain lines elsewhere. A context manager."""
+    """The progress of one model's evaluation: one line that changes on a terminal, further lines elsewhere.
 
-    def __init__(self, console: Console, name: str, pool: ServerPool) -> None:
+    A context manager.
+    """
+
+    def __init__(self, console: Console, name: str) -> None:
         self._console = console
         self._name = name
-        self._pool = pool
         self._printed = float("-inf")
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task(name, figures="", total=None)
+        self._status = console.status(name)
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        if self._console.is_terminal:
+            self._status.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._status.stop()
 
     def show(self, progress: Progress) -> None:
-        """Show the progress; plain lines appear at the start, at the end and every LINE_SECONDS."""
-        figures = self._figures(progress)
-        self._bar.update(self._task, completed=progress.done, total=progress.total, figures=figures)
-        is_last = progress.done + progress.left_out.total() >= progress.total
-        if self._bar.disable and (is_last or time.monotonic() - self._printed >= LINE_SECONDS):
-            self._printed = time.monotonic()
-            self._console.print(f"{self._name}  {progress.done}/{progress.total} samples  {figures}")
-
-    def _figures(self, progress: Progress) -> str:
-        servers = len(self._pool.servers)
-        parts = [f"right {progress.correct / progress.greedy:.3f}"] if progress.greedy else []
-        if progress.fresh:
-            parts.append(f"{progress.tokens / progress.seconds:.0f} tokens/s")
-        parts.append(f"{len(self._pool.alive)} of {servers} server{'' if servers == 1 else 's'}")
+        """Show the progress; elsewhere lines appear at the start, at the end and every LINE_SECONDS."""
+        parts = [f"{self._name}  {progress.done}/{progress.total} samples"]
+        if progress.greedy:
+            parts.append(f"right {progress.correct / progress.greedy:.3f}")
+        if rate := progress.throughput["completion_tokens_per_second"]:
+            parts.append(f"{rate:.0f} tokens/s")
         if progress.left_out:
             parts.append(f"{progress.left_out.total()} left out")
-        return "  ".join(parts)
+        self._status.update("  ".join(parts))
+        is_last = progress.done + progress.left_out.total() >= progress.total
+        is_due = is_last or time.monotonic() - self._printed >= LINE_SECONDS
+        if is_due and not self._console.is_terminal:
+            self._printed = time.monotonic()
+            self._console.print("  ".join(parts))
 
 
 class Results(BaseModel):
@@ -111,9 +99,10 @@ class Results(BaseModel):
     over_limit: int = 0
     """Samples counted as wrong because they went over the verifier's time or memory limit, or an agent's limits."""
     throughput: dict[str, int | float | None] = {}
-    servers: dict[str, Any] = {}
+    server: str = ""
+    """The URL of the router or engine."""
     not_given: list[str] = []
-    """Facts that the servers do not give."""
+    """Facts that the server does not give."""
     policy_versions: list[int] = []
     settings: dict[str, Any] = {}
 
@@ -167,7 +156,6 @@ def results_of(
     drawn = [_drawn(prompt, samples, n) for prompt in prompts]
     everything = [sample for of_prompt in drawn for sample in of_prompt]
     by_kind = {kind.value: chosen for kind in Kind if (chosen := [s for s in everything if s.kind is kind])}
-    unscored = sum(not is_judged(sample.result) for sample in everything)
     sources = _by(lambda prompt: prompt.source or None, prompts, drawn, settings)
     return Results(
         model=checkpoint.model,
@@ -183,7 +171,7 @@ def results_of(
         sources=sources,
         categories=_by(lambda prompt: prompt.category, prompts, drawn, settings),
         questions={} if sources else _by_question(drawn, settings),
-        left_out={**left_out, **({"unscored": unscored} if unscored else {})},
+        left_out=dict(left_out),
         over_limit=sum(sample.is_over_limit for sample in everything),
         policy_versions=sorted({s.policy_version for s in everything if s.policy_version is not None}),
         **_statistics(by_kind),
@@ -222,7 +210,7 @@ def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, 
     """Return rewards, lengths and truncation by kind, and the turns and tool calls of agents."""
     figures: dict[str, dict[str, Any]] = {"reward_mean": {}, "completion_tokens": {}, "truncated": {}, "agent": {}}
     for kind, samples in by_kind.items():
-        rewards = [s.result.reward for s in samples if s.result is not None and s.result.reward is not None]
+        rewards = [s.result.reward for s in samples if s.result.reward is not None]
         if rewards:
             figures["reward_mean"][kind] = statistics.fmean(rewards)
         # A server that counts no tokens gives 0; a completion has one at least, its end.
@@ -253,7 +241,7 @@ def show(console: Console, everything: Sequence[Results]) -> None:
     if not all(results.metrics for results in everything):
         console.print(f"no accuracy: {UNDECIDED}", style="yellow")
     if first.not_given:
-        console.print(f"the servers do not give: {', '.join(first.not_given)}", style="yellow")
+        console.print(f"the server does not give: {', '.join(first.not_given)}", style="yellow")
     if over_limit := sum(results.over_limit for results in everything):
         console.print(f"counted as wrong, over a limit (samples.jsonl says which): {over_limit}", style="yellow")
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from evaluation.identity import check_identity, locked_file, whole_lines
 from services.core.errors import ConfigurationError
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import FinishReason, RewardResult, RewardStatus, is_correct, is_judged
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus, is_correct
 
 SAMPLES = "samples.jsonl"
 IDENTITY = "evaluation.json"
@@ -55,11 +55,8 @@ class Sample(BaseModel):
     messages: list[dict[str, Any]] | None = None
     """An agent's whole conversation; None for a single completion."""
     policy_version: int | None = None
-    server: str | None = None
-    """The server of a single completion; the calls of an episode may go to several."""
     seconds: float
-    result: RewardResult | None = None
-    """The verifier's result; None until the sample is scored."""
+    result: RewardResult
 
     @classmethod
     def of(cls, prompt: Prompt, kind: Kind, index: int, **outcome: Any) -> Self:
@@ -83,22 +80,17 @@ class Sample(BaseModel):
     @property
     def is_correct(self) -> bool | None:
         """Return whether the answer is right; None while it is not judged, or where REWARD_FN does not say."""
-        return None if self.result is None else is_correct(self.result)
+        return is_correct(self.result)
 
     @property
     def answer(self) -> str | None:
         """Return the answer that the verifier read from the completion; None if it found none."""
-        return None if self.result is None else self.result.extracted
-
-    @property
-    def needs_score(self) -> bool:
-        """Return whether the sample is a single completion that is not judged; an agent scores its own episodes."""
-        return not is_judged(self.result) and self.messages is None
+        return self.result.extracted
 
     @property
     def is_over_limit(self) -> bool:
         """Return whether the answer is wrong because it exceeds a limit of the verifier, or of an agent's episode."""
-        return self.result is not None and self.result.status is RewardStatus.OVER_LIMIT
+        return self.result.status is RewardStatus.OVER_LIMIT
 
 
 class SampleStore:

@@ -13,35 +13,17 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.core.settings import AgentSettings, JsonTexts, ModelSettings, SourcesSettings, TemplateSettings
+from services.core.settings import (
+    AnswerSettings,
+    DeterminismSettings,
+    JsonTexts,
+    ModelSettings,
+    SourcesSettings,
+    TemplateSettings,
+)
 
 MATH_AGENT = "evaluation.math_agent:solve"
 """The built-in agent, which has the tools add and multiply."""
-
-
-class SchedulerName(StrEnum):
-    """The program that starts the servers; with ENDPOINTS they run already."""
-
-    LOCAL = "local"
-    ENDPOINTS = "endpoints"
-    SKYPILOT = "skypilot"
-    SLURM = "slurm"
-    RAY = "ray"
-
-
-class Backend(StrEnum):
-    """The program that serves a model where servers are started on this machine."""
-
-    ROLLOUT = "rollout"
-    """A rollout node: SGLang, or the embedded engine without GPUs."""
-    VLLM = "vllm"
-
-
-class Api(StrEnum):
-    """The route of an OpenAI-compatible server that answers prompts."""
-
-    CHAT = "chat"
-    COMPLETIONS = "completions"
 
 
 class WorkflowName(StrEnum):
@@ -51,19 +33,13 @@ class WorkflowName(StrEnum):
     AGENT = "agent"
 
 
-class EvaluationSettings(ModelSettings, TemplateSettings, AgentSettings, SourcesSettings):
+class EvaluationSettings(ModelSettings, TemplateSettings, AnswerSettings, DeterminismSettings, SourcesSettings):
     """Settings of an evaluation."""
 
-    max_new_tokens: int = Field(512, ge=1)
-    """Longest completion, in tokens; an agent's, a turn."""
-    temperature: float = Field(1.0, gt=0, le=10)
-    """Temperature of the samples; the greedy one has none."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus of the samples; 1 cuts nothing."""
     seed: int = Field(0, ge=0)
     """Seed of the sampling."""
-    engine_deterministic: bool = False
-    """As rollout-server's: completions are then asked for one by one, each with a seed of its own."""
     eval_split: Literal["test", "train", "all"] = "test"
     """`test`, `train` or `all` (both); DATASET_TEST_SPLIT says which split of a Hugging Face dataset is `test`."""
     eval_session_questions: int = Field(1, ge=1)
@@ -81,7 +57,8 @@ class EvaluationSettings(ModelSettings, TemplateSettings, AgentSettings, Sources
     eval_stop: JsonTexts = Field(default_factory=list)
     """Texts that end a completion, as a JSON list such as `["Question:"]`; an agent gives its own."""
     eval_concurrency: int = Field(64, ge=1)
-    """Prompts, or an agent's calls, in flight at one server (or router); as many episodes run for each server."""
+    """Prompts in flight for each server that is started, or at the address of running ones; an agent's episodes are
+    bounded by their number."""
 
     @model_validator(mode="after")
     def _values_fit(self) -> Self:
@@ -93,6 +70,11 @@ class EvaluationSettings(ModelSettings, TemplateSettings, AgentSettings, Sources
             raise ValueError("EVAL_STOP is set, but an agent gives its own stop texts; unset EVAL_STOP")
         if self.eval_session_questions > 1 and self.workflow is not WorkflowName.AGENT:
             raise ValueError("EVAL_SESSION_QUESTIONS is for agents; set AGENT or AGENT_COMMAND, or unset it")
+        if too_large := [k for k in self.ks if k > self.eval_samples]:
+            raise ValueError(
+                f"k {too_large[0]} (EVAL_K, --k) needs as many samples of each prompt, but EVAL_SAMPLES (--samples) is "
+                f"{self.eval_samples}; give {too_large[-1]} or more samples, or a smaller k"
+            )
         return self
 
     @property

@@ -1,7 +1,6 @@
-"""SkyPilot: an evaluation as a job group of its own, and the discovery of servers by their names.
+"""SkyPilot: an evaluation as a job group of its own, evaluation/evaluate.yaml.
 
-Of this project it imports only errors, allocations and the evaluation head's discovery, so that it also runs in an
-environment made for SkyPilot.
+Of this project it imports only errors, so that it also runs in an environment made for SkyPilot.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evaluation.node import Allocation
 from services.core.errors import ConfigurationError, DependencyLostError, first_line
-from services.evaluation_head.sky_servers import find_clusters, find_replicas
 
 if TYPE_CHECKING:
     import sky
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
 YAML = Path(__file__).with_name("evaluate.yaml")
 SERVERS_TASK = "rollout-server"
 EVALUATE_TASK = "evaluate"
-ROUTER_PORT = 30000
 RESULTS_MARK = "results.json: "
 """The beginning of the line in which a job prints its results."""
 
@@ -30,18 +26,21 @@ Say = Callable[[str], None]
 
 
 def load(
-    allocation: Allocation, variables: Mapping[str, str], secrets: Mapping[str, str], uploads: Mapping[str, str]
+    number: int, gpus: int, variables: Mapping[str, str], secrets: Mapping[str, str], uploads: Mapping[str, str]
 ) -> sky.Dag:
-    """Return the job group of evaluation/evaluate.yaml with the allocation's rollout nodes and further variables.
+    """Return the job group of evaluation/evaluate.yaml with ``number`` rollout nodes of ``gpus`` GPUs, and variables.
 
     ``uploads`` are directories of this machine, by their paths on the nodes that read models.
 
     Raises:
         ConfigurationError: SkyPilot is not installed, or refuses the file with these variables.
     """
-    import_sky()
-    from sky.utils import dag_utils
-
+    try:
+        from sky.utils import dag_utils
+    except ImportError as error:
+        raise ConfigurationError(
+            f"SkyPilot cannot be imported ({error}); install it with pip install 'skypilot[kubernetes]==0.14.1'"
+        ) from error
     try:
         group = dag_utils.load_job_group_from_yaml(
             str(YAML), env_overrides=list(variables.items()), secrets_overrides=list(secrets.items())
@@ -50,37 +49,24 @@ def load(
         raise ConfigurationError(f"SkyPilot refuses {YAML}: {error}; is this a checkout of the project?") from error
     for task in group.tasks:
         if task.name == SERVERS_TASK:
-            task.num_nodes = allocation.data
-            task.update_envs(allocation.engine_variables(variables))
-            task.set_resources(_with_gpus(task.resources, allocation.gpus))
+            task.num_nodes = number
+            choices = (one.copy(accelerators=dict.fromkeys(one.accelerators, gpus)) for one in task.resources)
+            task.set_resources(type(task.resources)(choices))
         if task.name in (SERVERS_TASK, EVALUATE_TASK):
             task.update_file_mounts(dict(uploads))
     return group
 
 
-def _with_gpus(resources: Any, count: int) -> Any:
-    """Return the same choice of resources with ``count`` GPUs of each kind a node."""
-    return type(resources)(one.copy(accelerators=dict.fromkeys(one.accelerators, count)) for one in resources)
-
-
-def launch(
-    name: str,
-    allocation: Allocation,
-    variables: Mapping[str, str],
-    secrets: Mapping[str, str],
-    uploads: Mapping[str, str],
-    say: Say,
-) -> dict[str, Any]:
-    """Launch an evaluation as a managed job group, follow its log, and return its results.
+def launch(name: str, group: sky.Dag, say: Say) -> dict[str, Any]:
+    """Launch a job group as a managed job, follow its log, and return its results.
 
     Raises:
         ConfigurationError: SkyPilot does not launch it.
         DependencyLostError: the job ended without results, or its log broke off.
     """
-    group = load(allocation, variables, secrets, uploads)
+    import sky
     from sky import jobs
 
-    sky = import_sky()
     group.name = name
     try:
         job_ids, _ = sky.stream_and_get(jobs.launch(group, name=name))
@@ -104,22 +90,6 @@ def launch(
     return log.results
 
 
-def find(prefix: str) -> list[str]:
-    """Return the URLs of clusters' routers and of services' replicas that are up and whose names begin with ``prefix``.
-
-    Raises:
-        DependencyLostError: SkyPilot cannot tell.
-    """
-    try:
-        servers = find_clusters((prefix,), ROUTER_PORT) + find_replicas((prefix,))
-    # SkyPilot raises a dozen kinds of errors, among them those of its HTTP library.
-    except Exception as error:
-        raise DependencyLostError(
-            f"SkyPilot cannot tell its servers: {first_line(error)}; try `sky api info`"
-        ) from error
-    return sorted({server.url for server in servers if server.url is not None})
-
-
 class _Log(io.TextIOBase):
     """A job's log: passes on every line, except the line with the results, which it keeps."""
 
@@ -138,18 +108,3 @@ class _Log(io.TextIOBase):
             else:
                 self._say(line)
         return len(text)
-
-
-def import_sky() -> Any:
-    """Return SkyPilot's package.
-
-    Raises:
-        ConfigurationError: SkyPilot is not installed.
-    """
-    try:
-        import sky
-    except ImportError as error:
-        raise ConfigurationError(
-            f"SkyPilot cannot be imported ({error}); install it with pip install 'skypilot[kubernetes]==0.14.1'"
-        ) from error
-    return sky

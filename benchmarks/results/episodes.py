@@ -17,7 +17,7 @@ from benchmarks.job import Job
 from benchmarks.results import job_runs
 from benchmarks.results.job_runs import AFTER, Figures
 from benchmarks.results.runs import Results
-from evaluation.metrics import GREEDY
+from services.protocol.rewards import GREEDY
 from local_runner.spec import env_file
 from services.environment_server.games import draw_heaps, is_optimal
 

@@ -254,13 +254,18 @@ class ContextSettings(Settings):
     """Longest prompt and completion together, in tokens; default the model's."""
 
 
-class EnginesSection(Settings):
-    """Settings on which trainer and engines must agree: trainer and rollout-server read the same variables."""
+class DeterminismSettings(Settings):
+    """The determinism of engines, which all who send requests to engines read."""
 
     engine_deterministic: bool = False
     """The same request with the same seed gives the same tokens and logprobs whatever else SGLang computes at the same
     time; slower. The trainer then requests completions one by one, each with its own seed. The embedded engine is
     always deterministic."""
+
+
+class EnginesSection(DeterminismSettings):
+    """Settings on which trainer and engines must agree: trainer and rollout-server read the same variables."""
+
     engine_start_seconds: float = Field(1800.0, gt=0)
     """An engine that does not answer that long after its start is killed and restarted. At its start the trainer waits
     for services and workers for SERVICE_DEADLINE_SECONDS more than this. [advanced]"""
@@ -307,6 +312,15 @@ class AgentSettings(AgentColumns):
     agent_seconds: float = Field(600, gt=0)
     """Longest time of an episode without the time that its calls of the model take. With them it may take twice as
     long; then the engines are too slow, and it has no reward."""
+
+
+class AnswerSettings(AgentSettings):
+    """The sampling of answers, the same in training and evaluation."""
+
+    max_new_tokens: int = Field(512, ge=1)
+    """Longest completion, in tokens; an agent's, a turn."""
+    temperature: float = Field(1.0, gt=0, le=10)
+    """Sampling temperature; training uses the same distribution, and a greedy answer has none."""
 
 
 def _describe(problem: Any) -> str:

@@ -15,9 +15,8 @@ from pydantic import SecretStr
 from transformers import AutoTokenizer
 
 from evaluation.evaluation import AgentWorkflow, Messages
-from evaluation.pool import ServerPool
 from evaluation.samples import Kind, Sample
-from evaluation.server import RolloutServer, parse_url
+from evaluation.servers import parse_url
 from evaluation.settings import EvaluationSettings
 from services.clients.agent_episodes import EpisodePlayer
 from services.clients.gateway import GatewayClient
@@ -84,10 +83,9 @@ class Engine(FakeEngine):
 
 @dataclass
 class Ground:
-    """A pool of one engine with a gateway in front."""
+    """An engine with a gateway in front."""
 
     engine: Engine
-    pool: ServerPool
     gateway: GatewayClient
     patience: float = IDLE_SECONDS
 
@@ -95,7 +93,7 @@ class Ground:
         self, agent: Any, settings: EvaluationSettings = SETTINGS, scorer: Score = score, places: int = 4
     ) -> AgentWorkflow:
         player = EpisodePlayer(self.gateway, "m", scorer, settings, patience=self.patience)
-        return AgentWorkflow(settings, self.pool, player, agent, asyncio.Semaphore(places))
+        return AgentWorkflow(settings, player, agent, asyncio.Semaphore(places))
 
     async def play(
         self, agent: Any, says: Sequence[str] = (), kind: Kind = Kind.GREEDY, history: Messages = (), **options: Any
@@ -110,25 +108,12 @@ class Ground:
 async def ground_on(model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ground]:
     """A gateway in front of an engine that answers as a test says."""
     engine = Engine(AutoTokenizer.from_pretrained(model))
-    async with serving(engine) as url, ground_at(url, model, directory, monkeypatch) as (pool, gateway):
-        engine.requests.clear()
-        yield Ground(engine, pool, gateway)
-
-
-@asynccontextmanager
-async def ground_at(
-    url: str, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[tuple[ServerPool, GatewayClient]]:
-    """A pool of the engine at a URL, with a gateway in front."""
-    async with (
-        ServerPool([url], lambda own: RolloutServer(own, SETTINGS, str(model), 10**6), places=4) as pool,
-        pool.engine(SETTINGS.token) as joint,
-    ):
-        await pool.wait_ready(IDLE_SECONDS)
-        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({"rollout-server-0:30000": joint.removeprefix("http://")}))
+    async with serving(engine) as url:
+        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({"rollout-server-0:30000": url.removeprefix("http://")}))
         token = SETTINGS.jobgroup_token
         app = create_app(GatewaySettings(model_name=str(model), gateway_dir=directory, jobgroup_token=token))
         async with app.router.lifespan_context(app):
             await wait_ready(app)
             async with serving(app) as address, GatewayClient(parse_url(address), SETTINGS.token) as gateway:
-                yield pool, gateway
+                engine.requests.clear()
+                yield Ground(engine, gateway)

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 # SkyPilot would fetch its list of known accelerators.
 catalog = Path(os.environ["HOME"], ".sky/catalogs/v8/common/accelerators.csv")
@@ -20,7 +19,6 @@ from sky import exceptions, jobs  # noqa: E402
 from sky.utils import dag_utils  # noqa: E402
 
 from evaluation import skypilot  # noqa: E402
-from evaluation.node import Allocation  # noqa: E402
 from services.core.errors import (  # noqa: E402
     ConfigurationError,
     DependencyLostError,
@@ -47,14 +45,14 @@ def tail_logs(job_id=None, task=None, follow=True, output_stream=None):
 jobs.launch, jobs.tail_logs = launch, tail_logs
 sky.stream_and_get = lambda request: ([17], None)
 
-told["results"] = skypilot.launch(
-    "evaluate-mine",
-    Allocation(data=3, tensor=2),
+loaded = skypilot.load(
+    3,
+    2,
     {"MODEL_NAME": "some/model", "EVAL_SAMPLES": "8", "DATASET": "arithmetic"},
     {"HF_TOKEN": "secret"},
     {"/models/mine": os.environ["HOME"]},
-    told["lines"].append,
 )
+told["results"] = skypilot.launch("evaluate-mine", loaded, told["lines"].append)
 group, told["name"] = launched[0]
 told["group"] = {
     "name": group.name,
@@ -84,32 +82,10 @@ def refuse(request):
 
 
 jobs.tail_logs = lambda **_: 1
-error_of("no results", lambda: skypilot.launch("evaluate-mine", Allocation(), {}, {}, {}, lambda _: None))
+error_of("no results", lambda: skypilot.launch("evaluate-mine", loaded, lambda _: None))
 jobs.tail_logs = lambda **_: (_ for _ in ()).throw(OSError("http://api went away"))
-error_of("log", lambda: skypilot.launch("evaluate-mine", Allocation(), {}, {}, {}, lambda _: None))
+error_of("log", lambda: skypilot.launch("evaluate-mine", loaded, lambda _: None))
 sky.stream_and_get = refuse
-error_of("no server", lambda: skypilot.launch("evaluate-mine", Allocation(), {}, {}, {}, lambda _: None))
-
-
-# Discovery: what is up, what is not, and what has another name.
-def record(name, status="UP"):
-    return SimpleNamespace(name=name, status=SimpleNamespace(value=status))
-
-
-def replica(number, status, endpoint):
-    return {"replica_id": number, "status": SimpleNamespace(value=status), "endpoint": endpoint}
-
-
-sky.get = lambda value: value
-sky.status = lambda all_users: [record("eval-a"), record("eval-new", "INIT"), record("other")]
-sky.endpoints = lambda name, port: {port: f"10.0.0.1:{port}"}
-replicas = [replica(1, "READY", "http://10.0.0.2:30001"), replica(2, "STARTING", None)]
-sky.serve.status = lambda names: [
-    {"name": "eval-service", "replica_info": replicas},
-    {"name": "else", "replica_info": replicas},
-]
-told["found"] = skypilot.find("eval-")
-sky.status = lambda all_users: refuse(None)
-error_of("discovery", lambda: skypilot.find("eval-"))
+error_of("no server", lambda: skypilot.launch("evaluate-mine", loaded, lambda _: None))
 
 Path(sys.argv[1]).write_text(json.dumps(told))

@@ -123,7 +123,7 @@ def test_evaluations_of_two_runs_models_have_outputs_of_their_own(tmp_path, mode
 
     def output(path):
         settings = EvaluationSettings(eval_output=tmp_path / "out")
-        given = {"models": [str(path)], "run_dir": None, "servers": ServerOptions(urls=["http://h"]), "output": None}
+        given = {"models": [str(path)], "run_dir": None, "servers": ServerOptions(url="http://h"), "output": None}
         return Plan(settings, variables={}, **given).output.relative_to(tmp_path / "out")
 
     paths = [model(f"{run}/{name}") for run in ("runs/a", "runs/b") for name in ("model", "policy/v000002")]

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from evaluation import launchers, report
+from evaluation import report, servers
 from evaluation.report import Results
 from local_runner.processes import MARK
 from scripts.evaluate import run_directory
@@ -84,7 +84,7 @@ def test_results_are_those_of_the_samples_and_several_make_a_curve(
         assert results.left_out == {}
         assert results.completion_tokens["greedy"]["max"] <= 4
         assert results.throughput["completion_tokens_per_second"] > 0
-        assert results.servers == {"urls": [engine], "deaths": 0, "work_moved": 0}
+        assert results.server == engine
         assert "greedy pass@1" in command.text
     assert [(r.name, r.step, r.prompts) for r in everything] == [("v000000", 0, 20), ("v000003", 3, 20)]
     # The same weights give the same greedy answers; the engine computes in float32.
@@ -194,7 +194,7 @@ def test_an_endpoint_is_evaluated_as_a_rollout_node_is(
     assert results.completion_tokens["greedy"] == expected.completion_tokens["greedy"]
     assert results.left_out == {}
     assert results.not_given == ["token ids", "whether seeds are used"]
-    assert "the servers do not give: token ids, whether seeds are used" in command.text
+    assert "the server does not give: token ids, whether seeds are used" in command.text
 
 
 REFUSED = [
@@ -203,7 +203,7 @@ REFUSED = [
     (["--dataset", "arithmetic", "--split", "validation"], "'test', 'train' or 'all'"),
     (["--model", "./no-such-model"], "--model"),
     (["--model", "nobody/has-this", "--dataset", "arithmetic"], "MODEL_NAME"),
-    (["--samples", "4", "--k", "2,8"], "--k 8"),
+    (["--samples", "4", "--k", "2,8"], "k 8"),
     (["--k", "two"], "EVAL_K"),
     (["--workflow", "agent", "--agent", "nothing:here"], "AGENT"),
     (["--env", "AGENT=nothing:here"], "AGENT"),
@@ -214,8 +214,7 @@ REFUSED = [
     (["--env", "ENVIRONMENT=shop:Shop", "--dataset", "no/such.jsonl"], "no/such.jsonl"),
     (["--workflow", "single-turn", "--agent", "json:loads"], "--workflow single-turn"),
     (["--agent", "json:loads", "--agent-command", "true"], "AGENT_COMMAND"),
-    (["--scheduler", "endpoints"], "--url, --endpoint or --discover"),
-    (["--endpoint", "http://127.0.0.1:1/v1", "--url", "http://127.0.0.1:1"], "--endpoint and --url"),
+    (["--endpoint", "http://127.0.0.1:1/v1", "--url", "http://127.0.0.1:1"], "--url and --endpoint"),
     (["--endpoint", "http://127.0.0.1:1/v1", "--workflow", "agent"], "--endpoint"),
     (["--endpoint", "http://127.0.0.1:1/v1", "."], "--endpoint and a run"),
     (["--endpoint", "http://127.0.0.1:1/v1", "--api-key-env", "NO_KEY"], "--api-key-env NO_KEY"),
@@ -223,12 +222,13 @@ REFUSED = [
     (["--url", "http://127.0.0.1:1", "--api-key-env", "HOME"], "--api-key-env"),
     (["--url", "http://127.0.0.1:1", "--num-servers", "2"], "--num-servers"),
     (["--scheduler", "skypilot", "--reward-url", "http://127.0.0.1:2"], "reward-server"),
-    (["--backend", "vllm"], "vllm"),
-    (["--allocation", "d2t2d2"], "--allocation 'd2t2d2'"),
-    (["--allocation", "d2", "--num-servers", "2"], "--allocation and --num-servers"),
-    (["--allocation", "d2p1t4"], "needs 8 GPUs"),
-    (["--scheduler", "skypilot", "--allocation", "p4t4"], "needs 16 GPUs"),
+    (["--backend", "vllm", "--scheduler", "slurm"], "--backend vllm"),
+    (["--env", "SGLANG_TP_SIZE=4", "--num-servers", "2"], "need 8 GPUs"),
     (["--scheduler", "local", "--url", "http://127.0.0.1:1"], "starts its own servers"),
+    (["--workflow", "agent", "--url", "https://a.example"], "http://host:port"),
+    (["--allocation", "d2t2"], "--num-servers"),
+    (["--discover", "eval-"], "--url"),
+    (["--dry-run"], "srun"),
     (["--url", "nonsense:port"], "nonsense:port"),
     (["--stop", "Q:", "--workflow", "agent"], "stop"),
     (["--stop", ""], "EVAL_STOP_0"),
@@ -248,10 +248,10 @@ def test_bad_input_is_named(here: Here, tiny_model: Path, tmp_path: Path) -> Non
 def test_servers_that_do_not_answer_or_lack_the_model_are_named(
     here: Here, tiny_model: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launchers, "START_SECONDS", 0.5)
+    monkeypatch.setattr(servers, "START_SECONDS", 0.5)
     given = ("--url", "http://127.0.0.1:1", "--reward-url", "http://127.0.0.1:2")
     away = here("--model", tiny_model, *given, **ARITHMETIC)
-    assert (away.code, "http://127.0.0.1:1: ConnectError" in away.text) == (33, True), away.text
+    assert (away.code, "http://127.0.0.1:1 did not answer" in away.text) == (33, True), away.text
     other = here("--model", "another", "--endpoint", f"{engine}/v1", **ARITHMETIC)
     assert (other.code, "no model 'another'" in other.text) == (78, True), other.text
     assert "starting" not in other.text, "the model is checked before servers are started"

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evaluation.metrics import (
-    GREEDY,
     accuracy,
     bootstrap,
     lengths,
@@ -20,7 +19,7 @@ from evaluation.metrics import (
 )
 from evaluation.samples import Kind, Sample
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import FinishReason, RewardResult, pass_at_k
+from services.protocol.rewards import GREEDY, FinishReason, RewardResult, pass_at_k
 
 TRUTH = "7"
 

@@ -6,19 +6,21 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from evaluation import report
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation, SingleTurn
-from evaluation.metrics import GREEDY
 from evaluation.samples import Kind, Sample, open_store
 from evaluation.settings import EvaluationSettings
+from services.clients.rollout import SamplingParams
+from services.protocol.groups import TokenSequence
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import FinishReason, RewardItem, RewardResult, RewardStatus
+from services.protocol.rewards import GREEDY, FinishReason, RewardItem, RewardResult, RewardStatus
 
 RESULTS = {
     "right": RewardResult(reward=1.0),
@@ -41,10 +43,18 @@ def sample(prompt: Prompt) -> Sample:
         finish_reason=FinishReason.STOP,
         prompt_tokens=4,
         completion_tokens=2,
-        server="http://s",
         seconds=0.1,
         result=RESULTS[prompt.id],
     )
+
+
+class Engines:
+    """Engines that give every prompt the same completion."""
+
+    async def complete(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> list[TokenSequence]:
+        two = np.zeros(2, np.int32)
+        given = {"completion_ids": two, "logprobs": np.zeros(2), "policy_versions": two}
+        return [TokenSequence(completion="7", finish_reason=FinishReason.STOP, **given)]
 
 
 async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp_path: Path) -> None:
@@ -54,16 +64,20 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
         asked.extend(item.prompt for item in items)
         return [RESULTS[item.prompt] for item in items]
 
+    async def is_healthy() -> bool:
+        return True
+
+    model, settings = Checkpoint("m", "org/m"), EvaluationSettings()
     with open_store(tmp_path, {}) as store:
-        store.add([sample(prompt) for prompt in PROMPTS])
-        model, settings = Checkpoint("m", "org/m"), EvaluationSettings()
-        # All samples are there already, so servers have nothing to do.
-        evaluation = Evaluation(PROMPTS, 0, SingleTurn(settings, cast(Any, None), at_once=8), score, store)
-        await evaluation.run()
+        for attempt in range(2):
+            asked.clear()
+            evaluation = Evaluation(PROMPTS, 0, SingleTurn(settings, Engines(), score, 8), store, is_healthy)
+            await evaluation.run()
+            assert sorted(asked) == (sorted(RESULTS) if attempt == 0 else ["error"]), "what was judged is kept"
+        left_out = evaluation.progress.left_out
         results = report.results_of(
-            model, PROMPTS, store.samples, settings, left_out={}, identity={}, dataset="d", available=12
+            model, PROMPTS, store.samples, settings, left_out=left_out, identity={}, dataset="d", available=12
         )
-    assert asked == ["error"], "only what the service failed at is scored again"
     assert (evaluation.progress.correct, evaluation.progress.greedy) == (1, 4)
     accuracy = results.metrics[GREEDY]
     assert (accuracy.value, accuracy.prompts) == (0.25, 4)

@@ -13,11 +13,11 @@ from openai import AsyncOpenAI
 from evaluation import report
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation
-from evaluation.metrics import GREEDY
 from evaluation.samples import Kind, SampleStore, open_store
 from evaluation.settings import EvaluationSettings
 from services.protocol.prompts import Prompt
-from tests.evaluation.agent_play import Ground, call, score
+from services.protocol.rewards import GREEDY
+from tests.evaluation.agent_play import Ground, call
 
 PROMPTS = [Prompt(id=str(n), prompt=f"What is {n} + 1?", ground_truth=str(n + 1)) for n in range(5)]
 SETTINGS = EvaluationSettings(agent="my_agent:solve", eval_session_questions=2)
@@ -41,7 +41,11 @@ async def evaluate(
     ground.engine.says = says
     ground.engine.requests.clear()
     workflow = ground.workflow(agent, SETTINGS)
-    evaluation = Evaluation(prompts, 0, workflow, score, store, SETTINGS.eval_session_questions)
+
+    async def is_healthy() -> bool:
+        return True
+
+    evaluation = Evaluation(prompts, 0, workflow, store, is_healthy, SETTINGS.eval_session_questions)
     await evaluation.run()
     return evaluation
 

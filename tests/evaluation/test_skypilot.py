@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from evaluation import skypilot
-from evaluation.plan import Plan, ServerOptions
+from evaluation.plan import Plan, Scheduler, ServerOptions
 from evaluation.report import Results
 from evaluation.run import evaluate as evaluate_plan
-from evaluation.settings import EvaluationSettings, SchedulerName
+from evaluation.settings import EvaluationSettings
 from local_runner import spec
 from services.core.errors import EXIT_FAILED, EXIT_RECOVERABLE
 from tests.evaluation.conftest import ARITHMETIC
@@ -101,40 +101,30 @@ def test_a_failed_launch_gives_its_reason(told):
 
 
 @pytest.mark.slow
-def test_discovery_finds_running_servers_by_name(told):
-    assert told["found"] == ["http://10.0.0.1:30000", "http://10.0.0.2:30001"]
-    assert told["errors"]["discovery"].startswith("DependencyLostError: SkyPilot cannot tell its servers: ")
-
-
-@pytest.mark.slow
-def test_an_allocation_and_a_model_of_this_machine_reach_the_nodes(told):
+def test_gpus_of_an_engine_and_a_model_of_this_machine_reach_the_nodes(told):
     tasks = told["group"]["tasks"]
     assert [list(gpus.values()) for gpus in tasks["rollout-server"]["gpus"]] == [[2]] * 4
-    assert tasks["rollout-server"]["envs"]["SGLANG_TP_SIZE"] == "2"
     mounts = {name: task["mounts"] or {} for name, task in tasks.items()}
     assert set(mounts["rollout-server"]) == set(mounts["evaluate"]) == {"/models/mine"}
     assert mounts["reward-server"] == {}
 
 
 def test_a_model_of_this_machine_is_uploaded_under_a_name_of_its_own(tiny_model, tmp_path, monkeypatch):
-    launched = []
-
-    def launch(*given):
-        launched.append(given)
-        return finished.model_dump()
+    loaded = []
+    monkeypatch.setattr(skypilot, "load", lambda *given: loaded.append(given))
 
     texts = {"model": "/models/x", "name": "x", "fingerprint": "f", "dataset": "arithmetic", "split": "test"}
     finished = Results(**texts, step=None, workflow="single-turn", prompts=0, samples_per_prompt=0, metrics={})
-    monkeypatch.setattr(skypilot, "launch", launch)
+    monkeypatch.setattr(skypilot, "launch", lambda *_: finished.model_dump())
     for name, value in {"DATASET": "arithmetic", "INSTRUCTION": "Compute.", "REWARD_FN": "exact_match"}.items():
         monkeypatch.setenv(name, value)
     own = tmp_path / "run" / "policy" / "v000003"
     shutil.copytree(tiny_model, own)
-    servers = ServerOptions(scheduler=SchedulerName.SKYPILOT)
+    servers = ServerOptions(scheduler=Scheduler.SKYPILOT)
     settings = EvaluationSettings(eval_stop=["Q:"], chat_template_args={"enable_thinking": False}, eval_samples=2)
     plan = Plan(settings, models=[str(own)], run_dir=None, servers=servers, output=tmp_path / "out", variables={})
     asyncio.run(evaluate_plan(plan))
-    [(_, _, variables, _, uploads, _)] = launched
+    [(_, _, variables, _, uploads)] = loaded
     [(path, source)] = uploads.items()
     assert source == str(own)
     assert path.startswith("/models/v000003-")
@@ -157,7 +147,7 @@ def launch(*_):
     print("follows the log", flush=True)
     threading.Event().wait()
 
-skypilot.launch = launch
+skypilot.load, skypilot.launch = lambda *_: None, launch
 typer.run(evaluate.main)
 """
 

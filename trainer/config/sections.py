@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from services.core.machine import ComputeType
-from services.core.settings import AgentSettings, MemorySettings, MethodSettings, ModelSettings, Settings
+from services.core.settings import AnswerSettings, MemorySettings, MethodSettings, ModelSettings, Settings
 from services.protocol.rewards import LARGEST_REWARD
 from trainer.algorithm.methods import (
     Aggregation,
@@ -148,15 +148,11 @@ class RunSection(ModelSettings):
     """Longest time that a service may be unreachable before the run ends as recoverable. [advanced]"""
 
 
-class SamplingSection(AgentSettings):
+class SamplingSection(AnswerSettings):
     """The completions of a step."""
 
     group_size: int = Field(8, ge=1, le=1024)
     """Completions of each prompt (G)."""
-    max_new_tokens: int = Field(512, ge=1)
-    """Longest completion, in tokens."""
-    temperature: float = Field(1.0, gt=0, le=10)
-    """Sampling temperature; training uses the same distribution."""
     dynamic_sampling_tries: int = Field(0, ge=0, le=100)
     """Replace groups without reward variance by further prompts (`async`: by further groups of the queue), at most this
     many times a step (DAPO). With ADVANTAGE=gae, reinforce, rae or a function of your own such groups teach and are

@@ -1,0 +1,284 @@
+"""The servers of an evaluation: started on this machine by the local runner, by Slurm or Ray, or running already.
+
+With SkyPilot (``skypilot.py``) the whole evaluation runs elsewhere, together with its servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import socket
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import HttpUrl, TypeAdapter, ValidationError
+
+from evaluation import clusters
+from evaluation.plan import Backend, Plan, Scheduler, in_job_group
+from local_runner import nodes, processes
+from local_runner.nodes import Addresses, Run
+from local_runner.spec import JobGroup, TaskSpec
+from local_runner.supervisor import State, Supervisor
+from services.core import endpoints, machine
+from services.core.endpoints import Endpoint, Task
+from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
+from services.core.tasks import run_until_first_ends
+
+START_SECONDS = 60.0
+"""The wait for a server that runs already."""
+JOB_GROUP_START_SECONDS = 3600.0
+"""The same wait in a job group, where images are pulled and models loaded at the same time."""
+LOCAL_START_SECONDS = 1800.0
+"""Enough for a model to be downloaded and loaded."""
+SECRETS = ("HF_TOKEN", "JOBGROUP_TOKEN")
+"""Variables that reach nodes elsewhere, and no log."""
+MAX_RESTARTS = 3
+LOG_LINES = 5
+
+CLUSTERS = (Scheduler.SLURM, Scheduler.RAY)
+
+Say = Callable[[str], None]
+Watch = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class UrlEndpoint(Endpoint):
+    """An endpoint given by its URL, which may have https or a path."""
+
+    base_url: str = ""
+
+    @property
+    def url(self) -> str:
+        """The base URL, without a trailing slash."""
+        return self.base_url
+
+
+def parse_url(text: str, *, is_api: bool = False) -> UrlEndpoint:
+    """Return the endpoint of ``host:port`` or of a URL, without the /v1 of OpenAI's routes unless it ``is_api``.
+
+    Raises:
+        ConfigurationError: ``text`` is neither.
+    """
+    base = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("" if is_api else "/v1")
+    try:
+        url = TypeAdapter(HttpUrl).validate_python(base)
+    except ValidationError as error:
+        raise ConfigurationError(f"{text!r} is not an address; give one such as http://127.0.0.1:30000") from error
+    return UrlEndpoint(url.host or "", url.port or 80, base)
+
+
+def secrets() -> dict[str, str]:
+    """Return the secrets of this process's environment, which servers elsewhere need, too."""
+    return {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The addresses of an evaluation's servers."""
+
+    engine: Endpoint
+    """The router or the one engine; of a foreign server the base URL of its OpenAI routes."""
+    reward: Endpoint
+    gateway: Endpoint | None
+    """For agents; None without."""
+    start_seconds: float
+    """The wait for the first answer."""
+    watch: Watch
+    """Raises an error once servers that were started have failed for good."""
+
+
+@asynccontextmanager
+async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIterator[Servers]:
+    """Yield the servers of a plan; end on exit those that were started.
+
+    Engines that run already are those of the options, else the router of this job group. The reward-server is the given
+    one, else that of this job group; outside a job group one is started here. Agents get a gateway here.
+
+    Raises:
+        ConfigurationError: a started server refuses its configuration; the message has the end of its log.
+        DependencyLostError: a started server failed for good, or was not ready in time.
+    """
+    async with AsyncExitStack() as stack:
+        watches: list[Watch] = []
+
+        async def start(tasks: Sequence[TaskSpec], others: Mapping[str, str]) -> Addresses:
+            group = JobGroup("evaluation", tuple(tasks))
+            addresses, watch = await stack.enter_async_context(_supervised(group, output, say, others))
+            watches.append(watch)
+            return addresses
+
+        async def watch_all() -> None:
+            await run_until_first_ends(asyncio.Event().wait(), *(watch() for watch in watches))
+
+        engine, start_seconds = _running(plan), JOB_GROUP_START_SECONDS if in_job_group() else START_SECONDS
+        if engine is None:
+            start_seconds = LOCAL_START_SECONDS
+            directory = output / "servers" / f"engines-{uuid.uuid4().hex[:8]}"
+            task, known = _engines(plan, model, directory)
+            directory.mkdir(parents=True)
+            addresses = await start([task], {})
+            if plan.servers.starts in CLUSTERS:
+                file = directory / clusters.ADDRESS
+                await run_until_first_ends(_until_exists(file), watch_all())
+                known = parse_url(file.read_text("utf-8"))
+                endpoints.ask_directly(known.host)
+            engine = known or parse_url(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT))
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gateway-"))
+        tasks = _others(plan, model, engine, scratch)
+        router = {f"{Task.ROLLOUT_SERVER}-0:{endpoints.ROUTER_PORT}": engine.url.removeprefix("http://")}
+        found = (await start(tasks, router)).endpoints if tasks else {}
+
+        def address(task: Task) -> Endpoint | None:
+            text = found.get(f"{task}-0:{endpoints.PORTS[task][0]}")
+            return parse_url(text) if text else None
+
+        reward_url = plan.servers.reward_url
+        reward = parse_url(reward_url) if reward_url else address(Task.REWARD_SERVER)
+        reward = reward or endpoints.endpoint(Task.REWARD_SERVER)
+        yield Servers(engine, reward, address(Task.GATEWAY), start_seconds, watch_all)
+
+
+async def _until_exists(path: Path) -> None:
+    # Another machine makes it.
+    while not await asyncio.to_thread(path.exists):  # noqa: ASYNC110
+        await asyncio.sleep(clusters.POLL_SECONDS)
+
+
+def _running(plan: Plan) -> Endpoint | None:
+    """Return the engine that runs already; None where one is started."""
+    if plan.servers.starts is not None:
+        return None
+    if plan.servers.endpoint:
+        return parse_url(plan.servers.endpoint, is_api=True)
+    return parse_url(plan.servers.url) if plan.servers.url else endpoints.endpoint(Task.ROLLOUT_SERVER)
+
+
+def _engines(plan: Plan, model: str, directory: Path) -> tuple[TaskSpec, UrlEndpoint | None]:
+    """Return the task that serves the model, and its address where that is not a router of the local runner.
+
+    ``directory`` is for the address of a router on a cluster.
+    """
+    number, gpus, address = plan.servers.num_servers or 1, len(machine.visible_gpus()), None
+    variables = {**plan.variables, "MODEL_NAME": model}
+    user = {**os.environ, **plan.variables}
+    on_gpus = plan.gpus_each if user.get("ROLLOUT_ENGINE") != "embedded" else 0
+    command = "python -m services.rollout_server"
+    if plan.servers.starts is Scheduler.SLURM:
+        command = clusters.slurm_command(number, on_gpus, directory)
+    elif plan.servers.starts is Scheduler.RAY:
+        command = clusters.ray_command(number, on_gpus, directory, sorted({*variables, *secrets()}))
+    elif plan.servers.backend is Backend.VLLM:
+        address = _free_address()
+        command = _vllm(plan, model, address, number)
+    is_one = plan.servers.starts in CLUSTERS or address is not None
+    task = _task(plan, Task.ROLLOUT_SERVER, f"exec {command}", MODEL_NAME=model)
+    if is_one:
+        # Started again it would have another address.
+        return replace(task, gpus_per_node=gpus, max_restarts_on_errors=0, recover_on_exit_codes=frozenset()), address
+    return replace(task, num_nodes=number, gpus_per_node=gpus // number), None
+
+
+def _others(plan: Plan, model: str, engine: Endpoint, scratch: str) -> list[TaskSpec]:
+    """Return the tasks to start here beside the engines.
+
+    The ``scratch`` directory is for the gateway's database, which needs a disk of this machine, and no more later on.
+
+    Raises:
+        ConfigurationError: there is an agent, but no gateway could reach the engine.
+    """
+    tasks = []
+    if not plan.servers.reward_url and not (plan.servers.starts is None and in_job_group()):
+        tasks.append(_task(plan, Task.REWARD_SERVER, "exec python -m services.reward_server"))
+    if any(plan.agents.values()):
+        if not engine.url.startswith("http://") or urlsplit(engine.url).path:
+            raise ConfigurationError(
+                f"--url {engine.url}: for an agent give the router's own address, http://host:port"
+            )
+        variables = {"MODEL_NAME": model, "GATEWAY_DIR": scratch}
+        tasks.append(_task(plan, Task.GATEWAY, "exec python -m services.gateway", **variables))
+    return tasks
+
+
+def _vllm(plan: Plan, model: str, address: Endpoint, number: int) -> str:
+    """Return the command of ``vllm serve`` at an address, with ``number`` engines."""
+    flags = {**os.environ, **plan.variables}.get("VLLM_FLAGS", "")
+    sizes = ["--tensor-parallel-size", str(plan.gpus_each), "--data-parallel-size", str(number)]
+    words = ["vllm", "serve", model, "--served-model-name", model, "--host", address.host, "--port", str(address.port)]
+    return f'env VLLM_API_KEY="${{JOBGROUP_TOKEN:-}}" {shlex.join([*words, *sizes])} {flags}'
+
+
+def _free_address() -> UrlEndpoint:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return parse_url(f"http://127.0.0.1:{probe.getsockname()[1]}/v1", is_api=True)
+
+
+def _task(plan: Plan, name: Task, command: str, **variables: str) -> TaskSpec:
+    """Return a task, which is primary, so that its end is noticed."""
+    return TaskSpec(
+        name=name.value,
+        run=command,
+        environment={**plan.variables, **variables},
+        max_restarts_on_errors=MAX_RESTARTS,
+        recover_on_exit_codes=frozenset({EXIT_RECOVERABLE}),
+        is_primary=True,
+    )
+
+
+@asynccontextmanager
+async def _supervised(
+    group: JobGroup, output: Path, say: Say, others: Mapping[str, str]
+) -> AsyncIterator[tuple[Addresses, Watch]]:
+    """Run a job group on this machine within the context; yield its addresses and what raises an error at its end.
+
+    ``others`` are the addresses of nodes that do not belong to the group, as JOBGROUP_ENDPOINTS has them.
+    """
+    with nodes.allocate(group) as addresses:
+        # For agents that ask the gateway with clients of their own.
+        endpoints.ask_directly(*chain(*addresses.hosts.values()))
+        run = Run(
+            group=group,
+            run_id="servers",
+            shared_dir=output / "servers",
+            addresses=replace(addresses, endpoints={**addresses.endpoints, **others}),
+            gpus=machine.visible_gpus(),
+            mark=f"evaluation-{uuid.uuid4().hex}",
+        )
+        counts = " and ".join(f"{task.num_nodes} {task.name}" for task in group.tasks)
+        say(f"starting {counts}; logs in {run.run_dir / 'logs'}")
+
+        def report(task: TaskSpec, rank: int | None, state: State, why: str) -> None:
+            if state in (State.FAILED, State.RESTARTING):
+                say(f"{task.name}{'' if rank is None else f'-{rank}'} {state.value}: {why}")
+
+        supervisor = Supervisor(run, report)
+
+        async def watch() -> None:
+            outcome = await asyncio.shield(job)
+            message = f"the servers ended: {outcome.reason}\n{_ends_of_logs(run)}"
+            is_configuration = outcome.exit_code == EXIT_CONFIGURATION
+            raise ConfigurationError(message) if is_configuration else DependencyLostError(message)
+
+        with processes.guard(run.mark):
+            job = asyncio.create_task(supervisor.run())
+            try:
+                yield addresses, watch
+            finally:
+                supervisor.stop(signal.SIGTERM)
+                await asyncio.gather(job, return_exceptions=True)
+
+
+def _ends_of_logs(run: Run) -> str:
+    logs = sorted(path for task in run.group.tasks for path in (run.run_dir / "logs").glob(f"{task.name}-*.log"))
+    ends: dict[str, Sequence[str]] = {
+        log.name: log.read_text("utf-8", errors="replace").splitlines()[-LOG_LINES:] for log in logs
+    }
+    return "\n".join(f"{name}: {line}" for name, lines in ends.items() for line in lines)
