@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from evaluation.trajectories import arenas
-from evaluation.trajectories.play import lineups_of
-from evaluation.trajectories.run import METHOD, Options, bradley_terry, generate
+from evaluation import arenas
+from evaluation.shards import lineups_of
+from evaluation.trajectories import METHOD, Options, bradley_terry, generate
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
