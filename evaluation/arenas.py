@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager as AsyncContext
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -181,7 +181,7 @@ class StartedServers(Servers):
             command, is_healthy, max_restarts=MAX_RESTARTS, start_seconds=START_SECONDS, hang_seconds=HANG_SECONDS
         )
 
-    async def run(self, play: Awaitable[object]) -> None:
+    async def run(self, play: Callable[[], Awaitable[object]]) -> None:
         """Start the servers, await ``play`` once all answer or START_SECONDS have passed, and end them.
 
         Raises:
@@ -195,7 +195,7 @@ class StartedServers(Servers):
             for waiting in late:
                 waiting.cancel()
             await self.wait_healthy(0.0)
-            await play
+            await play()
 
         async with self:
             await run_until_first_ends(work(), *(process.run() for process in self.processes.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -11,7 +12,8 @@ from typing import Any, Protocol
 from evaluation.arenas import OpenArena
 from services.clients.play import Decision, Episode, Step, play
 from services.core.errors import ConfigurationError
-from services.evaluation_head.policy import Policy, make_policy
+from services.evaluation_head.policies import make_policy
+from services.evaluation_head.policy import Policy
 from services.evaluation_head.settings import HeadSettings
 from services.protocol.evaluation import EnvironmentInfo, StateKind, StepStatus
 
@@ -88,9 +90,8 @@ async def open_policies(
     Raises:
         ConfigurationError: a policy cannot be loaded, or does not fit the environment.
     """
-    head = HeadSettings.load(
-        head_policies=text.replace(",", " "), head_batch_size=at_once, head_llm_concurrency=at_once, **settings
-    )
+    settings["head_batch_size"] = os.environ.get("HEAD_BATCH_SIZE") or at_once
+    head = HeadSettings.load(head_policies=text.replace(",", " "), head_llm_concurrency=at_once, **settings)
     if not head.policies:
         raise ConfigurationError("--policies is empty; name policies, as a=policies/cartpole,b=http://127.0.0.1:30000")
     policies = {

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import hashlib
 import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -22,16 +20,17 @@ from pydantic import BaseModel
 
 from evaluation.arenas import OpenArena, StartedServers, open_arena
 from evaluation.episodes import open_policies, play_seeds
-from evaluation.identity import check_identity, locked_file, whole_lines
+from evaluation.identity import check_identity, locked_file, sha256_of, whole_lines
 from evaluation.metrics import bootstrap
 from services.clients.environment import ServedEpisode
-from services.clients.evaluation_head import EvaluationHeadClient, HeadActions
-from services.clients.play import Ask, Decision, Episode, NoActionError, Step
+from services.clients.evaluation_head import EvaluationHeadClient
+from services.clients.play import Decision, Episode, NoActionError, Step
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import atomic_write
 from services.core.settings import Settings
 from services.environment_server.settings import default_name
-from services.evaluation_head.policy import OverloadedError, Policy, PolicyFailedError
+from services.evaluation_head.policies import RemotePolicy
+from services.evaluation_head.policy import MAX_WAITING, Policy, PolicyFailedError
 from services.evaluation_head.settings import MAX_BATCH
 from services.http.client import RequestRefusedError
 from services.protocol.evaluation import EnvironmentInfo
@@ -63,17 +62,6 @@ class Options:
     policy: str | None = None
     episodes_at_once: int = 1
     """Episodes that a worker plays together."""
-
-
-@dataclass(frozen=True)
-class Actor:
-    """The policy that plays: its name, its decisions, and what takes note of the ends of episodes."""
-
-    name: str
-    ask: Ask[Episode]
-    end: Callable[[Episode], None]
-    identity: Mapping[str, str] = field(default_factory=dict)
-    """What else tells it from other policies."""
 
 
 @dataclass
@@ -120,8 +108,8 @@ class EpisodeFile:
 class Recorder:
     """Keeps the record of each episode that ends, and the time of each decision; see Play."""
 
-    def __init__(self, actor: Actor, store: EpisodeFile) -> None:
-        self._actor = actor
+    def __init__(self, policy: Policy, store: EpisodeFile) -> None:
+        self._policy = policy
         self._store = store
         self._began: dict[Episode, float] = {}
         self._actions: defaultdict[Episode, Any] = defaultdict(hashlib.sha256)
@@ -134,7 +122,10 @@ class Recorder:
         began = time.monotonic()
         for episode in episodes:
             self._began.setdefault(episode, began)
-        decisions = await self._actor.ask(episodes)
+        try:
+            decisions = await self._policy.ask(episodes)
+        except PolicyFailedError as error:
+            raise NoActionError(error.detail) from error
         self.decision_seconds += [time.monotonic() - began] * len(episodes)
         return decisions
 
@@ -151,7 +142,7 @@ class Recorder:
         played = PlayedEpisode(episode.seed, episode.episode_return, episode.steps, seconds, versions, actions)
         self._store.add(played)
         self._played.append((played, episode.server.url if isinstance(episode, ServedEpisode) else ""))
-        self._actor.end(episode)
+        self._policy.report(episode)
 
     def workers(self, servers: StartedServers) -> list[dict[str, Any]]:
         """Return for each server its episodes, restarts and deaths."""
@@ -177,38 +168,40 @@ async def evaluate(options: Options, say: Callable[[str], None]) -> dict[str, An
         DependencyLostError: the head does not answer, or a worker died too often. Finished episodes are kept.
     """
     token = Settings.load().token
-    async with open_arena(options.environment, None, None) as place, _policy(options, place.info, token) as actor:
+    async with AsyncExitStack() as stack:
+        place = await stack.enter_async_context(open_arena(options.environment, None, None))
+        policy, identity = await _open_policy(options, place.info, token, stack)
         with locked_file(options.save_to / EPISODES, "--save-to") as file:
             store = EpisodeFile(file)
             check_identity(
                 options.save_to / IDENTITY,
                 {
                     "head": options.policies or str(options.url).rstrip("/"),
-                    "policy": actor.name,
-                    **actor.identity,
+                    "policy": policy.name,
+                    **identity,
                     **{f"environment.{name}": value for name, value in place.info.model_dump(mode="json").items()},
                 },
                 is_used=bool(store.episodes),
                 results="the episodes of another evaluation",
                 option="--save-to",
             )
-            results = await _play_missing(options, place, actor, store, token, say)
+            if store.episodes:
+                say(f"{options.save_to} has {len(store.episodes)} episodes already, of {options.episodes} wanted")
+            results = await _play_missing(options, place, policy, store, token)
             os.fsync(file.fileno())
             atomic_write(options.save_to / RESULTS, json.dumps(results, indent=1) + "\n")
     return results
 
 
 async def _play_missing(
-    options: Options, place: OpenArena, actor: Actor, store: EpisodeFile, token: str | None, say: Callable[[str], None]
+    options: Options, place: OpenArena, policy: Policy, store: EpisodeFile, token: str | None
 ) -> dict[str, Any]:
     """Play the seeds that ``store`` lacks; return the results of all."""
     seeds = range(options.seed, options.seed + options.episodes)
     missing = [seed for seed in seeds if seed not in store.episodes]
-    if len(missing) < len(seeds):
-        say(f"{options.save_to} has {len(seeds) - len(missing)} of {len(seeds)} episodes already")
     count = min(options.workers, len(missing))
     servers = StartedServers(place.info.id, count, token) if count else None
-    recorder = Recorder(actor, store)
+    recorder = Recorder(policy, store)
     left_out: dict[int, str] = {}
 
     async def play() -> None:
@@ -216,13 +209,13 @@ async def _play_missing(
         at_once, workers = options.episodes_at_once, max(count, 1)
         left_out.update(await play_seeds(arena, missing, recorder, at_once=at_once, workers=workers))
         # The last reports.
-        await actor.ask([])
+        await policy.ask([])
 
     began = time.monotonic()
-    await (play() if servers is None else servers.run(play()))
+    await (play() if servers is None else servers.run(play))
     return {
         "environment": options.environment,
-        "policy": actor.name,
+        "policy": policy.name,
         **results_of([store.episodes[seed] for seed in seeds if seed in store.episodes], left_out),
         "seconds": time.monotonic() - began,
         "decision_ms": percentiles(recorder.decision_seconds),
@@ -252,76 +245,50 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{q}": 1000 * float(np.percentile(seconds, q)) for q in (50, 95, 99)} if seconds else {}
 
 
-@asynccontextmanager
-async def _policy(options: Options, info: EnvironmentInfo, token: str | None) -> AsyncIterator[Actor]:
-    """Open the policy that plays.
+async def _open_policy(
+    options: Options, info: EnvironmentInfo, token: str | None, stack: AsyncExitStack
+) -> tuple[Policy, dict[str, str]]:
+    """Open the policy that plays until ``stack`` closes; return it, and what tells it from others of its name.
 
     Raises:
         ConfigurationError: there is no such policy, or it does not fit the environment.
     """
-    if (options.url is None) == (options.policies is None):
+    url, wanted = options.url, options.policy
+    if (url is None) == (options.policies is None):
         raise ConfigurationError(
             "give either --eval-head-url, of a running head, or --policies, which this command loads"
         )
     if info.seats > 1:
         raise ConfigurationError(f"{info.id} has {info.seats} seats; the policies here play those of one")
-    async with AsyncExitStack() as stack:
-        if options.url is not None:
-            yield await stack.enter_async_context(_at_head(options, info, token))
-            return
-        assert options.policies is not None
-        at_once = max(options.workers, 1) * options.episodes_at_once
-        policies, targets = await open_policies(stack, options.policies, info, min(at_once, MAX_BATCH))
-        name = _chosen(options.policy, list(policies), "--policies")
-        yield Actor(name, functools.partial(_act, policies[name]), lambda _: None, _digest_of(Path(targets[name])))
+    if url is not None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigurationError(f"--eval-head-url is {url!r}; needed is a URL such as http://127.0.0.1:8080")
+        # Two commands at one head have different names.
+        player = f"{default_name()[:60]}-{os.getpid()}"
+        client = EvaluationHeadClient(
+            url, policy=wanted, server=player, environment=info.id, token=token, deadline=ACTION_SECONDS
+        )
+        policy = await stack.enter_async_context(RemotePolicy(wanted or "", client))
+        policy.name = _chosen(wanted, await _policies_of(client), f"the head at {url}")
+        return policy, {}
+    at_once = max(options.workers, 1) * options.episodes_at_once
+    if at_once > MAX_WAITING:
+        raise ConfigurationError(f"--workers and --episodes-at-once make {at_once} episodes; allowed are {MAX_WAITING}")
+    policies, targets = await open_policies(stack, str(options.policies), info, min(at_once, MAX_BATCH))
+    name = _chosen(wanted, list(policies), "--policies")
+    return policies[name], _digest_of(Path(targets[name]))
 
 
 def _digest_of(target: Path) -> dict[str, str]:
     """Return the digest of a policy that is one file; the versions of a directory are in the episodes."""
-    return {"policy.sha256": hashlib.sha256(target.read_bytes()).hexdigest()} if target.is_file() else {}
+    return {"policy.sha256": sha256_of(target)} if target.is_file() else {}
 
 
 def _chosen(policy: str | None, names: Sequence[str], where: str) -> str:
     if policy is not None and policy not in names:
         raise ConfigurationError(f"--policy is {policy!r}; {where} has {', '.join(names)}")
     return policy or names[0]
-
-
-async def _act(policy: Policy, episodes: Sequence[Episode]) -> list[Decision]:
-    while episodes:
-        try:
-            return await policy.act([episode.state for episode in episodes])
-        except OverloadedError as error:
-            await asyncio.sleep(error.retry_after)
-        except PolicyFailedError as error:
-            raise NoActionError(error.detail) from error
-    return []
-
-
-@asynccontextmanager
-async def _at_head(options: Options, info: EnvironmentInfo, token: str | None) -> AsyncIterator[Actor]:
-    """Open a policy of a running head, whose dashboard shows the episodes under this process's name."""
-    url = str(options.url).rstrip("/")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigurationError(f"--eval-head-url is {url!r}; needed is a URL such as http://127.0.0.1:8080")
-    # Two commands at one head have different names.
-    name = f"{default_name()[:60]}-{os.getpid()}"
-    async with EvaluationHeadClient(
-        url, policy=options.policy, server=name, environment=info.id, token=token, deadline=ACTION_SECONDS
-    ) as client:
-        policy = _chosen(options.policy, await _policies_of(client), f"the head at {url}")
-        actions = HeadActions(client)
-
-        async def ask(episodes: Sequence[Episode]) -> list[Decision]:
-            try:
-                return await actions.ask(episodes)
-            except RequestRefusedError as error:
-                if error.status in (400, 422):
-                    raise NoActionError(f"{error}") from error
-                raise ConfigurationError(str(error)) from error
-
-        yield Actor(policy, ask, actions.report)
 
 
 class HeadStats(BaseModel):

@@ -6,7 +6,6 @@ Policies that play alone get mean returns, policies that play each other get rat
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ import numpy as np
 
 from evaluation.arenas import OpenArena, open_arena
 from evaluation.episodes import open_policies, play_seeds
-from evaluation.identity import check_identity, locked_file
+from evaluation.identity import check_identity, locked_file, sha256_of
 from evaluation.shards import Rows, Shard, lineups_of, read_summary, shards_of
 from services.core.errors import ConfigurationError
 from services.core.files import write_json
@@ -97,7 +96,7 @@ def _check_manifest(
         stats = policy.stats()
         if "file" in stats:
             manifest[f"policies.{name}.version"] = stats["version"]
-            manifest[f"policies.{name}.sha256"] = hashlib.sha256(Path(stats["file"]).read_bytes()).hexdigest()
+            manifest[f"policies.{name}.sha256"] = sha256_of(Path(stats["file"]))
     path, is_used = options.save_to / MANIFEST, any(options.save_to.glob("shard-*.parquet"))
     if is_used and not path.exists():
         raise ConfigurationError(f"{options.save_to} has shards without {MANIFEST}; give another --save-to")

@@ -112,7 +112,12 @@ class HeadActions:
             # The next request repeats them; the head counts each once.
             self._reports += reports
             raise
-        return list(map(Decision, reply.actions, reply.policy_versions))
+        return decisions_of(reply)
+
+
+def decisions_of(reply: EvaluateReply) -> list[Decision]:
+    """Return a reply's actions with their versions and, where it has them, their log-probabilities."""
+    return list(map(Decision, reply.actions, reply.policy_versions, reply.logprobs or [None] * len(reply.actions)))
 
 
 class SyncEvaluationHeadClient:

@@ -196,7 +196,7 @@ def test_a_signal_ends_all_and_the_same_command_continues(tmp_path: Path) -> Non
     wait_until(lambda: not any(child.is_running() for child in children), "the end of all processes")
     done = subprocess.run(command(tmp_path / "out"), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
-    assert "of 8 episodes already" in done.stderr
+    assert "episodes already, of 8 wanted" in done.stderr
     results = json.loads((tmp_path / "out" / RESULTS).read_text())
     assert returns_of(results) == {seed: return_of(seed, "lean") for seed in range(8)}
 
@@ -236,7 +236,7 @@ def test_a_server_that_is_not_a_head_and_a_head_with_a_token_are_refused(tmp_pat
 
 
 def test_a_head_that_refuses_a_state_loses_the_episode_and_one_that_refuses_the_player_the_run(tmp_path: Path) -> None:
-    for status, says in ((422, "no episode ended: .*422"), (409, "409")):
+    for status, says in ((422, "no episode ended: .*refuses: no"), (409, "409")):
         app = FastAPI()
         app.get("/stats")(lambda: {"service": "evaluation-head", "policies": [{"name": "a"}]})
 
