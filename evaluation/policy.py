@@ -18,8 +18,7 @@ import numpy as np
 import orjson
 from pydantic import BaseModel
 
-from evaluation.arenas import OpenArena, StartedServers, open_arena
-from evaluation.episodes import open_policies, play_seeds
+from evaluation.episodes import OpenArena, StartedServers, open_arena, open_policies, play_seeds
 from evaluation.identity import check_identity, locked_file, sha256_of, whole_lines
 from evaluation.metrics import bootstrap
 from services.clients.environment import ServedEpisode

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.arenas import OpenArena, open_arena
-from evaluation.episodes import open_policies, play_seeds
+from evaluation.episodes import OpenArena, open_arena, open_policies, play_seeds
 from evaluation.identity import check_identity, locked_file, sha256_of
 from evaluation.shards import Rows, Shard, lineups_of, read_summary, shards_of
 from services.core.errors import ConfigurationError

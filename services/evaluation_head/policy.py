@@ -91,8 +91,8 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
         """
 
     async def ask(self, episodes: Sequence[Episode]) -> list[Decision]:
-        """Return a decision for each episode of a play; raises as ``act`` does."""
-        return await self.act([episode.state for episode in episodes])
+        """Return a decision for each episode of a play, also for none; raises as ``act`` does."""
+        return await self.act([episode.state for episode in episodes]) if episodes else []
 
     def report(self, episode: Episode) -> None:
         """Take note of an episode that has ended."""

@@ -20,8 +20,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from evaluation import policy as policy_module
-from evaluation.arenas import LocalArena, OpenArena, open_arena
-from evaluation.episodes import TRIES, play_seeds
+from evaluation.episodes import TRIES, LocalArena, OpenArena, open_arena, play_seeds
 from evaluation.policy import EPISODES, RESULTS, Options, evaluate
 from services.clients.play import Decision, Episode
 from services.core.errors import ConfigurationError
@@ -83,6 +82,12 @@ def test_results_are_those_of_the_environment_and_a_longer_run_continues(tmp_pat
     assert results["mean_return"]["low"] <= np.mean(returns) <= results["mean_return"]["high"]
     assert (results["steps"], results["policy"], results["policy_versions"]) == (sum(returns), "left", [None])
     assert json.loads((tmp_path / RESULTS).read_text()) == results
+
+
+def test_a_torch_policy_is_loaded_and_its_version_is_recorded(tmp_path: Path) -> None:
+    policies.publish_wobbles(tmp_path / "wobbles", 3)
+    results = run(tmp_path / "out", policies=f"wobbles={tmp_path / 'wobbles'}")
+    assert (results["policy_versions"], len(results["episodes"])) == ([3], 4)
 
 
 def test_episodes_played_together_or_with_a_head_are_those_played_one_by_one(tmp_path: Path, head: str) -> None:

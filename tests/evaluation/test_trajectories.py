@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from evaluation import arenas
+from evaluation import episodes
 from evaluation.shards import lineups_of
 from evaluation.trajectories import METHOD, Options, bradley_terry, generate
 from services.core.errors import ConfigurationError, DependencyLostError
@@ -258,7 +258,7 @@ def test_an_episode_that_cannot_begin_is_tried_again_and_then_left_out_with_its_
 def test_mistakes_are_reported_in_terms_of_the_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wobbles: Path
 ) -> None:
-    monkeypatch.setattr(arenas, "CONTACT_SECONDS", 0.5)
+    monkeypatch.setattr(episodes, "CONTACT_SECONDS", 0.5)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     for policies_, options, says in [
