@@ -1,7 +1,7 @@
 """The driver, which plays on discovered servers: it begins episodes there, asks a policy for actions, and sends them.
 
-Episodes on the replicas of a service begin through the service's load balancer, one a request, because SkyServe's
-autoscaler counts these requests. The reply says which replica has the episode, and the actions go there directly.
+For each episode that begins on a replica of a service, a request goes through the service's load balancer, too, because
+SkyServe's autoscaler counts these requests. The episode's own requests go to the replica, which alone has the episode.
 
 Servers that push are not driven. The episodes of a server that is lost continue on other servers with the same
 environment, if it declares ``deterministic``; otherwise they are lost. A server that cannot be reached, or breaks the
@@ -34,7 +34,6 @@ from services.protocol.evaluation import (
     EnvironmentInfo,
     EnvironmentServerHealth,
     EpisodePosition,
-    ResetReply,
     ResetRequest,
     ServerMode,
     ServerState,
@@ -48,10 +47,8 @@ PROBE_SECONDS = 5.0
 """Limit of the answer to a probe."""
 REQUEST_SECONDS = 60.0
 """Limit of one request with its retries, and of the search for a server that takes the episodes of a lost one."""
-ENTRANCE_SECONDS = 5.0
-"""Limit of one request to a load balancer with its retries."""
-ENTRANCE_CLOSED_SECONDS = 30.0
-"""After a load balancer did not answer, episodes begin at the replicas directly for this time."""
+ENTRANCE_SECONDS = 1.0
+"""Limit of one request to a load balancer, whose answer does not matter."""
 
 
 class Link(EnvironmentClient):
@@ -71,16 +68,13 @@ class Link(EnvironmentClient):
         """True once discovery no longer finds the server; the link ends with its episodes."""
         self._driver = driver
         self._registry = driver.registry
-        self._entrance_closed_until = 0.0
         self.under_way: list[ServedEpisode] = []
-        """The episodes that began at the server and have not ended, wherever they are."""
         self._policy: Policy | None = None
         """The policy that plays; None until one fits."""
         self._begun = 0
         self._given_up = 0
         """Episodes given up since the last step that was taken."""
         self._probed = 0.0
-        self._instance = ""
         self._is_well = False
         """True from the answer that the server can be played on until the server is lost."""
 
@@ -90,10 +84,10 @@ class Link(EnvironmentClient):
             self._server = await self.connect(self.url)
             entrance = self.discovered.entrance
             self._entrance = await self.connect(entrance) if entrance else None
-            while self.under_way or not self.is_dropped:
+            while not self.is_dropped:
                 await self._probe()
                 self._given_up = 0
-                if self._room() > 0 or self.under_way:
+                if self._room() > 0:
                     await self._drive()
                 await asyncio.sleep(PROBE_INTERVAL_SECONDS)
 
@@ -116,18 +110,10 @@ class Link(EnvironmentClient):
             record.detail, self._is_well = detail, False
             return
         record.probed = ServerState.CONNECTED if response.status_code == 200 else ServerState.STARTING
-        record.environment, record.usage, self._instance = health.environment, health.usage, health.instance
+        record.environment, record.usage = health.environment, health.usage
         if not self.under_way:
             record.detail = f"plays by itself, as {health.name}" if health.pushing else None
         self._is_well = record.probed is ServerState.CONNECTED and not health.pushing and not record.is_heard
-
-    @property
-    def _siblings(self) -> dict[str, Link]:
-        """This link, or those to all replicas of its service that are well, by instance."""
-        if self._entrance is None:
-            return {self._instance: self}
-        links = [link for link in self._driver.links if link.discovered.entrance == self.discovered.entrance]
-        return {link._instance: link for link in links if link._is_well}
 
     async def servers(self) -> list[EnvironmentServer]:
         """Return the servers on which episodes can begin again: this link's, and those with the same environment."""
@@ -169,9 +155,7 @@ class Link(EnvironmentClient):
         # If episodes are given up at their first step, further ones would be, too, until something changes.
         if not self._is_well or self.is_dropped or self._given_up >= each:
             return 0
-        links = self._siblings.values()
-        # A load balancer may give one replica more episodes than another.
-        room = min(each - len(self.under_way), each * len(links) - sum(len(link.under_way) for link in links))
+        room = each - len(self.under_way)
         return room if total is None else min(room, total - self._begun)
 
     async def _drive(self) -> None:
@@ -196,60 +180,35 @@ class Link(EnvironmentClient):
         return [(self._begun + i) % 2**31 for i in range(self._room())]
 
     async def begin(self, seeds: Sequence[int], split: str | None = None, source: str = "") -> list[ServedEpisode]:
-        """Begin episodes at the server; through a load balancer one a request, so that they spread over the replicas.
+        """Begin episodes at the server; none if no policy fits them.
 
         Raises:
             DependencyLostError, RequestRefusedError: the server begins none, and no other episode is under way.
         """
-        counts = [len(seeds)] if self._entrance is None else [1] * len(seeds)
-        begun = await asyncio.gather(*(self._begin(count) for count in counts), return_exceptions=True)
-        episodes: list[ServedEpisode] = []
-        for result in begun:
-            if isinstance(result, list):
-                episodes += result
-            elif isinstance(result, DependencyLostError) and self.under_way:
-                # The episodes under way may continue elsewhere.
-                self.note_failure(self._server)
-            else:
-                raise result
+        request = ResetRequest(episodes=len(seeds), seed=seeds[0], request_id=uuid.uuid4().hex)
+        try:
+            reply, _ = await asyncio.gather(self._server.reset(request), self._announce(len(seeds)))
+        except DependencyLostError:
+            if not self.under_way:
+                raise
+            # The episodes under way may continue elsewhere.
+            self.note_failure(self._server)
+            return []
+        episodes = [ServedEpisode.begun_at(self._server, reply, start, None) for start in reply.episodes]
+        self._policy = self._fitting(reply.environment)
+        if self._policy is None:
+            self._given_up = self._settings.head_drive_episodes
+            await self.end(episodes)
+            return []
+        self._begun += len(seeds)
+        self.environments[""] = reply.environment
         return episodes
 
-    async def _begin(self, count: int) -> list[ServedEpisode]:
-        """Begin episodes, and return those at this link's server; those at another replica join that one's link."""
-        request = ResetRequest(episodes=count, seed=self._begun % 2**31, request_id=uuid.uuid4().hex)
-        self._begun += count
-        try:
-            reply = await self._enter(request)
-            link = self if reply is None else self._siblings[reply.instance]
-            reply = reply or await self._server.reset(request)
-        except BaseException:
-            self._begun -= count
-            raise
-        episodes = [ServedEpisode.begun_at(link._server, reply, start, None) for start in reply.episodes]
-        policy = link._fitting(reply.environment)
-        if policy is None:
-            self._begun -= count
-            self._given_up = self._settings.head_drive_episodes
-            await link.end(episodes)
-            return []
-        link._policy, link.environments[""] = policy, reply.environment
-        if link is self:
-            return episodes
-        link.under_way += episodes
-        return []
-
-    async def _enter(self, request: ResetRequest) -> ResetReply | None:
-        """Return the reply of a replica that the load balancer chose; None where the server must be asked directly."""
-        if self._entrance is None or time.monotonic() < self._entrance_closed_until:
-            return None
-        try:
-            reply = await self._entrance.reset(request, deadline=ENTRANCE_SECONDS)
-        except (DependencyLostError, RequestRefusedError) as error:
-            log.warning("the load balancer begins no episode; its replicas are asked", error=str(error))
-            self._entrance_closed_until = time.monotonic() + ENTRANCE_CLOSED_SECONDS
-            return None
-        # A replica that is not connected yet drops the episode when it is not stepped.
-        return reply if reply.instance in self._siblings else None
+    async def _announce(self, episodes: int) -> None:
+        """Send a request an episode through the load balancer of the server's service, if it has one."""
+        if self._entrance is not None:
+            requests = [self._entrance.send_once("GET", "/health", seconds=ENTRANCE_SECONDS) for _ in range(episodes)]
+            await asyncio.gather(*requests, return_exceptions=True)
 
     def _fitting(self, environment: EnvironmentInfo) -> Policy | None:
         """Return the first policy that fits the environment; None if none does, with the reason in the record."""

@@ -58,7 +58,7 @@ class LanguagePolicy(Policy):
     kind = "language model"
 
     def __init__(self, name: str, url: str, settings: HeadSettings) -> None:
-        super().__init__(name)
+        super().__init__(name, url=url)
         self._settings = settings
         self._places = asyncio.Semaphore(settings.head_llm_concurrency)
         self._http = HttpClient(
@@ -106,12 +106,7 @@ class LanguagePolicy(Policy):
 
     def stats(self) -> dict[str, Any]:
         """See Policy."""
-        return {
-            "version": self._version,
-            "url": self._http.url,
-            "waiting": self._waiting,
-            "states": self.states,
-        }
+        return super().stats() | {"version": self._version, "waiting": self._waiting}
 
     async def refresh(self) -> None:
         """See Policy."""
@@ -171,7 +166,7 @@ class FunctionPolicy(Policy):
     kind = "function"
 
     def __init__(self, name: str, target: str) -> None:
-        super().__init__(name)
+        super().__init__(name, function=target)
         self._target = target
         self._one_at_a_time = asyncio.Lock()
 
@@ -202,10 +197,6 @@ class FunctionPolicy(Policy):
         except BaseException as error:
             raise PolicyFailedError(f"{self._target} raised {type(error).__name__}: {error}") from error
 
-    def stats(self) -> dict[str, Any]:
-        """See Policy."""
-        return {"function": self._target, "states": self.states}
-
 
 class RemotePolicy(Policy):
     """The policy that another head has for a client, which belongs to this policy."""
@@ -213,7 +204,7 @@ class RemotePolicy(Policy):
     kind = "evaluation head"
 
     def __init__(self, name: str, client: EvaluationHeadClient) -> None:
-        super().__init__(name)
+        super().__init__(name, url=client.url)
         self._client = client
         self._actions = HeadActions(client)
 
@@ -259,10 +250,6 @@ class RemotePolicy(Policy):
 
     def _refusal(self, error: RequestRefusedError) -> StatesRefusedError:
         return StatesRefusedError(f"the head at {self._client.url} refuses: {error.detail}")
-
-    def stats(self) -> dict[str, Any]:
-        """See Policy."""
-        return {"url": self._client.url, "states": self.states}
 
 
 def make_policy(name: str, target: str, settings: HeadSettings) -> Policy:

@@ -67,8 +67,10 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
 
     kind: str
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **about: Any) -> None:
+        """Make a policy; ``about`` is shown in its entry of /stats."""
         self.name = name
+        self._about = about
         self.trouble: str | None = None
         """The policy's current problem, for the dashboard."""
         self.states = 0
@@ -108,6 +110,6 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
         """Return why the policy cannot act in an environment; None if it can, or if only a call can show it."""
         return None
 
-    @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Return the policy's entry in /stats."""
+        return {**self._about, "states": self.states}

@@ -66,21 +66,17 @@ class TorchPolicy(Policy):
     """The checkpoint in use."""
 
     def __init__(self, name: str, target: Path, settings: HeadSettings) -> None:
-        super().__init__(name)
+        size, timeout_ms = settings.head_batch_size, settings.head_timeout_ms
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        device = default if settings.head_device == "auto" else settings.head_device
+        super().__init__(name, device=device, batch_size=size, timeout_ms=timeout_ms)
         self._target = target
-        self._settings = settings
         if settings.head_device != "cpu":
             machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
         torch.set_num_threads(machine.threads())
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        self._device = torch.device(default if settings.head_device == "auto" else settings.head_device)
+        self._device = torch.device(device)
         self._tried: checkpoint.Source | None = None
-        self._batcher = Batcher(
-            name,
-            self._compute,
-            batch_size=settings.head_batch_size,
-            timeout_seconds=settings.head_timeout_ms / 1000,
-        )
+        self._batcher = Batcher(name, self._compute, batch_size=size, timeout_seconds=timeout_ms / 1000)
 
     async def __aenter__(self) -> TorchPolicy:
         try:
@@ -115,13 +111,10 @@ class TorchPolicy(Policy):
     def stats(self) -> dict[str, Any]:
         """See Policy."""
         batcher, loaded = self._batcher, self.loaded
-        return {
+        return super().stats() | {
             "version": loaded.source.version,
             "file": str(loaded.source.file),
-            "device": str(self._device),
             "parameters": loaded.spec.parameters,
-            "batch_size": self._settings.head_batch_size,
-            "timeout_ms": self._settings.head_timeout_ms,
             "waiting": batcher.waiting,
             "batches": batcher.sizes.total(),
             "states": batcher.states,

@@ -67,12 +67,6 @@ async def test_a_busy_head_is_asked_again_and_each_repetition_is_counted() -> No
                 await client.act([[1.0], [2.0]])
 
 
-async def test_a_head_that_is_away_is_given_up_at_the_deadline() -> None:
-    async with EvaluationHeadClient("http://127.0.0.1:9", deadline=0.3) as client:
-        with pytest.raises(DependencyLostError, match="evaluation-head did not answer POST"):
-            await client.act([[1.0]])
-
-
 def test_the_synchronous_client_is_the_same_client_and_reports_once(head: Any) -> None:
     with served_ready(head()) as url, EvaluationHeadClient(url, server="script").sync() as client:
         client.wait_healthy(IDLE_SECONDS)
