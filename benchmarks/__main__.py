@@ -46,7 +46,6 @@ BENCHMARKS = {
     "gateway": "gateway:GATEWAY",
     "cluster": "cluster:CLUSTER",
     "sandbox": "sandbox:SANDBOX",
-    "policy": "policy:POLICY",
     "gpu": "gpu:GPU",
 }
 """Each benchmark's module and name in it, by its name on the command line."""
@@ -104,7 +103,6 @@ SECTIONS = (
         ("--only", "environment-server,evaluation-head"),
         "services",
     ),
-    Section("policy", "The evaluation head against a model in every worker"),
     Section("gpu", "Updates, publications and GSM8K on GPUs", needs="SGLANG_PYTHON", needs_gpu=True),
 )
 """The sections in the order of the page."""

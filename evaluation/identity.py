@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -57,6 +58,11 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
         position += len(line)
     file.truncate(position)
     file.seek(0, os.SEEK_END)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the digest of a file, of a policy for example."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def check_identity(path: Path, identity: Mapping[str, Any], *, is_used: bool, results: str, option: str) -> None:

@@ -1,7 +1,7 @@
-"""``grpo evaluate-policy``: the returns of a policy at an evaluation head.
+"""``grpo evaluate-policy``: the returns of a policy in an environment.
 
-Worker processes play one episode for each seed with the head's actions. The head runs already (``--eval-head-url``) or
-is started and ended by this command (``--policies``). A worker that dies is started again and loses only its open
+Environment servers play one episode for each seed with the actions of a policy that this command loads (``--policies``)
+or that a running head serves (``--eval-head-url``). A server that dies is started again and loses only its open
 episodes, which are played again. A killed command continues when it is repeated; see docs/evaluation_head.md.
 """
 
@@ -18,24 +18,23 @@ from rich.table import Table
 from rich.text import Text
 from typer import Option
 
-from evaluation.policy.run import RESULTS, Options, evaluate
+from evaluation.policy import RESULTS, Options, evaluate
 from services.core import logs
 from services.core.tasks import run_until_signal
 
 SaveTo = Annotated[Path, Option(help="Directory of episodes, results and logs. Resumes what is there.")]
 Url = Annotated[str | None, Option("--eval-head-url", help="A head that runs, such as http://127.0.0.1:8080.")]
-Policies = Annotated[
-    str | None, Option(help="Policies of a head to start, as HEAD_POLICIES: name=target, with commas between.")
-]
-Policy = Annotated[str | None, Option(help="The head's policy that plays; default its first.")]
-Environment = Annotated[str, Option(help="As ENVIRONMENT of an environment server; workers play it themselves.")]
+Policies = Annotated[str | None, Option(help="Policies to load, as HEAD_POLICIES: name=target, with commas between.")]
+Policy = Annotated[str | None, Option(help="The policy that plays; default the first.")]
+Environment = Annotated[str, Option(help="As ENVIRONMENT of an environment server.")]
 Episodes = Annotated[int, Option(min=1, help="Episodes to play.")]
-Workers = Annotated[int, Option(min=1, max=1024, help="Processes that play.")]
+Workers = Annotated[
+    int, Option(min=0, max=1024, help="Environment servers to start; 0: play in this process, the fastest way.")
+]
 AtOnce = Annotated[
-    int, Option(min=1, max=4096, help="Episodes that a worker plays at a time, with one request a step.")
+    int, Option(min=1, max=1024, help="Episodes that a worker plays at a time, with one request a step.")
 ]
 Seed = Annotated[int, Option(min=0, max=2**31 - 1, help="Seed of the first episode; the next has the next seed.")]
-Port = Annotated[int, Option(min=0, max=65_535, help="Port of the head to start; 0: any free port.")]
 
 
 def main(
@@ -48,13 +47,10 @@ def main(
     workers: Workers = 4,
     episodes_at_once: AtOnce = 1,
     seed: Seed = 0,
-    port: Port = 0,
 ) -> None:
-    """Play episodes of a policy by worker processes and write returns, their mean and its interval to results.json."""
+    """Play episodes of a policy and write returns, their mean and its interval to results.json."""
     logs.configure("evaluate_policy", "warning")
-    options = Options(
-        environment, episodes, workers, seed, save_to, eval_head_url, policies, policy, port, episodes_at_once
-    )
+    options = Options(environment, episodes, workers, seed, save_to, eval_head_url, policies, policy, episodes_at_once)
 
     async def work() -> None:
         _show(await evaluate(options, lambda line: print(line, file=sys.stderr, flush=True)), save_to)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from evaluation.trajectories.run import RESULTS, Options, generate
+from evaluation.trajectories import RESULTS, Options, generate
 from services.core import logs
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import run_until_signal

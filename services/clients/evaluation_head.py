@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Self
 
+from services.clients.play import Decision, Episode
 from services.core.errors import DependencyLostError
 from services.http.client import HttpClient
 from services.protocol.evaluation import EpisodePosition, EvaluateReply, EvaluateRequest, FinishedEpisode, State, Usage
@@ -84,6 +85,39 @@ class EvaluationHeadClient(HttpClient):
     def sync(self) -> SyncEvaluationHeadClient:
         """Return this client for code without an event loop."""
         return SyncEvaluationHeadClient(self)
+
+
+class HeadActions:
+    """The actions of a head for the episodes of one player, and the player's reports of their ends."""
+
+    def __init__(self, client: EvaluationHeadClient) -> None:
+        self._client = client
+        self._reports: list[FinishedEpisode] = []
+        """Episodes that have ended since the last request to the head."""
+
+    def report(self, episode: Episode) -> None:
+        """Report the end of an episode with the next request."""
+        self._reports.append(episode.report)
+
+    async def ask(self, episodes: Sequence[Episode], usage: Usage | None = None) -> list[Decision]:
+        """Return a decision for each episode, and send the reports; raises as EvaluationHeadClient.act does."""
+        reports, self._reports = self._reports, []
+        if not episodes and not reports:
+            return []
+        try:
+            positions = [episode.position for episode in episodes]
+            states = [episode.state for episode in episodes]
+            reply = await self._client.act(states, episodes=positions, finished=reports, usage=usage)
+        except BaseException:
+            # The next request repeats them; the head counts each once.
+            self._reports += reports
+            raise
+        return decisions_of(reply)
+
+
+def decisions_of(reply: EvaluateReply) -> list[Decision]:
+    """Return a reply's actions with their versions and, where it has them, their log-probabilities."""
+    return list(map(Decision, reply.actions, reply.policy_versions, reply.logprobs or [None] * len(reply.actions)))
 
 
 class SyncEvaluationHeadClient:

@@ -52,6 +52,8 @@ class SupervisedProcess:
         self.command = command
         self.starts = 0
         """The number of starts so far, which tells one child from the next."""
+        self.ends: list[str] = []
+        """How each child that ended by itself ended."""
         self.before_restart: Callable[[], Awaitable[None]] | None = None
         """Awaited between the end of a child and the next start."""
         self._is_healthy = is_healthy
@@ -91,7 +93,8 @@ class SupervisedProcess:
                 await run_until_first_ends(process.wait(), self._kill_if_hung())
                 assert process.returncode is not None
                 self.kill()
-                log.warning("child ended", child=self.command.name, how=describe_exit(process.returncode))
+                self.ends.append(describe_exit(process.returncode))
+                log.warning("child ended", child=self.command.name, how=self.ends[-1])
                 if process.returncode == EXIT_CONFIGURATION:
                     raise ChildRefusedError(
                         f"the {self.command.name} cannot run with these settings; it says why above"

@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import PROCESS_COLLECTOR
 
-from services.clients.evaluation_head import EvaluationHeadClient
+from services.clients.evaluation_head import EvaluationHeadClient, HeadActions
 from services.clients.play import Decision, Episode, play_at_once
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
@@ -18,7 +18,7 @@ from services.environment_server.episodes import EpisodeTable
 from services.environment_server.settings import EnvironmentSettings
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
-from services.protocol.evaluation import Action, FinishedEpisode, StateKind, StepResult, Usage
+from services.protocol.evaluation import Action, StateKind, StepResult, Usage
 
 log = get_logger(__name__)
 
@@ -60,24 +60,23 @@ class Player:
         self._settings = settings
         self._table = table
         self._meter = meter
-        self._head = EvaluationHeadClient(
+        self._client = EvaluationHeadClient(
             str(settings.eval_head_endpoint),
             server=settings.environment_server_name,
             environment=settings.environment,
             token=settings.token,
             deadline=REQUEST_SECONDS,
         )
+        self._head = HeadActions(self._client)
         self._begun = 0
         self._finished = 0
         self._lost = 0
-        self._reports: list[FinishedEpisode] = []
-        """Episodes that have ended since the last request to the head."""
         self._trouble: str | None = None
 
     def stats(self) -> dict[str, Any]:
         """Return counts, and as ``trouble`` why episodes do not continue at the moment."""
         return {
-            "head": self._head.url,
+            "head": self._client.url,
             "finished": self._finished,
             "lost": self._lost,
             "trouble": self._trouble,
@@ -86,7 +85,7 @@ class Player:
     @asynccontextmanager
     async def playing(self) -> AsyncIterator[Player]:
         """Play until the context ends."""
-        async with self._head, asyncio.TaskGroup() as group:
+        async with self._client, asyncio.TaskGroup() as group:
             task = group.create_task(self._play())
             yield self
             task.cancel()
@@ -124,27 +123,24 @@ class Player:
 
     async def _ask(self, episodes: Sequence[Episode]) -> list[Decision]:
         """Return the head's decisions, after any number of attempts, and report the episodes that have ended."""
-        reports, self._reports = self._reports, []
-        states, positions = [episode.state for episode in episodes], [episode.position for episode in episodes]
-        while states or reports:
+        while True:
             try:
-                reply = await self._head.act(states, episodes=positions, finished=reports, usage=self._meter.usage)
+                decisions = await self._head.ask(episodes, self._meter.usage)
             except (DependencyLostError, RequestRefusedError) as error:
                 self._report(str(error))
                 self._table.touch([episode.id for episode in episodes])
                 await asyncio.sleep(PAUSE_SECONDS)
             else:
-                if self._trouble is not None:
+                if decisions and self._trouble is not None:
                     log.info("the head gives actions again")
                     self._trouble = None
-                return list(map(Decision, reply.actions, reply.policy_versions))
-        return []
+                return decisions
 
     async def _settle(self, episode: Episode) -> None:
         """Count an episode, and report it to the head if it has ended."""
         if episode.has_ended:
             self._finished += 1
-            self._reports.append(episode.report)
+            self._head.report(episode)
         else:
             # It is not played again, because the same action would be refused again.
             self._lost += 1

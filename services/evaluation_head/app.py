@@ -12,7 +12,7 @@ import hmac
 import math
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -30,7 +30,7 @@ from starlette.types import Scope
 from services import run_page
 from services.core.tasks import run_until_first_ends
 from services.evaluation_head.head import SERVICE, Head
-from services.evaluation_head.policy import StatesRefusedError
+from services.evaluation_head.policy import StatesRefusedError, check_finite
 from services.evaluation_head.settings import HeadSettings
 from services.http.app import create_service_app
 from services.http.json_body import model_response
@@ -118,8 +118,11 @@ def add_dashboard(app: FastAPI, head: Head) -> None:
         """Return the dashboard, a page for a browser."""
         return Response(page, media_type="text/html", headers=HEADERS)
 
-    for name, path in FILES.items():
-        _add_file(app, name, path)
+    @app.get("/static/{name}", include_in_schema=False)
+    async def get_file(name: str) -> Response:
+        if name not in FILES:
+            raise ProblemError(404, f"no file {name!r} here")
+        return FileResponse(FILES[name], headers=HEADERS)
 
     @app.websocket("/ws")
     async def watch(socket: WebSocket) -> None:
@@ -134,12 +137,6 @@ def add_dashboard(app: FastAPI, head: Head) -> None:
                 await socket.close(1001, "the head ends")
         except (WebSocketDisconnect, TimeoutError, RuntimeError):
             pass  # the client left, or reads too slowly
-
-
-def _add_file(app: FastAPI, name: str, path: Path) -> None:
-    @app.get(f"/static/{name}", include_in_schema=False)
-    async def get_file() -> Response:
-        return FileResponse(path, headers=HEADERS)
 
 
 async def _has_token(socket: WebSocket, token: str | None) -> bool:
@@ -190,15 +187,11 @@ def media_type(scope: Scope) -> str:
     return header.partition(";")[0].strip().lower()
 
 
-class BinaryRequest(NamedTuple):
-    """A request, and its states [count, *shape]. In ``request`` zeros stand for the states; None: only reports."""
+async def read_request(http: Request) -> tuple[EvaluateRequest, NDArray[np.float32] | None]:
+    """Read a request of a BinaryRoute; a raw body has its shape and the other fields in the query.
 
-    request: EvaluateRequest
-    states: NDArray[np.float32] | None
-
-
-async def read_request(http: Request) -> BinaryRequest:
-    """Read a request of a BinaryRoute. A raw body has its shape and the other fields in the query.
+    Returns:
+        The request, in which zeros stand for the states, and its states [count, *shape]; None: only reports.
 
     Raises:
         ProblemError: the body is not MessagePack (400); shape and bytes disagree, or a number is not finite (422).
@@ -211,49 +204,31 @@ async def read_request(http: Request) -> BinaryRequest:
         if _SHAPE.fullmatch(fields.get("shape", "")):
             fields["shape"] = [int(size) for size in fields["shape"].split(",")]
     else:
-        fields = _unpacked(body)
-    states = _states(fields)
-    if states is not None:
+        try:
+            fields = msgpack.unpackb(body)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise ProblemError(400, f"the body is not valid MessagePack: {error!r}") from error
+        if not isinstance(fields, dict):
+            raise ProblemError(422, "the body must be a map with the fields of the JSON body, and 'shape' for 'states'")
+    if "state" in fields:
+        raise StatesRefusedError("state is for JSON; send the bytes of one state as states, with a shape such as 1,4")
+    states = None
+    if fields.keys() & {"states", "shape"}:
+        states = _array(fields.pop("states", None), fields.pop("shape", None))
         # So that the model checks their number, and the number of episodes.
         fields["states"] = [0.0] * len(states)
     try:
-        return BinaryRequest(EvaluateRequest.model_validate(fields), states)
+        return EvaluateRequest.model_validate(fields), states
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from error
 
 
-def _unpacked(body: bytes) -> dict[str, Any]:
-    try:
-        fields = msgpack.unpackb(body)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ProblemError(400, f"the body is not valid MessagePack: {error!r}") from error
-    if not isinstance(fields, dict):
-        raise ProblemError(
-            422, "the body must be a map with the fields of the JSON body, and 'shape' in addition to 'states'"
-        )
-    return fields
-
-
-def _states(fields: dict[str, Any]) -> NDArray[np.float32] | None:
-    """Take ``states`` and ``shape`` out of a request's fields and return the array; None where there is neither.
+def _array(content: object, shape: object) -> NDArray[np.float32]:
+    """Return the array of some bytes.
 
     Raises:
-        StatesRefusedError: they do not fit together, or a number is not finite.
+        StatesRefusedError: they do not fit the shape, or a number is not finite.
     """
-    if "state" in fields:
-        raise StatesRefusedError("state is for JSON; send the bytes of one state as states, with a shape such as 1,4")
-    if not fields.keys() & {"states", "shape"}:
-        return None
-    content, shape = fields.pop("states", None), fields.pop("shape", None)
-    _check_form(content, shape)
-    states = np.frombuffer(content, "<f4").reshape(shape).astype(np.float32, copy=False)
-    finite = np.isfinite(states).reshape(len(states), -1).all(axis=1)
-    if not finite.all():
-        raise StatesRefusedError(f"state {int(finite.argmin())} has NaN or an infinity; needed are finite float32")
-    return states
-
-
-def _check_form(content: object, shape: object) -> None:
     if not isinstance(shape, list) or not shape or not all(type(size) is int and size > 0 for size in shape):
         raise StatesRefusedError(
             f"shape is {repr(shape)[:60]}; needed are the number of states and the shape of one, as in ?shape=64,4 of "
@@ -263,3 +238,6 @@ def _check_form(content: object, shape: object) -> None:
     if not isinstance(content, bytes) or len(content) != needed:
         actual = f"{len(content)} bytes" if isinstance(content, bytes) else type(content).__name__
         raise StatesRefusedError(f"states are {actual}; {shape} of float32 are {needed} bytes")
+    states = np.frombuffer(content, "<f4").reshape(shape).astype(np.float32, copy=False)
+    check_finite(states, "NaN or an infinity; needed are finite float32")
+    return states

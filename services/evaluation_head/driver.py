@@ -1,7 +1,7 @@
 """The driver, which plays on discovered servers: it begins episodes there, asks a policy for actions, and sends them.
 
-Episodes on the replicas of a service begin through the service's load balancer, one a request, because SkyServe's
-autoscaler counts these requests. The reply says which replica has the episode, and the actions go there directly.
+For each episode that begins on a replica of a service, a request goes through the service's load balancer, too, because
+SkyServe's autoscaler counts these requests. The episode's own requests go to the replica, which alone has the episode.
 
 Servers that push are not driven. The episodes of a server that is lost continue on other servers with the same
 environment, if it declares ``deterministic``; otherwise they are lost. A server that cannot be reached, or breaks the
@@ -16,6 +16,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from pydantic import ValidationError
 
@@ -33,7 +34,6 @@ from services.protocol.evaluation import (
     EnvironmentInfo,
     EnvironmentServerHealth,
     EpisodePosition,
-    ResetReply,
     ResetRequest,
     ServerMode,
     ServerState,
@@ -47,10 +47,8 @@ PROBE_SECONDS = 5.0
 """Limit of the answer to a probe."""
 REQUEST_SECONDS = 60.0
 """Limit of one request with its retries, and of the search for a server that takes the episodes of a lost one."""
-ENTRANCE_SECONDS = 5.0
-"""Limit of one request to a load balancer with its retries."""
-ENTRANCE_CLOSED_SECONDS = 30.0
-"""After a load balancer did not answer, episodes begin at the replicas directly for this time."""
+ENTRANCE_SECONDS = 1.0
+"""Limit of one request to a load balancer, whose answer does not matter."""
 
 
 class Link(EnvironmentClient):
@@ -59,106 +57,63 @@ class Link(EnvironmentClient):
     If the server is lost, its episodes continue on the servers of other links that have the same environment.
     """
 
-    def __init__(self, server: DiscoveredServer, record: Server, siblings: dict[str, Link], driver: Driver) -> None:
-        """Make a link; ``siblings`` has the links to all replicas of the service that are well, by instance."""
+    def __init__(self, server: DiscoveredServer, record: Server, driver: Driver) -> None:
         assert server.url is not None
         self._settings = driver.settings
         super().__init__([], self._settings.token, deadline=REQUEST_SECONDS)
+        self.discovered = server
         self.url = server.url
         self.record = record
-        self._entrance_url = server.entrance
-        self._siblings = siblings
+        self.is_dropped = False
+        """True once discovery no longer finds the server; the link ends with its episodes."""
         self._driver = driver
         self._registry = driver.registry
-        self._entrance_closed_until = 0.0
-        self._under_way: list[ServedEpisode] = []
-        self._handed_over: list[ServedEpisode] = []
-        """Episodes of links that were dropped, which this link continues."""
+        self.under_way: list[ServedEpisode] = []
         self._policy: Policy | None = None
         """The policy that plays; None until one fits."""
         self._begun = 0
         self._given_up = 0
         """Episodes given up since the last step that was taken."""
-        self._health_asked = 0.0
+        self._probed = 0.0
         self._is_well = False
         """True from the answer that the server can be played on until the server is lost."""
 
     async def run(self) -> None:
-        """Ask for the server's health, and play while the server is well, until cancelled."""
+        """Ask for the server's health, and play while the server is well, until cancelled or dropped."""
         async with self:
             self._server = await self.connect(self.url)
-            self._entrance = await self.connect(self._entrance_url) if self._entrance_url else None
-            try:
-                while True:
-                    await self._probe()
-                    self._given_up = 0
-                    await self._take_over()
-                    if not self._is_well:
-                        self._leave()
-                    elif self._room() > 0 or self._under_way:
-                        await self._drive()
-                    await asyncio.sleep(PROBE_INTERVAL_SECONDS)
-            finally:
-                self._leave()
-
-    def hand_over(self) -> None:
-        """Let the episodes under way continue by the link to another server that has the same environment."""
-        other = next((link for link in self._equal_links if link is not self), None)
-        if other is None or self.environment is None or not self.environment.deterministic:
-            return
-        for episode in self._under_way:
-            self._registry.move(self._record_of(episode.server), episode.id, other.record, episode.id)
-        other._handed_over += self._under_way
-        self._under_way.clear()
-
-    async def _take_over(self) -> None:
-        """Continue the episodes that other links have handed over."""
-        while self._handed_over:
-            episode = self._handed_over.pop()
-            episode.server = await self.connect(episode.server.url)
-            self._under_way.append(episode)
-
-    def _leave(self) -> None:
-        """Drop the episodes under way, and take no further ones from other links."""
-        self._is_well = False
-        for instance in [instance for instance, link in self._siblings.items() if link is self]:
-            del self._siblings[instance]
-        self._under_way.clear()
+            entrance = self.discovered.entrance
+            self._entrance = await self.connect(entrance) if entrance else None
+            while not self.is_dropped:
+                await self._probe()
+                self._given_up = 0
+                if self._room() > 0:
+                    await self._drive()
+                await asyncio.sleep(PROBE_INTERVAL_SECONDS)
 
     async def _probe(self) -> None:
         """Ask for the server's health; record it and whether the server can be played on."""
         record = self.record
-        self._health_asked = time.monotonic()
-        self._is_well = False
+        self._probed = time.monotonic()
+        health, is_starting, detail = None, False, None
         try:
             response = await self._server.send_once("GET", "/health", seconds=PROBE_SECONDS)
+            is_starting = response.status_code == 503
             health = EnvironmentServerHealth.model_validate_json(response.content)
         except DependencyLostError as error:
-            record.probed, record.detail = ServerState.UNREACHABLE, str(error)
-            return
+            detail = str(error)
         except ValidationError:
             # A server that is starting does not report its environment yet.
-            is_starting = response.status_code == 503
+            detail = None if is_starting else f"{self.url} is not an environment server (/health)"
+        if health is None:
             record.probed = ServerState.STARTING if is_starting else ServerState.UNREACHABLE
-            record.detail = None if is_starting else f"{self.url} is not an environment server (/health)"
+            record.detail, self._is_well = detail, False
             return
         record.probed = ServerState.CONNECTED if response.status_code == 200 else ServerState.STARTING
-        record.environment = health.environment
-        record.detail = f"plays by itself, as {health.name}" if health.pushing else None
-        record.usage = health.usage
-        if record.probed is ServerState.CONNECTED and not health.pushing and not record.is_heard:
-            self._siblings[health.instance] = self
-            self._is_well = True
-
-    async def _probe_while_playing(self) -> None:
-        """Ask for the cores and memory of a server that is played on, and for the health of one that was lost."""
-        if not self._is_well:
-            await self._probe()
-            return
-        self._health_asked = time.monotonic()
-        with contextlib.suppress(DependencyLostError, ValidationError):
-            response = await self._server.send_once("GET", "/health", seconds=PROBE_SECONDS)
-            self.record.usage = EnvironmentServerHealth.model_validate_json(response.content).usage
+        record.environment, record.usage = health.environment, health.usage
+        if not self.under_way:
+            record.detail = f"plays by itself, as {health.name}" if health.pushing else None
+        self._is_well = record.probed is ServerState.CONNECTED and not health.pushing and not record.is_heard
 
     async def servers(self) -> list[EnvironmentServer]:
         """Return the servers on which episodes can begin again: this link's, and those with the same environment."""
@@ -176,7 +131,7 @@ class Link(EnvironmentClient):
 
     def active_on(self, server: EnvironmentServer) -> int:
         """Return the number of the head's episodes on a server."""
-        under_way = [episode for link in self._driver.links for episode in link._under_way]
+        under_way = [episode for link in self._driver.links for episode in link.under_way]
         return sum(episode.server.url == server.url for episode in under_way)
 
     def note_failure(self, server: EnvironmentServer) -> None:
@@ -198,11 +153,9 @@ class Link(EnvironmentClient):
         """Return how many episodes may be begun now."""
         each, total = self._settings.head_drive_episodes, self._settings.head_drive_total
         # If episodes are given up at their first step, further ones would be, too, until something changes.
-        if not self._is_well or self._given_up >= each:
+        if not self._is_well or self.is_dropped or self._given_up >= each:
             return 0
-        links = set(self._siblings.values())
-        # A load balancer may give one replica more episodes than another.
-        room = min(each - len(self._under_way), each * len(links) - sum(len(link._under_way) for link in links))
+        room = each - len(self.under_way)
         return room if total is None else min(room, total - self._begun)
 
     async def _drive(self) -> None:
@@ -211,76 +164,51 @@ class Link(EnvironmentClient):
         record.mode = ServerMode.DRIVEN
         try:
             each = self._settings.head_drive_episodes
-            await play(each, self, self._seeds, self._ask, self._note_end, self._note_steps, self._under_way)
+            await play(each, self, self._seeds, self._ask, self._note_end, self._note_steps, self.under_way)
         except (DependencyLostError, RequestRefusedError, ProblemError) as error:
             record.detail = error.detail if isinstance(error, ProblemError) else str(error)
             log.warning("playing stopped with an error", server=record.name, error=record.detail)
             with contextlib.suppress(RequestRefusedError):
-                await self.end(self._under_way)
+                await self.end(self.under_way)
         finally:
             record.mode = ServerMode.IDLE
-            for episode in self._under_way:
+            for episode in self.under_way:
                 self._registry.lose(self._record_of(episode.server), [episode.id])
-            self._under_way.clear()
+            self.under_way.clear()
 
     def _seeds(self, _room: int) -> Sequence[int]:
         return [(self._begun + i) % 2**31 for i in range(self._room())]
 
     async def begin(self, seeds: Sequence[int], split: str | None = None, source: str = "") -> list[ServedEpisode]:
-        """Begin episodes at the server; through a load balancer one a request, so that they spread over the replicas.
+        """Begin episodes at the server; none if no policy fits them.
 
         Raises:
             DependencyLostError, RequestRefusedError: the server begins none, and no other episode is under way.
         """
-        counts = [len(seeds)] if self._entrance is None else [1] * len(seeds)
-        begun = await asyncio.gather(*(self._begin(count) for count in counts), return_exceptions=True)
-        episodes: list[ServedEpisode] = []
-        for result in begun:
-            if isinstance(result, list):
-                episodes += result
-            elif isinstance(result, DependencyLostError) and self._under_way:
-                # The episodes under way may continue elsewhere.
-                self.note_failure(self._server)
-            else:
-                raise result
+        request = ResetRequest(episodes=len(seeds), seed=seeds[0], request_id=uuid.uuid4().hex)
+        try:
+            reply, _ = await asyncio.gather(self._server.reset(request), self._announce(len(seeds)))
+        except DependencyLostError:
+            if not self.under_way:
+                raise
+            # The episodes under way may continue elsewhere.
+            self.note_failure(self._server)
+            return []
+        episodes = [ServedEpisode.begun_at(self._server, reply, start, None) for start in reply.episodes]
+        self._policy = self._fitting(reply.environment)
+        if self._policy is None:
+            self._given_up = self._settings.head_drive_episodes
+            await self.end(episodes)
+            return []
+        self._begun += len(seeds)
+        self.environments[""] = reply.environment
         return episodes
 
-    async def _begin(self, count: int) -> list[ServedEpisode]:
-        """Begin episodes, and return those at this link's server; those at another replica join that one's link."""
-        request = ResetRequest(episodes=count, seed=self._begun % 2**31, request_id=uuid.uuid4().hex)
-        self._begun += count
-        try:
-            reply = await self._enter(request)
-            link = self if reply is None else self._siblings[reply.instance]
-            reply = reply or await self._server.reset(request)
-        except BaseException:
-            self._begun -= count
-            raise
-        episodes = [ServedEpisode.begun_at(link._server, reply, start, None) for start in reply.episodes]
-        policy = link._fitting(reply.environment)
-        if policy is None:
-            self._begun -= count
-            self._given_up = self._settings.head_drive_episodes
-            await link.end(episodes)
-            return []
-        link._policy, link.environments[""] = policy, reply.environment
-        if link is self:
-            return episodes
-        link._under_way += episodes
-        return []
-
-    async def _enter(self, request: ResetRequest) -> ResetReply | None:
-        """Return the reply of a replica that the load balancer chose; None where the server must be asked directly."""
-        if self._entrance is None or time.monotonic() < self._entrance_closed_until:
-            return None
-        try:
-            reply = await self._entrance.reset(request, deadline=ENTRANCE_SECONDS)
-        except (DependencyLostError, RequestRefusedError) as error:
-            log.warning("the load balancer begins no episode; its replicas are asked", error=str(error))
-            self._entrance_closed_until = time.monotonic() + ENTRANCE_CLOSED_SECONDS
-            return None
-        # A replica that is not connected yet drops the episode when it is not stepped.
-        return reply if reply.instance in self._siblings else None
+    async def _announce(self, episodes: int) -> None:
+        """Send a request an episode through the load balancer of the server's service, if it has one."""
+        if self._entrance is not None:
+            requests = [self._entrance.send_once("GET", "/health", seconds=ENTRANCE_SECONDS) for _ in range(episodes)]
+            await asyncio.gather(*requests, return_exceptions=True)
 
     def _fitting(self, environment: EnvironmentInfo) -> Policy | None:
         """Return the first policy that fits the environment; None if none does, with the reason in the record."""
@@ -301,9 +229,8 @@ class Link(EnvironmentClient):
         Raises:
             ProblemError: the policy gave no actions.
         """
-        if time.monotonic() - self._health_asked > PROBE_INTERVAL_SECONDS:
-            await self._probe_while_playing()
-        await self._take_over()
+        if time.monotonic() - self._probed > PROBE_INTERVAL_SECONDS:
+            await self._probe()
         policy = self._policy
         assert policy is not None
         while True:
@@ -341,47 +268,45 @@ class Driver:
         self.settings = settings
         self.policies = policies
         self.registry = registry
-        self._links: dict[str, tuple[DiscoveredServer, Link, asyncio.Task[None]]] = {}
-        self._services: defaultdict[str, dict[str, Link]] = defaultdict(dict)
-        """The links to the replicas of each service that are well, by instance; by the service's load balancer."""
+        self._tasks: dict[Link, asyncio.Task[None]] = {}
 
     @property
     def links(self) -> list[Link]:
-        """The links to all servers, in any state."""
-        return [link for _, link, _ in self._links.values()]
+        """The links to all servers, in any state, and to former ones while they have episodes."""
+        return list(self._tasks)
 
     def update(self, discovered: list[DiscoveredServer]) -> None:
         """Connect to new servers, and drop the links to servers that vanished or moved."""
         wanted = {server.name: server for server in discovered if server.url is not None}
-        for name, (old, link, task) in list(self._links.items()):
-            if name not in wanted or (wanted[name].url, wanted[name].entrance) != (old.url, old.entrance):
-                link.hand_over()
-                task.cancel()
-                del self._links[name]
-                if name not in wanted:
-                    self.registry.vanished(name)
-        for name, server in wanted.items():
-            if name in self._links or server.url is None:
+        for link in self.links:
+            now, old = wanted.get(link.record.name), link.discovered
+            if now and not link.is_dropped and (now.url, now.entrance) == (old.url, old.entrance):
+                del wanted[now.name]
                 continue
+            link.is_dropped = True
+            if not link.under_way:
+                self._tasks[link].cancel()
+        for name, server in wanted.items():
             try:
-                record = self.registry.discovered(name, server.url)
+                record = self.registry.discovered(name, str(server.url))
             except ProblemError as error:
                 log.warning("a discovered server is left out", server=name, error=error.detail)
                 continue
-            siblings = self._services[server.entrance] if server.entrance else {}
-            link = Link(server, record, siblings, self)
-            task = asyncio.create_task(link.run())
-            task.add_done_callback(_log_failure)
-            self._links[name] = (server, link, task)
+            link = Link(server, record, self)
+            self._tasks[link] = asyncio.create_task(link.run())
+            self._tasks[link].add_done_callback(partial(self._end, link))
+
+    def _end(self, link: Link, task: asyncio.Task[None]) -> None:
+        """Forget a link that has ended, and its server unless another link has the same name."""
+        del self._tasks[link]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the link to a server broke", error=repr(error))
+        if link.is_dropped and all(other.record is not link.record for other in self.links):
+            self.registry.vanished(link.record.name)
 
     async def close(self) -> None:
         """Drop all links."""
-        tasks = [task for _, _, task in self._links.values()]
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the link to a server broke", error=repr(error))

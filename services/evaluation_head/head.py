@@ -23,7 +23,8 @@ from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.evaluation_head.driver import Driver
-from services.evaluation_head.policy import OverloadedError, Policy, make_policy
+from services.evaluation_head.policies import make_policy
+from services.evaluation_head.policy import OverloadedError, Policy
 from services.evaluation_head.registry import History, Meter, Moments, Registry
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.sky_servers import find_clusters, find_replicas

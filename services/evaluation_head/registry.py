@@ -165,22 +165,13 @@ class Server:
 
     def row(self) -> dict[str, Any]:
         """Return the server's entry in /stats."""
-        return {
-            "name": self.name,
-            "state": self.state,
-            "mode": self.mode,
-            "url": self.url,
-            "environment": self.environment,
-            "policy": self.policy,
-            "requests": self.requests,
-            "states": self.states,
+        plain = ("name", "state", "mode", "url", "environment", "policy", "requests", "states", "lost", "detail")
+        return {name: getattr(self, name) for name in plain} | {
             "active": len(self.active),
             "finished": self.returns.count,
-            "lost": self.lost,
             "returns": self.returns.as_dict(),
             "seconds_since_heard": round(self.age, 1),
-            "usage": None if self.usage is None else self.usage.model_dump(),
-            "detail": self.detail,
+            "usage": self.usage and self.usage.model_dump(),
         }
 
 

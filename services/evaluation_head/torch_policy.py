@@ -36,8 +36,8 @@ from services.core.errors import ConfigurationError
 from services.core.linear import make_linear
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.evaluation_head import checkpoint, policy
-from services.evaluation_head.policy import OverloadedError, Policy, PolicyFailedError, StatesRefusedError
+from services.evaluation_head import checkpoint
+from services.evaluation_head.policy import Policy, PolicyFailedError, StatesRefusedError, check_finite, check_room
 from services.evaluation_head.settings import HeadSettings
 from services.protocol.evaluation import ActionSpec, EnvironmentInfo, State, StateSpec
 
@@ -66,21 +66,17 @@ class TorchPolicy(Policy):
     """The checkpoint in use."""
 
     def __init__(self, name: str, target: Path, settings: HeadSettings) -> None:
-        super().__init__(name)
+        size, timeout_ms = settings.head_batch_size, settings.head_timeout_ms
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        device = default if settings.head_device == "auto" else settings.head_device
+        super().__init__(name, device=device, batch_size=size, timeout_ms=timeout_ms)
         self._target = target
-        self._settings = settings
         if settings.head_device != "cpu":
             machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
         torch.set_num_threads(machine.threads())
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        self._device = torch.device(default if settings.head_device == "auto" else settings.head_device)
+        self._device = torch.device(device)
         self._tried: checkpoint.Source | None = None
-        self._batcher = Batcher(
-            name,
-            self._compute,
-            batch_size=settings.head_batch_size,
-            timeout_seconds=settings.head_timeout_ms / 1000,
-        )
+        self._batcher = Batcher(name, self._compute, batch_size=size, timeout_seconds=timeout_ms / 1000)
 
     async def __aenter__(self) -> TorchPolicy:
         try:
@@ -115,13 +111,10 @@ class TorchPolicy(Policy):
     def stats(self) -> dict[str, Any]:
         """See Policy."""
         batcher, loaded = self._batcher, self.loaded
-        return {
+        return super().stats() | {
             "version": loaded.source.version,
             "file": str(loaded.source.file),
-            "device": str(self._device),
             "parameters": loaded.spec.parameters,
-            "batch_size": self._settings.head_batch_size,
-            "timeout_ms": self._settings.head_timeout_ms,
             "waiting": batcher.waiting,
             "batches": batcher.sizes.total(),
             "states": batcher.states,
@@ -170,9 +163,7 @@ class TorchPolicy(Policy):
             )
         with np.errstate(over="ignore"):
             narrow = rows.astype(np.float32, copy=False)
-        finite = np.isfinite(narrow).reshape(len(rows), -1).all(axis=1)
-        if not finite.all():
-            raise StatesRefusedError(f"state {int(finite.argmin())} has a number that float32 cannot hold")
+        check_finite(narrow, "a number that float32 cannot hold")
         return narrow
 
     def _compute(self, states: NDArray[np.float32]) -> list[Decision | PolicyFailedError]:
@@ -247,23 +238,22 @@ def _parameter(module: GraphModule, node: object) -> Tensor | None:
 
 @dataclass(eq=False)
 class _Request:
-    """A request for ``count`` decisions, and the decisions so far."""
+    """States [count, *shape] that wait for decisions, and the decisions so far."""
 
-    count: int
+    states: NDArray[np.float32]
     done: asyncio.Future[list[Decision]]
     arrived: float = field(default_factory=time.monotonic)
     decisions: list[Decision] = field(default_factory=list)
 
     def take(self, decisions: Sequence[Decision | PolicyFailedError]) -> None:
-        """Take the decisions for the request's next states; end the request with the last one or with an error."""
+        """Take the decisions for the next states; end the request with the last one or with an error."""
+        failed = next((decision for decision in decisions if isinstance(decision, PolicyFailedError)), None)
+        self.decisions += [decision for decision in decisions if isinstance(decision, Decision)]
         if self.done.done():
             return
-        for decision in decisions:
-            if isinstance(decision, PolicyFailedError):
-                self.done.set_exception(decision)
-                return
-            self.decisions.append(decision)
-        if len(self.decisions) == self.count:
+        if failed is not None:
+            self.done.set_exception(failed)
+        elif len(self.decisions) == len(self.states):
             self.done.set_result(self.decisions)
 
 
@@ -309,10 +299,9 @@ class Batcher:
             OverloadedError: too many states wait.
             PolicyFailedError: the policy raised, or its output is not an action.
         """
-        if self.waiting and self.waiting + len(states) > policy.MAX_WAITING:
-            rate = self.states / self.compute_seconds if self.compute_seconds else float(self._batch_size)
-            raise OverloadedError(self.waiting, retry_after=min(30, 1 + int(self.waiting / rate)))
-        request = _Request(len(states), asyncio.get_running_loop().create_future())
+        rate = self.states / self.compute_seconds if self.compute_seconds else float(self._batch_size)
+        check_room(self.waiting, len(states), retry_after=min(30, 1 + int(self.waiting / rate)))
+        request = _Request(states, asyncio.get_running_loop().create_future())
         self._queue.put_nowait((request, states))
         self.waiting += len(states)
         try:

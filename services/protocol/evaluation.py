@@ -165,7 +165,7 @@ class ServerMode(StrEnum):
 class DiscoveredServer(WireModel):
     """An environment server that discovery found in a cluster, a SkyServe service, or a given address.
 
-    ``entrance`` is the address of the load balancer of a replica's service, which begins episodes on any replica.
+    ``entrance`` is the address of the load balancer of a replica's service, whose requests SkyServe's autoscaler counts.
     """
 
     name: str
@@ -248,7 +248,7 @@ class EpisodeStart(WireModel):
 class ResetReply(WireModel):
     """Reply of POST /reset: the environment and the episodes that have begun.
 
-    ``instance`` is that of the /health of the server that has them, which a load balancer may have chosen.
+    ``instance`` is that of the /health of the server that has them.
     """
 
     environment: EnvironmentInfo

@@ -19,16 +19,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from evaluation.trajectories import arenas
-from evaluation.trajectories.play import lineups_of
-from evaluation.trajectories.run import METHOD, Options, bradley_terry, generate
+from evaluation import episodes
+from evaluation.shards import lineups_of
+from evaluation.trajectories import METHOD, Options, bradley_terry, generate
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.app import create_app as create_head
 from services.evaluation_head.policy import PolicyFailedError
 from services.evaluation_head.settings import HeadSettings
-from tests.pages import blocks, commands, grpo_command
+from tests.pages import grpo_command
 from tests.services.environment_server import odd_environments
 from tests.services.evaluation_head import policies
 from tests.services.run_page.serving import served_ready
@@ -258,7 +258,7 @@ def test_an_episode_that_cannot_begin_is_tried_again_and_then_left_out_with_its_
 def test_mistakes_are_reported_in_terms_of_the_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wobbles: Path
 ) -> None:
-    monkeypatch.setattr(arenas, "CONTACT_SECONDS", 0.5)
+    monkeypatch.setattr(episodes, "CONTACT_SECONDS", 0.5)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     for policies_, options, says in [
@@ -283,31 +283,3 @@ def test_a_policy_that_fails_ends_the_run_and_keeps_what_is_done(tmp_path: Path)
     with pytest.raises(PolicyFailedError, match="heaps raised"):
         run(tmp_path, f"a={MINE}:heaps")
     assert len(list(tmp_path.glob("shard-*.parquet"))) == 2
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_page_run(
-    tmp_path: Path, wobbles: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    page = ROOT / "docs/evaluation_head.md"
-    found = [words[1:] for words in commands(page) if words[:2] == ["grpo", "trajectories"]]
-    assert len(found) == 2
-    given = {
-        "cartpole=runs/policies/cartpole": f"cartpole={wobbles}",
-        "new=http://127.0.0.1:30000,old=http://127.0.0.1:30001": f"new={MINE}:optimal,old={MINE}:greedy",
-        "2000": "3",
-        "100": "3",
-    }
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    for _, *words in found:
-        call(*(given.get(word, word) for word in words))
-    assert "Bradley-Terry" in capfd.readouterr().out
-    [text] = [block.text for block in blocks(page) if block.text.startswith("from datasets")]
-    read: dict[str, Any] = {}
-    exec(compile(text, "evaluation_head.md", "exec"), read)
-    columns = set(rows_of(tmp_path / "runs/trajectories/nim")[0])
-    assert set(read["steps"].column_names) == columns - {"seat", "policies", "rewards"}
-    section = page.read_text().partition("## Trajectories")[2].partition("\n## ")[0]
-    shown = re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
-    assert {name for cell in shown for name in re.findall(r"`(\w+)`", cell)} == columns

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -13,7 +12,7 @@ from services.environment_server import player
 from services.protocol.evaluation import EvaluateReply, EvaluateRequest
 from tests.services.environment_server.conftest import ODD
 from tests.services.run_page.serving import served
-from tests.waiting import IDLE_SECONDS, eventually, stats_show, wait_until
+from tests.waiting import eventually, stats_show
 
 
 class Head:
@@ -88,16 +87,3 @@ async def test_an_action_that_does_not_fit_loses_the_episode(serving: Any, app: 
     assert "takes Discrete(2)" in stats["push"]["trouble"]
     assert stats["active"] == 0
     assert head.finished == []
-
-
-@pytest.mark.slow
-def test_the_service_plays_as_a_process_and_ends_at_sigterm(start_service: Any, head: Head) -> None:
-    with served(head.app) as url:
-        server = start_service(
-            "services.environment_server", "--eval-head-url", url, "--environment-push-total", "4", LOG_LEVEL="warning"
-        )
-        wait_until(
-            lambda: len(head.finished) == 4, "episodes", progress=lambda: len(head.requests), told=lambda: server.log
-        )
-        assert httpx.get(f"{server.url}/stats", timeout=IDLE_SECONDS, trust_env=False).json()["push"]["finished"] == 4
-        assert server.terminate() == 0

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-from services.evaluation_head import driver, policy, registry
+from services.evaluation_head import driver, policies, policy, registry
 from services.evaluation_head import head as head_module
 from services.evaluation_head.app import create_app
 from services.evaluation_head.settings import HeadSettings
-from tests.services.evaluation_head import policies
+from tests.services.evaluation_head.policies import publish_lean, publish_times
 
 
 @pytest.fixture(scope="session")
 def times(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with version 3 of a policy that answers its state times 3. Not to be written to."""
     directory = tmp_path_factory.mktemp("times")
-    policies.publish_times(directory, 3)
+    publish_times(directory, 3)
     return directory
 
 
@@ -24,7 +24,7 @@ def times(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a policy for CartPole-v1. Not to be written to."""
     directory = tmp_path_factory.mktemp("lean")
-    policies.publish_lean(directory)
+    publish_lean(directory)
     return directory
 
 
@@ -38,7 +38,7 @@ CONSTANTS = {
     "REQUEST_SECONDS": driver,
     "INTERVAL_SECONDS": head_module,
     "TIMEOUT_SECONDS": head_module,
-    "ANSWER_SECONDS": policy,
+    "ANSWER_SECONDS": policies,
 }
 
 

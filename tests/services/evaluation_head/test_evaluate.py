@@ -241,16 +241,6 @@ def test_policies_are_named(head: Any) -> None:
             head(head_policies=text)
 
 
-async def test_a_new_version_is_used_from_the_next_batch_on(serving: Any, head: Any, tmp_path: Path) -> None:
-    policies.publish_times(tmp_path, 1)
-    async with serving(head(head_policies=f"p={tmp_path}", RELOAD_SECONDS=0.05)) as client:
-        assert (await ask(client, state=[1, 1]))["policy_versions"] == [1]
-        policies.publish_times(tmp_path, 2)
-        await stats_show(client, lambda stats: stats["policies"][0]["version"] == 2)
-        reply = await ask(client, state=[1, 1])
-        assert (reply["policy_versions"], reply["action"]) == ([2], [2.0, 2.0])
-
-
 async def test_an_unusable_version_leaves_the_old_one_in_use(serving: Any, head: Any, tmp_path: Path) -> None:
     policies.publish_times(tmp_path, 1)
     async with serving(head(head_policies=f"p={tmp_path}", RELOAD_SECONDS=0.05)) as client:

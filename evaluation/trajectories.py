@@ -6,7 +6,6 @@ Policies that play alone get mean returns, policies that play each other get rat
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import time
 from collections import Counter
@@ -18,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.identity import check_identity, locked_file
-from evaluation.trajectories.arenas import OpenArena, open_arena
-from evaluation.trajectories.play import Plan, Shard, ShardPlayer, lineups_of, read_summary, write_shard
+from evaluation.episodes import OpenArena, open_arena, open_policies, play_seeds
+from evaluation.identity import check_identity, locked_file, sha256_of
+from evaluation.shards import Rows, Shard, lineups_of, read_summary, shards_of
 from services.core.errors import ConfigurationError
 from services.core.files import write_json
-from services.evaluation_head.policy import Policy, make_policy
-from services.evaluation_head.settings import HeadSettings
+from services.core.settings import Settings
+from services.evaluation_head.policy import Policy
 from services.protocol.evaluation import EnvironmentInfo
 
 MANIFEST = "manifest.json"
@@ -62,30 +61,23 @@ async def generate(options: Options, say: Callable[[str], None]) -> dict[str, An
         DependencyLostError: the environment server does not answer.
         ProblemError: a policy gives no actions.
     """
-    settings = HeadSettings.load(
-        head_policies=options.policies.replace(",", " "),
-        head_batch_size=options.at_once,
-        head_timeout_ms=0.0,
-        head_llm_concurrency=options.at_once,
-    )
-    if not settings.policies:
-        raise ConfigurationError("--policies is empty; name policies, as a=policies/cartpole,b=http://127.0.0.1:30000")
     async with AsyncExitStack() as stack:
         stack.enter_context(locked_file(options.save_to / LOCK, "--save-to"))
-        place = await stack.enter_async_context(open_arena(options.environment, options.server, settings.token))
-        policies = {
-            name: await stack.enter_async_context(make_policy(name, target, settings))
-            for name, target in settings.policies.items()
-        }
-        if misfits := [why for policy in policies.values() if (why := policy.misfit(place.info))]:
-            raise ConfigurationError("; ".join(misfits))
-        plan = Plan(
-            lineups_of(list(policies), place.info.seats), options.episodes, options.seed, options.shard_episodes
+        token = Settings.load().token
+        place = await stack.enter_async_context(open_arena(options.environment, options.server, token))
+        policies, targets = await open_policies(
+            stack, options.policies, place.info, options.at_once, head_timeout_ms=0.0
         )
-        _check_manifest(options, place.info, settings.policies, policies)
+        _check_manifest(options, place.info, targets, policies)
         stack.callback(asyncio.create_task(_keep_fresh(policies)).cancel)
-        await _play_missing(options, plan, place, policies, say)
-    results = results_of(options.save_to, plan, place.info.seats)
+        lineups = lineups_of(list(policies), place.info.seats)
+        shards = list(
+            shards_of(lineups, episodes=options.episodes, seed=options.seed, shard_episodes=options.shard_episodes)
+        )
+        for shard in shards:
+            if not (options.save_to / shard.name).exists():
+                await _play(shard, len(shards), options, place, policies, say)
+    results = results_of(options.save_to, shards, place.info.seats)
     write_json(options.save_to / RESULTS, results)
     return results
 
@@ -103,7 +95,7 @@ def _check_manifest(
         stats = policy.stats()
         if "file" in stats:
             manifest[f"policies.{name}.version"] = stats["version"]
-            manifest[f"policies.{name}.sha256"] = hashlib.sha256(Path(stats["file"]).read_bytes()).hexdigest()
+            manifest[f"policies.{name}.sha256"] = sha256_of(Path(stats["file"]))
     path, is_used = options.save_to / MANIFEST, any(options.save_to.glob("shard-*.parquet"))
     if is_used and not path.exists():
         raise ConfigurationError(f"{options.save_to} has shards without {MANIFEST}; give another --save-to")
@@ -116,34 +108,32 @@ def _check_manifest(
     )
 
 
-async def _play_missing(
-    options: Options, plan: Plan, place: OpenArena, policies: Mapping[str, Policy], say: Callable[[str], None]
+async def _play(
+    shard: Shard,
+    count: int,
+    options: Options,
+    place: OpenArena,
+    policies: Mapping[str, Policy],
+    say: Callable[[str], None],
 ) -> None:
-    shards = list(plan.shards())
-    for shard in shards:
-        path = options.save_to / shard.name
-        if path.exists():
-            continue
-        started = time.monotonic()
-        player = ShardPlayer(place, policies, shard, options.at_once)
-        await player.play()
-        if not player.attempts:
-            reason = next(iter(player.left_out.values()))
-            raise ConfigurationError(f"no episode of {shard.name} comes to its end: {reason}")
-        table = player.rows.table(shard, player.attempts)
-        summary = {
-            "lineup": shard.lineup,
-            "returns": [player.returns[i] for i in sorted(player.returns)],
-            "steps": table.num_rows,
-            "left_out": {str(shard.first_episode + i): why for i, why in sorted(player.left_out.items())},
-        }
-        write_shard(path, table, summary)
-        rate = table.num_rows / (time.monotonic() - started)
-        lost = f", {len(player.left_out)} left out" if player.left_out else ""
-        say(
-            f"{shard.name} of {len(shards)}: {' against '.join(shard.lineup)}, {len(player.returns)} episodes{lost}, "
-            f"{table.num_rows} steps, {rate:.0f} steps/s"
-        )
+    """Play a shard, one of ``count``, and write its file.
+
+    Raises:
+        ConfigurationError: no episode ended.
+    """
+
+    started = time.monotonic()
+    rows = Rows(place.info, shard, policies)
+    left_out = await play_seeds(place, shard.seeds, rows, at_once=options.at_once)
+    ended = len(shard.seeds) - len(left_out)
+    if not ended:
+        raise ConfigurationError(f"no episode of {shard.name} comes to its end: {next(iter(left_out.values()))}")
+    steps = rows.write(options.save_to / shard.name, left_out)
+    lost = f", {len(left_out)} left out" if left_out else ""
+    say(
+        f"{shard.name} of {count}: {' against '.join(shard.lineup)}, {ended} episodes{lost}, "
+        f"{steps} steps, {steps / (time.monotonic() - started):.0f} steps/s"
+    )
 
 
 async def _keep_fresh(policies: Mapping[str, Policy]) -> None:
@@ -155,35 +145,30 @@ async def _keep_fresh(policies: Mapping[str, Policy]) -> None:
                 await policy.refresh()
 
 
-def results_of(directory: Path, plan: Plan, seats: int) -> dict[str, Any]:
-    """Return the results of all shards of a plan: the method, a row a policy, and the episodes that were left out.
+def results_of(directory: Path, shards: Sequence[Shard], seats: int) -> dict[str, Any]:
+    """Return the results of all shards: the method, a row a policy, and the episodes that were left out.
 
     Raises:
         ConfigurationError: a file is not a shard.
     """
-    games: dict[tuple[str, ...], list[list[float]]] = {lineup: [] for lineup in plan.lineups}
+    games: dict[tuple[str, ...], list[list[float]]] = {shard.lineup: [] for shard in shards}
     steps: Counter[tuple[str, ...]] = Counter()
     left_out: dict[str, str] = {}
-    for shard in plan.shards():
-        summary = _summary_of(directory, shard)
+    for shard in shards:
+        try:
+            summary = read_summary(directory / shard.name)
+        except ValueError as error:
+            raise ConfigurationError(f"{error}; remove it, and the same command plays its episodes again") from error
         games[shard.lineup] += summary["returns"]
         steps[shard.lineup] += summary["steps"]
         left_out |= summary["left_out"]
-    rows = mean_returns(games, steps) if seats == 1 else ratings(games)
     return {
         "method": "mean return" if seats == 1 else METHOD,
         "episodes": sum(map(len, games.values())),
         "steps": steps.total(),
-        "policies": rows,
+        "policies": mean_returns(games, steps) if seats == 1 else ratings(games),
         "left_out": left_out,
     }
-
-
-def _summary_of(directory: Path, shard: Shard) -> dict[str, Any]:
-    try:
-        return read_summary(directory / shard.name)
-    except ValueError as error:
-        raise ConfigurationError(f"{error}; remove it, and the same command plays its episodes again") from error
 
 
 Games = Mapping[tuple[str, ...], Sequence[Sequence[float]]]
