@@ -11,10 +11,10 @@ from typing import Any
 
 import orjson
 
-from local_runner import directory
-from local_runner.progress import GrowingFile, failed, new_steps
 from services.core.endpoints import Task
 from services.core.files import read_object, read_records
+from services.run_page.directory import OUTCOME, RUNNING, Run
+from services.run_page.progress import failed
 from trainer.config.changes import NOT_SETTINGS
 from trainer.reporting.group_records import GroupRecords
 
@@ -48,19 +48,19 @@ class Strike:
 
 def certify(run_dir: Path, strikes: Sequence[Strike], undisturbed: Path | None) -> dict[str, Any]:
     """Return what chaos.json has: the faults, the end of the run, its groups, tokens and weights, and what is wrong."""
-    outcome = read_object(run_dir / directory.OUTCOME)
+    outcome = read_object(run_dir / OUTCOME)
     lines = read_records(run_dir / "metrics.jsonl")
     records, steps = GroupRecords(run_dir), [line["step"] for line in lines]
     heads = [records.head(step) for step in records.steps]
     uses = Counter(entry.group_id for head in heads for entry in head.groups if not entry.is_replayed)
     twice = sorted(group for group, count in uses.items() if count > 1)
-    is_running = directory.state_of(run_dir) == directory.RUNNING
+    is_running = Run(run_dir).state == RUNNING
     is_equal, weights = (None, "the run is under way") if is_running else compare(run_dir, undisturbed)
     lost = [strike.fault.node for strike in strikes if strike.healthy_after is None]
     wrong = {
         "no fault came before the end of the run; give a shorter --every": not strikes,
         f"not healthy again: {', '.join(lost)}": lost and is_running,
-        f"the run did not succeed: {directory.error_of(run_dir) or outcome.get('reason', 'it has no outcome')}": (
+        f"the run did not succeed: {Run(run_dir).error or outcome.get('reason', 'it has no outcome')}": (
             not is_running and outcome.get("exit_code") != 0
         ),
         f"metrics.jsonl lacks steps, or has some twice: {steps}": steps != [*range(1, len(steps) + 1)],
@@ -78,7 +78,7 @@ def certify(run_dir: Path, strikes: Sequence[Strike], undisturbed: Path | None) 
         "groups": len(uses),
         "trained_twice": twice,
         "tokens": _tokens(lines),
-        "failed_completions": failed(new_steps(GrowingFile(run_dir / "metrics.jsonl"))),
+        "failed_completions": failed(Run(run_dir).steps()),
         "weights_equal": is_equal,
         "weights": weights,
         "problems": [problem for problem, is_so in wrong.items() if is_so],

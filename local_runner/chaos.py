@@ -22,19 +22,18 @@ import psutil
 import typer
 from typer import Option
 
-from local_runner import directory, health, nodes, processes, spec
+from local_runner import nodes, processes, spec
 from local_runner.certificate import LIMITS, Fault, Strike, as_markdown, certify
-from local_runner.directory import Nodes
-from local_runner.fork import in_this_python
-from local_runner.progress import GrowingFile
+from local_runner.launch import Launch
+from local_runner.processes import in_this_python
 from local_runner.run import Command as Command  # refuses settings that are given as options
-from local_runner.run import Env, EnvFiles, NumNodes, RunId, Secrets, SharedDir, Small, read_group
-from local_runner.summary import Launch
-from local_runner.supervisor import START_MARK, survived_kills
+from local_runner.run import Env, EnvFiles, NumNodes, RunId, Secrets, SharedDir, Small
+from local_runner.supervisor import survived_kills
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import read_object, write_json
-from services.run_page.directory import is_run
+from services.run_page import components
+from services.run_page.directory import START_MARK, Nodes, Run, find_run, is_run
 
 KILL, STOP = "kill", "stop"
 KINDS = (KILL, STOP)
@@ -77,12 +76,9 @@ def main(
     undisturbed = None if quiet is None else _undisturbed(quiet, shared_dir / "runs")
     if Path(target).suffix in (".yaml", ".yml"):
         path = spec.find(Path(target))
-        group, overrides, in_files = read_group(
-            path, env or [], env_file or [], secret or [], num_nodes or [], small=small
-        )
+        launch = Launch(path, env or (), env_file or (), secret or (), num_nodes or (), small, shared_dir)
+        group, overrides = launch.group()
         run_dir = shared_dir.resolve() / "runs" / (run_id or nodes.new_run_id(group))
-        names = [*overrides.secrets]
-        launch = Launch(path, env or (), env_file or (), in_files, names, num_nodes or (), small, shared_dir)
         environment = os.environ | overrides.secrets
 
         def start(run_dir: Path) -> AbstractContextManager[subprocess.Popen[bytes]]:
@@ -95,7 +91,7 @@ def main(
             raise ConfigurationError(
                 f"{target} is a run and keeps its settings; only a job group takes options for them"
             )
-        run_dir = directory.find_run(target, shared_dir / "runs")
+        run_dir = find_run(target, shared_dir / "runs").path
         certificate = _disturb_running(run_dir, plan, undisturbed)
     write_json(run_dir / FILE, {"plan": asdict(plan), **certificate})
     print(as_markdown(certificate), flush=True)
@@ -196,7 +192,7 @@ class Plan:
             if not is_over():
                 raise ConfigurationError(f"{run_dir} had no first step within {FIRST_STEP_SECONDS:.0f} s; see its logs")
             return strikes
-        running, start, paused = directory.read_nodes(run_dir), time.monotonic(), 0.0
+        running, start, paused = Run(run_dir).nodes, time.monotonic(), 0.0
         assert running is not None
         for fault in self.faults:
             due = start + paused + fault.at
@@ -241,16 +237,16 @@ def is_healthy(running: Nodes, node: str, gone: Set[psutil.Process] = frozenset(
     addresses = [nodes.health_address(running.endpoints, one) for one in running.kills if _task(one) == task]
 
     async def are_up() -> bool:
-        async with health.client() as http:
-            return all([await health.state(http, address) == health.UP for address in addresses if address])
+        async with components.questioner() as http:
+            return all([await components.ask_state(http, address) == components.UP for address in addresses if address])
 
     return asyncio.run(are_up())
 
 
 def _undisturbed(name: str, runs: Path) -> Path:
     """Return the directory of an undisturbed run that has succeeded."""
-    run_dir = directory.find_run(name, runs)
-    if (state := directory.state_of(run_dir)) != "succeeded":
+    run_dir = find_run(name, runs).path
+    if (state := Run(run_dir).state) != "succeeded":
         raise ConfigurationError(f"--quiet {name}: {state}; name a run that succeeded")
     return run_dir
 
@@ -261,9 +257,9 @@ def _running(run_dir: Path) -> Nodes:
     Raises:
         ConfigurationError: it does not, or its processes are not known.
     """
-    running = directory.read_nodes(run_dir)
+    running = Run(run_dir).nodes
     if running is None or not running.is_running():
-        raise ConfigurationError(f"{run_dir} does not run on this machine ({directory.state_of(run_dir)}); start it")
+        raise ConfigurationError(f"{run_dir} does not run on this machine ({Run(run_dir).state}); start it")
     if not running.mark or not processes.marked(running.mark):
         raise ConfigurationError(f"{run_dir} has no processes that this command can find; wait until its start is over")
     return running
@@ -278,7 +274,7 @@ def _kills_left(run_dir: Path, running: Nodes) -> dict[str, int]:
     """Return how often each node of a running run may still be killed; the restarts so far stand in its log."""
     left = {}
     for node, kills in running.kills.items():
-        starts = [line for line in GrowingFile(run_dir / "logs" / f"{node}.log").new_lines() if line.startswith(_START)]
+        starts = [line for line in (run_dir / "logs" / f"{node}.log").open("rb") if line.startswith(_START)]
         last = starts[-1].split() if starts else []
         left[node] = kills - (int(last[-2]) if b"restart" in last else 0)
     return left

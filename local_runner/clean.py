@@ -9,7 +9,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +17,11 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from local_runner import directory
-from local_runner.directory import RUNS, grpo_command
+from local_runner.launch import grpo_command
 from local_runner.spec import seconds
 from local_runner.view import duration
 from services.core.errors import ConfigurationError
+from services.run_page.directory import RUNS, Run, all_runs, find_run
 
 PARTS = ("checkpoints", "policy")
 """The directories of a run that only its continuation needs."""
@@ -48,45 +47,38 @@ def main(
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = directory.RUNS,
+    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = RUNS,
 ) -> None:
     """List runs with their sizes, and remove some."""
 
     console = Console()
     has_rule = keep is not None or bool(older_than)
+    if runs and has_rule:
+        raise ConfigurationError("give either runs or --keep and --older-than")
     if not runs and not has_rule:
         if keep_model:
             raise ConfigurationError("--keep-model needs runs to clean: name them, or give --keep 0 for all")
         _list_runs(console, below)
         return
-    if runs and has_rule:
-        raise ConfigurationError("give either runs or --keep and --older-than")
     if runs:
-        chosen = [Listed.of(path) for path in dict.fromkeys(directory.find_run(name, below) for name in runs)]
+        chosen = [Listed(run) for run in {run.path: run for run in (find_run(name, below) for name in runs)}.values()]
     else:
-        chosen = select(directory.all_runs(below), keep, older_than)
+        chosen = select(all_runs(below), keep, older_than)
     confirm = typer.confirm if not yes and sys.stdin.isatty() else None
     remove(console, chosen, named=bool(runs), keep_model=keep_model, confirm=confirm)
 
 
-@dataclass(frozen=True)
 class Listed:
     """A run with its size in bytes, and the time of its newest file."""
 
-    path: Path
-    size: int
-    written: float
-    under_way: str | None
-    """The reason why the run is or may be under way; None when it is over."""
-
-    @classmethod
-    def of(cls, path: Path) -> Listed:
-        """Measure the run at ``path``."""
-        size, written = directory.usage(path)
-        return cls(path, size, written, directory.under_way(path, written))
+    def __init__(self, run: Run) -> None:
+        """Measure the run, and find the reason why it is or may be under way; None when it is over."""
+        self.run, self.path = run, run.path
+        self.size, self.written = run.usage()
+        self.under_way = run.under_way(self.written)
 
 
-def select(runs: list[Path], keep: int | None, older_than: str | None) -> list[Listed]:
+def select(runs: list[Run], keep: int | None, older_than: str | None) -> list[Listed]:
     """Return the ``runs``, the newest first, that are not among the newest ``keep`` and are older than the given age.
 
     Raises:
@@ -96,12 +88,12 @@ def select(runs: list[Path], keep: int | None, older_than: str | None) -> list[L
         limit = time.time() - seconds(older_than) if older_than else float("inf")
     except ValueError as error:
         raise ConfigurationError(f"--older-than {older_than}: {error}") from error
-    return [run for run in map(Listed.of, runs[keep or 0 :]) if run.written < limit]
+    return [run for run in map(Listed, runs[keep or 0 :]) if run.written < limit]
 
 
 def _list_runs(console: Console, below: Path) -> None:
     """Print a table of the runs in ``below``, their total size, and the command that removes some."""
-    runs = [Listed.of(path) for path in directory.all_runs(below)]
+    runs = [*map(Listed, all_runs(below))]
     if not runs:
         console.print(f"there is no run below {below}/")
         return
@@ -127,16 +119,16 @@ def remove(
         ConfigurationError: a named run is under way, or a run cannot be removed.
     """
     ended = []
-    for run in chosen:
-        reason = run.under_way
-        if keep_model and not (run.path / "model").exists():
+    for one in chosen:
+        reason = one.under_way
+        if keep_model and not (one.path / "model").exists():
             reason = reason or "it has no model/, and could only be resumed"
         if reason is None:
-            ended.append(run)
+            ended.append(one)
         elif named:
-            raise ConfigurationError(f"{run.path} is not removed: {reason}")
+            raise ConfigurationError(f"{one.path} is not removed: {reason}")
         else:
-            console.print(f"{run.path} is not removed: {reason}", style="yellow", soft_wrap=True, highlight=False)
+            console.print(f"{one.path} is not removed: {reason}", style="yellow", soft_wrap=True, highlight=False)
     if not ended:
         console.print("nothing to remove")
         return
@@ -145,34 +137,33 @@ def remove(
         parts = "the checkpoints and policy versions of these runs, which then cannot be resumed"
         if not confirm(f"Remove {parts if keep_model else 'these runs, with models and checkpoints'}?"):
             return
-    for run in ended:
-        _remove(run, [run.path / name for name in PARTS] if keep_model else [run.path])
-        left = directory.usage(run.path)[0] if keep_model else 0
-        what = f"{' and '.join(PARTS)} of {run.path}" if keep_model else str(run.path)
-        console.print(f"removed {what}, {decimal(run.size - left)}", soft_wrap=True, highlight=False)
-        if (groups := run.path / GROUPS).exists():
-            size = decimal(directory.usage(groups)[0])
-            console.print(
-                f"kept {groups}, {size}, for `grpo groups`; remove it by hand", soft_wrap=True, highlight=False
-            )
+    for one in ended:
+        _remove(console, one, keep_model=keep_model)
 
 
-def _remove(run: Listed, folders: list[Path]) -> None:
-    """Remove directories of a run while its lock keeps runners out."""
+def _remove(console: Console, one: Listed, *, keep_model: bool) -> None:
+    """Remove a run, or its PARTS, while its lock keeps runners out; print what was removed, and what is kept."""
     try:
-        with directory.locked(run.path):
-            for folder in filter(Path.exists, folders):
-                shutil.rmtree(folder)
+        with one.run.locked():
+            for folder in [one.path / name for name in PARTS] if keep_model else [one.path]:
+                if folder.exists():
+                    shutil.rmtree(folder)
     except OSError as error:
-        raise ConfigurationError(f"{run.path} cannot be removed: {error}") from error
+        raise ConfigurationError(f"{one.path} cannot be removed: {error}") from error
+    left = one.run.usage()[0] if keep_model else 0
+    what = f"{' and '.join(PARTS)} of {one.path}" if keep_model else str(one.path)
+    console.print(f"removed {what}, {decimal(one.size - left)}", soft_wrap=True, highlight=False)
+    if (groups := one.path / GROUPS).exists():
+        kept = f"kept {groups}, {decimal(one.run.usage(GROUPS)[0])}, for `grpo groups`; remove it by hand"
+        console.print(kept, soft_wrap=True, highlight=False)
 
 
 def _table(console: Console, runs: list[Listed]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("run", "state", "size", "last written"):
         table.add_column(column, overflow="fold", justify="right" if column == "size" else "left")
-    for run in runs:
-        ago = f"{duration(max(time.time() - run.written, 0))} ago"
-        table.add_row(run.path.name, directory.state_of(run.path), decimal(run.size), ago)
+    for one in runs:
+        ago = f"{duration(max(time.time() - one.written, 0))} ago"
+        table.add_row(one.run.name, one.run.state, decimal(one.size), ago)
     console.print(table)
-    console.print(f"number of runs: {len(runs)}, size: {decimal(sum(run.size for run in runs))}", highlight=False)
+    console.print(f"number of runs: {len(runs)}, size: {decimal(sum(one.size for one in runs))}", highlight=False)

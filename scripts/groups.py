@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from local_runner import directory
 from services.core.errors import ConfigurationError
 from services.core.files import atomic_write
 from services.core.settings import ModelSettings
 from services.protocol import group_file
 from services.protocol.groups import Group
+from services.run_page.directory import RUNS, find_run
 from trainer.reporting.group_records import GroupRecords, StepHead
 from trainer.reporting.group_selection import FIELDS, Account, Expression, choose, groups_of, pairs_of, select
 
@@ -43,10 +43,10 @@ def main(
         list[Path] | None,
         typer.Option(metavar="FILE", help="JSON Lines; prompts equal to the `prompt` of a line are left out."),
     ] = None,
-    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = directory.RUNS,
+    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = RUNS,
 ) -> None:
     """Select answers that a run was trained on, token for token."""
-    run_dir = directory.find_run(run, below)
+    run_dir = find_run(run, below).path
     records, expression, account = GroupRecords(run_dir), Expression(where), Account()
     if not records.steps:
         raise ConfigurationError(

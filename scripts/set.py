@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 from pydantic import JsonValue
 
-from local_runner import directory
 from local_runner.checks import tasks_by_variable
 from local_runner.spec import assignments, nearest
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import read_object
+from services.run_page.directory import MAYBE, RUNNING, RUNS, Run, find_run
 from trainer.config.changes import CHANGEABLE, Request, changed, changes_of, write_request
 
 POLL_SECONDS = 0.2
@@ -24,13 +24,13 @@ def main(
     run: Annotated[str, typer.Argument(help="Id or directory of the run.")],
     values: Annotated[list[str], typer.Argument(metavar="NAME=VALUE...", help="Settings and their new values.")],
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait for the run's next step.")] = 3600.0,
-    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = directory.RUNS,
+    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = RUNS,
 ) -> None:
     """Change settings of a run that runs, from its next step on.
 
     The request stays when this command ends before that step.
     """
-    run_dir = directory.find_run(run, below).resolve()
+    run_dir = find_run(run, below).path.resolve()
     _check_runs(run_dir)
     new = {name.lower(): value for name, value in assignments(values, "grpo set").items()}
     after = _check(run_dir, new)
@@ -39,7 +39,7 @@ def main(
 
 
 def _check_runs(run_dir: Path) -> None:
-    if (state := directory.state_of(run_dir)) not in (directory.RUNNING, directory.MAYBE):
+    if (state := Run(run_dir).state) not in (RUNNING, MAYBE):
         raise ConfigurationError(
             f"{run_dir} does not run ({state}); start it again with --env NAME=VALUE, or fork it with `grpo fork`"
         )
@@ -78,7 +78,7 @@ def _wait(run_dir: Path, request: Path, deadline: float, timeout: float) -> int:
         ConfigurationError: the trainer refused it, the run ended before, or no step began before the deadline.
     """
     while True:
-        is_over = directory.state_of(run_dir) not in (directory.RUNNING, directory.MAYBE)
+        is_over = Run(run_dir).state not in (RUNNING, MAYBE)
         for change in changes_of(run_dir):
             if change.request == request.stem:
                 return change.step

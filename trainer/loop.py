@@ -16,7 +16,8 @@ from services.core.logs import get_logger
 from services.core.settings import Method
 from services.core.tasks import InterruptedCallError
 from services.protocol.groups import Group
-from services.run_page.directory import CHANGES, of_sources
+from services.run_page.directory import CHANGES
+from services.run_page.progress import of_sources
 from trainer.algorithm.gae import critic_metrics
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.teachers import is_taught, teacher_metrics, with_teacher

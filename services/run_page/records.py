@@ -53,8 +53,14 @@ class Lines:
     more: bool
 
 
-def read_lines(path: Path, start: Position, limit: int) -> Lines:
-    """Return up to ``limit`` complete lines after ``start``; none while the file does not exist."""
+def read_lines(path: Path, start: Position, limit: int | None = None) -> Lines:
+    """Return the complete lines after ``start``; none while there is no file.
+
+    Args:
+        path: the file.
+        start: the position to continue from.
+        limit: the most lines, which then have at most about BLOCK_BYTES; None: all.
+    """
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -68,7 +74,7 @@ def read_lines(path: Path, start: Position, limit: int) -> Lines:
         lines: list[bytes] = []
         offsets: list[int] = []
         spent = 0
-        while len(lines) < limit and spent < BLOCK_BYTES:
+        while limit is None or (len(lines) < limit and spent < BLOCK_BYTES):
             line = file.readline()
             if not line.endswith(b"\n"):
                 break  # the end, or still being written
@@ -76,7 +82,7 @@ def read_lines(path: Path, start: Position, limit: int) -> Lines:
             offsets.append(offset + spent)
             spent += len(line)
     end = Position(identity, offset + spent)
-    is_full = len(lines) == limit or spent >= BLOCK_BYTES
+    is_full = limit is not None and (len(lines) == limit or spent >= BLOCK_BYTES)
     return Lines(lines, offsets, end, restarted, more=is_full and end.offset < status.st_size)
 
 

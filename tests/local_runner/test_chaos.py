@@ -180,7 +180,7 @@ def test_a_running_run_gets_its_faults_and_a_certificate(
 def test_a_stopped_component_runs_on_even_if_the_command_is_killed(tmp_path: Path) -> None:
     runner = Runner(tmp_path, task("ppo-trainer", "echo $$ > number; mv number pid; sleep 600"))
     pid = int(runner.wait_for("pid").read_text())
-    program = f"from local_runner.chaos import *; hit(directory.read_nodes(Path({str(runner.run_dir)!r})), "
+    program = f"from local_runner.chaos import *; hit(Run(Path({str(runner.run_dir)!r})).nodes, "
     program += "Fault(0.0, 'ppo-trainer-0', 'stop', 2.0))"
     with subprocess.Popen([sys.executable, "-c", program]) as stopping:
         wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the component is stopped")

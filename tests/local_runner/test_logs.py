@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from local_runner import logs
-from local_runner.directory import RUNNING
+from services.run_page.directory import RUNNING, Run
 
 
 def test_following_shows_nodes_that_start_later(tmp_path, monkeypatch):
@@ -19,9 +19,9 @@ def test_following_shows_nodes_that_start_later(tmp_path, monkeypatch):
         yield "succeeded"
 
     states = advance()
-    monkeypatch.setattr(logs, "state_of", lambda _: next(states))
+    monkeypatch.setattr(Run, "state", property(lambda _: next(states)))
     monkeypatch.setattr(logs, "POLL_SECONDS", 0)
     console = Console(file=io.StringIO(), width=100)
-    logs.show(console, tmp_path, [], last=None, follow=True)
+    logs.show(console, Run(tmp_path), [], last=None, follow=True)
     shown = console.file.getvalue().splitlines()
     assert shown == ["2026-01-01T00:00:01 one", "ppo-trainer-0 │ 2026-01-01T00:00:02 two"]

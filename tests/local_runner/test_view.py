@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from local_runner import summary
-from local_runner.health import TrainerStatus
+from local_runner.launch import Launch, next_commands
 from local_runner.nodes import Addresses, Run
-from local_runner.progress import Step
+from local_runner.run import _show_end
 from local_runner.spec import TaskSpec
-from local_runner.summary import Launch, next_commands
 from local_runner.supervisor import State
-from local_runner.view import View, describe
+from local_runner.view import View, describe, outcome_rows, reward_change
 from services.run_page import activity
-from services.run_page.directory import first_and_last
+from services.run_page.components import TrainerStatus
+from services.run_page.progress import Step, first_and_last
 from tests.local_runner.test_nodes import run_of
 
 WAIT = "waiting for 2 rollout workers, 1 there, until 08:31:10"
@@ -29,12 +28,6 @@ def test_a_line_that_goes_into_a_file_has_everything():
     assert describe(STEP, 10, 274) == (
         "step 4/10  reward 0.484  loss -0.0395  generate 3.2s train 16.6s publish 3.9s step 23.9s  4m34s left"
     )
-
-
-@pytest.mark.leaving
-def test_a_line_says_how_much_of_a_version_was_published():
-    delta = b'{"step": 4, "reward_mean": 0.5, "loss": 0.01, "publish_bytes": 3300000, "publish_whole_bytes": 2.69e8}'
-    assert describe(Step.read(delta), 10, 0) == "step 4/10  reward 0.500  loss +0.0100  published 3.3 MB of 269"
 
 
 def terminal(width: int) -> Console:
@@ -111,7 +104,7 @@ def test_before_the_trainer_answers_it_says_which_components_are_missing(monkeyp
     ],
 )
 def test_first_and_last_rewards_are_of_different_steps(rewards, label, text):
-    assert summary.reward_change(first_and_last(rewards)) == (label, text)
+    assert reward_change(first_and_last(rewards)) == (label, text)
 
 
 def accuracy(when: str, *values: float) -> dict[str, float]:
@@ -146,7 +139,7 @@ def accuracy(when: str, *values: float) -> dict[str, float]:
     ],
 )
 def test_the_end_of_a_run_has_its_accuracies_and_the_rows_that_were_left_out(found, rows):
-    assert summary.outcome_rows({}, found) == rows
+    assert [*outcome_rows({}, found)] == rows
 
 
 LAUNCH = Launch(
@@ -168,13 +161,13 @@ def test_the_end_of_a_run_shows_times_sizes_and_commands_short_where_grpo_was_ca
     console = terminal(80)
     of_trainer = {"status": "succeeded", "steps": 2, "seconds": 167.0, **first_and_last([0.1, 0.9])}
     outcome = {"exit_code": 0, "reason": "done", "seconds": 222.0, "restarts": {}}
-    summary.show(console, run, LAUNCH, outcome, of_trainer)
+    _show_end(run, LAUNCH, console, of_trainer, outcome)
     said = printed(console)
     rows = [line.replace("│", " ").split() for line in said.splitlines()]
     assert ["time", "of", "last", "attempt", "3m42s"] in rows
     assert ["time", "of", "training,", "all", "attempts", "2m47s"] in rows
     assert "size of all runs in runs/: " in said
-    assert ["disk", "space"] in [row[:2] for row in rows]
+    assert "directory  runs/run-1, disk space " in said
     evaluate = "evaluate --model runs/run-1/model --env-file examples/demo.env"
     for command in ("view runs/run-1", "clean runs/run-1", "chat runs/run-1", evaluate):
         assert f"  .venv/bin/grpo {command}" in said
@@ -244,7 +237,8 @@ def agents_run(dataset: str, **of_trainer: str) -> tuple[TaskSpec, ...]:
 def test_the_command_that_evaluates_gives_each_setting_that_evaluations_read_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     env = ["MAX_STEPS=6", "EVAL_PROMPTS=0", "MAX_NEW_TOKENS=6", "HF_HUB_OFFLINE=1", "MAX_STEPS=4"]
-    launch = Launch(Path("g.yaml"), env=env, env_files=[Path("shop.env")], in_files={"AGENT": "shop_agent:solve"})
+    Path("shop.env").write_text("AGENT=shop_agent:solve\n")
+    launch = Launch(Path("g.yaml"), env=env, env_files=[Path("shop.env")])
     always = ["HF_HUB_OFFLINE=1", "MAX_NEW_TOKENS=6"]
     for agent, dataset, of_job_group in (
         ("shop_agent:solve", "gsm8k", []),

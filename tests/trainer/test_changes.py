@@ -13,6 +13,7 @@ import torch
 from local_runner.fork import Fork
 from services.core.errors import ConfigurationError
 from services.protocol.prompts import DataStats
+from services.run_page.directory import Run as Files
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays, make_learner, weights_of
 from tests.trainer.test_fork import Prompts
@@ -215,13 +216,13 @@ def test_a_fork_has_the_changes_up_to_its_step(
 ) -> None:
     requests: Requests = {1: {"learning_rate": 5e-3}, 4: {"learning_rate": 2e-3}}
     train(alone, model, tmp_path, "base", requests)
-    fork = Fork(tmp_path / "runs/base", tmp_path / "runs/fork", at)
+    fork = Fork(Files(tmp_path / "runs/base"), at, changes, "fork")
     fork.check()
-    fork.write(changes)
+    fork.write()
     train(alone, model, tmp_path, "fork")
     assert [line["learning_rate"] for line in lines(fork.new)] == expected
-    again = Fork(fork.new, tmp_path / "runs/again", 6)
-    again.write([])
+    again = Fork(Files(fork.new), 6, [], "again")
+    again.write()
     train(alone, model, tmp_path, "again", max_steps=7)
     assert lines(again.new)[-1]["learning_rate"] == expected[-1], "a fork's fork has them, too"
 

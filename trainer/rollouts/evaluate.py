@@ -25,7 +25,7 @@ from services.protocol.rewards import (
     verdicts,
 )
 from services.run_page.activity import Activity
-from services.run_page.directory import of_sources
+from services.run_page.progress import of_sources
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import environment_figures
