@@ -205,23 +205,18 @@ def start(
     """
     if (outcome := _if_finished(run, launch, console, hints=hints)) is not None:
         return outcome
-    files = Run(run.run_dir)
+    files, since = Run(run.run_dir), time.time()
     try:
         run.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"{run.run_dir} cannot be made: {error}; give another --shared-dir") from error
-    since = time.time()
     with files.locked(), processes.guard(run.mark):
         process, kills = psutil.Process(), survived_kills(run.group)
         files.record_nodes(
             Nodes(process.pid, process.create_time(), run.addresses.endpoints, mark=run.mark, kills=kills)
         )
         launch.record(run.run_dir)
-        try:
-            with View(run, console, live=live) as view:
-                outcome = _supervise(run, view, until)
-        finally:
-            machine.remove_memory(run.run_dir / "policy")  # that of nodes that were killed
+        outcome = _supervise(run, console, live, until)
         try:
             write_json(run.run_dir / OUTCOME, asdict(outcome))
         except OSError as error:
@@ -271,31 +266,37 @@ def _show_end(
         console.print(Text(f"  {command}"), soft_wrap=True)
 
 
-def _supervise(run: LocalRun, view: View, until: Callable[[], bool]) -> Outcome:
-    """Run the group to its end in a thread of its own, which the signals of this process stop."""
-    supervisor, loop = Supervisor(run, view.state), asyncio.new_event_loop()
+def _supervise(run: LocalRun, console: Console, live: bool, until: Callable[[], bool]) -> Outcome:
+    """Run the group to its end in a thread of its own, which the signals of this process stop, and show it."""
+    loop = asyncio.new_event_loop()
+    with View(run, console, live=live) as view, ThreadPoolExecutor(1) as thread:
+        supervisor = Supervisor(run, view.state)
 
-    async def watched() -> Outcome:
-        watcher = asyncio.create_task(_watch(run, view))
-        watcher.add_done_callback(view.lost_watcher)
-        stopper = asyncio.create_task(_stop_when(until, supervisor))
-        try:
-            return await supervisor.run()
-        finally:
-            for task in (watcher, stopper):
-                task.cancel()
-            await asyncio.gather(watcher, stopper, return_exceptions=True)
+        def work() -> Outcome:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                return runner.run(_run_watched(run, supervisor, view, until))
 
-    def work() -> Outcome:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            return runner.run(watched())
+        def stop(number: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, because the run has just ended
+                loop.call_soon_threadsafe(supervisor.stop, number)
 
-    def stop(number: int) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, because the run has just ended
-            loop.call_soon_threadsafe(supervisor.stop, number)
+        with _stop_requests(stop):
+            try:
+                return thread.submit(work).result()
+            finally:
+                machine.remove_memory(run.run_dir / "policy")  # that of nodes that were killed
 
-    with _stop_requests(stop), ThreadPoolExecutor(1) as thread:
-        return thread.submit(work).result()
+
+async def _run_watched(run: LocalRun, supervisor: Supervisor, view: View, until: Callable[[], bool]) -> Outcome:
+    watcher = asyncio.create_task(_watch(run, view))
+    watcher.add_done_callback(view.lost_watcher)
+    stopper = asyncio.create_task(_stop_when(until, supervisor))
+    try:
+        return await supervisor.run()
+    finally:
+        for task in (watcher, stopper):
+            task.cancel()
+        await asyncio.gather(watcher, stopper, return_exceptions=True)
 
 
 @contextlib.contextmanager

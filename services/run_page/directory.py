@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 import socket
 import threading
@@ -21,8 +20,6 @@ from services.run_page.progress import EARLY_STEPS, Step, advice
 from services.run_page.records import MAX_CHARACTERS, Position, SampleIndex, cut, parse, read_lines
 
 RUNS = Path("runs")
-RECORDS_A_REPLY = 1000
-METRIC_DIGITS = 6
 NODES, LOCK = "nodes.json", "runner.lock"
 OUTCOME = "runner.json"
 """The file in which a local runner records how the run ended; it does not exist while the run runs."""
@@ -78,24 +75,6 @@ class Nodes:
             return self.is_here and is_alive
         except psutil.NoSuchProcess:
             return False
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """Metrics of some steps by column, with None where a step lacks one; also the reply of GET /api/metrics.
-
-    ``file`` and ``offset`` are the position to continue from. ``restarted`` says that the file was replaced, so that
-    earlier replies are obsolete; ``unreadable`` counts the lines that are not JSON.
-    """
-
-    file: str
-    offset: int
-    more: bool
-    restarted: bool
-    unreadable: int
-    columns: dict[str, list[float | None]]
-    reward_counts: list[list[tuple[float, int]] | None]
-    """For each step, the number of completions by reward."""
 
 
 @dataclass(frozen=True)
@@ -391,23 +370,6 @@ class Run:
         except OSError:
             return None
 
-    def metrics(self, start: Position) -> Metrics:
-        """Return the metrics of up to RECORDS_A_REPLY steps after ``start``."""
-        read = read_lines(self.path / "metrics.jsonl", start, RECORDS_A_REPLY)
-        records = [record for line in read.lines if (record := parse(line)) is not None]
-        names = dict.fromkeys(name for record in records for name in record)
-        for no_column in ("reward_counts", "failures"):
-            names.pop(no_column, None)
-        return Metrics(
-            file=read.end.file,
-            offset=read.end.offset,
-            more=read.more,
-            restarted=read.restarted,
-            unreadable=len(read.lines) - len(records),
-            columns={name: [_number(record.get(name)) for record in records] for name in names},
-            reward_counts=[_counts(record.get("reward_counts")) for record in records],
-        )
-
 
 def is_run(path: Path) -> bool:
     """Return whether ``path`` is a run's directory, also of a run that failed before its first step."""
@@ -459,33 +421,15 @@ def find_runs(names: Sequence[str]) -> list[Run]:
     return [Run(path, _shortest_name(path, unique)) for path in unique]
 
 
+def read_changes(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's changed settings: the first ``step`` for which the ``values`` hold, in order."""
+    lines = read_lines(run_dir / CHANGES, Position()).lines
+    return [record for line in lines if (record := parse(line)) is not None]
+
+
 def _shortest_name(path: Path, among: list[Path]) -> str:
     """Return the run's id, with as many of its parent directories as distinguish it from runs of the same id."""
     others = [other for other in among if other != path]
     lengths = range(1, len(path.parts) + 1)
     parts = next(path.parts[-n:] for n in lengths if all(path.parts[-n:] != other.parts[-n:] for other in others))
     return str(Path(*parts))
-
-
-def read_changes(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's changed settings: the first ``step`` for which the ``values`` hold, in order."""
-    lines = read_lines(run_dir / CHANGES, Position(), RECORDS_A_REPLY).lines
-    return [record for line in lines if (record := parse(line)) is not None]
-
-
-def _number(value: Any) -> float | None:
-    """Return a metric with METRIC_DIGITS digits, which keeps replies small; None if it is not a finite number."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    # Times and byte counts are whole or need all their digits.
-    if isinstance(value, int) or value.is_integer() or abs(value) >= 1e6:
-        return value
-    return float(f"{value:.{METRIC_DIGITS}g}")
-
-
-def _counts(value: Any) -> list[tuple[float, int]] | None:
-    """Return the number of completions by reward; None unless the value is a list of pairs of numbers."""
-    if not isinstance(value, list):
-        return None
-    pairs: list[Any] = [v for v in value if isinstance(v, list) and len(v) == 2 and None not in map(_number, v)]
-    return pairs

@@ -13,8 +13,8 @@ from fastapi.responses import FileResponse, Response
 from starlette.middleware.gzip import GZipMiddleware
 
 from services.http.problems import ProblemError
-from services.run_page.directory import Metrics, Run, RunOverview
-from services.run_page.records import GroupsFound, GroupsQuery, Position
+from services.run_page.directory import Run, RunOverview
+from services.run_page.records import GroupsFound, GroupsQuery, Metrics, Position, read_metrics
 
 STATIC = Path(__file__).parent / "static"
 FILES = tuple(sorted(path.name for path in STATIC.iterdir() if path.suffix in (".js", ".css")))
@@ -90,7 +90,7 @@ def _add_steps(app: FastAPI, runs: Mapping[str, Run]) -> None:
     @app.get("/api/metrics", tags=["run page"])
     async def get_metrics(run: str, file: str = "", offset: Annotated[int, Query(ge=0)] = 0) -> Metrics:
         """Return the metrics of the steps after a position in metrics.jsonl, by column."""
-        return await asyncio.to_thread(find(run).metrics, Position(file, offset))
+        return await asyncio.to_thread(read_metrics, find(run).path / "metrics.jsonl", Position(file, offset))
 
     @app.get("/api/groups", tags=["run page"])
     async def get_groups(query: Annotated[RunGroupsQuery, Query()]) -> GroupsFound:
