@@ -15,8 +15,7 @@ from services.core.endpoints import Task
 from services.core.files import read_object, read_records
 from services.run_page.directory import OUTCOME, RUNNING, Run
 from services.run_page.progress import failed
-from trainer.config.changes import NOT_SETTINGS
-from trainer.reporting.group_records import GroupRecords
+from trainer.reporting.group_records import NOT_SETTINGS, GroupRecords
 
 LIMITS = "links between components are not cut, because that needs root and network namespaces"
 

@@ -31,7 +31,7 @@ from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import read_from, read_object, read_records, remove_directory, saved_steps, write_json
 from services.core.run_ids import RUN_ID
-from services.run_page.directory import CHANGES, FORK, MAYBE, RUNNING, RUNS, Run, find_run
+from services.run_page.directory import FORK, MAYBE, RUNNING, RUNS, Run, find_run
 
 
 def main(
@@ -124,12 +124,7 @@ class Fork:
         return self.run.settings(Task.TRAINER).get("mode") == "async" or curriculum not in ("off", "source")
 
     def parts(self) -> Iterator[Part]:
-        """Yield the files that the new run takes over: all that a run resumes from, and its records up to the start.
-
-        Settings that changed up to the fork's step hold in the steps that are run again, too.
-        """
-        if changes := _lines(self.parent / CHANGES, self.at):
-            yield _part(CHANGES, changes)
+        """Yield the files that the new run takes over: all that a run resumes from, and its records up to the start."""
         if not self.start:
             return
         steps = [step for step in saved_steps(self.parent / "groups") if step <= self.start]
@@ -211,17 +206,9 @@ class Fork:
             (hidden / part.path).parent.mkdir(parents=True, exist_ok=True)
             part.write(hidden / part.path)
         hidden.mkdir(exist_ok=True)
-        self._replace(hidden / CHANGES, {change.partition("=")[0].lower() for change in self.changes})
-        changes = [*map(recorded, self.changes)]
-        write_json(hidden / FORK, {"parent": self.parent.name, "at": self.at, "changes": changes})
+        record = {"parent": self.parent.name, "at": self.at, "changes": [*map(recorded, self.changes)]}
+        write_json(hidden / FORK, record)
         hidden.rename(self.new)
-
-    def _replace(self, record: Path, names: set[str]) -> None:
-        """Have the settings in ``names`` that had changed while the parent ran return to their values at the start."""
-        lines = _lines(record, self.at)
-        if resets := sorted(names.intersection(name for line in lines for name in line["values"])):
-            end = {"step": self.at + 1, "request": f"fork of {self.parent.name}", "values": {}, "launched": {}}
-            _part(CHANGES, [*lines, end | {"resets": resets}]).write(record)
 
     def train(self, launch: Launch, where: Path, console: Console, *, hints: bool = True) -> Outcome:
         """Train the new run to its end, in the directory in which the parent was started, and return the outcome.

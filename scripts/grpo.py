@@ -63,14 +63,6 @@ COMMANDS = {
     ),
     "view": Program("scripts.view", TRAINING, ("grpo view --open", "grpo view runs/")),
     "chat": Program("scripts.chat", TRAINING, ("grpo chat", "grpo chat grpo-20260131-120000 --temperature 1")),
-    "set": Program(
-        "scripts.set",
-        TRAINING,
-        (
-            "grpo set grpo-20260131-120000 LEARNING_RATE=5e-6",
-            "grpo set grpo-20260131-120000 MAX_STEPS=400 EVAL_EVERY=20",
-        ),
-    ),
     "groups": Program(
         "scripts.groups",
         TRAINING,
@@ -142,8 +134,14 @@ COMMANDS = {
 }
 
 
-OTHER_WORDS = {"train": "run", "start": "run", "resume": "run --run-id", "eval": "evaluate"}
-"""Commands of other programs, and ours that do the same."""
+OTHER_WORDS = {
+    "train": "grpo run",
+    "start": "grpo run",
+    "resume": "grpo run --run-id",
+    "eval": "grpo evaluate",
+    "set": "grpo fork RUN --at STEP --env NAME=VALUE",
+}
+"""Commands of other programs and former ones of ours, and the commands that do the same."""
 
 
 def main() -> None:
@@ -188,7 +186,7 @@ def _application() -> Any:
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             """Return the command that the first argument names; name that of a usual other word for it."""
             if args and args[0] in OTHER_WORDS:
-                ctx.fail(f"No such command: {args[0]}; `grpo {OTHER_WORDS[args[0]]}` does it")
+                ctx.fail(f"No such command: {args[0]}; `{OTHER_WORDS[args[0]]}` does it")
             return super().resolve_command(ctx, args)
 
     app = typer.Typer(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -5,25 +5,21 @@ Rank 0 runs it. ``services`` has its calls to the services, and ``rank_calls`` t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.settings import Method
 from services.core.tasks import InterruptedCallError
 from services.protocol.groups import Group
-from services.run_page.directory import CHANGES
 from services.run_page.progress import of_sources
 from trainer.algorithm.gae import critic_metrics
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.teachers import is_taught, teacher_metrics, with_teacher
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import Mode, TrainerSettings
-from trainer.config.changes import Changes
 from trainer.config.objective import Objective
 from trainer.model.learner import UpdateResult
 from trainer.model.optimizer import StopRequestedError
@@ -81,7 +77,6 @@ class TrainingLoop:
         self.checkpoints = RunCheckpoints(self.settings, self.services, self.rank_calls, self.state)
         self.profile = StepProfile(self.settings, rank_calls.ranks.device, self.services)
         self.computation = computation(rank_calls.learner.policy, rank_calls.ranks)
-        self.changes = Changes(self.settings, self.state.changes)
 
     def run(self) -> None:
         """Train to the end.
@@ -94,7 +89,6 @@ class TrainingLoop:
             DiskFullError: the run directory's disk is full; the newest whole checkpoint is in place.
         """
         try:
-            self.change_settings()
             if self.settings.needs_engines:
                 self.enter("publish", "writing the first policy version")
                 # The version is written before the wait for workers, because an engine that starts may wait for it.
@@ -125,7 +119,6 @@ class TrainingLoop:
     def step(self) -> bool:
         """Take one training step, numbered as in README.md; return False when the training prompts are used up."""
         settings, services, state = self.settings, self.services, self.state
-        self.change_settings()
         self.profile.begin(state.step + 1)
         batch = Batch(self.objective, self.quotas)
         self.get_groups(batch)  # 1. to 4.
@@ -146,7 +139,6 @@ class TrainingLoop:
         state.cursors = dict(services.cursors)
         state.prompts_used += batch.prompts_used
         state.role_baselines = {**self.objective.role_baselines}
-        state.changes = [*self.changes.taken]
 
         made = batch.scored if settings.dynamic_sampling_tries or len(batch.scored) > len(batch.groups) else ()
         is_sampled = settings.method is Method.RL
@@ -169,31 +161,6 @@ class TrainingLoop:
         self.checkpoints.poll()
         self.profile.end(state.step)
         return True
-
-    def change_settings(self) -> None:
-        """Change the settings, on all ranks, that ``grpo set`` has changed for the next step or an earlier one.
-
-        Raises:
-            ConfigurationError: the run was started with other settings, which an earlier change does not fit.
-        """
-        with writing(self.settings.run_dir):
-            while (change := self.changes.next(self.state.step + 1)) is not None:
-                values, steps = self.changes.held(change), float(self.total_steps)
-                if "max_steps" in values:
-                    limit = cast("int", values["max_steps"]) or math.inf
-                    left, size = self.total_prompts - self.state.prompts_used, self.settings.batch_size
-                    steps = min(limit, max(self.total_prompts / size, self.state.step + left / size))
-                try:
-                    self.rank_calls.change_settings(values, int(steps))
-                except ConfigurationError as error:
-                    raise ConfigurationError(
-                        f"{self.settings.run_dir / CHANGES} has a change for step {change.step} that does not fit the "
-                        f"settings of this start: {error}. Start the run with the settings that it had, or fork it"
-                    ) from error
-                self.total_steps = self.status.total_steps = int(steps)
-                self.files.write_config()
-                shown = {name.upper(): value for name, value in values.items()}
-                log.info("settings changed", from_step=change.step, **shown)
 
     def get_groups(self, batch: Batch) -> None:
         """Fill the batch with new groups, which the replay buffer has, too: steps 1 to 4."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import JsonValue
 
 from services.core.errors import ComponentError, ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
@@ -24,7 +23,6 @@ from trainer.algorithm.packing import TrainingGroup, pack_group, unpack_group
 from trainer.algorithm.training_groups import PerToken
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.config import PublishedType, TrainerSettings
-from trainer.config.changes import changed, to_record
 from trainer.model.critic import CriticLearner
 from trainer.model.kernels import KeptKernels
 from trainer.model.learner import Learner, UpdateResult
@@ -115,16 +113,6 @@ class RankCalls:
             except (*ENDINGS, StopRequestedError) as error:
                 # Rank 0 has it too, and decides what comes next.
                 log.debug("call failed", call=name, reason=str(error))
-
-    def change_settings(self, values: dict[str, JsonValue], total_steps: int) -> None:
-        """Change settings for the steps from here on, of which the run has ``total_steps`` in all."""
-        self._send_call("change_settings", values=values, total_steps=total_steps)
-        new = changed(self.settings.run_dir, to_record(self.settings), values)
-        self.learner.change_settings(new, total_steps)
-        if self.critic is not None:
-            self.critic.total_steps = total_steps
-        self.checkpoints.kept = new.checkpoints_kept
-        self.checkpoints.kept_every = new.keep_checkpoints_every
 
     def update(self, groups: Sequence[TrainingGroup], step: int, position: float) -> UpdateResult:
         """Take the optimizer steps of policy and critic on ``groups``; see Learner.update and CriticLearner.update.

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import torch
 import transformers
+from pydantic_settings import PydanticBaseSettingsSource
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +18,7 @@ from services.core.errors import ConfigurationError
 from services.core.files import read_records, saved_steps
 from trainer.algorithm.packing import TrainingGroup
 from trainer.checkpoints.checkpoint import damage, load_checkpoint, read_state, tensors_of
-from trainer.config.changes import SettingsAsRecorded, as_recorded, obstacle
+from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.config.sections import (
     AlgorithmSection,
@@ -118,22 +119,20 @@ class Recomputation:
         """Return the head of the next step's record, and its groups with the advantages that they had.
 
         Raises:
-            ConfigurationError: the record cannot be used, or settings had changed that only a start changes.
+            ConfigurationError: the record cannot be used, or the run had resumed with other settings.
         """
-        head, settings = self.records.head(self.step + 1), self.settings
+        head = self.records.head(self.step + 1)
         now = _settings(self.run_dir, head)
-        differing = sorted(name for name in NUMBERS if getattr(now, name) != getattr(settings, name))
-        if fixed := [name.upper() for name in differing if obstacle(name, settings, now) is not None]:
+        if differing := sorted(name for name in NUMBERS if getattr(now, name) != getattr(self.settings, name)):
             raise ConfigurationError(
-                f"step {head.step} had other settings than the one before ({', '.join(fixed)}), and the checkpoint "
-                "between them is gone; name a step after the next checkpoint"
+                f"step {head.step} had other settings than the one before ({', '.join(differing).upper()}), and the "
+                "checkpoint between them is gone; name a step after the next checkpoint"
             )
-        self.learner.change_settings(now, head.total_steps)
         groups = [
             self.objective.training_group(r.group, weight=r.weight, is_replayed=r.is_replayed)
             for r in self.records.groups(head.step)
         ]
-        reference = self.learner.reference_logprobs(groups) if settings.kl_in_reward else None
+        reference = self.learner.reference_logprobs(groups) if self.settings.kl_in_reward else None
         values = None if self.critic is None else self.critic.values(groups)
         return head, self.objective.with_advantages(groups, reference, values)
 
@@ -188,8 +187,27 @@ def recorded_metrics(run_dir: Path, step: int) -> dict[str, Any]:
     return next((line for line in read_records(run_dir / "metrics.jsonl") if line["step"] == step), {})
 
 
+class SettingsAsRecorded(TrainerSettings):
+    """The trainer's settings as a record has them; variables of this process count for nothing."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: Any, init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read the arguments alone."""
+        return (init_settings,)
+
+
 def _settings(run_dir: Path, head: StepHead) -> SettingsAsRecorded:
-    return as_recorded(run_dir, head.settings | {"compute_type": head.computation.compute_type})
+    """Return the settings that a step had.
+
+    Raises:
+        ConfigurationError: a value is not allowed, or does not fit the others.
+    """
+    recorded: dict[str, Any] = head.settings | {"compute_type": head.computation.compute_type}
+    if recorded.get("sources"):
+        recorded["sources"] = run_dir / "sources.yaml"
+    return SettingsAsRecorded.load(**recorded | {"shared_dir": run_dir.parent.parent, "run_id": run_dir.name})
 
 
 def _as_json(number: float) -> float | None:

@@ -17,7 +17,7 @@ from services.core.errors import ConfigurationError
 from services.core.files import read_from, read_object, write_json
 from services.core.run_ids import UNDER_WAY_SECONDS, last_modified
 from services.run_page.progress import EARLY_STEPS, Step, advice
-from services.run_page.records import MAX_CHARACTERS, Position, SampleIndex, cut, parse, read_lines
+from services.run_page.records import MAX_CHARACTERS, Position, SampleIndex, cut, read_lines
 
 RUNS = Path("runs")
 NODES, LOCK = "nodes.json", "runner.lock"
@@ -27,8 +27,6 @@ MARKS = (NODES, LOCK, "metrics.jsonl", "components")
 """A directory with any of these is a run's. config.json is not among them, because models have one, too."""
 FORK = "fork.json"
 """The file of a run directory with the run that it was forked from."""
-CHANGES = "changes.jsonl"
-"""The file of a run directory with the settings that changed while the run ran, and the steps from which they hold."""
 FIRST_FAILURE = "first_failure.txt"
 """The file of a run directory with the first failure of the user's own code: its reason, the error and its place."""
 START_MARK = "=== "
@@ -83,8 +81,8 @@ class RunOverview:
 
     ``written`` is the time of the last line of metrics.jsonl, in seconds since 1970; None before the first. ``damaged``
     says which files could not be read, and why; ``first_failure`` is the content of FIRST_FAILURE. ``fork`` is that of
-    FORK: the parent's name, the step and the changed settings; empty for a run that is not a fork. ``changes`` are the
-    records of CHANGES. ``error`` and ``advice`` are None where there is nothing to say.
+    FORK: the parent's name, the step and the changed settings; empty for a run that is not a fork. ``error`` and
+    ``advice`` are None where there is nothing to say.
     """
 
     name: str
@@ -95,7 +93,6 @@ class RunOverview:
     damaged: list[str]
     first_failure: str
     fork: dict[str, Any]
-    changes: list[dict[str, Any]]
     state: str
     error: str | None
     advice: str | None
@@ -358,7 +355,6 @@ class Run:
             damaged=damaged,
             first_failure=self.first_failure(),
             fork=read(FORK, lambda: read_object(self.path / FORK)) or {},
-            changes=read_changes(self.path),
             state=state or self.state,
             error=self.error,
             advice=hint,
@@ -419,12 +415,6 @@ def find_runs(names: Sequence[str]) -> list[Run]:
         paths += sorted(within) or [find_run(name).path]
     unique = list(dict.fromkeys(path.resolve() for path in paths))
     return [Run(path, _shortest_name(path, unique)) for path in unique]
-
-
-def read_changes(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's changed settings: the first ``step`` for which the ``values`` hold, in order."""
-    lines = read_lines(run_dir / CHANGES, Position()).lines
-    return [record for line in lines if (record := parse(line)) is not None]
 
 
 def _shortest_name(path: Path, among: list[Path]) -> str:

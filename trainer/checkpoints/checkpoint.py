@@ -39,7 +39,6 @@ from services.core.files import remove_directory, replace_directory, saved_steps
 from services.core.logs import get_logger
 from services.protocol.prompts import Cursor
 from trainer.checkpoints.admission import Fingerprint
-from trainer.config.changes import Change
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError, writing
@@ -166,8 +165,6 @@ class RunState(BaseModel):
     """Prompts of these steps, those of groups that were left out included."""
     role_baselines: dict[str, dict[int, float]] = {}
     """The baselines of ADVANTAGE=rae after these steps, by source and seat."""
-    changes: list[Change] = []
-    """The settings that changed in these steps while the run ran."""
     replay_snapshot: str | None = None
     rewards: list[float] = []
     """Mean reward of each completed step."""

@@ -20,7 +20,6 @@ from trainer.algorithm.methods import ImportanceCorrection
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import PerToken
 from trainer.config import CriticModel, TrainerSettings
-from trainer.config.changes import follow
 from trainer.config.objective import step_loss
 from trainer.model.logprobs import Lesson
 from trainer.model.micro_batching import Part, make_part, packed, part_order, token_numbers, unknown_ids
@@ -111,12 +110,6 @@ class Learner:
         # Each step changes the masters, and the next pass computes with them rounded anew.
         self.optimizer.register_step_pre_hook(lambda *_: policy.masters.restore())
         self.optimizer.register_step_post_hook(lambda *_: policy.masters.round())
-
-    def change_settings(self, settings: TrainerSettings, total_steps: int) -> None:
-        """Give this learner, and all that shares its settings, the values of others that may change between steps."""
-        follow(self.settings, settings)
-        self.total_steps = total_steps
-        self.loss = step_loss(self.settings)
 
     def update(
         self,

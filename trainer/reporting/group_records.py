@@ -28,7 +28,6 @@ from services.protocol.groups import (
     unpack_sequences,
 )
 from trainer.config import TrainerSettings
-from trainer.config.changes import to_record
 
 if TYPE_CHECKING:  # for its name only: readers of records have no torch
     from trainer.algorithm.packing import TrainingGroup
@@ -37,6 +36,8 @@ log = get_logger(__name__)
 
 DIRECTORY = "groups"
 """The directory of a run's records within its run directory."""
+NOT_SETTINGS = {"jobgroup_token", "shared_dir", "run_id", "log_level", "log_format", "record_groups"}
+"""Settings on which no step depends; records leave them out."""
 
 
 class Entry(BaseModel):
@@ -228,7 +229,7 @@ class GroupRecorder:
             for group in trained
         ]
         included = [entry.group_id for entry in entries if entry.step is None]
-        settings = to_record(self._settings)
+        settings = self._settings.model_dump(mode="json", exclude_unset=True, exclude=NOT_SETTINGS)
         head = StepHead.model_validate({"step": step, "settings": settings, "groups": entries, **fields})
         parts = [pack_sequences(head.model_dump(mode="json"), []), *(pack(by_id[group_id]) for group_id in included)]
         if not self._put(step, joined(parts)):

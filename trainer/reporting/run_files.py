@@ -57,7 +57,7 @@ class RunFiles:
         self.directory = settings.run_dir
         self.directory.mkdir(parents=True, exist_ok=True)
         self._services = services or {}
-        self.write_config()
+        self._write_config()
         if settings.sources is not None:
             atomic_write(self.directory / "sources.yaml", settings.sources.read_bytes())
         for name in ("metrics.jsonl", "samples.jsonl"):
@@ -109,7 +109,7 @@ class RunFiles:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, after a first step the reward curve, and at the end the card of the model."""
-        self.write_config()  # again, because components that started late have left their records by now
+        self._write_config()  # again, because components that started late have left their records by now
         _write_json(self.directory / "summary.json", summary)
         self._succeeded = summary["status"] == "succeeded"
         if (self.directory / "metrics.jsonl").exists():
@@ -117,8 +117,8 @@ class RunFiles:
         if summary["status"] == "succeeded" and (self.directory / "model").is_dir():
             write_card(self.directory)
 
-    def write_config(self) -> None:
-        """Write config.json: the present settings, and the versions, of every component."""
+    def _write_config(self) -> None:
+        """Write config.json: the settings and versions of every component."""
         left = [Task.ROLLOUT_SERVER]
         if self.settings.mode is Mode.ASYNC and not self.settings.collector_in_process:
             left.append(Task.COLLECTOR)

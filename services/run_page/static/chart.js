@@ -4,7 +4,7 @@ import { caption, saveButton, swatch } from "./caption.js";
 import { color } from "./colors.js";
 import { h, setText, show } from "./dom.js";
 import { count, duration, number } from "./format.js";
-import { Plane, disc, line, paintArea, paintAxes, paintErrors, paintLine, paintMark, size, within } from "./paint.js";
+import { Plane, disc, line, paintArea, paintAxes, paintErrors, paintLine, size, within } from "./paint.js";
 import { savePicture } from "./picture.js";
 import { bounds, nearest, smooth, spread, stack } from "./series.js";
 
@@ -198,9 +198,7 @@ export class Chart {
     const isTime = this.view.axis === "time";
     const xAxis = isTime ? { name: "time", label: duration } : { name: "step", whole: true };
     paintAxes(context, plane, { ...xAxis, wholeHeights: whole });
-    const marks = new Set(this.drawn.flatMap((line) => line.marks));
     within(context, plane, () => {
-      for (const x of marks) paintMark(context, plane, x);
       for (const line of this.drawn) {
         if (stacked) {
           paintArea(context, plane, line, line.lower, line.upper, 0.75);

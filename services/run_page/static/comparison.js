@@ -154,7 +154,7 @@ export class Comparison {
     swatch.style.setProperty("--swatch", run.slot === null ? "transparent" : runColor(run.slot));
     const same = this.equals.get(run) ?? [];
     const equal = same.length > 1 ? `same settings as ${count(same.length)} others` : same.length ? `same settings as ${same[0].name}` : "";
-    setText(note, [run.familyIn(this.runs), run.changed, run.isOver && run.error, ...run.damage, equal].filter(Boolean).join("; "));
+    setText(note, [run.familyIn(this.runs), run.isOver && run.error, ...run.damage, equal].filter(Boolean).join("; "));
     for (const [n, cell] of cells.entries()) {
       const { value, show } = this.columns[n + 1];
       setText(cell, show ? show(run) : value(run));

@@ -27,8 +27,6 @@ export class RunData {
     this.firstFailure = overview.first_failure;
     /** The run that this one was forked from: {parent, at, changes}; empty without one. */
     this.fork = overview.fork ?? {};
-    /** The settings that changed while the run ran: {step, values} each. */
-    this.changes = (overview.changes ?? []).filter(({ values }) => Object.keys(values).length);
     this.components = overview.components;
     this.settings = overview.components["ppo-trainer"]?.settings ?? {};
     this.summary = overview.summary;
@@ -159,12 +157,6 @@ export class RunData {
     if (!parent) return "";
     const before = this.parentIn(runs)?.familyIn(runs) || parent;
     return `${before} → ${this.name} (from step ${at}: ${changes.join(", ") || "no change"})`;
-  }
-
-  /** Returns the settings that changed while the run ran, each with the first step for which it holds; "" without any. */
-  get changed() {
-    const words = (values) => Object.entries(values).map(([name, value]) => `${name.toUpperCase()}=${value}`);
-    return this.changes.map(({ step, values }) => `${words(values).join(", ")} from step ${step}`).join("; ");
   }
 
   /** Sets the columns of rewards and accuracies less those of the run that this one was forked from, step by step. */

@@ -204,7 +204,7 @@ function showHeader(runs, now) {
   const source = now?.components.find(({ name }) => name === "data-server")?.figures.source;
   const facts = (each) => [each.settings.model_name ?? each.summary.model, each.summary.dataset ?? source, each.summary.device];
   const common = facts(run).filter((fact, n) => fact && runs.every((each) => facts(each)[n] === fact));
-  setText(byId("about"), [...common, isOne && run.familyIn(runs), isOne && run.changed].filter(Boolean).join(" · "));
+  setText(byId("about"), [...common, isOne && run.familyIn(runs)].filter(Boolean).join(" · "));
   const step = run.last("step") ?? 0;
   const total = now?.total_steps || (ended ? step : 0);
   show(byId("progress"), isOne && total > 0);

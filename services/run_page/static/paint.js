@@ -113,14 +113,6 @@ export function paintArea(context, plane, series, lower, upper, alpha) {
   context.globalAlpha = 1;
 }
 
-/** Paints a dotted upright line at ``x``. */
-export function paintMark(context, plane, x) {
-  context.strokeStyle = color("--muted");
-  context.setLineDash([2, 3]);
-  line(context, plane.x(x), plane.top, plane.x(x), plane.top + plane.plotHeight);
-  context.setLineDash([]);
-}
-
 /** Paints an error bar from ``lower`` to ``upper`` at each point that has them. */
 export function paintErrors(context, plane, series, lower, upper) {
   context.strokeStyle = series.color;

@@ -145,7 +145,6 @@ export class Plots {
 
   lines(spec, run, xs, compares) {
     const lines = [];
-    const marks = run.changes.map(({ step }) => xs[run.column("step").indexOf(step)] ?? null).filter((x) => x !== null);
     for (const [source, label, around] of (compares && spec.compared) || spec.series) {
       for (const { name, ys } of columns(run, source)) {
         if (!ys.some((y) => y !== null)) continue;
@@ -159,7 +158,7 @@ export class Plots {
         const entry = { key: title, label: title, ...look, color: compares ? "var(--muted)" : look.color };
         const extent = extents(run, around?.(name), spec.within, ys);
         const full = compares ? `${run.name}${place ? `: ${title}` : ""}` : title;
-        lines.push({ label: full, run: run.name, marks, xs, ys: values, ...extent, entry, ...look });
+        lines.push({ label: full, run: run.name, xs, ys: values, ...extent, entry, ...look });
       }
     }
     return lines;

@@ -821,16 +821,3 @@ def test_whoever_uses_the_keyboard_sees_where_they_are_and_reaches_every_run(ope
     box.press("Space")
     expect(box).not_to_be_checked()
     expect(box).to_be_focused()
-
-
-@pytest.mark.leaving
-def test_settings_that_changed_while_a_run_ran_stand_beside_its_name(open_page, runs):
-    short, good, _ = runs
-    changes = [
-        {"step": 4, "values": {"learning_rate": 5e-06}},
-        {"step": 9, "values": {"max_steps": 50, "eval_every": 5}},
-    ]
-    append(good / "changes.jsonl", changes)
-    said = "LEARNING_RATE=0.000005 from step 4; MAX_STEPS=50, EVAL_EVERY=5 from step 9"
-    expect(open_page(view(good)).locator("#about")).to_contain_text(said)
-    expect(row(open_page(view(short, good)), "good").locator(".note")).to_contain_text(said)
