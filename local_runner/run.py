@@ -36,7 +36,7 @@ from local_runner import checks, nodes, processes, spec
 from local_runner.launch import Launch, next_commands, shown_path, trainer_settings
 from local_runner.nodes import Run as LocalRun
 from local_runner.plan import Plan
-from local_runner.supervisor import Outcome, Supervisor, survived_kills
+from local_runner.supervisor import Outcome, Supervisor
 from local_runner.view import View, present
 from services.core import machine
 from services.core.endpoints import Task
@@ -211,10 +211,8 @@ def start(
     except OSError as error:
         raise ConfigurationError(f"{run.run_dir} cannot be made: {error}; give another --shared-dir") from error
     with files.locked(), processes.guard(run.mark):
-        process, kills = psutil.Process(), survived_kills(run.group)
-        files.record_nodes(
-            Nodes(process.pid, process.create_time(), run.addresses.endpoints, mark=run.mark, kills=kills)
-        )
+        process = psutil.Process()
+        files.record_nodes(Nodes(process.pid, process.create_time(), run.addresses.endpoints, mark=run.mark))
         launch.record(run.run_dir)
         outcome = _supervise(run, console, live, until)
         try:

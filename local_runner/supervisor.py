@@ -27,7 +27,7 @@ from typing import IO
 
 from local_runner import processes
 from local_runner.nodes import Run, node_environment
-from local_runner.spec import JobGroup, TaskSpec
+from local_runner.spec import TaskSpec
 from services.core.errors import EXIT_CONFIGURATION
 from services.core.processes import shell_code
 from services.run_page.directory import START_MARK
@@ -294,15 +294,6 @@ class Supervisor:
 
 async def _end_here(marks: list[str], grace_seconds: float, hurry: threading.Event) -> None:
     await asyncio.to_thread(processes.end, marks, grace_seconds, hurry)
-
-
-def survived_kills(group: JobGroup) -> dict[str, int]:
-    """Return how often each node, such as ``ppo-trainer-0``, may be killed; the nodes of a task share that number."""
-    return {
-        f"{task.name}-{rank}": LOST_NODES if task.recover_on_exit_codes else task.max_restarts_on_errors
-        for task in group.tasks
-        for rank in range(task.num_nodes)
-    }
 
 
 def _open_log(path: Path, restarts: int) -> tuple[IO[bytes], OSError | None]:

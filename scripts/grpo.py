@@ -93,14 +93,6 @@ COMMANDS = {
             "grpo explain grpo-20260131-120000 --step 57 --page step-57.html",
         ),
     ),
-    "chaos": Program(
-        "local_runner.chaos",
-        QUESTIONS,
-        (
-            "grpo chaos jobgroup.yaml --env-file examples/demo.env --env CHECKPOINT_EVERY=1 --every 4s --for 20s",
-            "grpo chaos grpo-20260131-120000 --every 30s --for 10m --seed 1",
-        ),
-    ),
     "verify": Program("scripts.verify", QUESTIONS, ("grpo verify grpo-20260131-120000",)),
     "evaluate": Program(
         "scripts.evaluate",
@@ -140,6 +132,7 @@ OTHER_WORDS = {
     "resume": "grpo run --run-id",
     "eval": "grpo evaluate",
     "set": "grpo fork RUN --at STEP --env NAME=VALUE",
+    "chaos": "python -m tests.chaos JOBGROUP, in a checkout,",
 }
 """Commands of other programs and former ones of ours, and the commands that do the same."""
 

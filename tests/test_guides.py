@@ -41,7 +41,6 @@ from trainer.config import TrainerSettings
 GUIDES = {page.stem: page for page in sorted((ROOT / "docs/guides").glob("*.md"))} | {"skill": SKILL}
 WHOLE = {"forking"}
 """The pages whose long blocks are run, too; other tests train with what the others show."""
-LEAVING = {"chaos"}
 DEMO_MODEL = ".cache/models/smollm2-135m"
 # Ports in the pages, which each run of a page replaces by free ports.
 PORT = re.compile(r"\b(?:30000|80[08][0-5])\b")
@@ -127,9 +126,7 @@ def end(shell: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.leaving] if page in LEAVING else []) for page in GUIDES]
-)
+@pytest.mark.parametrize("page", GUIDES)
 def test_a_guides_commands_run_and_its_jobs_are_accepted(
     page: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

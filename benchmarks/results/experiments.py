@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.harness import ROOT
 from benchmarks.job import Job, kill
-from benchmarks.results import certificates, distillation, examples, in_process, job_runs, methods, mix, off_policy
+from benchmarks.results import distillation, examples, in_process, job_runs, methods, mix, off_policy
 from benchmarks.results.beside_trl import OURS, TRL, seconds_to, stages, train_trl
 from benchmarks.results.episodes import (
     AGENT_SETTINGS,
@@ -250,9 +250,6 @@ EPISODES: dict[str, tuple[Settings, Train]] = {
     "Nim against itself": (PLAYED | NIM, train_environment),
 }
 
-WITH_CHECKPOINTS = {"CHECKPOINT_EVERY": "2", "EVAL_PROMPTS": "0", "COMPUTE_TYPE": "float32"}
-DISTURBED: dict[str, tuple[Settings, Train]] = {"with faults": ({}, certificates.disturb)}
-
 GSM8K_DIRECTORY = "GSM8K_DIR"
 """The environment variable that names a directory with train.jsonl and test.jsonl, in place of the hub."""
 GSM8K = DEMO_TASK | {
@@ -375,15 +372,6 @@ PARTS = (
             for run in runs_of(task, settings, range(3), variants({"GRPO": {}}, train))
         ],
         {"below_random": below_random, "random_play": lambda _results: f"{random_play():.2f}"},
-    ),
-    Part(
-        "chaos",
-        [
-            run
-            for task, settings in certificates.SETTINGS.items()
-            for run in runs_of(task, settings | WITH_CHECKPOINTS, range(1), DISTURBED)
-        ],
-        {"certificate": certificates.row, "certificates": certificates.verdicts},
     ),
     Part(
         "mix",

@@ -54,8 +54,6 @@ class Nodes:
     """The state of each node as the runner last knew it, by ``{task}-{rank}``."""
     mark: str = ""
     """The mark of the run's processes in their environment."""
-    kills: dict[str, int] = field(default_factory=dict)
-    """The number of kills that each node survives."""
 
     @property
     def is_here(self) -> bool:
