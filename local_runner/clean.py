@@ -5,10 +5,11 @@ A run that is under way, or may be on another machine, is never removed.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -51,94 +52,65 @@ def main(
 ) -> None:
     """List runs with their sizes, and remove some."""
 
-    console = Console()
-    has_rule = keep is not None or bool(older_than)
+    console, has_rule = Console(), keep is not None or bool(older_than)
     if runs and has_rule:
         raise ConfigurationError("give either runs or --keep and --older-than")
     if not runs and not has_rule:
         if keep_model:
             raise ConfigurationError("--keep-model needs runs to clean: name them, or give --keep 0 for all")
-        _list_runs(console, below)
+        _print_runs(console, [*map(Listed, all_runs(below))])
+        place = [] if below == RUNS else ["--runs", str(below)]
+        hint = " RUN..., or --keep 3, or --older-than 7d; --keep-model leaves model and records"
+        console.print(shlex.join([grpo_command(), "clean", *place]) + hint, highlight=False, soft_wrap=True)
         return
-    if runs:
-        chosen = [Listed(run) for run in {run.path: run for run in (find_run(name, below) for name in runs)}.values()]
-    else:
-        chosen = select(all_runs(below), keep, older_than)
-    confirm = typer.confirm if not yes and sys.stdin.isatty() else None
-    remove(console, chosen, named=bool(runs), keep_model=keep_model, confirm=confirm)
+    chosen = [find_run(name, below) for name in runs or ()] or all_runs(below)[keep or 0 :]
+    limit = time.time() - _age(older_than) if older_than else float("inf")
+    old = [one for one in map(Listed, {run.path: run for run in chosen}.values()) if one.written < limit]
+    ended = [*_ended(console, old, named=bool(runs), keep_model=keep_model)]
+    if not ended:
+        console.print("nothing to remove")
+        return
+    if not yes and sys.stdin.isatty():
+        _print_runs(console, ended)
+        parts = "the checkpoints and policy versions of these runs, which then cannot be resumed"
+        if not typer.confirm(f"Remove {parts if keep_model else 'these runs, with models and checkpoints'}?"):
+            return
+    for one in ended:
+        _remove(console, one, keep_model=keep_model)
 
 
 class Listed:
     """A run with its size in bytes, and the time of its newest file."""
 
     def __init__(self, run: Run) -> None:
-        """Measure the run, and find the reason why it is or may be under way; None when it is over."""
+        """Measure the run."""
         self.run, self.path = run, run.path
         self.size, self.written = run.usage()
-        self.under_way = run.under_way(self.written)
 
 
-def select(runs: list[Run], keep: int | None, older_than: str | None) -> list[Listed]:
-    """Return the ``runs``, the newest first, that are not among the newest ``keep`` and are older than the given age.
-
-    Raises:
-        ConfigurationError: ``older_than`` is not an age.
-    """
+def _age(text: str) -> float:
     try:
-        limit = time.time() - seconds(older_than) if older_than else float("inf")
+        return seconds(text)
     except ValueError as error:
-        raise ConfigurationError(f"--older-than {older_than}: {error}") from error
-    return [run for run in map(Listed, runs[keep or 0 :]) if run.written < limit]
+        raise ConfigurationError(f"--older-than {text}: {error}") from error
 
 
-def _list_runs(console: Console, below: Path) -> None:
-    """Print a table of the runs in ``below``, their total size, and the command that removes some."""
-    runs = [*map(Listed, all_runs(below))]
-    if not runs:
-        console.print(f"there is no run below {below}/")
-        return
-    _table(console, runs)
-    command = " ".join([grpo_command(), "clean", *(["--runs", str(below)] if below != RUNS else [])])
-    hint = f"Remove some: {command} RUN..., or --keep 3, or --older-than 7d; --keep-model leaves model and records"
-    console.print(hint, highlight=False, soft_wrap=True)
-
-
-def remove(
-    console: Console, chosen: list[Listed], *, named: bool, keep_model: bool, confirm: Callable[[str], bool] | None
-) -> None:
-    """Remove runs, except those that are or may be under way.
-
-    Args:
-        console: for the messages.
-        chosen: the runs.
-        named: whether each was named, so that a run under way is an error.
-        keep_model: remove only the checkpoints and policy versions, and those only of runs that have a model.
-        confirm: asks the question that it is given; None: remove without asking.
+def _ended(console: Console, chosen: list[Listed], *, named: bool, keep_model: bool) -> Iterator[Listed]:
+    """Yield the runs that may be removed, or with ``keep_model`` cleaned; print why others may not.
 
     Raises:
-        ConfigurationError: a named run is under way, or a run cannot be removed.
+        ConfigurationError: a run that was named may not.
     """
-    ended = []
     for one in chosen:
-        reason = one.under_way
+        reason = one.run.under_way(one.written)
         if keep_model and not (one.path / "model").exists():
             reason = reason or "it has no model/, and could only be resumed"
         if reason is None:
-            ended.append(one)
+            yield one
         elif named:
             raise ConfigurationError(f"{one.path} is not removed: {reason}")
         else:
             console.print(f"{one.path} is not removed: {reason}", style="yellow", soft_wrap=True, highlight=False)
-    if not ended:
-        console.print("nothing to remove")
-        return
-    if confirm is not None:
-        _table(console, ended)
-        parts = "the checkpoints and policy versions of these runs, which then cannot be resumed"
-        if not confirm(f"Remove {parts if keep_model else 'these runs, with models and checkpoints'}?"):
-            return
-    for one in ended:
-        _remove(console, one, keep_model=keep_model)
 
 
 def _remove(console: Console, one: Listed, *, keep_model: bool) -> None:
@@ -158,7 +130,8 @@ def _remove(console: Console, one: Listed, *, keep_model: bool) -> None:
         console.print(kept, soft_wrap=True, highlight=False)
 
 
-def _table(console: Console, runs: list[Listed]) -> None:
+def _print_runs(console: Console, runs: list[Listed]) -> None:
+    """Print a table of runs, and their total size."""
     table = Table(box=None, pad_edge=False)
     for column in ("run", "state", "size", "last written"):
         table.add_column(column, overflow="fold", justify="right" if column == "size" else "left")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated
 
 import httpx
@@ -50,23 +50,18 @@ async def print_status(console: Console, run: Run, token: str | None) -> None:
         rows = await asyncio.gather(*(_node(http, run, addresses, name, states.get(name, "")) for name in names))
     summary, outcome = ({}, {}) if is_running else (run.summary, run.outcome)
     present(console, run, state, summary, outcome, trainer)
-    if shown := _table(rows, is_running=is_running):
-        console.print(shown)
-    where = shlex.join([grpo_command(), "view", str(run.path)]) if page is None else f"http://{page}"
-    console.print(f"run page  {where}", highlight=False, soft_wrap=True)
-
-
-def _table(rows: Sequence[tuple[str, Text, str, Text]], *, is_running: bool) -> Table | None:
-    """Return the table of the components; of an ended run, of those with an error, and None without one."""
     table = Table(box=None, pad_edge=False)
     for column in ("component", "state", "address", "error") if is_running else ("component", "error"):
         table.add_column(column, overflow="fold")
-    for name, state, address, error in rows:
+    for name, node_state, address, error in rows:
         if is_running:
-            table.add_row(name, state, address, error)
+            table.add_row(name, node_state, address, error)
         elif error:
             table.add_row(name, error)
-    return table if table.row_count else None
+    if table.row_count:
+        console.print(table)
+    where = shlex.join([grpo_command(), "view", str(run.path)]) if page is None else f"http://{page}"
+    console.print(f"run page  {where}", highlight=False, soft_wrap=True)
 
 
 async def _node(

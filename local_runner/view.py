@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -27,9 +27,6 @@ from services.core.endpoints import Task
 from services.run_page.activity import ReportTimer, in_words
 from services.run_page.directory import RUNNING, Run
 from services.run_page.progress import EARLY_STEPS, Step, advice, counted, failed, first_and_last, mean_rewards
-
-if TYPE_CHECKING:
-    from services.run_page.components import TrainerStatus
 
 TAIL_LINES = 15
 RECENT_STEPS = 5
@@ -57,7 +54,7 @@ def present(
     state: str,
     summary: Mapping[str, Any],
     outcome: Mapping[str, Any],
-    trainer: TrainerStatus | None = None,
+    trainer: Mapping[str, Any] | None = None,
 ) -> None:
     """Print the state of a run, its figures, and the advice on it.
 
@@ -67,10 +64,10 @@ def present(
         state: the run's state.
         summary: the content of summary.json of a run that has ended; empty if the trainer has written none.
         outcome: the content of runner.json of a run that has ended; empty without one.
-        trainer: the trainer's status if it answers.
+        trainer: the reply of the trainer's /stats if it answers.
     """
     line = Text.assemble(("run ", "dim"), (run.name, "bold"), "  ", (state, STYLES.get(state, "yellow")))
-    console.print(line.append(f", {trainer.phase}") if trainer else line)
+    console.print(line.append(f", {trainer['phase']}") if trainer else line)
     table = Table.grid(padding=(0, 2))
     for name, value in figures(run, state, summary, outcome, trainer):
         table.add_row(Text(name, "dim"), Text(value))
@@ -80,13 +77,17 @@ def present(
 
 
 def figures(
-    run: Run, state: str, summary: Mapping[str, Any], outcome: Mapping[str, Any], trainer: TrainerStatus | None = None
+    run: Run,
+    state: str,
+    summary: Mapping[str, Any],
+    outcome: Mapping[str, Any],
+    trainer: Mapping[str, Any] | None,
 ) -> Iterator[tuple[str, str]]:
     """Yield the figures of a run with their labels; see ``present``."""
     if trainer:
-        yield "now", trainer.doing
+        yield "now", in_words(trainer["activity"])
     yield from ((name, str(summary[name])) for name in ("model", "dataset", "device") if name in summary)
-    steps, total = run.steps(), trainer.total_steps if trainer else 0
+    steps, total = run.steps(), trainer["total_steps"] if trainer else 0
     last = steps[-1].step if steps else summary.get("steps")
     if last is not None:
         yield "steps", f"{last} of {total}" if total else str(last)
@@ -227,21 +228,20 @@ class View:
         """The state of each node by ``{task}-{rank}``."""
         return {f"{task}-{rank}": state for (task, rank), state in self._states.items()}
 
-    def trainer(self, status: TrainerStatus | None) -> None:
-        """Show the trainer's status, or which nodes are not up while the trainer is not; None if it did not answer."""
-        if status is not None:
-            self._total_steps = status.total_steps
-            self._progress.update(self._steps, total=status.total_steps or None, phase=status.phase)
-            self._doing, since = status.doing, status.since
+    def trainer(self, stats: Mapping[str, Any] | None) -> None:
+        """Show the trainer's /stats, or which nodes are not up while the trainer is not; None if it did not answer."""
+        if stats is not None:
+            self._total_steps, activity = stats["total_steps"], stats["activity"]
+            self._progress.update(self._steps, total=self._total_steps or None, phase=stats["phase"])
         elif self._states[Task.TRAINER, 0] in STARTING:
             asked = {node: state for node, state in self.states.items() if self._address(node) is not None}
             missing = ", ".join(node for node, state in asked.items() if state in STARTING)
             done = f"{list(asked.values()).count('up')} of {len(asked)} up"
             activity = {"what": f"waiting for {missing}", "done": done, "since": self._changed, "until": None}
-            self._doing, since = in_words(activity), self._changed
         else:
             return  # a trainer at work may be too busy to answer
-        if self._live is None and self._report_timer.is_due(since, is_early=not self._first_steps):
+        self._doing = in_words(activity)
+        if self._live is None and self._report_timer.is_due(activity["since"], is_early=not self._first_steps):
             self._say(self._doing, "dim")
 
     def _address(self, node: str) -> str | None:

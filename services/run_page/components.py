@@ -20,7 +20,6 @@ from services.core import endpoints
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError
 from services.http.client import HttpClient, problem_detail
-from services.run_page.activity import in_words
 
 POLL_SECONDS = 2.0
 REQUEST_SECONDS = 2.0
@@ -35,18 +34,6 @@ UP, BUSY, SILENT = "up", "busy", "silent"
 
 Json = dict[str, Any]
 Read = Callable[["Component"], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class TrainerStatus:
-    """The trainer's phase, number of steps and activity, from its /stats."""
-
-    phase: str
-    total_steps: int
-    doing: str = ""
-    """The activity in words."""
-    since: float = 0.0
-    """When it began, in seconds since 1970."""
 
 
 def questioner(token: str | None = None) -> httpx.AsyncClient:
@@ -71,15 +58,13 @@ async def ask_state(http: httpx.AsyncClient, address: str) -> str:
     return UP if response.status_code == httpx.codes.OK else health_of(response)[0]
 
 
-async def ask_trainer(http: httpx.AsyncClient, address: str) -> TrainerStatus | None:
-    """Return the trainer's status; None while the trainer does not answer."""
+async def ask_trainer(http: httpx.AsyncClient, address: str) -> Json | None:
+    """Return the trainer's /stats: phase, total_steps, activity; None while the trainer does not answer."""
     try:
-        response = (await http.get(f"http://{address}/stats")).raise_for_status()
+        stats: Json = (await http.get(f"http://{address}/stats")).raise_for_status().json()
     except httpx.HTTPError:
         return None
-    stats = response.json()
-    activity = stats["activity"]
-    return TrainerStatus(stats["phase"], stats["total_steps"], in_words(activity), activity["since"])
+    return stats
 
 
 @dataclass

@@ -4,6 +4,7 @@ import io
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,11 +16,10 @@ from local_runner.spec import TaskSpec
 from local_runner.supervisor import State
 from local_runner.view import View, describe, outcome_rows, reward_change
 from services.run_page import activity
-from services.run_page.components import TrainerStatus
 from services.run_page.progress import Step, first_and_last
 from tests.local_runner.test_nodes import run_of
 
-WAIT = "waiting for 2 rollout workers, 1 there, until 08:31:10"
+WAIT = "waiting for 2 rollout workers"
 SECONDS = {"generate": 3.2, "score": 0.04, "store": 0.02, "train": 16.6, "publish": 3.9, "step": 23.9}
 STEP = Step(step=4, reward=0.484, loss=-0.0395, seconds=SECONDS)
 
@@ -42,10 +42,10 @@ def printed(console: Console) -> str:
 def test_the_view_has_step_reward_phase_and_time_left():
     console, trainer = terminal(80), TaskSpec("ppo-trainer", "")
     with View(run_of(trainer), console, live=True) as shown:
-        shown.trainer(TrainerStatus("train", 3))
+        shown.trainer(stats("train"))
         shown.step(Step(1, 0.1, None, SECONDS))
         shown.step(Step(2, 0.2, None, SECONDS))
-        shown.trainer(TrainerStatus("save", 3, WAIT))
+        shown.trainer(stats("save", WAIT))
     said = re.sub(r"\x1b\[[?\d]*[A-Za-z]", "", printed(console)).replace("\r", "\n")
     assert "step 2/3  reward 0.200" in said
     last = said.rpartition("component")[2]
@@ -54,23 +54,25 @@ def test_the_view_has_step_reward_phase_and_time_left():
     assert max(map(len, said.splitlines())) <= 80
 
 
-def waiting(seconds: float) -> TrainerStatus:
-    return TrainerStatus("publish", 3, WAIT, time.time() - seconds)
+def stats(phase: str, what: str = "", seconds: float = 0.0) -> dict[str, Any]:
+    """Return the reply of a trainer's /stats, whose activity began so many seconds ago."""
+    activity = {"what": what, "done": "", "since": time.time() - seconds, "until": None}
+    return {"phase": phase, "total_steps": 3, "activity": activity}
 
 
 def test_a_wait_of_ten_seconds_is_printed_and_again_after_ten_more(monkeypatch):
     console = Console(file=io.StringIO(), width=80)
     with View(run_of(TaskSpec("ppo-trainer", "")), console, live=False) as shown:
-        shown.trainer(waiting(9))
+        shown.trainer(stats("publish", WAIT, 9))
         assert WAIT not in printed(console)
         for _ in range(5):
-            shown.trainer(waiting(11))
+            shown.trainer(stats("publish", WAIT, 11))
         assert printed(console).count(WAIT) == 1
         monkeypatch.setattr(activity, "REPORT_SECONDS", 0.0)
-        shown.trainer(waiting(22))
+        shown.trainer(stats("publish", WAIT, 22))
         assert printed(console).count(WAIT) == 2
         shown.step(STEP)
-        shown.trainer(waiting(33))
+        shown.trainer(stats("publish", WAIT, 33))
         assert printed(console).count(WAIT) == 2, "steps come less often than such lines would"
 
 
