@@ -226,8 +226,8 @@ def train(
         with _project(inputs):
             outcome = _run_here(Path(job_group), directory, env, [f"{task}={n}" for task, n in (nodes or {}).items()])
             return _ended(directory, outcome)
-    except (TypeError, ValueError):
-        if is_new:
+    except Exception:
+        if is_new and not (directory / "nodes.json").exists():  # the run has not started
             shutil.rmtree(directory)
         raise
 
@@ -301,7 +301,8 @@ def _project(inputs: Path | None = None) -> Iterator[None]:
                 sys.modules.pop(name, None)
             sys.modules.update(theirs)
         sys.path[:] = path
-        os.environ.clear()
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
         os.environ.update(environment)
         root.handlers[:], root.level = handlers, level
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from local_runner import clean, logs, status
 from scripts import chat, view
-from services.core.errors import EXIT_CONFIGURATION, ConfigurationError, exit_code_of
-from services.run_page.directory import Run, find_run
+from services.core.errors import EXIT_CONFIGURATION, exit_code_of
+from services.run_page.directory import RUNNING, Run, find_run
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +48,6 @@ def test_a_run_is_named_by_id_or_directory_and_is_the_newest_by_default(given, f
     assert find_run(given).path == Path(found)
 
 
-def test_an_unknown_run_is_refused_with_the_existing_ones():
-    with pytest.raises(ConfigurationError, match=r"oldest is neither .*: newer, older"):
-        find_run("oldest")
-
-
 def shown(capfd, *names: str, **options) -> list[str]:
     logs.main(list(names) or None, **options)
     return capfd.readouterr().out.splitlines()
@@ -63,14 +60,23 @@ def test_logs_are_of_a_run_and_of_tasks(capfd):
     assert len(shown(capfd, "older")) == len(shown(capfd)) == 2
 
 
-def test_logs_of_an_unknown_task_are_refused():
-    with pytest.raises(ConfigurationError, match="oldest is not a run, and there is no log of it"):
-        logs.main(["oldest"])
+def test_following_shows_nodes_that_start_later(tmp_path, monkeypatch):
+    directory = tmp_path / "logs"
 
+    def advance():
+        directory.mkdir()
+        (directory / "data-server-0.log").write_text("2026-01-01T00:00:01 one\n")
+        yield RUNNING
+        (directory / "ppo-trainer-0.log").write_text("2026-01-01T00:00:02 two\n")
+        yield "succeeded"
 
-def test_status_takes_an_id(capfd):
-    status.main("older", token=None)
-    assert "run older  may be under way" in capfd.readouterr().out
+    states = advance()
+    monkeypatch.setattr(Run, "state", property(lambda _: next(states)))
+    monkeypatch.setattr(logs, "POLL_SECONDS", 0)
+    console = Console(file=io.StringIO(), width=100)
+    logs.show(console, Run(tmp_path), [], last=None, follow=True)
+    shown = console.file.getvalue().splitlines()
+    assert shown == ["2026-01-01T00:00:01 one", "ppo-trainer-0 │ 2026-01-01T00:00:02 two"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from local_runner import spec
-from local_runner.run import _DroppingFile
 from services.run_page.directory import Run
 from tests.local_runner.machine import Command, Node, exits, stays
 from tests.local_runner.runner import HEADER, Runner, is_running, task
@@ -87,26 +86,24 @@ def test_steps_are_printed_as_they_end(here):
     assert "0.100 → 0.300" in printed
 
 
-def test_a_failed_runs_outcome_is_recorded_and_the_end_of_its_log_shown(here):
+@pytest.mark.parametrize(
+    ("lines", "shown", "count", "hidden"),
+    [
+        (["the reason"], "the reason", 2, "error: "),
+        (["chatter", "error: DATASET x", "more"], "error: DATASET x", 1, "chatter"),
+    ],
+)
+def test_a_failed_runs_outcome_is_recorded_and_its_error_or_the_end_of_its_log_shown(here, lines, shown, count, hidden):
     async def command(node: Node) -> int:
-        node.say("the reason")
+        for line in lines:
+            node.say(line)
         return 3
 
-    assert here.run({TRAINER: command}) == 3
-    assert "the reason" in here.output
-    record = json.loads((RUN_DIR / "runner.json").read_text())
+    assert here.run({TRAINER: command}, "--num-nodes", "ppo-trainer=2") == 3
+    assert here.output.count(f"  {shown}") == count
+    assert hidden not in here.output
+    record = Run(RUN_DIR).outcome
     assert (record["exit_code"], record["failed"]) == (3, "ppo-trainer-0")
-
-
-def test_only_the_error_is_shown_of_a_component_that_names_one(here):
-    async def command(node: Node) -> int:
-        for line in ("chatter", "error: DATASET x cannot be had", "more chatter"):
-            node.say(line)
-        return 78
-
-    assert here.run({TRAINER: command}, "--num-nodes", "ppo-trainer=2") == 78
-    assert here.output.count("DATASET x cannot be had") == 1
-    assert "chatter" not in here.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -167,13 +164,6 @@ def test_a_run_does_not_start_where_its_directory_cannot_be_written_or_another_r
         assert here.run({TRAINER: stays}) == 78
     assert told in here.output
     assert not here.machine.nodes
-
-
-def test_output_for_which_there_is_no_room_is_dropped():
-    with _DroppingFile("/dev/full", "wb") as full:
-        assert full.write(b"four") == 4
-    with _DroppingFile("/dev/null", "rb") as other, pytest.raises(OSError, match="not open for writing"):
-        other.write(b"four")
 
 
 # Real processes.
