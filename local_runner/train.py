@@ -85,7 +85,7 @@ class Run:
         Raises:
             RunError: the fork is refused, or its run failed.
         """
-        changes = [f"{key.upper()}={_plain(key, value)}" for key, value in settings.items()]
+        changes = [f"{key.upper()}={_text(key, value)}" for key, value in settings.items()]
         with _project(self.directory / "inputs"):
             from local_runner.fork import Fork
             from services.core.errors import ComponentError
@@ -124,10 +124,8 @@ class Run:
             RunError: an option is wrong, or no prompt could be evaluated.
         """
         directory = self.directory / "evaluation" if output is None else Path(output)
-        words = [f"--{name.replace('_', '-')}" for name in options for _ in _listed(options[name])]
-        values = [str(value) for name in options for value in _listed(options[name])]
-        pairs = [word for pair in zip(words, values, strict=True) for word in pair]
-        self._answer("evaluate", "--model", str(self.model), "--output", str(directory), *pairs)
+        words = [f"--{name.replace('_', '-')}={one}" for name in options for one in _listed(options[name])]
+        self._answer("evaluate", "--model", str(self.model), "--output", str(directory), *words)
         results: dict[str, Any] = json.loads((directory / "results.json").read_text("utf-8"))
         return results
 
@@ -326,7 +324,7 @@ def _launch(infra: str, gpus: str | None, nodes: Mapping[str, int], settings: Ma
     options = {"ppo-trainer": "--trainer-nodes", "rollout-server": "--rollout-nodes"}
     if unknown := nodes.keys() - options.keys():
         raise ValueError(f"nodes names {', '.join(sorted(unknown))}; on a cluster it may name {' and '.join(options)}")
-    variables = {name.upper(): _plain(name, value) for name, value in settings.items() if value is not None}
+    variables = {name.upper(): _text(name, value) for name, value in settings.items() if value is not None}
     sizes = [word for task, count in nodes.items() for word in (options[task], str(count))]
     with _project():
         from click import ClickException
@@ -345,32 +343,23 @@ def _launch(infra: str, gpus: str | None, nodes: Mapping[str, int], settings: Ma
     return Job(job)
 
 
-def _text(name: str, value: Any, inputs: Path) -> str:
-    """Return the value of a variable; rows and functions are written to ``inputs``, and their names returned."""
-    if isinstance(value, str | os.PathLike):
-        return str(value)
-    if callable(value):
-        return _write_function(name, value, inputs)
-    if name in ("dataset", "dataset_test"):
-        return str(_write_rows(name, value, inputs))
-    try:
-        return json.dumps(value)
-    except TypeError as error:
-        functions = ", or one function, or text such as exact_match=1,module:function=0.5" * (name == "reward_fn")
-        raise TypeError(f"{name} is {value!r}; give text or a number{functions}") from error
-
-
-def _plain(name: str, value: Any) -> str:
-    """Return the text of a setting that needs no file.
+def _text(name: str, value: Any, inputs: Path | None = None) -> str:
+    """Return the text of a setting; a function or rows are written to ``inputs``, and their name is returned.
 
     Raises:
-        TypeError: it is a function or rows.
+        TypeError: the value has no text, or it is a function or rows, and there is no place for them.
     """
-    if callable(value) or not isinstance(value, str | int | float | bool | os.PathLike):
-        raise TypeError(
-            f"{name} is {value!r}; give text or a number, of a function its module:function, of rows a file"
-        )
-    return str(value) if isinstance(value, str | os.PathLike) else json.dumps(value)
+    if isinstance(value, str | os.PathLike):
+        return str(value)
+    is_rows = name in ("dataset", "dataset_test")
+    if inputs is not None and (callable(value) or is_rows):
+        return str(_write_rows(name, value, inputs)) if is_rows else _write_function(name, value, inputs)
+    try:
+        if not is_rows:
+            return json.dumps(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} is {value!r}; give text or a number, of a function its module:function, of rows a file")
 
 
 def _listed(value: Any) -> list[Any]:
